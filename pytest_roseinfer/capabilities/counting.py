@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
+    from pytest_roseinfer.capabilities.observation import Snapshot
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.capabilities import answers
@@ -110,7 +111,8 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
 
 def _wrong_conditions(seen: Observation) -> Iterator[str]:
     """Say where counts differ from the conditions met, once for each block list of a sequence."""
-    names, met, ran = seen.declared.row_conditions, seen.outcome.met, seen.ran
+    names, ran = seen.declared.row_conditions, seen.ran
+    met = seen.notes.get(RowConditions) or Counter[str]()
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, seen.spec.num_layers + 1)
     right = [{own: met[name] * times for name, own in names.items()} for times in lists]
@@ -227,6 +229,28 @@ class UsedAgain(Observer):
         return {name: times for name, times in met.items() if name in seen.declared.conditions}
 
 
+class RowConditions(Observer):
+    """Knows the conditions that the rows of a step meet, where a cache counts them row by row."""
+
+    any_of = ("path_counts",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._met: Counter[str] = Counter()
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        if self.run.declared.row_conditions and (admitted := step.admitted(self.run.oracle)):
+            self._met = conditions_met(self.run.oracle, admitted)
+        return {}
+
+    def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
+        self._met = Counter()
+        return {}
+
+    def notes(self, after: Snapshot) -> Counter[str]:  # noqa: ARG002
+        return self._met
+
+
 class OwnConditions(Observer):
     """Counts the conditions that the oracle shows before a step."""
 
@@ -252,6 +276,6 @@ COUNTING = Capability(
         refuse_uncounted,
         refuse_what_is_not_shown,
     ),
-    observers=(OwnConditions, UsedAgain),
+    observers=(OwnConditions, RowConditions, UsedAgain),
     views=(View(("path_counts",), _show_counts),),
 )

@@ -106,8 +106,6 @@ class Outcome:
     """The switches it was planned under."""
     written: Written | None = None
     """The tokens that it stored; of a refused step, those of the rows that were admitted."""
-    met: Counter[str] = field(default_factory=Counter)
-    """The conditions that the rows it stored met."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
 from pytest_roseinfer.capabilities.capability import AnyObserver, Inquiry, Look
-from pytest_roseinfer.capabilities.counting import conditions_met
 from pytest_roseinfer.capabilities.observation import (
     AFTER_BAD_CALL,
     AFTER_STEP,
@@ -171,13 +170,11 @@ class Machine:
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         in_batch = len(rows) >= FEWEST_ROWS and not operation.in_parts
         kinds = [*batch_kinds(oracle, rows)] if in_batch else []
-        fits, stored, met = admitted is operation, None, Counter[str]()
+        fits, stored = admitted is operation, None
         # It may find blocks that hold the same already.
         may_fit = self.shares_prefixes and operation.may_find_blocks() and not admitted
         if admitted:
             stored = written if fits else admitted.written(oracle)
-            if self.declared.row_conditions:
-                met = conditions_met(oracle, admitted)
             admitted.change(oracle)
         if written:
             self._make_inputs(operation, written)
@@ -214,7 +211,7 @@ class Machine:
             # A cache that keeps what it was handed reads poison from here on.
             self.device.overwrite(driven.key)
             self.device.overwrite(driven.value)
-        return Outcome(fits, driven.planned_with, stored, met)
+        return Outcome(fits, driven.planned_with, stored)
 
     def _refusal(self, operation: Operation, room: str) -> tuple[str, str, str]:
         """Name the errors that refuse a step where that is due, and say why it is, in two ways."""

@@ -123,7 +123,7 @@ WRONG: Wrong = [
     ),
     (
         counts,
-        replace(observed(), outcome=Outcome(True, {}, None, Counter(rollover=1))),
+        replace(observed(), outcome=Outcome(True, {}, None)),
         "paths ['fast'] were counted though nothing was written",
     ),
     (

@@ -14,6 +14,7 @@ import torch
 
 from pytest_roseinfer import CacheSpec, FastPath, Ledger, Oracle
 from pytest_roseinfer.capabilities.attention import attention_by_formula
+from pytest_roseinfer.capabilities.counting import RowConditions
 from pytest_roseinfer.capabilities.observation import (
     Attended,
     Declared,
@@ -73,7 +74,8 @@ def observed() -> Observation:
             arena=stored(*OLD),
             counts=Counter(fast=4, fresh=2),
         ),
-        outcome=Outcome(True, {"fast": True}, Written([(0, 1)], [NEW]), Counter(rollover=1)),
+        outcome=Outcome(True, {"fast": True}, Written([(0, 1)], [NEW])),
+        notes={RowConditions: Counter(rollover=1)},
         after=Snapshot(
             reads=reads,
             tables={(0, 0): [0, 2], (1, 0): [1]},
@@ -96,7 +98,7 @@ def after(**shown: Any) -> Observation:
 
 LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
 CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
-WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1))
+WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]))
 QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
 
 
@@ -107,4 +109,6 @@ def attending(found: Any = None, **shown: Any) -> Observation:
         found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
     answer = Attended([0], 0, QUERY, found)
     asked = Outcome(options={"fast": True})
-    return replace(seen, operation=None, before=observed().after, outcome=asked, answers=[answer])
+    return replace(
+        seen, operation=None, before=observed().after, outcome=asked, notes={}, answers=[answer]
+    )
