@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
+    from pytest_roseinfer.adapters.engine import Asked as Asked
     from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
-    from pytest_roseinfer.adapters.mix import Asked as Asked
-    from pytest_roseinfer.adapters.mix import RequestMix as RequestMix
-    from pytest_roseinfer.adapters.mix import Sampling as Sampling
-    from pytest_roseinfer.adapters.mix import WiderSampling as WiderSampling
+    from pytest_roseinfer.adapters.engine import RequestMix as RequestMix
+    from pytest_roseinfer.adapters.engine import Sampling as Sampling
+    from pytest_roseinfer.adapters.engine import WiderSampling as WiderSampling
     from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
     from pytest_roseinfer.capabilities.cache_data import BadCall as BadCall
     from pytest_roseinfer.capabilities.cache_data import CacheFull as CacheFull
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adapters.cache": ("KVCacheAdapter",),
-    "adapters.engine": ("EngineAdapter",),
-    "adapters.mix": (
+    "adapters.engine": (
         "Asked",
+        "EngineAdapter",
         "RequestMix",
         "Sampling",
         "WiderSampling",

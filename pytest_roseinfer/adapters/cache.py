@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.capabilities.cache_data import (
-        CacheSpec,
-    )
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.attention import AttentionMethods
 from pytest_roseinfer.capabilities.bad_calls import BadCallMethods
 from pytest_roseinfer.capabilities.books import BookMethods

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.compiled_shapes import few_of
+from pytest_roseinfer.capabilities.cache_data import few_of
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
     Attended,

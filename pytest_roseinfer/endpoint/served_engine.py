@@ -15,7 +15,7 @@ from pytest_roseinfer.words import some
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 
 # What a text must have in common with the one that its request gets alone.
 

@@ -17,7 +17,7 @@ from pytest_roseinfer.run.coverage import send_through
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.adapters.mix import Asked
+    from pytest_roseinfer.adapters.engine import Asked
 
 if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -9,7 +9,7 @@ from functools import partial
 from time import process_time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_roseinfer.adapters.mix import WiderSampling
+from pytest_roseinfer.adapters.engine import WiderSampling
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.engines.answers import (
     refuse_wrong_answers,
@@ -31,8 +31,7 @@ from pytest_roseinfer.run.watchdog import WATCHED, FoundByAdapter, StepHung, Sto
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import Asked, EngineAdapter, RequestMix, Sampling
     from pytest_roseinfer.findings.timeline import Line, Timeline
 
 # Settles what a mix leaves open about a request, by what the slow twin gives for it.

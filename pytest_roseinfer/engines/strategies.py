@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling, WiderSampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling, WiderSampling
 from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pytest_roseinfer.engines.answers import floats, shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, Sampling
 
 if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -13,7 +13,6 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import paired as absolute
-from pytest_roseinfer.gates.clocks import CpuClock, GpuClock
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.history import HistoryGate
 from pytest_roseinfer.gates.paired import Plan, Progress, Verdict, compare, terminal_of
@@ -21,6 +20,8 @@ from pytest_roseinfer.gates.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.worker_process import (
     MOST_PAIRS,
+    CpuClock,
+    GpuClock,
     LacksStep,
     Side,
     WorkerProcess,

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.compiled_shapes import Bounds, few_of, few_shapes
+from pytest_roseinfer.capabilities.cache_data import Bounds, CacheSpec, few_of, few_shapes
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.capabilities.prefixes import Take
 from pytest_roseinfer.capabilities.windows import with_windows

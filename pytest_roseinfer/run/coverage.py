@@ -17,14 +17,21 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.conditions import COUNTED, FINDS_PREFIXES
 from pytest_roseinfer.findings.timeline import add
-from pytest_roseinfer.oracle import batch_kinds
+from pytest_roseinfer.oracle.oracle import (
+    BOUNDARY,
+    LAST_SHARED,
+    MIXED_LENGTHS,
+    MIXED_POSITIONS,
+    ONE_POSITION,
+    SHARED_TWICE,
+)
 from pytest_roseinfer.words import did_you_mean, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.adapters.engine import RequestMix
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.findings.timeline import Found
     from pytest_roseinfer.histories.history import History
@@ -62,16 +69,16 @@ def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
     """Yield the kinds of batches that a cache can have."""
     if not issubclass(adapter, KVCacheAdapter):
         return
-    yield batch_kinds.MIXED_LENGTHS
+    yield MIXED_LENGTHS
     if max(adapter.block_sizes) > 1:
-        yield batch_kinds.ONE_POSITION
-        yield batch_kinds.MIXED_POSITIONS
-    yield batch_kinds.BOUNDARY
+        yield ONE_POSITION
+        yield MIXED_POSITIONS
+    yield BOUNDARY
     forks = "fork" in adapter.abilities and adapter.sharing != "none"
     if finds_prefixes(adapter) or (forks and adapter.fork_shares != "nothing"):
-        yield batch_kinds.SHARED_TWICE
+        yield SHARED_TWICE
     if forks and adapter.fork_shares == "blocks":
-        yield batch_kinds.LAST_SHARED
+        yield LAST_SHARED
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.capabilities.operation import Driven, asked
 from pytest_roseinfer.capabilities.payload import Payload, same_bits
 from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
-from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.oracle.oracle import FEWEST_ROWS, ORACLES, batch_kinds
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.misuse import left_by_bad_calls, raised_by, words_of_others
 from pytest_roseinfer.run.simulated_device import QueuedDevice

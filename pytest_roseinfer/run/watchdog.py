@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.adapters.engine import RequestMix
     from pytest_roseinfer.histories.history import History
 
 ENDED = 124

@@ -14,7 +14,7 @@ from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.histories.history import History

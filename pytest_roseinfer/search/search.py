@@ -22,7 +22,7 @@ from hypothesis.errors import Flaky, HypothesisWarning
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage

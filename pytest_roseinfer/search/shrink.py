@@ -9,7 +9,7 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
 from pytest_roseinfer.capabilities.prefixes import Take

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.run import coverage

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.adapters.engine import RequestMix
 
 _Large = TypeVar("_Large", "History", "RequestMix")
 

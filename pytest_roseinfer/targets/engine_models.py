@@ -18,7 +18,7 @@ from pytest_roseinfer.engines.twins import distribution
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
     from pytest_roseinfer.engines.twins import Floats
 
 # The shapes and traits of the small models that roseinfer's own engine is checked with.

@@ -23,7 +23,7 @@ from pytest_roseinfer.targets.without_its_top import part_of, without
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
 # A model that nano-vllm's runner can run without a GPU: it stores keys that tell what was seen.
 

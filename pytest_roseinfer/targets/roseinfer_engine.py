@@ -20,7 +20,7 @@ from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
 # The engine's fast paths, in the order in which searches aim at them.
 

@@ -21,7 +21,7 @@ from pytest_roseinfer.targets import engine_models as shapes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
 # The manager sets how its model attends, so the slow twin has a model of its own.
 _served = lru_cache(models.network)

@@ -18,7 +18,7 @@ from pytest_roseinfer.targets.vllm_kv import vllm_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
 # What vLLM's scheduler is built with, without a model, and what it is asked.
 

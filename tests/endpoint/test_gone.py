@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.endpoint.server import _has_stopped
 from pytest_roseinfer.engines.run import MixDivergence, run_mix

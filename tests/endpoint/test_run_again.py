@@ -18,7 +18,7 @@ import pytest
 from hypothesis.strategies import just
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference

@@ -14,7 +14,7 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import (
     BrokenPromise,
     ServedEngine,

@@ -23,7 +23,7 @@ from pytest_roseinfer.search.search import try_examples
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.adapters.engine import RequestMix
 
 OF_A_PART = 5
 Done = dict[str, Any]

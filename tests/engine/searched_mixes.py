@@ -12,8 +12,7 @@ from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix
 
 
 def search(adapter: type[EngineAdapter], examples: int, seed: int = 1) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.gates.clocks import CpuClock, GpuClock, doubt_about
+from pytest_roseinfer.gates.worker_process import CpuClock, GpuClock, doubt_about
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 from pytest_roseinfer.engines.run import run_mix
 from tests.mutants.random_search import search_at_random
 

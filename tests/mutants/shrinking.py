@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.interpreter import remembering

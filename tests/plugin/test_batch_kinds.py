@@ -13,7 +13,7 @@ from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.batch_kinds import (
+from pytest_roseinfer.oracle.oracle import (
     BOUNDARY,
     LAST_SHARED,
     MIXED_LENGTHS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_roseinfer import EngineAdapter, MixDivergence, Sampling, run_forks, run_mix
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, WiderSampling
+from pytest_roseinfer.adapters.engine import Asked, RequestMix, WiderSampling
 from pytest_roseinfer.engines.answers import floats, refuse_wrong_answers
 from tests.plugin.engines.drawing_engine import DrawingEngine
 from tests.plugin.engines.small_mixes import asked, mix

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.capabilities.attention import _QUERY_HEADS
-from pytest_roseinfer.capabilities.compiled_shapes import Bounds, few_of, few_shapes
+from pytest_roseinfer.capabilities.cache_data import Bounds, few_of, few_shapes
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import cache_specs, histories

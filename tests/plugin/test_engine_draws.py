@@ -23,7 +23,7 @@ from pytest_roseinfer import (
     conformance,
     run_mix,
 )
-from pytest_roseinfer.adapters.mix import WiderSampling
+from pytest_roseinfer.adapters.engine import WiderSampling
 from pytest_roseinfer.engines.answers import shown, stop, stop_strings, up_to_stop
 from pytest_roseinfer.engines.run import settle, timeline_of
 from pytest_roseinfer.engines.strategies import request_mixes

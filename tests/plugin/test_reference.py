@@ -252,6 +252,7 @@ def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
     modules = {file.stem for file in (ROOT / "pytest_roseinfer" / "targets").glob("*.py")}
     known = {*added.options, *added.ini.values(), *names("Fixtures"), *names("Markers"), *modules}
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *workflows]:
+    pages = {*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "changelog.md"}  # with old names
+    for page in [ROOT / "README.md", *sorted(pages), *workflows]:
         named = re.findall(r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8"))
         assert set(named) <= known, page.name

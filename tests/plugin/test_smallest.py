@@ -17,7 +17,7 @@ from pytest_roseinfer import (
     conformance,
     settings,
 )
-from pytest_roseinfer.adapters.mix import Sampling, WiderSampling
+from pytest_roseinfer.adapters.engine import Sampling, WiderSampling
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
