@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.capabilities.conditions import (
+from pytest_roseinfer.capabilities.cache_data import (
     OWN_CONDITIONS,
     USED_AGAIN,
     refuse_uncounted,

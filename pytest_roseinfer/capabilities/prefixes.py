@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
     from pytest_roseinfer.oracle.texts import Said
+from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
 from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
-from pytest_roseinfer.capabilities.conditions import FINDS_PREFIXES
 
 
 class PrefixMethods:

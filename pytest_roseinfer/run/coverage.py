@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities.conditions import COUNTED, FINDS_PREFIXES
+from pytest_roseinfer.capabilities.cache_data import COUNTED, FINDS_PREFIXES
 from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.oracle.oracle import (
     BOUNDARY,

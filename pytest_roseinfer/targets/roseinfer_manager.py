@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, FastPath, Ledger
-from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS
+from pytest_roseinfer.capabilities.cache_data import (
+    OWN_CONDITIONS,
+    BadCall,
+    CacheSpec,
+    FastPath,
+    Ledger,
+)
 from pytest_roseinfer.targets.block_manager import read_blocks
 from roseinfer import (
     AppendPolicy,

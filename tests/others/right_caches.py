@@ -25,7 +25,7 @@ import pytest
 
 from pytest_roseinfer import FastPath, conformance, settings
 from pytest_roseinfer.adapters.load_target import load_target
-from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS
+from pytest_roseinfer.capabilities.cache_data import OWN_CONDITIONS
 from pytest_roseinfer.run import coverage
 from tests.others.fetch import FOLDER, PROJECTS
 from tests.plugin.first_minutes import paged_kv

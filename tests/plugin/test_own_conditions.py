@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
-from pytest_roseinfer.capabilities.conditions import COUNTED, OWN_CONDITIONS, USED_AGAIN
+from pytest_roseinfer.capabilities.cache_data import COUNTED, OWN_CONDITIONS, USED_AGAIN
 from pytest_roseinfer.capabilities.counting import own_conditions_met
 from pytest_roseinfer.capabilities.forks import Copy, Fork
 from pytest_roseinfer.capabilities.freeing import Free

@@ -14,7 +14,7 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.capabilities.conditions import USED_AGAIN
+from pytest_roseinfer.capabilities.cache_data import USED_AGAIN
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import Append
