@@ -63,6 +63,8 @@ class Observer:
 
     any_of: ClassVar[Collection[str]] = ()
     """What a cache must offer or declare for it, any of these: names as in ``Run.can``."""
+    conditions: ClassVar[Collection[str]] = ()
+    """The conditions that it counts, so that a cache need not."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -150,6 +152,12 @@ class Capability:
 
 
 _OF_METHODS: dict[type, Capability] = {}
+
+
+def counted_conditions(adapter: type[Any]) -> list[str]:
+    """List the conditions that the harness itself counts for an adapter class."""
+    every = (observer for each in capabilities_of(adapter) for observer in each.observers)
+    return [name for observer in every for name in observer.conditions]
 
 
 def capabilities_of(adapter: type[Any]) -> list[Capability]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_roseinfer.capabilities.cache_data import (
     OWN_CONDITIONS,
     USED_AGAIN,
-    refuse_uncounted,
     refuse_what_is_not_shown,
 )
 from pytest_roseinfer.capabilities.observation import (
@@ -20,6 +19,7 @@ from pytest_roseinfer.capabilities.observation import (
     Observation,
     invariant,
 )
+from pytest_roseinfer.words import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
+from pytest_roseinfer.capabilities.capability import (
+    Capability,
+    Look,
+    Observer,
+    Run,
+    View,
+    counted_conditions,
+    optional,
+)
 
 
 class CountingMethods:
@@ -210,7 +218,7 @@ def _identity(thing: object) -> Hashable:
 class UsedAgain(Observer):
     """Counts how often handles, slots, lists and blocks are used again."""
 
-    any_of = USED_AGAIN.keys()
+    any_of = conditions = USED_AGAIN.keys()
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -254,7 +262,7 @@ class RowConditions(Observer):
 class OwnConditions(Observer):
     """Counts the conditions that the oracle shows before a step."""
 
-    any_of = OWN_CONDITIONS
+    any_of = conditions = OWN_CONDITIONS
 
     def before(self, step: Operation) -> Mapping[str, int]:
         met = own_conditions_met(self.run.oracle, step)
@@ -264,6 +272,19 @@ class OwnConditions(Observer):
 def _show_counts(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
     counts = answers.counts("path_counts()", run.adapter.path_counts())
     return {"counts": Counter({str(name): times for name, times in counts.items()})}
+
+
+def refuse_uncounted(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a condition that the harness does not count, nor the cache."""
+    if "path_counts" in adapter.abilities:
+        return
+    counted = counted_conditions(adapter)
+    for name in adapter.conditions:
+        if name not in counted:
+            raise TypeError(
+                f"{adapter.__name__}.conditions names {name!r}, which only path_counts() could "
+                f"count, and that is not defined{did_you_mean(name, counted)}"
+            )
 
 
 COUNTING = Capability(

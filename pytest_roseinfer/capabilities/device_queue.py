@@ -247,6 +247,7 @@ class CallsInFlight(Observer):
     """Counts the steps that begin while the device has something to do."""
 
     any_of = ("use_queue",)
+    conditions = ("calls_in_flight",)
 
     def before(self, step: operation.Operation) -> Mapping[str, int]:  # noqa: ARG002
         return {} if self.run.driven.device.idle else {"calls_in_flight": 1}

@@ -406,6 +406,7 @@ class Collisions(Observer):
     """Hashes to one of four values, and counts different things that get the same one."""
 
     any_of = ("use_hash",)
+    conditions = ("hash_collision",)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -470,6 +471,7 @@ class KeptTexts(Observer):
     """Knows what blocks hold, and what of that is kept for texts that come."""
 
     any_of = ("matched", "evicts=least recent")
+    conditions = ("prefix_found",)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

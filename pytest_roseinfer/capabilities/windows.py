@@ -204,6 +204,7 @@ class LeftWindows(Observer):
     """Counts the blocks that left a window."""
 
     any_of = ("windows",)
+    conditions = ("left_a_window",)
 
     def after(self, seen: Observation) -> Mapping[str, int]:
         return {"left_a_window": seen.oracle.take_left()}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities.cache_data import COUNTED, FINDS_PREFIXES
+from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
+from pytest_roseinfer.capabilities.capability import counted_conditions
 from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.oracle.oracle import (
     BOUNDARY,
@@ -323,8 +324,9 @@ class TargetCoverage:
 
     def _meant(self, row: Reached) -> str:
         """Ask whether a condition that was never met is one that the harness counts, misspelt."""
-        own = self.kind == "cache" and row.kind == "condition" and row.name not in COUNTED
-        return did_you_mean(row.name, COUNTED) if own and not row.times else ""
+        counted = counted_conditions(KVCacheAdapter)
+        own = self.kind == "cache" and row.kind == "condition" and row.name not in counted
+        return did_you_mean(row.name, counted) if own and not row.times else ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with plain dicts for counters: workers can send no others."""

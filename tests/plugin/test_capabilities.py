@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.adapters.validation import refuse_mistakes
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
 from pytest_roseinfer.capabilities.observation import Finding, invariant
 from pytest_roseinfer.capabilities.operation import Move, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
@@ -21,7 +21,7 @@ from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.observation import Observation
     from pytest_roseinfer.capabilities.operation import Driven, Writer
@@ -75,10 +75,22 @@ def refuse_marks(adapter: type[Any]) -> None:
         raise TypeError(f"{adapter.__name__}.marks is {adapter.marks!r}: write 'sequences'")
 
 
+class MarkedTwice(Observer):
+    """Counts the steps that mark a sequence again."""
+
+    any_of = ("mark",)
+    conditions = ("marked_twice",)
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        again = isinstance(step, Mark) and {*step.seqs}.intersection(self.run.adapter.marked())
+        return {"marked_twice": int(bool(again))}
+
+
 MARKING = Capability(
     methods=MarkingMethods,
     needs={"mark": ("marked",)},
     operations=(Mark,),
+    observers=(MarkedTwice,),
     refuse=(refuse_marks,),
 )
 
@@ -91,6 +103,8 @@ Capability(methods=CrowdMethods, invariants=(three_is_a_crowd, never_due))
 
 
 class MarkingCache(MarkingMethods, ListCache):
+    conditions = ("marked_twice",)
+
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
         self.those: list[tuple[int, ...]] = []
@@ -124,6 +138,19 @@ def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
 
     run()
     assert drawn[Mark] > 5
+
+
+def test_a_condition_is_counted_and_may_be_named() -> None:
+    refuse_mistakes(MarkingCache)
+    steps = Append((0, 1)), Mark((0,)), Mark((1,)), Mark((1, 0))
+    counts = run_history(MarkingCache, History(CacheSpec(), steps))
+    assert counts["marked_twice"] == 1
+
+    class Unmarked(ListCache):
+        conditions = ("marked_twice",)
+
+    with pytest.raises(TypeError, match="conditions names 'marked_twice', which only path_counts"):
+        refuse_mistakes(Unmarked)
 
 
 def test_an_invariant_is_judged_where_its_needs_are_met() -> None:

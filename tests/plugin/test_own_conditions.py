@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
-from pytest_roseinfer.capabilities.cache_data import COUNTED, OWN_CONDITIONS, USED_AGAIN
+from pytest_roseinfer.capabilities.cache_data import OWN_CONDITIONS, USED_AGAIN
 from pytest_roseinfer.capabilities.counting import own_conditions_met
 from pytest_roseinfer.capabilities.forks import Copy, Fork
 from pytest_roseinfer.capabilities.freeing import Free
@@ -229,7 +229,7 @@ def test_a_name_that_nothing_counts_is_refused_with_the_one_that_was_meant() -> 
     said = r"names 'last_postion', which only path_counts\(\) could count.*mean last_position\?$"
     with pytest.raises(TypeError, match=said):
         conformance(misspelt)
-    for name in COUNTED[:3]:
+    for name in OWN_CONDITIONS:
         conformance(type("Right", (ListCache,), {"conditions": (name,)}))
 
 
