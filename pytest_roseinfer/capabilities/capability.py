@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Driven, Operation
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import State
     from pytest_roseinfer.oracle.texts import Said
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -134,6 +135,8 @@ class Capability:
     where an adapter defines them."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For optional methods, the others without which no step would call them."""
+    state: type[State] | None = None
+    """Its part of the oracle."""
     operations: Sequence[type[Operation]] = ()
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     invariants: Sequence[Invariant] = ()

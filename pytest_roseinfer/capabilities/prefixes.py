@@ -3,7 +3,7 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
 from pytest_roseinfer.oracle.oracle import SHARING
+from pytest_roseinfer.oracle.pages import State
 from pytest_roseinfer.oracle.windows import first_live
 from pytest_roseinfer.words import some
 
@@ -101,6 +102,32 @@ class PrefixMethods:
         """Hash with this function, called after ``make``: different things often hash alike."""
 
 
+class FoundPages(State):
+    """The pages that sequences began with, where a cache keeps what was found as it is."""
+
+    where: ClassVar = {"keeps_found": True}
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        """How many first pages of each sequence were found, and are still those."""
+
+    def begin(self, seq: int, pages: int) -> None:
+        """Note that a sequence began with so many pages."""
+        self._counts[seq] = pages
+
+    def forked(self, parent: int, child: int, shared: int) -> None:
+        self._counts[child] = min(shared, self._counts[parent])
+
+    def cut(self, seq: int, pages: int) -> None:
+        self._counts[seq] = min(pages, self._counts[seq])
+
+    def gave_up(self, seq: int) -> None:
+        del self._counts[seq]
+
+    def keeps(self, seq: int, at: int) -> bool:
+        return at < self._counts[seq]
+
+
 @operation.register
 class LookUp(operation.Operation):
     seq: int
@@ -164,7 +191,8 @@ class Take(operation.Operation):
             return f"begin_with() returned {answer!r}, and must say how many tokens it took"
         rows = [(self.seq, answer)]
         oracle.append(rows, oracle.new_tokens(rows))
-        oracle.found.begin(self.seq, len(oracle.sequences[self.seq]))
+        if state := oracle.state(FoundPages):
+            state.begin(self.seq, len(oracle.sequences[self.seq]))
         return None
 
     @classmethod
@@ -607,6 +635,7 @@ class SharedByPrefix(Observer):
 
 PREFIXES = Capability(
     methods=PrefixMethods,
+    state=FoundPages,
     needs={
         "matched": ("texts",),
         "look_up": ("begin_with", "texts"),

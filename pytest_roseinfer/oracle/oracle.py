@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytest_roseinfer.oracle.pages import FoundPages, Page, share_as
+from pytest_roseinfer.oracle.pages import Page, State, share_as
 from pytest_roseinfer.oracle.room import Room
 from pytest_roseinfer.oracle.texts import Texts
 from pytest_roseinfer.oracle.windows import AT_ONCE, NEXT_TRY, Windows, first_live
@@ -35,13 +35,18 @@ SHARING = ("exact", "equal prefixes", "none")
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 
 
+class HasState(Protocol):
+    """A capability, as far as the oracle knows of any."""
+
+    @property
+    def state(self) -> type[State] | None: ...
+
+
 class Declares(Protocol):
     """What an adapter says of its cache that the oracle must know."""
 
     @property
     def fork_shares(self) -> str: ...
-    @property
-    def keeps_found(self) -> bool: ...
     @property
     def truncate_copies(self) -> bool: ...
     @property
@@ -53,6 +58,8 @@ class Declares(Protocol):
     @property
     def window_gives_back(self) -> str: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
+    @property
+    def capabilities(self) -> Sequence[HasState]: ...
 
 
 class Shape(Protocol):
@@ -111,6 +118,7 @@ class Away:
         return sum(-(-len(self.tokens[seq]) // block_size) for seq in swapped)
 
 
+AnyState = TypeVar("AnyState", bound=State)
 POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
 NAMES = 1 << 16
@@ -169,8 +177,8 @@ class Oracle:
     unseen: Counter[int] = field(default_factory=Counter)
     """How many tokens of its last page a sequence was cut off from, which others may see."""
     away: Away = field(default_factory=Away)
-    found: FoundPages = field(default_factory=FoundPages)
-    """What sequences began with, if it is kept."""
+    states: dict[type[State], State] = field(default_factory=dict)
+    """The parts of capabilities, by their kinds."""
 
     @classmethod
     def of(
@@ -179,6 +187,11 @@ class Oracle:
         """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
         if spec.windows and "windows" not in own:
             raise TypeError("layers with windows need a WindowedOracle")
+        kinds = [
+            kind
+            for kind in (each.state for each in adapter.capabilities)
+            if kind and all(getattr(adapter, name) == due for name, due in kind.where.items())
+        ]
         return cls(
             spec.block_size,
             spec.num_blocks,
@@ -188,12 +201,25 @@ class Oracle:
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
             adapter.swap_out_holds,
-            found=FoundPages(adapter.keeps_found),
+            states={kind: kind() for kind in kinds},
             **own,
         )
 
     def __post_init__(self) -> None:
         self.texts = Texts(self.branches) if self.branches else None
+
+    def state(self, kind: type[AnyState]) -> AnyState | None:
+        """Return the part of a capability, if the cache has it."""
+        found = self.states.get(kind)
+        return found if isinstance(found, kind) else None
+
+    def keeps(self, seq: int, at: int) -> bool:
+        """Return True for a page of a sequence that stays as it is, whoever holds it."""
+        return any(state.keeps(seq, at) for state in self.states.values())
+
+    def _cut_states(self, seq: int, pages: int) -> None:
+        for state in self.states.values():
+            state.cut(seq, pages)
 
     def tokens(self, seq: int) -> list[int]:
         pages = range(len(self.sequences.get(seq, [])))
@@ -277,7 +303,7 @@ class Oracle:
                 met.append("fresh")
             elif self.on_last(seq) == self.block_size:
                 met.append("rollover_shared" if last.holders > 1 else "rollover")
-            elif last.holders - leaving[id(last)] > 1 or self.found.has(seq, len(pages) - 1):
+            elif last.holders - leaving[id(last)] > 1 or self.keeps(seq, len(pages) - 1):
                 leaving[id(last)] += 1
                 met.append("copy_on_write")
             else:
@@ -370,14 +396,14 @@ class Oracle:
         if not self._alone_on_last(seq):
             last.holders -= 1
             pages[-1] = last.copied(seen)
-            self.found.cut(seq, len(pages) - 1)
+            self._cut_states(seq, len(pages) - 1)
         else:
             last.cut += last.tokens[len(seen) :]
             last.tokens = seen
 
     def _alone_on_last(self, seq: int) -> bool:
         pages = self.sequences[seq]
-        return pages[-1].holders == 1 and not self.found.has(seq, len(pages) - 1)
+        return pages[-1].holders == 1 and not self.keeps(seq, len(pages) - 1)
 
     def fork(self, parent: int, child: int) -> None:
         self.begin_as(parent, child)
@@ -389,7 +415,8 @@ class Oracle:
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
-        self.found.fork(parent, child, sum(page.holders > 1 for page in own))
+        for state in self.states.values():
+            state.forked(parent, child, sum(page.holders > 1 for page in own))
 
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
@@ -449,7 +476,7 @@ class Oracle:
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
-        self.found.cut(seq, kept)
+        self._cut_states(seq, kept)
         self.unseen[seq] += self.length(seq) - length
         if self.unseen[seq] and (self.truncate_copies or self._alone_on_last(seq)):
             self._own_last(seq)
@@ -464,7 +491,8 @@ class Oracle:
 
     def give_up(self, seq: int) -> None:
         """Take its pages from a sequence."""
-        self.found.forget(seq)
+        for state in self.states.values():
+            state.gave_up(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

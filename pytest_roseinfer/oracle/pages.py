@@ -1,11 +1,10 @@
-"""The pages of the oracle, those that sequences began with, and what is written together."""
+"""The pages of the oracle, what is written to them together, and the state of capabilities."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,33 +48,21 @@ class Written:
     """How they lie in memory when they are handed over."""
 
 
-# The pages that sequences began with, where a cache keeps what was found as it is.
+class State:
+    """A capability's part of the oracle, which is told the events in the life of sequences."""
 
+    where: ClassVar[Mapping[str, Any]] = {}
+    """The attributes of an adapter whose cache has it."""
 
-@dataclass(slots=True)
-class FoundPages:
-    """Knows which pages of a sequence the cache keeps for other texts: none may write there."""
-
-    kept: bool = False
-    """As ``KVCacheAdapter.keeps_found``."""
-    _counts: Counter[int] = field(default_factory=Counter)
-    """How many first pages of each sequence were found, and are still those."""
-
-    def begin(self, seq: int, pages: int) -> None:
-        """Note that a sequence began with so many pages."""
-        if self.kept:
-            self._counts[seq] = pages
-
-    def has(self, seq: int, at: int) -> bool:
-        return at < self._counts[seq]
-
-    def fork(self, parent: int, child: int, shared: int) -> None:
-        """Note that a child has the first pages of its parent."""
-        self._counts[child] = min(shared, self._counts[parent])
+    def forked(self, parent: int, child: int, shared: int) -> None:
+        """A sequence has begun as a fork; of its first pages so many are shared."""
 
     def cut(self, seq: int, pages: int) -> None:
-        """Note that a sequence has left all but its first pages."""
-        self._counts[seq] = min(pages, self._counts[seq])
+        """A sequence has left all but its first pages."""
 
-    def forget(self, seq: int) -> None:
-        del self._counts[seq]
+    def gave_up(self, seq: int) -> None:
+        """A sequence has no pages any more."""
+
+    def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
+        """Return True for a page that stays as it is: who writes there gets a copy."""
+        return False

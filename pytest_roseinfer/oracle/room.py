@@ -10,7 +10,6 @@ from pytest_roseinfer.oracle.windows import first_live
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_roseinfer.oracle.pages import FoundPages
     from pytest_roseinfer.oracle.windows import Window
 
 
@@ -24,12 +23,11 @@ class Stored(Protocol):
     @property
     def truncate_copies(self) -> bool: ...
     @property
-    def found(self) -> FoundPages: ...
-    @property
     def sequences(self) -> Mapping[int, Sequence[object]]:
         """The pages of each sequence, those included that were given back."""
 
     def length(self, seq: int, /) -> int: ...
+    def keeps(self, seq: int, at: int, /) -> bool: ...
     def unwritten(self, seq: int, /) -> int: ...
     def shares(self, parent: int, at: int, /) -> bool: ...
     def block(self, window: Window, seq: int, at: int, /) -> object: ...
@@ -113,5 +111,5 @@ class Room:
             blocks = self._blocks(window, seq)
             self._drop(window, blocks[max(kept, given[seq]) :])
             if cut and self.stored.truncate_copies and kept > given[seq]:
-                self._own(window, blocks[kept - 1], found=self.stored.found.has(seq, kept - 1))
+                self._own(window, blocks[kept - 1], found=self.stored.keeps(seq, kept - 1))
         return self._is_enough()

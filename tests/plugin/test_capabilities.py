@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
 from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
 from pytest_roseinfer.capabilities.observation import Finding, invariant
 from pytest_roseinfer.capabilities.operation import Move, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.oracle.pages import State
 from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.list_cache import ListCache
 
@@ -207,3 +208,34 @@ def test_what_is_not_offered_may_be_written_out() -> None:
 
     refuse_mistakes(Neither)
     assert "mark" not in Neither.abilities
+
+
+class KeepingMethods:
+    """A capability whose caches let nobody write to a page that somebody has."""
+
+    keeps_pages: bool = False
+
+
+class KeptPages(State):
+    where: ClassVar = {"keeps_pages": True}
+
+    def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
+        return True
+
+
+Capability(methods=KeepingMethods, state=KeptPages)
+
+
+class KeepingCache(KeepingMethods, ListCache):
+    keeps_pages = True
+
+
+class LaxCache(KeepingMethods, ListCache):
+    pass
+
+
+@pytest.mark.parametrize(("adapter", "needed"), [(KeepingCache, 1), (LaxCache, 0), (ListCache, 0)])
+def test_a_state_is_a_part_of_the_oracle(adapter: type[ListCache], needed: int) -> None:
+    oracle = Oracle.of(adapter, CacheSpec())
+    oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
+    assert oracle.pages_needed([(0, 1)]) == needed

@@ -10,11 +10,10 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import FoundPages, LookUp, Take
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.oracle.pages import FoundPages
 from pytest_roseinfer.oracle.texts import WHOLE
 from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
 
@@ -29,9 +28,10 @@ FULL = History(
 
 def taken(length: int = 6) -> Oracle:
     """Return an oracle of pages of 4 in which sequence 0 began with so many tokens."""
-    oracle = Oracle(4, 9, found=FoundPages(kept=True), truncate_copies=True)
+    found = FoundPages()
+    oracle = Oracle(4, 9, states={FoundPages: found}, truncate_copies=True)
     oracle.append([(0, length)], oracle.new_tokens([(0, length)]))
-    oracle.found.begin(0, len(oracle.sequences[0]))
+    found.begin(0, len(oracle.sequences[0]))
     return oracle
 
 
@@ -69,9 +69,7 @@ def test_who_was_cut_to_the_end_of_a_page_begins_one_of_its_own() -> None:
 
 def test_nothing_is_copied_where_nothing_is_kept() -> None:
     oracle = taken()
-    oracle.found.kept = False
-    oracle.found.forget(0)
-    oracle.found.begin(0, 2)
+    oracle.states.clear()
     assert oracle.pages_needed([(0, 1)]) == 0
 
 
