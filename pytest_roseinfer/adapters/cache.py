@@ -6,17 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.adapters.base import Adapter
-from pytest_roseinfer.capabilities.cache_data import CacheFull
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.attention import AttentionMethods
 from pytest_roseinfer.capabilities.bad_calls import BadCallMethods
 from pytest_roseinfer.capabilities.books import BookMethods
+from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
 from pytest_roseinfer.capabilities.device_queue import QueueMethods
 from pytest_roseinfer.capabilities.forks import ForkMethods
@@ -32,6 +25,13 @@ from pytest_roseinfer.capabilities.switches import SwitchMethods
 from pytest_roseinfer.capabilities.truncation import TruncationMethods
 from pytest_roseinfer.capabilities.windows import WindowMethods
 from pytest_roseinfer.capabilities.writes import WriteMethods
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 
 class KVCacheAdapter(

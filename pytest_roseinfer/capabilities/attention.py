@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.cache_data import few_of
+from pytest_roseinfer.capabilities.capability import Capability, Inquiry, optional
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
     Attended,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
     from pytest_roseinfer.capabilities.lazy import torch
-from pytest_roseinfer.capabilities.capability import Capability, Inquiry, optional
 
 
 class AttentionMethods:

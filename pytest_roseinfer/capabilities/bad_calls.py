@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.cache_data import BadCall
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import (
     AFTER_BAD_CALL,
     Finding,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
     from pytest_roseinfer.capabilities.lazy import torch
-from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
 class BadCallMethods:

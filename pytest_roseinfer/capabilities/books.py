@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.cache_data import Ledger
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page
-from pytest_roseinfer.capabilities.cache_data import Ledger
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 
 
 class BookMethods:

@@ -7,10 +7,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.cache_data import (
     OWN_CONDITIONS,
     USED_AGAIN,
     refuse_what_is_not_shown,
+)
+from pytest_roseinfer.capabilities.capability import (
+    Capability,
+    Look,
+    Observer,
+    Run,
+    View,
+    counted_conditions,
+    optional,
 )
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
@@ -28,16 +38,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Snapshot
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.capability import (
-    Capability,
-    Look,
-    Observer,
-    Run,
-    View,
-    counted_conditions,
-    optional,
-)
 
 
 class CountingMethods:

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import torch
-from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
 
 
 class QueueMethods:

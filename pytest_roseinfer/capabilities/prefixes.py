@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from pytest_roseinfer.capabilities import answers, operation
+from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
     from pytest_roseinfer.oracle.texts import Said
-from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 
 
 class PrefixMethods:

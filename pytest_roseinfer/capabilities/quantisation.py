@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer.capabilities.cache_data import MOST, OVER, Tolerance, is_dtype
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
     AFTER_BAD_CALL,
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
-
-from pytest_roseinfer.capabilities.cache_data import MOST, OVER, Tolerance, is_dtype
-from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
 class QuantisationMethods:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
     from pytest_roseinfer.capabilities.lazy import torch
-from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
 class ReadingMethods:

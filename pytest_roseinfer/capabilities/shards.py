@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
 from pytest_roseinfer.capabilities.observation import Finding, Location, Observation, invariant
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import Ledger
     from pytest_roseinfer.capabilities.observation import Snapshot
-from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
 
 
 class ShardMethods:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.observation import Pair, Snapshot
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 
 
 class StorageMethods:

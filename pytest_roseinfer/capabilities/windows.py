@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.books import wrong_length
+from pytest_roseinfer.capabilities.capability import Capability, Observer
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.capability import Capability, Observer
 
 
 class WindowMethods:

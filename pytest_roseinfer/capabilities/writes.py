@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.answers import reservation
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
 from pytest_roseinfer.oracle.oracle import padding_token
 from pytest_roseinfer.words import some
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.capabilities.operation import Moves, Operation, Writer
-from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
 class WriteMethods:

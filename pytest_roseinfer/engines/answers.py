@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import Asked
 
-if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-if TYPE_CHECKING:
     _Answer = tuple[Callable[[Any], bool], str]
-
-
-if TYPE_CHECKING:
-    "What an answer must be, as a check and in words."
+    """What an answer must be, as a check and in words."""
 
 
 STAGES = ("waiting", "prefilling", "decoding", "preempted")

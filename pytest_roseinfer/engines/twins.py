@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, Sampling
 
-if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-if TYPE_CHECKING:
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 

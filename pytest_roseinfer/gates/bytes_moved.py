@@ -34,12 +34,10 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.gates.step_work import Launch, Step
 
-if TYPE_CHECKING:
     Given = Mapping[str, Any]
-
-
-if TYPE_CHECKING:
-    "The arguments of an operation by name."
+    """The arguments of an operation by name."""
+    Amount = int | Callable[[], int]
+    Weights = torch.nn.Module | Tensor | Iterable["torch.nn.Module | Tensor"]
 
 
 # How many bytes a torch operation must move, by its arguments.
@@ -181,10 +179,6 @@ _PLACES: Mapping[str, Callable[[Given], int]] = {
 """For operations that write some places of ``self``, how many these are."""
 
 
-if TYPE_CHECKING:
-    Amount = int | Callable[[], int]
-
-
 # Noting what torch operations and Triton kernels move, in a step or in the capture of a graph.
 
 
@@ -315,10 +309,6 @@ def counting_replays(recorder: ByteRecorder) -> Iterator[None]:
 
     with mock.patch.object(kind, "replay", replay):
         yield
-
-
-if TYPE_CHECKING:
-    Weights = torch.nn.Module | Tensor | Iterable["torch.nn.Module | Tensor"]
 
 
 # Whose memory a step moves: weights, keys and values, or neither; and the least it must move.

@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.bytes_moved import Weights
     from pytest_roseinfer.gates.step_work import CostVerdict
 
-if TYPE_CHECKING:
     Where = tuple[str, str, str]
-
-
-if TYPE_CHECKING:
-    "Test, step and device."
+    """Test, step and device."""
+    Test = tuple[str, str]
+    """The file of a test, and its name in there."""
 
 
 # The file of baselines for the work of steps.
@@ -105,14 +103,6 @@ def update(file: Path, measured: Iterable[tuple[Where, Mapping[str, Any]]]) -> N
         # Counts of other versions are useless once the step brings another number of tokens.
         devices[device] = {**(old if old.get(TOKENS) == new[TOKENS] else {}), **new}
     write_steps(file, steps)
-
-
-if TYPE_CHECKING:
-    Test = tuple[str, str]
-
-
-if TYPE_CHECKING:
-    "The file of a test, and its name in there."
 
 
 # Entries of a file of baselines that no test stands for any more: it, or its step, was renamed.

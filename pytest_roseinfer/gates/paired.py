@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.gates.worker_process import Ready, Worker
 
+    Turns = list[list[float]]
+    """The seconds of each step, in each turn of one side."""
+
 # How far a median can be trusted, and what that says about the ratio of two times.
 
 
@@ -132,14 +135,6 @@ def terminal_of(config: pytest.Config) -> Callable[[str], None]:
             reporter.flush()
 
     return say
-
-
-if TYPE_CHECKING:
-    Turns = list[list[float]]
-
-
-if TYPE_CHECKING:
-    "The seconds of each step, in each turn of one side."
 
 
 @dataclass(frozen=True, slots=True)

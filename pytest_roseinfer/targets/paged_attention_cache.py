@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.targets.attended import KeysAndValues
 
+    Requests = Sequence[tuple[Any, int]]
+
 # Builds transformers' paged cache, without a model.
 
 
@@ -88,10 +90,6 @@ def ledger_of(pool: Any, allocator: Any) -> Ledger:
     held = blocks - set(free)
     counts = {block: books.shared_ref_counts.get(block, 1) for block in held}
     return Ledger(counts, free, len(blocks), num_free=len(free) - not_counted)
-
-
-if TYPE_CHECKING:
-    Requests = Sequence[tuple[Any, int]]
 
 
 # Room for requests in transformers' paged cache, asked for as its continuous batching does.
