@@ -194,7 +194,7 @@ _MOST = 8
 """Calls at a time; more follow from one step after the other."""
 
 
-@operation.register
+@operation.register("RunQueued")
 class RunQueued(operation.Operation):
     """Let the device make some of the calls that it was asked for."""
 
@@ -220,7 +220,7 @@ class RunQueued(operation.Operation):
             yield operation.Move(111, 3, drawn)
 
 
-@operation.register
+@operation.register("Read")
 class Read(operation.Operation):
     """Read what is stored, whatever the device has not done yet.
 

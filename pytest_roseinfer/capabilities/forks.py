@@ -22,7 +22,7 @@ class ForkMethods:
         """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
 
 
-@operation.register
+@operation.register("Copy")
 class Copy(operation.Write):
     """Write the tokens of a sequence again under a new name: a fork that shares nothing.
 
@@ -65,7 +65,7 @@ class Copy(operation.Write):
             cache.adapter.append([self.child], cache.key[:, token], cache.value[:, token])
 
 
-@operation.register
+@operation.register("Fork")
 class Fork(operation.Operation):
     parent: int
     child: int

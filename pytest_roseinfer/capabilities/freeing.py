@@ -19,7 +19,7 @@ class FreeingMethods:
         """
 
 
-@operation.register
+@operation.register("Free")
 class Free(operation.Operation):
     seq: int
 

@@ -1,7 +1,7 @@
 """The contract of an operation, and the registry of all of them by name.
 
-A new operation is a class under ``@operation.register``, which makes it a frozen dataclass. Its
-annotated fields are what a trace holds of it.
+A new operation is a class under ``@operation.register(name)``, which makes it a frozen dataclass.
+Its annotated fields are what a trace holds of it.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ class Operation:
 
     __slots__ = ()
 
+    trace_name: ClassVar[str]
+    """Its name in traces, which stays as it is when the class gets another."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Abilities that an adapter must offer for it to be drawn."""
     in_parts: ClassVar[bool] = False
@@ -316,7 +318,7 @@ class Operation:
     # --------------------------------------------------------------------- as JSON
 
     def to_json(self) -> dict[str, Any]:
-        return {"do": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        return {"do": self.trace_name, **asdict(self)}  # type: ignore[call-overload]
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Operation:
@@ -353,8 +355,12 @@ OPERATIONS: dict[str, type[Operation]] = {}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def register(kind: type[_Kind]) -> type[_Kind]:
-    """Make a class a frozen dataclass, and a kind of operation."""
-    kind = dataclass(frozen=True, slots=True)(kind)
-    OPERATIONS[kind.__name__] = kind
-    return kind
+def register(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Make a class a frozen dataclass, and a kind of operation that traces have by this name."""
+
+    def registered(kind: type[_Kind]) -> type[_Kind]:
+        kind.trace_name = name
+        OPERATIONS[name] = made = dataclass(frozen=True, slots=True)(kind)
+        return made
+
+    return registered

@@ -26,7 +26,7 @@ class PreemptionMethods:
         """Write all tokens of a sequence again that was preempted, as it had them."""
 
 
-@operation.register
+@operation.register("Preempt")
 class Preempt(operation.Operation):
     seq: int
 
@@ -55,7 +55,7 @@ class Preempt(operation.Operation):
             yield operation.Move(121, 3, lambda: cls(writer.pick(writer.filled)))
 
 
-@operation.register
+@operation.register("Resume")
 class Resume(operation.Write):
     """Write all tokens of a preempted sequence again."""
 

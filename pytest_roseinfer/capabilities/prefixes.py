@@ -128,7 +128,7 @@ class FoundPages(State):
         return at < self._counts[seq]
 
 
-@operation.register
+@operation.register("LookUp")
 class LookUp(operation.Operation):
     seq: int
     count: int
@@ -161,7 +161,7 @@ class LookUp(operation.Operation):
             yield operation.Move(90, 3, drawn)
 
 
-@operation.register
+@operation.register("Take")
 class Take(operation.Operation):
     """Begin a sequence with what a lookup found, as far as it is still there."""
 

@@ -46,7 +46,7 @@ class SwappingMethods:
         """Make sure that the copy is done; the sequence reads back as before it was swapped out."""
 
 
-@operation.register
+@operation.register("SwapOut")
 class SwapOut(operation.Operation):
     seq: int
 
@@ -85,7 +85,7 @@ class SwapOut(operation.Operation):
             yield operation.Move(130, 6, lambda: cls(writer.pick(fitting)))
 
 
-@operation.register
+@operation.register("SwappedOut")
 class SwappedOut(operation.Operation):
     """Finish copying a sequence out; its blocks are free for others from here on."""
 
@@ -119,7 +119,7 @@ class SwappedOut(operation.Operation):
             yield operation.Move(130, 10, lambda: cls(writer.pick(leaving)))
 
 
-@operation.register
+@operation.register("SwapIn")
 class SwapIn(operation.Operation):
     """Take blocks for a sequence that is swapped out, and begin to copy it back."""
 
@@ -162,7 +162,7 @@ class SwapIn(operation.Operation):
             yield from floods(writer)
 
 
-@operation.register
+@operation.register("SwappedIn")
 class SwappedIn(operation.Operation):
     """Finish copying a sequence back; it can be read and appended to from here on."""
 

@@ -22,7 +22,7 @@ class SwitchMethods:
         """Change the switches of a live cache."""
 
 
-@operation.register
+@operation.register("SetOptions")
 class SetOptions(operation.Operation):
     options: dict[str, Any]
 

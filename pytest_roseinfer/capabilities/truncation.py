@@ -45,7 +45,7 @@ class TruncationMethods:
         return True
 
 
-@operation.register
+@operation.register("Truncate")
 class Truncate(operation.Operation):
     seq: int
     length: int
@@ -90,7 +90,7 @@ class Truncate(operation.Operation):
             yield operation.Move(101, 4, drawn)
 
 
-@operation.register
+@operation.register("TruncateMany")
 class TruncateMany(operation.Operation):
     """Cut several sequences down to their first tokens: all of them, or none."""
 

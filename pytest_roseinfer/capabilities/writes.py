@@ -51,7 +51,7 @@ class WriteMethods:
         """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
 
 
-@operation.register
+@operation.register("Append")
 class Append(operation.Write):
     """Append one token to each of some sequences, in this order; unseen names start empty."""
 
@@ -93,7 +93,7 @@ class Append(operation.Write):
             yield operation.Move(60, 3, lambda: cls(tuple(writer.live), writer.layout()))
 
 
-@operation.register
+@operation.register("AppendMany")
 class AppendMany(operation.Write):
     """Append several tokens to each of some sequences."""
 
@@ -121,7 +121,7 @@ class AppendMany(operation.Write):
         yield operation.Move(10, 1, lambda: cls(*writer.rows(), writer.layout()))
 
 
-@operation.register
+@operation.register("AppendPadded")
 class AppendPadded(operation.Write):
     """Append one token to each of some sequences, with padding rows where a sequence is None."""
 
@@ -164,7 +164,7 @@ class AppendPadded(operation.Write):
         yield operation.Move(20, 1, drawn)
 
 
-@operation.register
+@operation.register("Prefill")
 class Prefill(operation.Write):
     """Begin a new sequence with a whole prompt."""
 
@@ -197,7 +197,7 @@ class Prefill(operation.Write):
             yield operation.Move(50, 3 if writer.finds_prompts else 2, drawn)
 
 
-@operation.register
+@operation.register("Reserve")
 class Reserve(operation.Operation):
     """Reserve room for several tokens of some sequences, which a ``Fill`` writes later.
 
@@ -234,7 +234,7 @@ class Reserve(operation.Operation):
         yield operation.Move(30, 1, lambda: cls(*writer.rows(), writer.layout()))
 
 
-@operation.register
+@operation.register("Fill")
 class Fill(operation.Operation):
     """Write the tokens of the oldest reservation that is still open."""
 

@@ -42,7 +42,7 @@ class MarkingMethods:
         """Return the sequences that were marked."""
 
 
-@register
+@register("mark")
 class Mark(Operation):
     seqs: tuple[int, ...]
 
@@ -139,6 +139,7 @@ def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
 
     run()
     assert drawn[Mark] > 5
+    assert Mark((0,)).to_json() == {"do": "mark", "seqs": (0,)}
 
 
 def test_a_condition_is_counted_and_may_be_named() -> None:
