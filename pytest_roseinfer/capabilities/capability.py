@@ -7,7 +7,7 @@ capabilities, and another one is mixed in, as in ``class Toy(PinningMethods, KVC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -135,10 +135,12 @@ class Capability:
     where an adapter defines them."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For optional methods, the others without which no step would call them."""
-    state: type[State] | None = None
-    """Its part of the oracle."""
+    states: Sequence[type[State]] = ()
+    """Its parts of the oracle."""
     operations: Sequence[type[Operation]] = ()
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
+    endings: Callable[[Oracle], Iterable[Operation]] | None = None
+    """Lists the steps that finish what is open, which histories end with."""
     invariants: Sequence[Invariant] = ()
     """What must hold after each step."""
     views: Sequence[View] = ()

@@ -210,7 +210,7 @@ class Operation:
 
         A cache that shares by prefix may have had no room where the drawing had.
         """
-        away = {*oracle.away.stages, *oracle.looked_up}
+        away = {*oracle.away.stages, *oracle.promised}
         if not away.isdisjoint([*self.changed(), *self.uses()]):
             return False
         if not (away | oracle.sequences.keys()).isdisjoint(self.begins()):

@@ -102,6 +102,22 @@ class PrefixMethods:
         """Hash with this function, called after ``make``: different things often hash alike."""
 
 
+@dataclass(slots=True)
+class LookedUp(State):
+    """The sequences that are to begin with what a lookup found."""
+
+    names: dict[int, int] = field(default_factory=dict)
+    """How many tokens each of them was looked up for."""
+
+
+def looked_up(oracle: Oracle) -> dict[int, int]:
+    """Return the sequences that are to begin with what was found, and for how many tokens."""
+    found = oracle.state(LookedUp)
+    if found is None:
+        found = oracle.states[LookedUp] = LookedUp()
+    return found.names
+
+
 class FoundPages(State):
     """The pages that sequences began with, where a cache keeps what was found as it is."""
 
@@ -143,7 +159,7 @@ class LookUp(operation.Operation):
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.looked_up[self.seq] = self.count
+        looked_up(oracle)[self.seq] = self.count
 
     def said(self, oracle: operation.Oracle) -> list[operation.Said]:
         return oracle.said([(self.seq, self.count)])
@@ -176,10 +192,10 @@ class Take(operation.Operation):
         return [self.seq]
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return self.seq in oracle.looked_up
+        return self.seq in looked_up(oracle)
 
     def change(self, oracle: operation.Oracle) -> None:
-        del oracle.looked_up[self.seq]
+        del looked_up(oracle)[self.seq]
         oracle.sequences[self.seq] = []
 
     def drive(self, cache: operation.Driven) -> object:
@@ -197,8 +213,8 @@ class Take(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.oracle.looked_up:
-            yield operation.Move(100, 3, lambda: cls(writer.pick([*writer.oracle.looked_up])))
+        if names := looked_up(writer.oracle):
+            yield operation.Move(100, 3, lambda: cls(writer.pick([*names])))
             yield from floods(writer)
 
 
@@ -635,7 +651,8 @@ class SharedByPrefix(Observer):
 
 PREFIXES = Capability(
     methods=PrefixMethods,
-    state=FoundPages,
+    states=(FoundPages, LookedUp),
+    endings=lambda oracle: map(Take, [*looked_up(oracle)]),
     needs={
         "matched": ("texts",),
         "look_up": ("begin_with", "texts"),

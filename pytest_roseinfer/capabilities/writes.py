@@ -287,6 +287,7 @@ def floods(writer: Writer) -> Moves:
 
 WRITES = Capability(
     methods=WriteMethods,
+    endings=lambda oracle: [Fill()] * len(oracle.reserved),
     needs={"reserve": ("fill",), "fill": ("reserve",)},
     operations=(
         Append,

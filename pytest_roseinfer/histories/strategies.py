@@ -17,9 +17,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import Bounds, CacheSpec, few_of, few_shapes
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
-from pytest_roseinfer.capabilities.prefixes import Take
 from pytest_roseinfer.capabilities.windows import with_windows
-from pytest_roseinfer.capabilities.writes import Fill
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.histories.preludes import (
     SaidBefore,
@@ -381,10 +379,10 @@ class _Writer:
         step.apply(self.oracle)
         if self.said:
             self.said.note()
-        named = [*step.changed(), *self.oracle.looked_up]
+        named = [*step.changed(), *self.oracle.promised]
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
-        taken = {*self.oracle.named, *self.oracle.looked_up}
+        taken = {*self.oracle.named, *self.oracle.promised}
         self.vacant = [name for name in used if name not in taken]
         self.steps.append(step)
 
@@ -517,9 +515,10 @@ def _repeat(writer: _Writer, prelude: History) -> None:
 
 def _finish(writer: _Writer) -> None:
     """Write what room was reserved for, begin what was looked up, and end what is half done."""
-    while writer.oracle.reserved:
-        writer.take(Fill())
-    for seq in [*writer.oracle.looked_up]:
-        writer.take(Take(seq))
+    able = writer.adapter.abilities
+    for capability in writer.adapter.capabilities:
+        offered = any(kind.needs <= able for kind in capability.operations)
+        for step in capability.endings(writer.oracle) if capability.endings and offered else ():
+            writer.take(step)
     if writer.oracle.away.stages:
         end_absences(writer)

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytest_roseinfer.oracle.pages import Page, State, share_as
@@ -35,11 +36,11 @@ SHARING = ("exact", "equal prefixes", "none")
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 
 
-class HasState(Protocol):
+class HasStates(Protocol):
     """A capability, as far as the oracle knows of any."""
 
     @property
-    def state(self) -> type[State] | None: ...
+    def states(self) -> Sequence[type[State]]: ...
 
 
 class Declares(Protocol):
@@ -59,7 +60,7 @@ class Declares(Protocol):
     def window_gives_back(self) -> str: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
     @property
-    def capabilities(self) -> Sequence[HasState]: ...
+    def capabilities(self) -> Sequence[HasStates]: ...
 
 
 class Shape(Protocol):
@@ -170,8 +171,6 @@ class Oracle:
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
-    looked_up: dict[int, int] = field(default_factory=dict)
-    """Sequences that are to begin with what a lookup found, and how many tokens that was for."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
     unseen: Counter[int] = field(default_factory=Counter)
@@ -189,8 +188,8 @@ class Oracle:
             raise TypeError("layers with windows need a WindowedOracle")
         kinds = [
             kind
-            for kind in (each.state for each in adapter.capabilities)
-            if kind and all(getattr(adapter, name) == due for name, due in kind.where.items())
+            for kind in chain.from_iterable(each.states for each in adapter.capabilities)
+            if all(getattr(adapter, name) == due for name, due in kind.where.items())
         ]
         return cls(
             spec.block_size,
@@ -249,6 +248,11 @@ class Oracle:
     def named(self) -> set[int]:
         """The names that sequences have."""
         return {*self.sequences, *self.away.stages}
+
+    @property
+    def promised(self) -> list[int]:
+        """The names that sequences are to have, though nothing of them is stored."""
+        return [name for state in self.states.values() for name in state.names]
 
     @property
     def readable(self) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 Table = Sequence[int | None]
 """The blocks of a sequence; None for one that was given back."""
@@ -53,6 +53,8 @@ class State:
 
     where: ClassVar[Mapping[str, Any]] = {}
     """The attributes of an adapter whose cache has it."""
+    names: Collection[int] = ()
+    """The names that sequences are to have, though nothing of them is stored."""
 
     def forked(self, parent: int, child: int, shared: int) -> None:
         """A sequence has begun as a fork; of its first pages so many are shared."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.observation import Finding, Location, find_change
 from pytest_roseinfer.capabilities.payload import same_bits
-from pytest_roseinfer.capabilities.prefixes import Collisions, Take
+from pytest_roseinfer.capabilities.prefixes import Collisions, Take, looked_up
 from pytest_roseinfer.oracle.oracle import ORACLES, Oracle
 from pytest_roseinfer.run.machine import Machine
 
@@ -112,7 +112,7 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     for step in steps:
         rows = step.unshared(endless).rows()
         if isinstance(step, Take):  # of which all may be found
-            rows = [(step.seq, endless.looked_up[step.seq])]
+            rows = [(step.seq, looked_up(endless)[step.seq])]
         blocks += endless.pages_needed(rows)
         step.apply(endless)
         if isinstance(step, Take):

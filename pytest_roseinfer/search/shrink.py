@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
-from pytest_roseinfer.capabilities.prefixes import Take
 from pytest_roseinfer.capabilities.switches import SetOptions
-from pytest_roseinfer.capabilities.writes import Append, AppendMany, Fill, Prefill
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
 from pytest_roseinfer.oracle.oracle import ORACLES
 
 if TYPE_CHECKING:
@@ -224,8 +223,8 @@ def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History
         kept.append(step)
         if not fits and adapter.sharing == "equal prefixes":
             break  # it may find room all the same, and nobody knows what it holds then
-    kept += [Fill()] * len(oracle.reserved)
-    kept += map(Take, oracle.looked_up)
+    endings = (each.endings for each in adapter.capabilities if each.endings)
+    kept += chain.from_iterable(ending(oracle) for ending in endings)
     return replace(history, operations=tuple(kept))
 
 

@@ -17,7 +17,7 @@ from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import LookUp, Take, looked_up
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.capabilities.writes import Append, Prefill
@@ -86,7 +86,7 @@ def _of_new(oracle: Oracle) -> Iterator[Operation]:
             yield from (Prefill(name, blocks * size) for blocks in (free, free + 1))
         if oracle.sequences or oracle.lives:
             yield from (LookUp(name, blocks * size) for blocks in (1, 2))
-    yield from map(Take, oracle.looked_up)
+    yield from map(Take, looked_up(oracle))
 
 
 def _names(oracle: Oracle) -> list[int]:
@@ -95,7 +95,7 @@ def _names(oracle: Oracle) -> list[int]:
     A name that was used before is no other's equal, since a cache may remember it. Where texts
     part, the name says which text it is, and each sequence has one of its own.
     """
-    taken = {*oracle.sequences, *oracle.looked_up}
+    taken = {*oracle.sequences, *oracle.promised}
     if len(taken) == SEQUENCES:
         return []
     used = taken | {name for name, times in oracle.lives.items() if times}
@@ -177,7 +177,7 @@ def _state(oracle: Oracle) -> int:
         for seq, pages in sorted(oracle.sequences.items())
         for at, page in enumerate(pages)
     ]
-    named = (*sorted(oracle.sequences), -1, *sorted(oracle.looked_up.items()))
+    named = (*sorted(oracle.sequences), -1, *sorted(looked_up(oracle).items()))
     return hash((named, *held))
 
 

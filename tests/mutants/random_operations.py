@@ -109,8 +109,8 @@ class _Writer:
             ("set_options", lambda: SetOptions(_options(self.rng, self.target))),
             ("look_up", lambda: LookUp(self._new(), self._count())),
         ]
-        if self.oracle.looked_up:
-            offered.append(("begin_with", lambda: Take(self.rng.choice([*self.oracle.looked_up]))))
+        if self.oracle.promised:
+            offered.append(("begin_with", lambda: Take(self.rng.choice(self.oracle.promised))))
         if self._live():
             offered += [
                 ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),

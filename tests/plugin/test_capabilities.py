@@ -224,7 +224,7 @@ class KeptPages(State):
         return True
 
 
-Capability(methods=KeepingMethods, state=KeptPages)
+Capability(methods=KeepingMethods, states=(KeptPages,))
 
 
 class KeepingCache(KeepingMethods, ListCache):
