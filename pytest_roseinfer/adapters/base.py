@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Adapter:
-    """What adapters for caches and for engines have in common.
+    """The base of adapters for caches and for engines.
 
     A class right under this one is a kind of adapter. Its methods, and those of the capabilities
     among its bases, are what an adapter of the kind must define, except for those marked
@@ -30,7 +30,7 @@ class Adapter:
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
     capabilities: ClassVar[tuple[Capability, ...]] = ()
-    """Those among its bases."""
+    """The capabilities among its bases, in their order."""
     _declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """The methods that the kind and its capabilities name."""
 

@@ -63,9 +63,9 @@ class Observer:
     """Watches one run: it counts what steps meet, and knows what no single step shows."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """What a cache must offer or declare for it, any of these: names as in ``Run.can``."""
+    """Names as in ``Run.can``: it is made for a cache that has any of them."""
     conditions: ClassVar[Collection[str]] = ()
-    """The conditions that it counts, so that a cache need not."""
+    """Names of the conditions that it counts, so that a cache need not."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -75,7 +75,7 @@ class Observer:
         return {}
 
     def driving(self, step: Operation, said: Sequence[Said]) -> None:
-        """Do what comes right before the cache does a step, whose rows have these texts."""
+        """Act right before the cache does a step, whose rows have these texts."""
 
     def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
         """Look after a step in which all invariants held; return what is counted."""
@@ -92,12 +92,12 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is to be seen of a cache in one snapshot."""
+    """The scope of one snapshot."""
 
     lookups: bool
-    """Prefixes are looked up, too."""
+    """True if prefixes are looked up as well."""
     copies: bool
-    """What is stored is copied; else a snapshot has the live storage."""
+    """True if the storage is copied; False if the snapshot has the live storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class View:
     """A part of a snapshot."""
 
     any_of: Collection[str]
-    """What a cache must offer for it, any of these."""
+    """Names as in ``Run.can``: it is taken of a cache that has any of them."""
     show: Callable[[Run, Look], Mapping[str, Any]]
-    """Returns the fields of a ``Snapshot``."""
+    """Function that returns the fields of a ``Snapshot``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +115,18 @@ class Inquiry:
     """Questions that a cache is asked after a step, which change nothing."""
 
     any_of: Collection[str]
-    """What a cache must offer for it, any of these."""
+    """Names as in ``Run.can``: a cache that has any of them is asked."""
     every: int
     """The number of steps after which it is due; it is due after the last step, too."""
     ask: Callable[[Run], Sequence[Any]]
-    """Returns the answers; none where there was nothing to ask."""
+    """Function that returns the answers; none where there was nothing to ask."""
     after: str
     """The kind of observation that invariants judge the answers by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """What a cache may offer beyond ``make``, ``append`` and ``peek``."""
+    """A feature that a cache may offer beyond ``make``, ``append`` and ``peek``."""
 
     methods: type
     """A mixin with the adapter methods, and with the attributes by which an adapter describes them.
@@ -142,13 +142,13 @@ class Capability:
     endings: Callable[[Oracle], Iterable[Operation]] | None = None
     """Lists the steps that finish what is open, which histories end with."""
     invariants: Sequence[Invariant] = ()
-    """What must hold after each step."""
+    """Checks that must hold after each step."""
     views: Sequence[View] = ()
-    """What snapshots have of it."""
+    """Its parts of snapshots."""
     inquiries: Sequence[Inquiry] = ()
-    """What a cache is asked between two steps."""
+    """Questions to a cache between two steps."""
     observers: Sequence[type[Observer]] = ()
-    """What watches each run."""
+    """Kinds of observers; each run has one of each kind that is due."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()
     """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
 

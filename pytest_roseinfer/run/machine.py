@@ -63,9 +63,9 @@ class Machine:
         self.history = history
         self.spec = spec = history.spec
         tolerance = adapter_type.tolerance.get(spec.dtype)
-        said = {each.name: getattr(adapter_type, each.name) for each in fields(Declared)}
+        values = {each.name: getattr(adapter_type, each.name) for each in fields(Declared)}
         more = {name for name, has in (("tolerance", tolerance), ("windows", spec.windows)) if has}
-        more |= {f"{name}={value}" for name, value in said.items() if isinstance(value, str)}
+        more |= {f"{name}={value}" for name, value in values.items() if isinstance(value, str)}
         self.can = adapter_type.abilities.union(more, adapter_type.conditions)
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
