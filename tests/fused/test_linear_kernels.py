@@ -67,6 +67,22 @@ def test_a_layer_with_a_bias(device: str, rows: int, dtype: torch.dtype) -> None
     layer.check(got, layer.truth + layer.bias.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [48, 64, 96, 128, 200])
+def test_a_bias_is_added_in_one_way_by_every_tile(
+    device: str, inputs: int, dtype: torch.dtype
+) -> None:
+    """Where one tile has all inputs, a compiler would begin the sums with the bias."""
+    if device != "cuda":
+        pytest.skip("this is about a GPU's compiler")
+    layer = Layer(device, 512, inputs, 1024, dtype=dtype, transposed=True)
+    x, weight, bias = layer.x, layer.weight, layer.bias
+    many = linear(x, weight, bias)
+    assert torch.equal(torch.cat([linear(few, weight, bias) for few in x.split(50)]), many)
+    streamed = [stream_linear(few, weight.T, bias) for few in x.split(50)]
+    assert torch.equal(torch.cat(streamed), many)
+
+
 @every_dtype
 def test_a_layer_and_its_activation(device: str, dtype: torch.dtype) -> None:
     """The rows reach where it is flat, and where the approximation by a tanh matters."""

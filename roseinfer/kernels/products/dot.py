@@ -21,3 +21,13 @@ def dot(a, b, total=None):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def add_after(product, added):
+    """Add to products that are complete, in every kernel and with any tile.
+
+    Of ``product + added`` Triton's compiler makes a product that begins with ``added`` where one
+    tile has all of the inputs, and that is rounded in another way.
+    """
+    return tl.fma(product, 1.0, added)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.products.dot import dot
+from roseinfer.kernels.products.dot import add_after, dot
 from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
 from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
@@ -96,7 +96,7 @@ def _whole_kernel(
         a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
         total = dot(a, w, total)
     if BIAS:
-        total += b[None, :]
+        total = add_after(total, b[None, :])
     if GELU:
         total = _gelu(total.to(out.dtype.element_ty).to(tl.float32))
     tl.store(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.products.dot import dot
+from roseinfer.kernels.products.dot import add_after, dot
 from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
 from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
@@ -102,7 +102,7 @@ def _streamed_kernel(
         a = tl.load(x_rows + k[:, None], x_tile, other=0.0)
         total = dot(w, a, total)
     if BIAS:
-        total += b[:, None]
+        total = add_after(total, b[:, None])
     tl.store(
         out + part * o_p + r[None, :] * o_r + n[:, None],
         total.to(out.dtype.element_ty), w_in & x_in,
