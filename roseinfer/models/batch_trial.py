@@ -18,24 +18,31 @@ if TYPE_CHECKING:
 
     from roseinfer.models.causal import CausalModel
 
-_LOOKED_AT = 64
-"""Rows in front, and as many at the end, whose logits are compared."""
-_ROWS = (1, 2, 16, 17, 33, 65, 96, 128, 129, 200, 256, 257, 384, 512, 513, 700, 1024, 1500, 2048)
+_FEW = 64
+"""Rows of a small batch. As many in front and at the end of a large one are compared by logits."""
+_SPREAD = 128
+"""How many more rows are, from all over it."""
+_ROWS = (
+    1, 2, 16, 17, 33, *range(64, 577, 32), *range(65, 545, 96), 600, 700, 777,
+    *range(640, 2049, 128), 1000, 1023, 1500,
+)  # fmt: skip
 """Sizes at which products change over to other tiles or to torch's, and some between them."""
 _MOST_ROWS = 8192
 
 
 class _TokensAlone(AttentionBackend):
-    """Lets every token see itself alone, so that no row depends on another."""
+    """Lets every token see itself alone, so that no row depends on another; digests what it saw."""
 
     def __init__(self) -> None:
         """Need no cache: nothing is kept."""
         self.path_counts = Counter()
+        self.digests: list[Tensor] = []
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         """Do nothing: no batch says more than the tokens do."""
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+        self.digests += [_digest(query), _digest(key), _digest(value)]
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
 
@@ -43,29 +50,44 @@ class _TokensAlone(AttentionBackend):
 def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
     """Return True if rows have the bits that they have among few, in batches up to ``most_rows``.
 
-    The model is one on fused kernels, which computes as it will then.
+    Compared are the queries, keys and values of all rows in every layer, and the logits of some
+    rows. The model is one on fused kernels, which computes as it will then.
     """
     most = min(most_rows, _MOST_ROWS)
-    sizes = sorted({size for size in _ROWS if size < most} | {most})
-    tokens = torch.arange(most + _LOOKED_AT, device=model.device) * 7 % model.shape.vocab_size
-    few = _logits(model, tokens, _LOOKED_AT)
-    return all(_same_bits(model, tokens, rows, few) for rows in sizes)
+    tokens = torch.arange(most, device=model.device) * 7 % model.shape.vocab_size
+    parts = [
+        _digests(model, tokens, begin, min(begin + _FEW, most)) for begin in range(0, most, _FEW)
+    ]
+    inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))
+    for rows in sorted({size for size in _ROWS if size < most} | {most}):
+        looked_at = _looked_at(rows).to(model.device)
+        got_inner, got_logits = _digests(model, tokens, 0, rows, looked_at)
+        if not torch.equal(got_inner, inner[:rows]):
+            return False
+        if not torch.equal(got_logits, logits[looked_at]):
+            return False
+    return True
 
 
-def _same_bits(model: CausalModel, tokens: Tensor, rows: int, few: Tensor) -> bool:
-    """Compare the first and the last of so many rows with the same ones among few."""
-    first = torch.arange(min(rows, _LOOKED_AT), device=model.device)
-    begin = rows - len(first)
-    got = _logits(model, tokens, rows, last_rows=torch.cat([first, first + begin]))
-    last = _logits(model, tokens, _LOOKED_AT, begin)
-    return torch.equal(got, torch.cat([few[: len(first)], last[: len(first)]]))
+def _looked_at(rows: int) -> Tensor:
+    """Return the rows of a batch whose logits are compared."""
+    ends = torch.arange(min(rows, _FEW))
+    spread = torch.arange(_SPREAD) * rows // _SPREAD
+    return torch.cat([ends, rows - 1 - ends, spread]).unique()
 
 
-def _logits(
-    model: CausalModel, tokens: Tensor, rows: int, begin: int = 0, last_rows: Tensor | None = None
-) -> Tensor:
-    """Compute the logits of so many tokens from a position on."""
-    positions = torch.arange(begin, begin + rows, device=model.device)
-    return model.logits(
-        tokens[begin : begin + rows], positions % model.shape.max_length, last_rows, _TokensAlone()
-    )
+def _digests(
+    model: CausalModel, tokens: Tensor, begin: int, end: int, last_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Digest, for each of these tokens, what attention saw of it, and its logits."""
+    seen = _TokensAlone()
+    positions = torch.arange(begin, end, device=model.device) % model.shape.max_length
+    logits = model.logits(tokens[begin:end], positions, last_rows, seen)
+    return torch.stack(seen.digests, 1), _digest(logits)
+
+
+def _digest(rows: Tensor) -> Tensor:
+    """Return a number for each row that another bit in it would change."""
+    bits = rows.flatten(1).contiguous().view(torch.int16)
+    odd = torch.arange(bits.shape[1], device=bits.device, dtype=torch.int32) * 40503 % 32768 | 1
+    return (bits * odd).sum(1, dtype=torch.int64)
