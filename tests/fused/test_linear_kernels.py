@@ -78,8 +78,8 @@ def test_a_bias_is_added_in_one_way_by_every_tile(
     layer = Layer(device, 512, inputs, 1024, dtype=dtype, transposed=True)
     x, weight, bias = layer.x, layer.weight, layer.bias
     many = linear(x, weight, bias)
-    assert torch.equal(torch.cat([linear(few, weight, bias) for few in x.split(50)]), many)
-    streamed = [stream_linear(few, weight.T, bias) for few in x.split(50)]
+    assert torch.equal(torch.cat([linear(few, weight, bias) for few in torch.split(x, 50)]), many)
+    streamed = [stream_linear(few, weight.T, bias) for few in torch.split(x, 50)]
     assert torch.equal(torch.cat(streamed), many)
 
 
