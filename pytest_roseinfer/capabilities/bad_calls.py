@@ -18,7 +18,8 @@ from pytest_roseinfer.capabilities.observation import (
     find_change,
     invariant,
 )
-from pytest_roseinfer.oracle.oracle import Stage
+from pytest_roseinfer.capabilities.preemption import preempted
+from pytest_roseinfer.capabilities.swapping import Stage, swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -110,8 +111,8 @@ class Situation:
 
     @property
     def live(self) -> list[int]:
-        away = self.oracle.away.stages
-        return [seq for seq in self.oracle.sequences if seq not in away]
+        absent = self.oracle.absent
+        return [seq for seq in self.oracle.sequences if seq not in absent]
 
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
@@ -211,25 +212,25 @@ def gather_freed(at: Situation) -> Iterator[_Call]:
 @_standard("gather", "swap_out", "swap_in")
 def gather_swapped_out(at: Situation) -> Iterator[_Call]:
     for stage in (Stage.OUT, Stage.COMING):
-        yield from _gather_away(at, stage)
+        yield from _gather_absent(at, swapped(at.oracle).at(stage))
 
 
 @_standard("gather", "preempt")
 def gather_preempted(at: Situation) -> Iterator[_Call]:
-    yield from _gather_away(at, Stage.PREEMPTED)
+    yield from _gather_absent(at, [*preempted(at.oracle)])
 
 
-def _gather_away(at: Situation, stage: Stage) -> Iterator[_Call]:
-    for seq in at.oracle.away.at(stage)[-1:]:
+def _gather_absent(at: Situation, seqs: Sequence[int]) -> Iterator[_Call]:
+    for seq in seqs[-1:]:
         call = partial(at.adapter.gather, seq, at.last)
-        yield f"gather of a sequence that is {stage.value}", call
+        yield f"gather of a sequence that is {at.oracle.absent[seq].words}", call
 
 
 @_standard("swap_out", "swap_in")
 def append_to_swapped_out(at: Situation) -> Iterator[_Call]:
     new = at.tokens(1)
     for stage in (Stage.LEAVING, Stage.OUT, Stage.COMING):
-        for seq in at.oracle.away.at(stage)[-1:]:
+        for seq in swapped(at.oracle).at(stage)[-1:]:
             call = partial(at.adapter.append, [seq], new, new)
             yield f"append to a sequence that is {stage.value}", call
 

@@ -63,7 +63,8 @@ class Observer:
     """Watches one run: it counts what steps meet, and knows what no single step shows."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """Names as in ``Run.can``: it is made for a cache that has any of them."""
+    """Names as in ``Run.can``: it is made for a cache that has any of them; for every cache where
+    none is named."""
     conditions: ClassVar[Collection[str]] = ()
     """Names of the conditions that it counts, so that a cache need not."""
 
@@ -141,6 +142,8 @@ class Capability:
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     endings: Callable[[Oracle], Iterable[Operation]] | None = None
     """Lists the steps that finish what is open, which histories end with."""
+    way_back: Callable[[Oracle], Sequence[Operation]] | None = None
+    """Lists, for each sequence that it made absent, the next step of its way back."""
     invariants: Sequence[Invariant] = ()
     """Checks that must hold after each step."""
     views: Sequence[View] = ()

@@ -226,7 +226,7 @@ class UsedAgain(Observer):
         self._blocks = UsedWhileAway()
 
     def after(self, seen: Observation) -> Mapping[str, int]:
-        kept, away = seen.after.kept.values(), seen.oracle.away.stages
+        kept, away = seen.after.kept.values(), seen.oracle.absent
         handles = (handle for handle, _ in self.run.driven.reserved)
         met = {
             "handle_used_again": self._handles.again(handles),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
-from pytest_roseinfer.oracle.oracle import Stage
 
 
 class FreeingMethods:
@@ -44,12 +43,11 @@ class Free(operation.Operation):
     @classmethod
     def of_away(cls, writer: operation.Writer) -> Free:
         """Draw one that is on its way back, as few are, or else any that is away."""
-        away = writer.oracle.away
-        return cls(writer.pick(away.at(Stage.COMING) or [*away.stages]))
+        return cls(writer.pick(writer.oracle.hidden or [*writer.oracle.absent]))
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.oracle.away.stages:
+        if writer.oracle.absent:
             yield operation.Move(80, 2, lambda: cls.of_away(writer))
         if writer.live:
             # Where the next batch may find no room, freeing lets the history go on.

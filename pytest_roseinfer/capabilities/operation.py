@@ -210,10 +210,10 @@ class Operation:
 
         A cache that shares by prefix may have had no room where the drawing had.
         """
-        away = {*oracle.away.stages, *oracle.promised}
-        if not away.isdisjoint([*self.changed(), *self.uses()]):
+        others = {*oracle.absent, *oracle.promised}
+        if not others.isdisjoint([*self.changed(), *self.uses()]):
             return False
-        if not (away | oracle.sequences.keys()).isdisjoint(self.begins()):
+        if not (others | oracle.sequences.keys()).isdisjoint(self.begins()):
             return False
         there = {seq for seq in oracle.sequences if oracle.length(seq) or not self.of_tokens}
         return there.issuperset(self.uses())

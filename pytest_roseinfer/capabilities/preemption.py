@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.writes import floods
-from pytest_roseinfer.oracle.oracle import Stage
+from pytest_roseinfer.oracle.pages import Absence, State
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 
@@ -24,6 +27,25 @@ class PreemptionMethods:
     @optional
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write all tokens of a sequence again that was preempted, as it had them."""
+
+
+@dataclass(slots=True)
+class Preempted(State):
+    """The sequences that gave up their blocks, and whose tokens are to be written again."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> Mapping[int, Absence]:
+        return {seq: Absence("preempted", tokens) for seq, tokens in self.tokens.items()}
+
+    def freed(self, seq: int) -> None:
+        self.tokens.pop(seq, None)
+
+
+def preempted(oracle: operation.Oracle) -> dict[int, list[int]]:
+    """Return the tokens of the sequences that are preempted."""
+    return oracle.begun(Preempted).tokens
 
 
 @operation.register("Preempt")
@@ -43,7 +65,7 @@ class Preempt(operation.Operation):
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.away.leave(self.seq, Stage.PREEMPTED, oracle.tokens(self.seq))
+        preempted(oracle)[self.seq] = oracle.tokens(self.seq)
         oracle.give_up(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -74,19 +96,18 @@ class Resume(operation.Write):
         return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        preempted = oracle.away.stages.get(self.seq) is Stage.PREEMPTED
-        return preempted and len(oracle.away.tokens[self.seq]) == self.count
+        return len(preempted(oracle).get(self.seq, ())) == self.count
 
     def fitted(self, oracle: operation.Oracle) -> operation.Operation:
-        tokens = oracle.away.tokens.get(self.seq, ())
+        tokens = preempted(oracle).get(self.seq, ())
         return Resume(self.seq, len(tokens) or self.count, self.layout)
 
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
-        return oracle.away.tokens[self.seq]
+        return preempted(oracle)[self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
         oracle.append(self.rows(), self.tokens(oracle))
-        oracle.away.end(self.seq)
+        del preempted(oracle)[self.seq]
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.resume(self.seq, cache.key, cache.value)
@@ -94,7 +115,7 @@ class Resume(operation.Write):
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         oracle = writer.oracle
-        rows = [(seq, len(oracle.away.tokens[seq])) for seq in oracle.away.at(Stage.PREEMPTED)]
+        rows = [(seq, len(tokens)) for seq, tokens in preempted(oracle).items()]
         fitting = [row for row in rows if oracle.fits([row])]
 
         def drawn() -> Resume:
@@ -107,6 +128,8 @@ class Resume(operation.Write):
 
 PREEMPTION = Capability(
     methods=PreemptionMethods,
+    states=(Preempted,),
+    way_back=lambda oracle: [Resume(seq, len(own)) for seq, own in preempted(oracle).items()],
     needs={"preempt": ("resume",), "resume": ("preempt",)},
     operations=(
         Preempt,

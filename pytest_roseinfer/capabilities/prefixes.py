@@ -106,16 +106,13 @@ class PrefixMethods:
 class LookedUp(State):
     """The sequences that are to begin with what a lookup found."""
 
-    names: dict[int, int] = field(default_factory=dict)
+    promised: dict[int, int] = field(default_factory=dict)
     """How many tokens each of them was looked up for."""
 
 
 def looked_up(oracle: Oracle) -> dict[int, int]:
     """Return the sequences that are to begin with what was found, and for how many tokens."""
-    found = oracle.state(LookedUp)
-    if found is None:
-        found = oracle.states[LookedUp] = LookedUp()
-    return found.names
+    return oracle.begun(LookedUp).promised
 
 
 class FoundPages(State):
@@ -304,6 +301,7 @@ def contents_of(
     is kept.
     """
     found = {block: before[block] for block in cached if block in before}
+    hidden = oracle.hidden
     passed = {tuple(before[block]) for block in before if block < 0}
     for seq, blocks in tables.items():
         # Of a block that others held too, what a sequence does not see stays until it writes there.
@@ -315,7 +313,7 @@ def contents_of(
                 continue
             written = tuple(page.tokens[: max(0, due - at * oracle.block_size)])
             held = before.get(block, ())
-            if oracle.coming(seq) and held == tuple(page.tokens):
+            if seq in hidden and held == tuple(page.tokens):
                 written = held  # it was found, and need not be copied back
             found[block] = max(found.get(block, ()), written, key=len)
     if cached:
@@ -545,7 +543,7 @@ class KeptTexts(Observer):
             kept, step = (before.tables_of(0), after.ledger(0).cached), len(self.run.done)
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
-        for layer in self.oracle.groups:
+        for layer in self.oracle.windows.groups:
             self.shown[layer] = after.tables_of(layer)
 
     def _begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
@@ -563,13 +561,13 @@ class KeptTexts(Observer):
             len(page) == self.oracle.block_size
             and block is not None
             and self.contents.get(layer, {}).get(block) == page
-            for layer in self.oracle.groups
+            for layer in self.oracle.windows.groups
             for page, block in zip(pages, after.tables_of(layer)[seq], strict=False)
         )
 
     def contents_after(self, after: Snapshot) -> dict[int, Contents]:
         found: dict[int, Contents] = {}
-        for layer in self.oracle.groups:
+        for layer in self.oracle.windows.groups:
             tables, before = after.tables_of(layer), self.contents.get(layer, {})
             # A block that another group has got by now is no longer kept for this one.
             others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}

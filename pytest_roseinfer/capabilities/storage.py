@@ -16,7 +16,6 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
 )
 from pytest_roseinfer.capabilities.payload import Poison, poison
-from pytest_roseinfer.oracle.oracle import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +89,7 @@ def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]
 
 def _copied_back(seen: Observation, layer: int) -> set[int]:
     """Find the blocks of sequences that are coming back, which are written at any time."""
-    coming = [*seen.oracle.away.at(Stage.COMING)]
+    coming = seen.oracle.hidden
     if seen.operation:
         coming += seen.operation.brings_back()
     tables = seen.after.tables_of(layer)

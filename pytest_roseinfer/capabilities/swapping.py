@@ -3,13 +3,18 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import Finding, Observation, invariant
 from pytest_roseinfer.capabilities.writes import floods
-from pytest_roseinfer.oracle.oracle import Stage
+from pytest_roseinfer.oracle.pages import Absence, State
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 
 class SwappingMethods:
@@ -46,6 +51,63 @@ class SwappingMethods:
         """Make sure that the copy is done; the sequence reads back as before it was swapped out."""
 
 
+class Stage(Enum):
+    """How far a sequence is swapped out, or back in."""
+
+    LEAVING = "on its way out"
+    """It is being copied out."""
+    OUT = "swapped out"
+    """It was copied out, and has given up its blocks."""
+    COMING = "on its way back"
+    """It has blocks again, and is being copied to them."""
+
+
+@dataclass(slots=True)
+class Swapped(State):
+    """The sequences that are swapped out, or half way."""
+
+    holds: bool = True
+    """As ``SwappingMethods.swap_out_holds``."""
+    stages: dict[int, Stage] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """What each sequence holds when it is back."""
+
+    @classmethod
+    def of(cls, adapter: Any) -> Swapped:
+        return cls(adapter.swap_out_holds)
+
+    @property
+    def absent(self) -> Mapping[int, Absence]:
+        stages = self.stages.items()
+        return {seq: Absence(stage.value, self.tokens[seq]) for seq, stage in stages}
+
+    @property
+    def hidden(self) -> Collection[int]:
+        return self.at(Stage.COMING)
+
+    def unwritten(self, seq: int) -> int:
+        return len(self.tokens[seq]) if self.stages.get(seq) is Stage.COMING else 0
+
+    def freed(self, seq: int) -> None:
+        self.stages.pop(seq, None)
+        self.tokens.pop(seq, None)
+
+    def at(self, stage: Stage) -> list[int]:
+        return [seq for seq, own in self.stages.items() if own is stage]
+
+    def blocks(self, block_size: int) -> int:
+        """Count the blocks of swap space that these sequences need at most."""
+        return sum(-(-len(own) // block_size) for own in self.tokens.values())
+
+
+def swapped(oracle: operation.Oracle) -> Swapped:
+    return oracle.begun(Swapped)
+
+
+def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
+    return swapped(oracle).stages.get(seq) is stage
+
+
 @operation.register("SwapOut")
 class SwapOut(operation.Operation):
     seq: int
@@ -62,15 +124,16 @@ class SwapOut(operation.Operation):
     def possible(self, oracle: operation.Oracle) -> bool:
         if not operation.Operation.possible(self, oracle):
             return False
-        taken = oracle.away.swapped_blocks(oracle.block_size)
+        taken = swapped(oracle).blocks(oracle.block_size)
         return taken + len(oracle.sequences[self.seq]) <= oracle.capacity
 
     def changed(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.away.leave(self.seq, Stage.LEAVING, oracle.tokens(self.seq))
-        if not oracle.swap_out_holds:
+        out = swapped(oracle)
+        out.stages[self.seq], out.tokens[self.seq] = Stage.LEAVING, oracle.tokens(self.seq)
+        if not out.holds:
             oracle.give_up(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -97,14 +160,14 @@ class SwappedOut(operation.Operation):
         return f"finish swapping sequence {self.seq} out"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return oracle.away.stages.get(self.seq) is Stage.LEAVING
+        return _at(oracle, self.seq, Stage.LEAVING)
 
     def changed(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.away.stages[self.seq] = Stage.OUT
-        if oracle.swap_out_holds:
+        swapped(oracle).stages[self.seq] = Stage.OUT
+        if swapped(oracle).holds:
             oracle.give_up(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -115,7 +178,7 @@ class SwappedOut(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if leaving := writer.oracle.away.at(Stage.LEAVING):
+        if leaving := swapped(writer.oracle).at(Stage.LEAVING):
             yield operation.Move(130, 10, lambda: cls(writer.pick(leaving)))
 
 
@@ -131,21 +194,21 @@ class SwapIn(operation.Operation):
         return f"begin to swap sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return oracle.away.stages.get(self.seq) is Stage.OUT
+        return _at(oracle, self.seq, Stage.OUT)
 
     def changed(self) -> list[int]:
         return [self.seq]
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.fits([(self.seq, len(oracle.away.tokens[self.seq]))])
+        return oracle.fits([(self.seq, len(swapped(oracle).tokens[self.seq]))])
 
     def may_find_blocks(self) -> bool:
         return True
 
     def change(self, oracle: operation.Oracle) -> None:
-        tokens = oracle.away.tokens[self.seq]
+        tokens = swapped(oracle).tokens[self.seq]
         oracle.append([(self.seq, len(tokens))], tokens)
-        oracle.away.stages[self.seq] = Stage.COMING
+        swapped(oracle).stages[self.seq] = Stage.COMING
 
     def drive(self, cache: operation.Driven) -> None:
         cache.moving[self.seq] = cache.adapter.swap_in(self.seq)
@@ -155,7 +218,7 @@ class SwapIn(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        steps = [cls(seq) for seq in writer.oracle.away.at(Stage.OUT)]
+        steps = [cls(seq) for seq in swapped(writer.oracle).at(Stage.OUT)]
         fitting = [step for step in steps if step.fits(writer.oracle)]
         if steps:
             yield operation.Move(130, 10 if fitting else 3, lambda: writer.pick(fitting or steps))
@@ -174,7 +237,7 @@ class SwappedIn(operation.Operation):
         return f"finish swapping sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return oracle.away.stages.get(self.seq) is Stage.COMING
+        return _at(oracle, self.seq, Stage.COMING)
 
     def changed(self) -> list[int]:
         return [self.seq]
@@ -183,7 +246,7 @@ class SwappedIn(operation.Operation):
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.away.end(self.seq)
+        swapped(oracle).freed(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.swapped_in(cache.moving.pop(self.seq))
@@ -193,14 +256,14 @@ class SwappedIn(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if coming := writer.oracle.away.at(Stage.COMING):
+        if coming := swapped(writer.oracle).at(Stage.COMING):
             yield operation.Move(130, 10, lambda: cls(writer.pick(coming)))
 
 
 @invariant(rank=22, needs=("ledger", "swap_out"))
 def swap_space(seen: Observation) -> Finding | None:
     """Swap space that is taken must belong to sequences that are swapped out."""
-    most = seen.oracle.away.swapped_blocks(seen.spec.block_size)
+    most = swapped(seen.oracle).blocks(seen.spec.block_size)
     for layer in range(seen.spec.num_layers):
         taken = seen.after.ledger(layer).swapped or 0
         if taken > most:
@@ -211,8 +274,17 @@ def swap_space(seen: Observation) -> Finding | None:
     return None
 
 
+_NEXT = {Stage.LEAVING: SwappedOut, Stage.OUT: SwapIn, Stage.COMING: SwappedIn}
+
+
+def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
+    return [_NEXT[stage](seq) for seq, stage in swapped(oracle).stages.items()]
+
+
 SWAPPING = Capability(
     methods=SwappingMethods,
+    states=(Swapped,),
+    way_back=_way_back,
     needs={
         "swap_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
         "swapped_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),

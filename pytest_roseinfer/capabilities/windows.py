@@ -14,7 +14,6 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
     location_of_block,
 )
-from pytest_roseinfer.oracle.oracle import WindowedOracle
 from pytest_roseinfer.oracle.windows import (
     AT_ONCE,
     NEXT_TRY,
@@ -85,7 +84,6 @@ def _begun(seen: Observation) -> set[int]:
     What its window left out of that, such a sequence has never held.
     """
     oracle, written = seen.oracle, seen.outcome.written
-    assert isinstance(oracle, WindowedOracle)
     if (
         oracle.windows.gives_back == AT_ONCE
         or seen.declared.sharing != "equal prefixes"
@@ -104,7 +102,7 @@ def _held_from(seen: Observation, seq: int, layer: int) -> int:
 def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
     """Say where no beginning of a text explains what a sequence left out that found it."""
     size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.declared.match_leaves
-    left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.groups}
+    left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.windows.groups}
 
     def explains(found: int) -> bool:
         windows = {layer: seen.spec.windows[layer] for layer in left_out}
@@ -126,7 +124,7 @@ def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
     if both := shown.owners(layer).keys() & shown.owners(*others).keys():
         what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
         return Finding(what, location_of_block(seen, layer, min(both)))
-    if isinstance(seen.oracle, WindowedOracle) and seen.oracle.windows.shared_pool:
+    if seen.oracle.windows.shared_pool:
         first = seen.spec.windows.index(seen.spec.windows[layer])
         if shown.tables_of(layer) != shown.tables_of(first):
             return Finding(f"layers {first} and {layer} have one window and different tables")
@@ -207,7 +205,7 @@ class LeftWindows(Observer):
     conditions = ("left_a_window",)
 
     def after(self, seen: Observation) -> Mapping[str, int]:
-        return {"left_a_window": seen.oracle.take_left()}
+        return {"left_a_window": seen.oracle.windows.take_left()}
 
 
 WINDOWS = Capability(

@@ -3,20 +3,24 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.answers import reservation
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
 from pytest_roseinfer.oracle.oracle import padding_token
+from pytest_roseinfer.oracle.pages import State, Written
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from pytest_roseinfer.capabilities.observation import Observation
     from pytest_roseinfer.capabilities.operation import Moves, Operation, Writer
 
 
@@ -49,6 +53,16 @@ class WriteMethods:
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
+
+
+@dataclass(slots=True)
+class Reservations(State):
+    """The tokens that count as stored, since there is room for them, but are not written yet."""
+
+    open: list[Written] = field(default_factory=list)
+
+    def unwritten(self, seq: int) -> int:
+        return sum(count for due in self.open for name, count in due.rows if name == seq)
 
 
 @operation.register("Append")
@@ -219,7 +233,8 @@ class Reserve(operation.Operation):
 
     def change(self, oracle: operation.Oracle) -> None:
         tokens = oracle.new_tokens(self.rows())
-        oracle.reserved.append(operation.Written(self.rows(), tokens, self.layout))
+        written = Written(self.rows(), tokens, self.layout)
+        oracle.begun(Reservations).open.append(written)
         oracle.append(self.rows(), tokens)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -244,13 +259,13 @@ class Fill(operation.Operation):
         return "write the tokens that room was reserved for first"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return bool(oracle.reserved)
+        return bool(oracle.begun(Reservations).open)
 
     def written(self, oracle: operation.Oracle) -> operation.Written:
-        return oracle.reserved[0]
+        return oracle.begun(Reservations).open[0]
 
     def change(self, oracle: operation.Oracle) -> None:
-        due = oracle.reserved.pop(0)
+        due = oracle.begun(Reservations).open.pop(0)
         oracle.slide_written(due.rows)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -264,8 +279,64 @@ class Fill(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.oracle.reserved:
+        if writer.oracle.begun(Reservations).open:
             yield operation.Move(40, 2, cls)
+
+
+# Kinds of batches that show what a write of several rows does wrong, by what the rows find.
+
+
+FEWEST_ROWS = 3
+"""Rows of a batch that is counted; in a smaller one, the first and the last are all."""
+MIXED_LENGTHS = "mixed lengths"
+"""Sequences of different lengths."""
+ONE_POSITION = "one position"
+"""Rows that all begin at one position of their blocks, which hold more tokens than one."""
+MIXED_POSITIONS = "mixed positions"
+"""Rows that begin at different positions of their blocks."""
+BOUNDARY = "boundary"
+"""A row that fills its block, or begins one after the sequence's first."""
+SHARED_TWICE = "shared twice"
+"""A sequence with a block that two hold."""
+LAST_SHARED = "last block shared"
+"""A sequence whose last block two hold."""
+
+
+def batch_kinds(oracle: operation.Oracle, rows: operation.Rows) -> Iterator[str]:
+    """Yield the kinds of a batch of at least ``FEWEST_ROWS`` that is about to be appended."""
+    size, lengths = oracle.block_size, [oracle.length(seq) for seq, _ in rows]
+    if len({*lengths}) > 1:
+        yield MIXED_LENGTHS
+    if size > 1:
+        yield ONE_POSITION if len({length % size for length in lengths}) == 1 else MIXED_POSITIONS
+    if any(length and length % size in (0, size - 1) for length in lengths):
+        yield BOUNDARY
+    blocks = oracle.blocks()
+    holders = [of_group for seq, _ in rows for of_group in blocks.holders_of(seq)]
+    if any(2 in of_group for of_group in holders):
+        yield SHARED_TWICE
+    if any(of_group[-1:] == [2] for of_group in holders):
+        yield LAST_SHARED
+
+
+class BatchKinds(Observer):
+    """Counts the batches of several rows that were stored, by their kinds."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.counts: Counter[str] = Counter()
+        self._kinds: list[str] = []
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        rows = step.rows()
+        counted = len(rows) >= FEWEST_ROWS and not step.in_parts
+        self._kinds = [*batch_kinds(self.run.oracle, rows)] if counted else []
+        return {}
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        if seen.outcome.fits:
+            self.counts.update(self._kinds)
+        return {}
 
 
 # Steps that need every block that is left, so that what was given back or found is overwritten.
@@ -287,7 +358,9 @@ def floods(writer: Writer) -> Moves:
 
 WRITES = Capability(
     methods=WriteMethods,
-    endings=lambda oracle: [Fill()] * len(oracle.reserved),
+    states=(Reservations,),
+    observers=(BatchKinds,),
+    endings=lambda oracle: [Fill()] * len(oracle.begun(Reservations).open),
     needs={"reserve": ("fill",), "fill": ("reserve",)},
     operations=(
         Append,

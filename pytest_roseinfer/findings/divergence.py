@@ -39,7 +39,7 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     for seq in seqs:
         pages = (_page(location, seq, at, oracle) for at in range(len(oracle.sequences[seq])))
         lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
-    lines += [f"  sequence {seq} is {stage.value}" for seq, stage in oracle.away.stages.items()]
+    lines += [f"  sequence {seq} is {how.words}" for seq, how in oracle.absent.items()]
     if others := len(oracle.sequences) - len(seqs):
         lines.append(f"  other sequences, not drawn: {others}")
     for layer, of_layer in tables.items():

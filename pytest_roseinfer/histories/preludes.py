@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer
-from pytest_roseinfer.capabilities.preemption import Resume
 from pytest_roseinfer.capabilities.prefixes import LookUp
-from pytest_roseinfer.capabilities.swapping import SwapIn, SwappedIn, SwappedOut
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
-from pytest_roseinfer.oracle.oracle import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,14 +26,10 @@ if TYPE_CHECKING:
 # The steps that bring back what is away at the end of a history.
 
 
-_NEXT = {Stage.LEAVING: SwappedOut, Stage.OUT: SwapIn, Stage.COMING: SwappedIn}
-
-
 def way_back(writer: Writer) -> Iterator[Operation]:
     """Yield steps, each to be done before the next, that make room as far as they can."""
-    away = writer.oracle.away
-    while away.stages:
-        steps = [_next(writer, seq, stage) for seq, stage in away.stages.items()]
+    ways = [each.way_back for each in writer.adapter.capabilities if each.way_back]
+    while steps := [step for way in ways for step in way(writer.oracle)]:
         fitting = [step for step in steps if step.fits(writer.oracle)]
         if fitting:
             yield fitting[0]
@@ -44,12 +37,6 @@ def way_back(writer: Writer) -> Iterator[Operation]:
             yield Free(writer.live[-1])
         else:
             return
-
-
-def _next(writer: Writer, seq: int, stage: Stage) -> Operation:
-    if stage is Stage.PREEMPTED:
-        return Resume(seq, len(writer.oracle.away.tokens[seq]))
-    return _NEXT[stage](seq)
 
 
 _ONE_BY_ONE = 4
@@ -269,7 +256,7 @@ def end_absences(writer: Opened) -> None:
     """Bring back all that is away, or none, or some on the way; free some on its way or not."""
     for step in islice(way_back(writer), writer.pick((0, None, 1, 2))):
         writer.take(step)
-    may_free = writer.oracle.away.stages and Free.needs <= writer.adapter.abilities
+    may_free = writer.oracle.absent and Free.needs <= writer.adapter.abilities
     if may_free and writer.between(0, 1):
         writer.take(Free.of_away(writer))
 

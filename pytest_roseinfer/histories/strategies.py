@@ -31,7 +31,7 @@ from pytest_roseinfer.histories.preludes import (
     may_evict_in_order,
     share_blocks,
 )
-from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.capabilities.operation import Operation
-    from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.texts import Branch
 
 # Draws what kernels of a paged cache are handed: tensors in any memory layout, and tables.
@@ -283,9 +282,7 @@ class _Writer:
 
     @property
     def live(self) -> list[int]:
-        unwritten = {seq for due in self.oracle.reserved for seq, _ in due.rows}
-        unwritten |= {*self.oracle.away.stages}
-        return [seq for seq in self.oracle.sequences if seq not in unwritten]
+        return self.oracle.usable
 
     @property
     def filled(self) -> list[int]:
@@ -335,7 +332,7 @@ class _Writer:
     def count(self, seq: int) -> int:
         oracle, stored = self.oracle, self.oracle.length(seq)
         free, size = oracle.pages_free(), oracle.block_size
-        windows = oracle.window_sizes
+        windows = oracle.windows.sizes
         again = self.said.lengths(seq) if self.said and not stored else []
         if again and (how := self.between(0, 2)):
             # A cache may count as room what it finds, so some just find none.
@@ -416,7 +413,7 @@ def histories(
         texts = draw(text_branches(block_size=spec.block_size)) if told else ()
         if "namespaces" in adapter.abilities:
             texts = in_two_namespaces(texts)
-    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
+    oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
     if told and adapter.sharing == "equal prefixes":
@@ -520,5 +517,5 @@ def _finish(writer: _Writer) -> None:
         offered = any(kind.needs <= able for kind in capability.operations)
         for step in capability.endings(writer.oracle) if capability.endings and offered else ():
             writer.take(step)
-    if writer.oracle.away.stages:
+    if writer.oracle.absent:
         end_absences(writer)

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytest_roseinfer.oracle.pages import Page, State, share_as
+from pytest_roseinfer.oracle.pages import Absence, Page, State, share_as
 from pytest_roseinfer.oracle.room import Room
 from pytest_roseinfer.oracle.texts import Texts
 from pytest_roseinfer.oracle.windows import AT_ONCE, NEXT_TRY, Windows, first_live
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from pytest_roseinfer.oracle.pages import Table, Written
+    from pytest_roseinfer.oracle.pages import Table
     from pytest_roseinfer.oracle.texts import Branch, Said
     from pytest_roseinfer.oracle.windows import Window
 
@@ -53,8 +52,6 @@ class Declares(Protocol):
     @property
     def atomic_batches(self) -> bool: ...
     @property
-    def swap_out_holds(self) -> bool: ...
-    @property
     def window_pools(self) -> str: ...
     @property
     def window_gives_back(self) -> str: ...
@@ -77,46 +74,6 @@ class Shape(Protocol):
 def always(stored: int, length: int) -> bool:  # noqa: ARG001
     """Say that any sequence may be cut."""
     return True
-
-
-# The sequences that are away: preempted, or swapped out and on their way out or back.
-
-
-class Stage(Enum):
-    """How a sequence is away."""
-
-    PREEMPTED = "preempted"
-    """It has given up its blocks, and its tokens are to be written again."""
-    LEAVING = "on its way out"
-    """It is being copied out."""
-    OUT = "swapped out"
-    """It was copied out, and has given up its blocks."""
-    COMING = "on its way back"
-    """It has blocks again, and is being copied to them."""
-
-
-@dataclass(slots=True)
-class Away:
-    stages: dict[int, Stage] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    """What each sequence holds when it is back."""
-
-    def leave(self, seq: int, stage: Stage, tokens: list[int]) -> None:
-        self.stages[seq] = stage
-        self.tokens[seq] = tokens
-
-    def end(self, seq: int) -> None:
-        """Know no more of a sequence, which is back or was freed, if it was away."""
-        self.stages.pop(seq, None)
-        self.tokens.pop(seq, None)
-
-    def at(self, stage: Stage) -> list[int]:
-        return [seq for seq, own in self.stages.items() if own is stage]
-
-    def swapped_blocks(self, block_size: int) -> int:
-        """Count the blocks of swap space that these sequences need at most."""
-        swapped = (seq for seq, stage in self.stages.items() if stage is not Stage.PREEMPTED)
-        return sum(-(-len(self.tokens[seq]) // block_size) for seq in swapped)
 
 
 AnyState = TypeVar("AnyState", bound=State)
@@ -166,31 +123,25 @@ class Oracle:
     """Whether a sequence of so many tokens may be cut to so many."""
     atomic_batches: bool = True
     """As ``KVCacheAdapter.atomic_batches``."""
-    swap_out_holds: bool = True
-    """As ``KVCacheAdapter.swap_out_holds``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
-    reserved: list[Written] = field(default_factory=list)
-    """Tokens that count as stored, since there is room for them, but are not written yet."""
     unseen: Counter[int] = field(default_factory=Counter)
     """How many tokens of its last page a sequence was cut off from, which others may see."""
-    away: Away = field(default_factory=Away)
+    windows: Windows = field(default_factory=Windows)
+    """The groups of layers that have the same blocks."""
     states: dict[type[State], State] = field(default_factory=dict)
     """The parts of capabilities, by their kinds."""
 
     @classmethod
-    def of(
-        cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = (), **own: Any
-    ) -> Self:
+    def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Self:
         """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
-        if spec.windows and "windows" not in own:
-            raise TypeError("layers with windows need a WindowedOracle")
         kinds = [
             kind
             for kind in chain.from_iterable(each.states for each in adapter.capabilities)
             if all(getattr(adapter, name) == due for name, due in kind.where.items())
         ]
+        shared = adapter.window_pools == "shared"
         return cls(
             spec.block_size,
             spec.num_blocks,
@@ -199,9 +150,8 @@ class Oracle:
             adapter.truncate_copies,
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
-            adapter.swap_out_holds,
-            states={kind: kind() for kind in kinds},
-            **own,
+            windows=Windows(spec.windows, shared, adapter.window_gives_back),
+            states={kind: kind.of(adapter) for kind in kinds},
         )
 
     def __post_init__(self) -> None:
@@ -211,6 +161,13 @@ class Oracle:
         """Return the part of a capability, if the cache has it."""
         found = self.states.get(kind)
         return found if isinstance(found, kind) else None
+
+    def begun(self, kind: type[AnyState]) -> AnyState:
+        """Return the part of a capability, which begins empty where the cache has none yet."""
+        found = self.state(kind)
+        if found is None:
+            found = self.states[kind] = kind()
+        return found
 
     def keeps(self, seq: int, at: int) -> bool:
         """Return True for a page of a sequence that stays as it is, whoever holds it."""
@@ -240,61 +197,64 @@ class Oracle:
 
     def unwritten(self, seq: int) -> int:
         """Count the last tokens of a sequence that are not written yet."""
-        if self.coming(seq):
-            return self.length(seq)
-        return sum(count for due in self.reserved for name, count in due.rows if name == seq)
+        return sum(state.unwritten(seq) for state in self.states.values())
+
+    @property
+    def absent(self) -> dict[int, Absence]:
+        """The sequences that exist, and that only the steps which bring them back may use."""
+        return {seq: how for state in self.states.values() for seq, how in state.absent.items()}
 
     @property
     def named(self) -> set[int]:
         """The names that sequences have."""
-        return {*self.sequences, *self.away.stages}
+        return {*self.sequences, *self.absent}
 
     @property
     def promised(self) -> list[int]:
         """The names that sequences are to have, though nothing of them is stored."""
-        return [name for state in self.states.values() for name in state.names]
+        return [name for state in self.states.values() for name in state.promised]
+
+    @property
+    def hidden(self) -> list[int]:
+        """The sequences that have pages and cannot be read yet."""
+        return [seq for state in self.states.values() for seq in state.hidden]
 
     @property
     def readable(self) -> list[int]:
         """The sequences that can be read."""
-        return [seq for seq in self.sequences if not self.coming(seq)]
-
-    def coming(self, seq: int) -> bool:
-        """Return True for a sequence that has blocks, and is being copied back to them."""
-        return self.away.stages.get(seq) is Stage.COMING
+        hidden = self.hidden
+        return [seq for seq in self.sequences if seq not in hidden]
 
     @property
-    def window_sizes(self) -> Sequence[int]:
-        """The different windows that layers have."""
-        return ()
+    def usable(self) -> list[int]:
+        """The sequences that are there, all of whose tokens are written."""
+        absent = self.absent
+        return [seq for seq in self.sequences if seq not in absent and not self.unwritten(seq)]
 
-    def first_live(self, seq: int, layer: int) -> int:  # noqa: ARG002
+    def first_live(self, seq: int, layer: int) -> int:
         """Return the position of the first token that may still be attended to in a layer."""
-        return 0
+        return first_live(self.windows.of(layer), self.length(seq))
 
     def live(self, seq: int, layer: int) -> list[int]:
         """List the tokens of a sequence that may still be attended to in a layer."""
         return self.tokens(seq)[self.first_live(seq, layer) :]
 
-    def given_back(self, seq: int, layer: int) -> int:  # noqa: ARG002
+    def given_back(self, seq: int, layer: int) -> int:
         """Count the first pages of a sequence that left the window of a layer and are gone."""
-        return 0
-
-    def take_left(self) -> int:
-        """Return how many pages left a window since this was last asked."""
-        return 0
+        return self.windows.given_back[self.windows.of(layer)][seq]
 
     def pool_of(self, layer: int) -> list[int]:
         """List layers, one of each table that names blocks from the pool of this layer."""
-        return [layer]
+        return self.windows.pool_of(layer)
 
     def pages_free(self) -> int:
-        used = {id(page) for pages in self.sequences.values() for page in pages}
-        return self.capacity - len(used)
+        """Count the blocks that are free in every pool."""
+        return min(self.blocks().free.values())
 
-    def free_in(self, layer: int) -> int:  # noqa: ARG002
+    def free_in(self, layer: int) -> int:
         """Count the blocks that are free in the pool of a layer."""
-        return self.pages_free()
+        windows = self.windows
+        return self.blocks().free[None if windows.shared_pool else windows.of(layer)]
 
     def conditions_met(self, rows: Sequence[tuple[int, int]]) -> list[str]:
         """Say for each row what it finds at the end of its sequence, appended in this order."""
@@ -325,11 +285,22 @@ class Oracle:
 
     def room(self, rows: Sequence[tuple[int, int]]) -> str:
         """Say in words how much room there is for rows, and how much they need."""
-        needed = self.pages_needed(rows)
-        return f"{needed} block{'s' * (needed != 1)} needed, {self.pages_free()} free"
+        free = self.blocks().free
+        if not self.windows.of_layer:
+            needed = self.pages_needed(rows)
+            return f"{needed} block{'s' * (needed != 1)} needed, {free[None]} free"
+        if self.windows.shared_pool:
+            return f"{free[None]} blocks free for all windows"
+        each = (f"{blocks} with window {window}" for window, blocks in free.items())
+        return f"blocks free: {', '.join(each)}"
 
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
-        return self.pages_needed(rows) <= self.pages_free()
+        """Return True if these rows find room one after the other.
+
+        What a row gives back makes room for its own blocks, and for those of rows behind it.
+        """
+        blocks = self.blocks()
+        return all(blocks.append(*row) for row in rows)
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """List the tokens that appending these rows writes, row by row."""
@@ -373,6 +344,8 @@ class Oracle:
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         coming = iter(tokens)
+        for seq, _ in rows:
+            self._slide(seq)
         for seq, count in rows:
             pages = self.sequences.setdefault(seq, [])
             for _ in range(count):
@@ -380,10 +353,23 @@ class Oracle:
         self.slide_written(rows)
 
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Give back what left the windows of rows that were written, if a cache does so at once."""
+        """Give back what left the windows of rows that were written, if a cache does so at once.
+
+        Room that was reserved is kept until it is written to.
+        """
+        at_once = self.windows.of_layer and self.windows.gives_back == AT_ONCE
+        for seq, _ in rows:
+            if at_once and not self.unwritten(seq):
+                self._slide(seq)
 
     def try_in_vain(self, seq: int) -> None:
         """Give back what left the windows of a row that found no room, if a cache does so first."""
+        if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
+            self._slide(seq)
+
+    def _slide(self, seq: int) -> None:
+        if self.windows.of_layer:
+            self.windows.slide(seq, self.length(seq), self.block_size)
 
     def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
         if not pages or self.on_last(seq) == self.block_size:
@@ -419,6 +405,7 @@ class Oracle:
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
+        self.windows.fork(parent, child)
         for state in self.states.values():
             state.forked(parent, child, sum(page.holders > 1 for page in own))
 
@@ -427,21 +414,22 @@ class Oracle:
         if self.texts:
             self.texts.fork(self.text_of(parent), child, self.length(parent))
 
-    @property
-    def groups(self) -> list[int]:
-        """List layers, one of each group whose layers have the same blocks."""
-        return [0]
-
     def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
         """Share pages as a cache shares blocks, once that was found right.
 
-        ``tables_of`` returns the table of each sequence in a layer.
+        ``tables_of`` returns the table of each sequence in a layer. Where layers have windows,
+        pages are those of all groups, so none is shared: what each group shares is noted.
         """
-        share_as(self.sequences, tables_of(0))
+        if not self.windows.of_layer:
+            share_as(self.sequences, tables_of(0))
+            return
+        for layer in self.windows.groups:
+            self.windows.adopt(self.windows.of(layer), tables_of(layer))
 
-    def block(self, window: Window, seq: int, at: int) -> object:  # noqa: ARG002
+    def block(self, window: Window, seq: int, at: int) -> object:
         """Return what two sequences have in common where they share a block."""
-        return id(self.sequences[seq][at])
+        table = self.windows.tables[window].get(seq, ())
+        return table[at] if at < len(table) else id(self.sequences[seq][at])
 
     def fork_fits(self, parent: int) -> bool:
         return self.blocks().fork(parent)
@@ -464,7 +452,7 @@ class Oracle:
 
     def blocks(self) -> Room:
         """Count who holds which block."""
-        return Room(self, {None: Counter()}, shared_pool=False)
+        return Room(self, self.windows.given_back, shared_pool=self.windows.shared_pool)
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence, and give up the pages behind them."""
@@ -481,6 +469,7 @@ class Oracle:
             page.holders -= 1
         del pages[kept:]
         self._cut_states(seq, kept)
+        self.windows.cut(seq, kept)
         self.unseen[seq] += self.length(seq) - length
         if self.unseen[seq] and (self.truncate_copies or self._alone_on_last(seq)):
             self._own_last(seq)
@@ -489,7 +478,8 @@ class Oracle:
         self.lives[seq] += 1
         if self.texts:
             self.texts.forget(seq)
-        self.away.end(seq)
+        for state in self.states.values():
+            state.freed(seq)
         if seq in self.sequences:
             self.give_up(seq)
 
@@ -497,116 +487,10 @@ class Oracle:
         """Take its pages from a sequence."""
         for state in self.states.values():
             state.gave_up(seq)
+        self.windows.forget(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1
-
-
-@dataclass(kw_only=True)
-class WindowedOracle(Oracle):
-    """The oracle of a cache whose layers have windows, which gives back what has left them.
-
-    Its pages are those of all layers alike. How many of its first pages a sequence gave back is
-    known for each window, so room is counted group by group.
-    """
-
-    windows: Windows
-
-    @classmethod
-    def of(
-        cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = (), **own: Any
-    ) -> Self:
-        shared = adapter.window_pools == "shared"
-        windows = Windows(spec.windows, shared, adapter.window_gives_back)
-        return super().of(adapter, spec, branches, windows=windows, **own)
-
-    @property
-    def window_sizes(self) -> list[int]:
-        return [window for window in self.windows.given_back if window]
-
-    def first_live(self, seq: int, layer: int) -> int:
-        return first_live(self.windows.of_layer[layer], self.length(seq))
-
-    def given_back(self, seq: int, layer: int) -> int:
-        return self.windows.given_back[self.windows.of_layer[layer]][seq]
-
-    def take_left(self) -> int:
-        return self.windows.take_left()
-
-    @property
-    def groups(self) -> list[int]:
-        return [self.windows.of_layer.index(window) for window in self.windows.given_back]
-
-    def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
-        """Note what each group shares: pages are those of all groups, so none is shared."""
-        for layer in self.groups:
-            self.windows.adopt(self.windows.of_layer[layer], tables_of(layer))
-
-    def block(self, window: Window, seq: int, at: int) -> object:
-        table = self.windows.tables[window].get(seq, ())
-        return table[at] if at < len(table) else super().block(window, seq, at)
-
-    def pool_of(self, layer: int) -> list[int]:
-        return self.windows.pool_of(layer)
-
-    def blocks(self) -> Room:
-        return Room(self, self.windows.given_back, shared_pool=self.windows.shared_pool)
-
-    def pages_free(self) -> int:
-        return min(self.blocks().free.values())
-
-    def free_in(self, layer: int) -> int:
-        shared, own = self.windows.shared_pool, self.windows.of_layer[layer]
-        return self.blocks().free[None if shared else own]
-
-    def room(self, rows: Sequence[tuple[int, int]]) -> str:  # noqa: ARG002
-        free = self.blocks().free
-        if self.windows.shared_pool:
-            return f"{free[None]} blocks free for all windows"
-        each = (f"{blocks} with window {window}" for window, blocks in free.items())
-        return f"blocks free: {', '.join(each)}"
-
-    def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Return True if these rows find room one after the other.
-
-        What a row gives back makes room for its own blocks, and for those of rows behind it.
-        """
-        blocks = self.blocks()
-        return all(blocks.append(*row) for row in rows)
-
-    def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
-        for seq, _ in rows:
-            self._slide(seq)
-        super().append(rows, tokens)
-
-    def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Give back at once, where a cache does so; room that was reserved is kept till then."""
-        for seq, _ in rows:
-            if self.windows.gives_back == AT_ONCE and not self.unwritten(seq):
-                self._slide(seq)
-
-    def try_in_vain(self, seq: int) -> None:
-        if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
-            self._slide(seq)
-
-    def _slide(self, seq: int) -> None:
-        self.windows.slide(seq, self.length(seq), self.block_size)
-
-    def fork(self, parent: int, child: int) -> None:
-        super().fork(parent, child)
-        self.windows.fork(parent, child)
-
-    def truncate(self, seq: int, length: int) -> None:
-        super().truncate(seq, length)
-        self.windows.cut(seq, -(-length // self.block_size))
-
-    def give_up(self, seq: int) -> None:
-        super().give_up(seq)
-        self.windows.forget(seq)
-
-
-ORACLES: dict[bool, type[Oracle]] = {False: Oracle, True: WindowedOracle}
-"""The kind of oracle that a cache has, by whether its layers have windows."""
 
 
 # What stands for a token in a picture, and the place in its text.
@@ -623,39 +507,3 @@ def text_place(token: int) -> tuple[int, int, int] | None:
     """Return the text, position and namespace of a token; None if it is no text's."""
     seq, position, life = token_parts(token)
     return (seq - TEXTS, position, life) if seq >= TEXTS else None
-
-
-# Kinds of batches that show what a write of several rows does wrong, by what the rows find.
-
-
-FEWEST_ROWS = 3
-"""Rows of a batch that is counted; in a smaller one, the first and the last are all."""
-MIXED_LENGTHS = "mixed lengths"
-"""Sequences of different lengths."""
-ONE_POSITION = "one position"
-"""Rows that all begin at one position of their blocks, which hold more tokens than one."""
-MIXED_POSITIONS = "mixed positions"
-"""Rows that begin at different positions of their blocks."""
-BOUNDARY = "boundary"
-"""A row that fills its block, or begins one after the sequence's first."""
-SHARED_TWICE = "shared twice"
-"""A sequence with a block that two hold."""
-LAST_SHARED = "last block shared"
-"""A sequence whose last block two hold."""
-
-
-def batch_kinds(oracle: Oracle, rows: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yield the kinds of a batch of at least ``FEWEST_ROWS`` that is about to be appended."""
-    size, lengths = oracle.block_size, [oracle.length(seq) for seq, _ in rows]
-    if len({*lengths}) > 1:
-        yield MIXED_LENGTHS
-    if size > 1:
-        yield ONE_POSITION if len({length % size for length in lengths}) == 1 else MIXED_POSITIONS
-    if any(length and length % size in (0, size - 1) for length in lengths):
-        yield BOUNDARY
-    blocks = oracle.blocks()
-    holders = [of_group for seq, _ in rows for of_group in blocks.holders_of(seq)]
-    if any(2 in of_group for of_group in holders):
-        yield SHARED_TWICE
-    if any(of_group[-1:] == [2] for of_group in holders):
-        yield LAST_SHARED

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from typing import Self
 
 Table = Sequence[int | None]
 """The blocks of a sequence; None for one that was given back."""
@@ -48,13 +49,41 @@ class Written:
     """How they lie in memory when they are handed over."""
 
 
+class Absence(NamedTuple):
+    """What is known of a sequence that exists and has no pages of its own to work on."""
+
+    words: str
+    """How it is absent, as in "swapped out"."""
+    tokens: list[int]
+    """The tokens that it has when it returns."""
+
+
 class State:
     """A capability's part of the oracle, which is told the events in the life of sequences."""
 
     where: ClassVar[Mapping[str, Any]] = {}
     """The attributes of an adapter whose cache has it."""
-    names: Collection[int] = ()
+    promised: Collection[int] = ()
     """The names that sequences are to have, though nothing of them is stored."""
+
+    @classmethod
+    def of(cls, adapter: Any) -> Self:  # noqa: ARG003
+        """Return the part for an empty cache, as its adapter declares it."""
+        return cls()
+
+    @property
+    def absent(self) -> Mapping[int, Absence]:
+        """The sequences that exist, and that only the steps which bring them back may use."""
+        return {}
+
+    @property
+    def hidden(self) -> Collection[int]:
+        """The sequences that have pages and cannot be read yet."""
+        return ()
+
+    def unwritten(self, seq: int) -> int:  # noqa: ARG002
+        """Count the last tokens of a sequence that are not written yet."""
+        return 0
 
     def forked(self, parent: int, child: int, shared: int) -> None:
         """A sequence has begun as a fork; of its first pages so many are shared."""
@@ -64,6 +93,9 @@ class State:
 
     def gave_up(self, seq: int) -> None:
         """A sequence has no pages any more."""
+
+    def freed(self, seq: int) -> None:
+        """A sequence does not exist any more."""
 
     def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
         """Return True for a page that stays as it is: who writes there gets a copy."""

@@ -28,7 +28,6 @@ class Stored(Protocol):
 
     def length(self, seq: int, /) -> int: ...
     def keeps(self, seq: int, at: int, /) -> bool: ...
-    def unwritten(self, seq: int, /) -> int: ...
     def shares(self, parent: int, at: int, /) -> bool: ...
     def block(self, window: Window, seq: int, at: int, /) -> object: ...
 
@@ -93,7 +92,8 @@ class Room:
             self._drop(window, held[window][given[seq] : first_live(window, length) // size])
         for window, blocks in held.items():
             if length % size:
-                self._own(window, blocks[-1])
+                found = self.stored.keeps(seq, len(blocks) - 1)
+                self._own(window, blocks[-1], found=found)
             self._take(window, -(-(length + count) // size) - len(blocks))
         return self._is_enough()
 

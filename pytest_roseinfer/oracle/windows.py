@@ -32,7 +32,8 @@ def first_live(window: Window, length: int) -> int:
 class Windows:
     """The window of every layer, and how much each sequence gave back in each group."""
 
-    of_layer: Sequence[Window]
+    of_layer: Sequence[Window] = ()
+    """None of them if no layer has a window: all layers are one group then."""
     shared_pool: bool = False
     """All groups take their blocks from one pool, in which a block belongs to one of them."""
     gives_back: str = AT_ONCE
@@ -45,12 +46,26 @@ class Windows:
     """How many pages were given back since that was last taken."""
 
     def __post_init__(self) -> None:
-        self.given_back = {window: Counter() for window in self.of_layer}
-        self.tables = {window: {} for window in self.of_layer}
+        self.given_back = {window: Counter() for window in self.of_layer or (None,)}
+        self.tables = {window: {} for window in self.given_back}
+
+    def of(self, layer: int) -> Window:
+        """Return the window of a layer."""
+        return self.of_layer[layer] if self.of_layer else None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The different windows that layers have."""
+        return [window for window in self.given_back if window]
+
+    @property
+    def groups(self) -> list[int]:
+        """List layers, one of each group."""
+        return [self.of_layer.index(window) for window in self.given_back] if self.of_layer else [0]
 
     def pool_of(self, layer: int) -> list[int]:
         """List this layer, and one of each other group that takes blocks from the same pool."""
-        own = self.of_layer[layer]
+        own = self.of(layer)
         others = [window for window in self.given_back if self.shared_pool and window != own]
         return [layer, *map(self.of_layer.index, others)]
 

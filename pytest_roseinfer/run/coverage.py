@@ -17,8 +17,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
 from pytest_roseinfer.capabilities.capability import counted_conditions
-from pytest_roseinfer.findings.timeline import add
-from pytest_roseinfer.oracle.oracle import (
+from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
     MIXED_LENGTHS,
@@ -26,6 +25,7 @@ from pytest_roseinfer.oracle.oracle import (
     ONE_POSITION,
     SHARED_TWICE,
 )
+from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.words import did_you_mean, some
 
 if TYPE_CHECKING:

@@ -32,8 +32,9 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import Driven, asked
 from pytest_roseinfer.capabilities.payload import Payload, same_bits
+from pytest_roseinfer.capabilities.writes import BatchKinds
 from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.oracle.oracle import FEWEST_ROWS, ORACLES, batch_kinds
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.misuse import left_by_bad_calls, raised_by, words_of_others
 from pytest_roseinfer.run.simulated_device import QueuedDevice
@@ -75,7 +76,7 @@ class Machine:
         self.inquiries = [
             each for each in every_inquiry if attends and self.can.intersection(each.any_of)
         ]
-        self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
+        self.oracle = Oracle.of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
         self.last = not history.operations
         """Whether no step comes after this one."""
@@ -95,8 +96,6 @@ class Machine:
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
         self.checked = Counter({each.name: 0 for each in self.invariants})
         """How often each invariant was checked."""
-        self.batches: Counter[str] = Counter()
-        """How often each kind of batch was stored."""
         self.device = self.driven.device
         if "use_queue" in self.can:
             self.device = self.driven.device = QueuedDevice(self.adapter)
@@ -107,7 +106,9 @@ class Machine:
             self.views = [each for each in views if self.can.intersection(each.any_of)]
             kinds = chain.from_iterable(each.observers for each in adapter_type.capabilities)
             self.observers = {
-                kind: kind(self) for kind in kinds if self.can.intersection(kind.any_of)
+                kind: kind(self)
+                for kind in kinds
+                if not kind.any_of or self.can.intersection(kind.any_of)
             }
             self.now = self.look()
             """The cache after the latest step."""
@@ -123,6 +124,12 @@ class Machine:
         yield from map(self._step, self.device.last_steps())
         if found := left_by_bad_calls(self, partial(Machine, type(self.adapter), attends=False)):
             self.fail(found[0], also=words_of_others(found))
+
+    @property
+    def batches(self) -> Mapping[str, int]:
+        """How often each kind of batch was stored."""
+        observer = self.observer(BatchKinds)
+        return observer.counts if observer else {}
 
     def history_so_far(self) -> History:
         """Return the history up to the present step."""
@@ -167,8 +174,6 @@ class Machine:
         listed, why, refused = self._refusal(operation, room)
         errors: tuple[type[BaseException], ...] = getattr(self.adapter, listed)
         admitted, written = operation.admitted(oracle), operation.written(oracle)
-        in_batch = len(rows) >= FEWEST_ROWS and not operation.in_parts
-        kinds = [*batch_kinds(oracle, rows)] if in_batch else []
         fits, stored = admitted is operation, None
         # It may find blocks that hold the same already.
         may_fit = self.shares_prefixes and operation.may_find_blocks() and not admitted
@@ -201,7 +206,6 @@ class Machine:
             if not fits:
                 operation.change(oracle)
                 fits, stored = True, written
-            self.batches.update(kinds)
             if wrong := operation.settle(oracle, answer):
                 self.fail(Finding(wrong))
         if written:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.capabilities.observation import Finding, Location, find_change
 from pytest_roseinfer.capabilities.payload import same_bits
 from pytest_roseinfer.capabilities.prefixes import Collisions, Take, looked_up
-from pytest_roseinfer.oracle.oracle import ORACLES, Oracle
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run.machine import Machine
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def _allowed_by_all(
     def trimmable(stored: int, length: int) -> bool:
         return all(adapter.trimmable(spec, stored, length) for spec in specs)
 
-    kind = ORACLES[bool(history.spec.windows)]
-    oracle = replace(kind.of(adapter, history.spec), trimmable=trimmable)
+    oracle = replace(Oracle.of(adapter, history.spec), trimmable=trimmable)
     shows_room = "ledger" in adapter.abilities
     steps = []
     for step in history.operations:
@@ -101,7 +100,7 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     It changes nothing more in what it returned.
     """
     spec = history.spec
-    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, history.texts)
+    oracle = Oracle.of(adapter, spec, history.texts)
     steps: list[Operation] = []
     for step in history.operations:
         if admitted := step.admitted(oracle):

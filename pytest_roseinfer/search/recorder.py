@@ -108,12 +108,12 @@ class _Look:
 
     def row(self, seq: int) -> Row:
         oracle, here = self.oracle, seq in self.oracle.sequences
-        stage = oracle.away.stages.get(seq)
+        absence = oracle.absent.get(seq)
         wrong = list(self._wrong(seq)) if here and self.compares else []
-        tokens = oracle.tokens(seq) if here else oracle.away.tokens[seq]
+        tokens = absence.tokens if absence and not here else oracle.tokens(seq)
         return {
             "name": seq,
-            "state": stage.value if stage else "",
+            "state": absence.words if absence else "",
             "tokens": list(map(token_label, tokens)),
             "unwritten": oracle.unwritten(seq) if here else 0,
             "blocks": self._tables(self.layer).get(seq) if here else [],

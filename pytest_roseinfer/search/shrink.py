@@ -14,7 +14,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
-from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.oracle.oracle import Oracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.histories.history import History
-    from pytest_roseinfer.oracle.oracle import Oracle
 
 # Lists what is simpler than one step of a history: fewer rows, smaller numbers, usual switches.
 
@@ -229,11 +228,11 @@ def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History
 
 
 def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
-    return ORACLES[bool(history.spec.windows)].of(adapter, history.spec, history.texts)
+    return Oracle.of(adapter, history.spec, history.texts)
 
 
 def _can_be_done(step: Operation, oracle: Oracle) -> bool:
-    unwritten = {seq for due in oracle.reserved for seq, _ in due.rows}
+    unwritten = oracle.sequences.keys() - {*oracle.usable} - oracle.absent.keys()
     return unwritten.isdisjoint([*step.changed(), *step.uses()]) and step.possible(oracle)
 
 

@@ -11,17 +11,17 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, settings
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES
-from pytest_roseinfer.capabilities.writes import Append
-from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.oracle import (
+from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
     MIXED_LENGTHS,
     MIXED_POSITIONS,
     ONE_POSITION,
     SHARED_TWICE,
+    Append,
     batch_kinds,
 )
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
 from pytest_roseinfer.suite.large_search import LargeHistories

@@ -18,7 +18,7 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.large import large_histories
-from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run.coverage import current
 from pytest_roseinfer.search import search as smallest
 from pytest_roseinfer.suite import large_search
@@ -169,7 +169,7 @@ def test_a_slow_cache_is_given_as_much_as_there_is_time_for(
 
 def test_every_kind_of_row_comes_behind_the_64th() -> None:
     history = next(large_histories(Cache, {}, "cpu"))
-    oracle = ORACLES[False].of(Cache, history.spec)
+    oracle = Oracle.of(Cache, history.spec)
     met: set[str] = set()
     for step in history.operations:
         assert step.fits(oracle)
@@ -265,7 +265,7 @@ def test_whatever_is_stated_every_step_makes_sense(block_size: int, most: int) -
         most_tokens = 4 * most
 
     for history in large_histories(Bounded, {}, "cpu"):
-        oracle = ORACLES[False].of(Bounded, history.spec)
+        oracle = Oracle.of(Bounded, history.spec)
         for step in history.operations:
             assert step.possible(oracle)
             assert step.fits(oracle)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer import History, Oracle
 from pytest_roseinfer.capabilities.writes import Prefill
 from pytest_roseinfer.histories.preludes import SaidBefore
-from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.text_cache import TextCache
 from tests.plugin.caches.windowed_text_cache import WindowedTextCache
@@ -19,7 +18,7 @@ from tests.plugin.drawn import drawn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_roseinfer import KVCacheAdapter
+    from pytest_roseinfer import History, KVCacheAdapter
 
 
 class Texts(TextCache):
@@ -77,7 +76,7 @@ def test_texts_part_at_every_place_of_a_block() -> None:
 
 def kinds_of(history: History) -> Iterator[str]:
     """Yield what each prompt has in common with those before it."""
-    oracle = ORACLES[bool(history.spec.windows)].of(TextsOfWindows, history.spec, history.texts)
+    oracle = Oracle.of(TextsOfWindows, history.spec, history.texts)
     said: dict[int, list[int]] = {}
     size = history.spec.block_size
     for step in history.operations:
@@ -92,7 +91,7 @@ def kinds_of(history: History) -> Iterator[str]:
                 yield "nothing was said before"
             else:
                 yield from _kinds(common, len(tokens), len(said[by]), size)
-                away = "one said it that is preempted" if by in oracle.away.stages else ""
+                away = "one said it that is preempted" if by in oracle.absent else ""
                 live = "a live one said it" if by in oracle.sequences else ""
                 yield away or live or "one said it that is gone"
         step.apply(oracle)

@@ -23,11 +23,17 @@ from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import Snapshot
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
-from pytest_roseinfer.capabilities.swapping import SwapIn, SwapOut, SwappedIn, SwappedOut
+from pytest_roseinfer.capabilities.swapping import (
+    Stage,
+    SwapIn,
+    SwapOut,
+    SwappedIn,
+    SwappedOut,
+    swapped,
+)
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.findings.divergence import picture
-from pytest_roseinfer.oracle.oracle import Stage
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (
@@ -89,7 +95,7 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
     def note(history: History) -> None:
         oracle = Oracle.of(SwapCache, history.spec)
         for step in history.operations:
-            away, fits = dict(oracle.away.stages), step.fits(oracle)
+            away, fits = dict(swapped(oracle).stages), step.fits(oracle)
             for stage in {*away.values()}:
                 met[f"{stage.name}, and no block left"] += oracle.pages_free() == 0
                 met[f"{stage.name}, and others write"] += bool(step.rows() and fits)
@@ -169,7 +175,8 @@ def test_blocks_used_while_away_are_counted(last: Operation) -> None:
 
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:
     """Sequence 0 has three tokens, and sequence 1 is a fork of it with one more."""
-    oracle = Oracle(block_size=2, capacity=6, swap_out_holds=swap_out_holds)
+    oracle = Oracle(block_size=2, capacity=6)
+    swapped(oracle).holds = swap_out_holds
     for step in (Prefill(0, 3), Fork(0, 1), Append((1,))):
         assert step.apply(oracle)
     return oracle
@@ -202,7 +209,7 @@ def test_a_sequence_that_is_freed_while_it_is_away_has_nothing(
         assert step.apply(oracle)
     assert oracle.named == {1}
     assert oracle.pages_free() == 4
-    assert oracle.away.swapped_blocks(2) == 0
+    assert swapped(oracle).blocks(2) == 0
 
 
 def test_a_sequence_on_its_way_back_is_not_written_yet() -> None:
@@ -210,7 +217,7 @@ def test_a_sequence_on_its_way_back_is_not_written_yet() -> None:
     for step in (*OUT, SwapIn(0)):
         step.apply(oracle)
     assert (oracle.unwritten(0), oracle.unwritten(1)) == (3, 0)
-    assert oracle.away.at(Stage.COMING) == [0]
+    assert swapped(oracle).at(Stage.COMING) == [0]
 
 
 def test_steps_are_said_and_read_from_json() -> None:

@@ -29,7 +29,6 @@ from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Fill, Prefill, Reserve
 from pytest_roseinfer.findings.divergence import picture
 from pytest_roseinfer.histories.strategies import layer_windows
-from pytest_roseinfer.oracle.oracle import WindowedOracle
 from pytest_roseinfer.oracle.windows import Windows, first_live
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
@@ -114,15 +113,15 @@ def test_as_many_blocks_are_skipped_as_in_vllm() -> None:
     assert [first_live(window, 3) for window in (None, 1, 2, 3, 4, 5)] == [0, 3, 2, 1, 0, 0]
 
 
-def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> WindowedOracle:
+def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> Oracle:
     """Return an oracle of a cache whose blocks hold two tokens."""
     of_windows = {
         name: declared.pop(name) for name in ("shared_pool", "gives_back") & declared.keys()
     }
-    return WindowedOracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
+    return Oracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
 
 
-def given_back(oracle: WindowedOracle, seq: int = 0) -> list[int]:
+def given_back(oracle: Oracle, seq: int = 0) -> list[int]:
     return [oracle.given_back(seq, layer) for layer in range(len(oracle.windows.of_layer))]
 
 

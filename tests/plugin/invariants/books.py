@@ -8,12 +8,13 @@ from typing import Any
 from pytest_roseinfer import Ledger
 from pytest_roseinfer.capabilities.books import ownership
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
+from pytest_roseinfer.capabilities.preemption import preempted
 from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, Released, evictions
 from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import kept_apart
-from pytest_roseinfer.capabilities.swapping import swap_space
+from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
 from pytest_roseinfer.capabilities.windows import windows
-from pytest_roseinfer.oracle.oracle import Stage, WindowedOracle, token_of
+from pytest_roseinfer.oracle.oracle import Oracle, token_of
 from pytest_roseinfer.oracle.pages import Page
 from pytest_roseinfer.oracle.windows import Windows
 from tests.plugin.invariants.observed import (
@@ -29,11 +30,12 @@ from tests.plugin.invariants.observed import (
 )
 
 
-def swapped(taken: int | None) -> Observation:
+def taking(taken: int | None) -> Observation:
     """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
-    seen.oracle.away.leave(5, Stage.OUT, [1, 2, 3])
-    seen.oracle.away.leave(6, Stage.PREEMPTED, [4])
+    out = swapped(seen.oracle)
+    out.stages[5], out.tokens[5] = Stage.OUT, [1, 2, 3]
+    preempted(seen.oracle)[6] = [4]
     return seen
 
 
@@ -65,7 +67,7 @@ def on_ranks(**shown: Any) -> Observation:
 def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
     """Sequence 0 has three tokens, of which the last is live in a window of 2."""
     spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
-    oracle = WindowedOracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
+    oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
     oracle.append([(0, 3)], range(3))
     return Observation(spec=spec, after=Snapshot(tables=tables), oracle=oracle, payload=PAYLOAD)
 
@@ -77,7 +79,7 @@ SAME = [0]
 RIGHT: Right = {
     windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
     ownership: [observed(), counting(1), sharing([token_of(0, 0), token_of(0, 1)])],
-    swap_space: [swapped(2), swapped(0), swapped(None), observed()],
+    swap_space: [taking(2), taking(0), taking(None), observed()],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     evictions: [
         observed(),
@@ -167,7 +169,7 @@ WRONG: Wrong = [
         evicting(Released(1, 0, TOGETHER, OTHERS), Released(1, 1, TOGETHER)),
         "was released with it and lies nearer to the tail: 1 is behind 0",
     ),
-    (swap_space, swapped(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
+    (swap_space, taking(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
     (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
     (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
     (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),

@@ -13,8 +13,9 @@ from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import untouched
 from pytest_roseinfer.capabilities.reading import read_back
 from pytest_roseinfer.capabilities.storage import arena
+from pytest_roseinfer.capabilities.swapping import Stage, swapped
 from pytest_roseinfer.capabilities.writes import AppendPadded
-from pytest_roseinfer.oracle.oracle import Stage, padding_token, token_of
+from pytest_roseinfer.oracle.oracle import padding_token, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     DECLARED,
@@ -56,7 +57,8 @@ def padded(*, scratch: frozenset[int]) -> Observation:
 def copied_back(stage: Stage) -> Observation:
     """The block of sequence 1 got what sequence 0 says, while sequence 1 was away like this."""
     seen = after(arena=stored(*OLD, (2, 0, NEW), (1, 1, NEW)))
-    seen.oracle.away.leave(1, stage, seen.oracle.tokens(1))
+    out = swapped(seen.oracle)
+    out.stages[1], out.tokens[1] = stage, seen.oracle.tokens(1)
     return seen
 
 
