@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import FastPath as FastPath
     from pytest_roseinfer.capabilities.cache_data import Ledger as Ledger
     from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
-    from pytest_roseinfer.capabilities.device_queue import DeviceQueue as DeviceQueue
+    from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
@@ -74,7 +74,7 @@ _NAMES = {
         "Ledger",
         "Tolerance",
     ),
-    "capabilities.device_queue": ("DeviceQueue",),
+    "capabilities.simulated_device": ("DeviceQueue",),
     "engines.run": (
         "MixDivergence",
         "run_forks",

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from pytest_roseinfer.capabilities.device_queue import Event
+from pytest_roseinfer.capabilities.simulated_device import Event
 from roseinfer.kv import storage, transfers
 from roseinfer.kv.lasting import lasting
 

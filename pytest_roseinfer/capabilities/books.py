@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.cache_data import Ledger
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
     Observation,
-    Snapshot,
     invariant,
     location_of_block,
 )
 from pytest_roseinfer.capabilities.operation import asked
-from pytest_roseinfer.oracle.windows import NEXT_TRY
+from pytest_roseinfer.oracle.room import NEXT_TRY
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
     Pages that hold the same, in sequences that are equal up to there, may be one block too if the
     cache shares by prefix.
     """
-    by_prefix = seen.declared.sharing == "equal prefixes"
+    by_prefix = seen.adapter.sharing == "equal prefixes"
     tables = seen.after.tables_of(layer)
     block_of: dict[int, int] = {}
     page_of: dict[int, Page] = {}
@@ -141,7 +140,7 @@ def refused(seen: Observation) -> Finding | None:
     """
     if seen.outcome.fits or seen.outcome.written or seen.after.books() == seen.before.books():
         return None
-    if seen.spec.windows and seen.declared.window_gives_back == NEXT_TRY:
+    if seen.spec.windows and seen.adapter.window_gives_back == NEXT_TRY:
         return None
     return Finding("a step that found no room changed the books")
 
@@ -150,22 +149,20 @@ BOOK_METHODS = frozenset({"table", "ledger", "kept_in"})
 """The methods that show a part of them."""
 
 
-def books_of(adapter: Any, oracle: Oracle, num_layers: int) -> Snapshot:
-    """Asks a cache for its books, and copies what it shows."""
-    can, layers = adapter.abilities, range(num_layers)
-    tables, ledgers = None, []
+def books_of(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str, Any]:
+    """Ask a cache, or one of its ranks, for its books; return a copy as fields of a snapshot."""
+    can, layers, shown = adapter.abilities, range(num_layers), dict[str, Any]()
     if "table" in can:
-        tables = {
+        shown["tables"] = {
             (seq, layer): asked(_table, adapter, seq, layer)
             for layer in layers
             for seq in oracle.sequences
         }
     if "ledger" in can:
-        ledgers = [asked(_copied, adapter, layer) for layer in layers]
-    kept = {}
+        shown["ledgers"] = [asked(_copied, adapter, layer) for layer in layers]
     if "kept_in" in can:
-        kept = {seq: asked(adapter.kept_in, seq) for seq in oracle.readable}
-    return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
+        shown["kept"] = {seq: asked(adapter.kept_in, seq) for seq in oracle.readable}
+    return shown
 
 
 def _table(adapter: Any, seq: int, layer: int) -> list[int | None]:
@@ -226,8 +223,14 @@ class FreeBlocks(Observer):
         return "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both) + since
 
 
+def _show_books(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
+    with run.driven.device.working():
+        return books_of(run.adapter, run.oracle, run.spec.num_layers)
+
+
 BOOKS = Capability(
     methods=BookMethods,
+    views=(View(BOOK_METHODS, _show_books, in_pictures=True),),
     needs={"ledger": ("table",)},
     invariants=(
         ownership,

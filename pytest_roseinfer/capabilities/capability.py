@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.observation import (
-        Declared,
+        Finding,
         Invariant,
         Observation,
         Snapshot,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 AnyObserver = TypeVar("AnyObserver", bound="Observer")
+_Part = TypeVar("_Part", bound="OfSome")
 
 
 def optional(method: _Method) -> _Method:
@@ -40,31 +44,44 @@ class Run(Protocol):
 
     adapter: Any
     spec: CacheSpec
+    gathers_every: int
+    """As ``History.gathers_every``."""
     can: frozenset[str]
-    """What the cache offers and declares: abilities, conditions, attributes as in
+    """The methods that the adapter defines, its conditions, its choices as in
     "sharing=equal prefixes", and "tolerance" and "windows" where it is built with them."""
     oracle: Oracle
     payload: Payload
-    declared: Declared
     driven: Driven
+    observers: dict[type[Observer], Observer]
     done: list[Operation]
     """The steps so far, the present one included."""
+    last: bool
+    """Whether no step of the history comes after the present one."""
+    seen: dict[int, int]
+    """Every token that was ever to be written, and the sequence that was the first to do it."""
     now: Snapshot
     """The cache after the latest step."""
 
     def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
         """Return the observer of this kind, if the run has it."""
 
-    def books(self, adapter: Any) -> Snapshot:
-        """Return what the books of a cache say: of this one, or of one of its ranks."""
+    def fail(self, finding: Finding) -> NoReturn:
+        """Raise the failure of the history so far."""
+
+
+class OfSome(Protocol):
+    """A part of a capability that is for some of the caches that offer it."""
+
+    @property
+    def any_of(self) -> Collection[str]:
+        """Names as in ``Run.can``, of which the cache has any; for every cache if there is none."""
 
 
 class Observer:
     """Watches one run: it counts what steps meet, and knows what no single step shows."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """Names as in ``Run.can``: it is made for a cache that has any of them; for every cache where
-    none is named."""
+    """The caches that it is made for, as in ``OfSome``."""
     conditions: ClassVar[Collection[str]] = ()
     """Names of the conditions that it counts, so that a cache need not."""
 
@@ -95,8 +112,8 @@ class Observer:
 class Look:
     """The scope of one snapshot."""
 
-    lookups: bool
-    """True if prefixes are looked up as well."""
+    reads: bool
+    """True if sequences are read and prefixes are looked up as well."""
     copies: bool
     """True if the storage is copied; False if the snapshot has the live storage."""
 
@@ -106,9 +123,20 @@ class View:
     """A part of a snapshot."""
 
     any_of: Collection[str]
-    """Names as in ``Run.can``: it is taken of a cache that has any of them."""
+    """The caches that it is taken of, as in ``OfSome``."""
     show: Callable[[Run, Look], Mapping[str, Any]]
     """Function that returns the fields of a ``Snapshot``."""
+    in_pictures: bool = False
+    """True if the picture of a failure shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A preparation of a cache right after it was made, before anything looks at it."""
+
+    any_of: Collection[str]
+    """The caches that are prepared, as in ``OfSome``."""
+    prepare: Callable[[Run], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +144,7 @@ class Inquiry:
     """Questions that a cache is asked after a step, which change nothing."""
 
     any_of: Collection[str]
-    """Names as in ``Run.can``: a cache that has any of them is asked."""
+    """The caches that are asked, as in ``OfSome``."""
     every: int
     """The number of steps after which it is due; it is due after the last step, too."""
     ask: Callable[[Run], Sequence[Any]]
@@ -138,6 +166,8 @@ class Capability:
     """For optional methods, the others without which no step would call them."""
     states: Sequence[type[State]] = ()
     """Its parts of the oracle."""
+    setups: Sequence[Setup] = ()
+    """Its preparations of a cache that was just made."""
     operations: Sequence[type[Operation]] = ()
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     endings: Callable[[Oracle], Iterable[Operation]] | None = None
@@ -160,6 +190,22 @@ class Capability:
 
 
 _OF_METHODS: dict[type, Capability] = {}
+
+
+def offered(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
+    """Return what a cache built so offers, as in ``Run.can``."""
+    names = {*adapter.abilities, *adapter.conditions}
+    for name in chain.from_iterable(vars(each.methods) for each in adapter.capabilities):
+        if isinstance(choice := getattr(adapter, name), str) and not name.startswith("_"):
+            names.add(f"{name}={choice}")
+    names |= {"windows"} if spec.windows else set()
+    names |= {"tolerance"} if spec.dtype in adapter.tolerance else set()
+    return frozenset(names)
+
+
+def due(parts: Iterable[_Part], can: frozenset[str]) -> list[_Part]:
+    """Return the parts of capabilities that are for a cache that offers this."""
+    return [each for each in parts if not each.any_of or can.intersection(each.any_of)]
 
 
 def counted_conditions(adapter: type[Any]) -> list[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, FastPath, Ledger
+    from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, Ledger
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.capabilities.payload import Contents, Payload
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -22,28 +22,6 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 """Keys and values."""
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """The part of an adapter's declarations that invariants need."""
-
-    paths: Mapping[str, FastPath] = field(default_factory=dict)
-    conditions: Sequence[str] = ()
-    row_conditions: Mapping[str, str] = field(default_factory=dict)
-    fork_shares: str = "blocks"
-    sharing: str = "exact"
-    match_granularity: str = "block"
-    match_leaves: int = 0
-    match_finds: str = "all"
-    evicts: str = "any"
-    window_gives_back: str = "at once"
-    scratch_blocks: frozenset[int] = frozenset()
-
-    @property
-    def twins(self) -> set[str]:
-        """The slow paths that others must equal."""
-        return {path.equals for path in self.paths.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +84,8 @@ class Outcome:
     """The switches it was planned under."""
     written: Written | None = None
     """The tokens that it stored; of a refused step, those of the rows that were admitted."""
+    refusal: str = ""
+    """Why it had to be refused; empty where it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +104,8 @@ class Observation:
     """A cache before and after a step, the step, and the oracle that says what is right."""
 
     spec: CacheSpec
+    adapter: Any
+    """The adapter, for what it declares of its cache."""
     operation: Operation | None = None
     """None where the cache was asked for attention, or a bad call was made."""
     before: Snapshot = field(default_factory=Snapshot)
@@ -136,7 +118,6 @@ class Observation:
     """Every token that was ever to be written, and the sequence that was the first to do it."""
     notes: Mapping[Any, Any] = field(default_factory=dict)
     """What observers know that no single step shows, by their kinds."""
-    declared: Declared = field(default_factory=Declared)
     answers: Sequence[Attended] = ()
     """The cache's answers, where it was asked between two steps."""
     bad_call: BadCall | None = None

@@ -234,6 +234,12 @@ class Operation:
         """Return False if a cache must refuse it, however much room there is."""
         return True
 
+    def refusal(self, oracle: Oracle) -> Refusal:
+        """Return how a cache must refuse it, where it must."""
+        rows = self.rows()
+        room = f" ({oracle.room(rows)})" if rows else ""
+        return Refusal("full_errors", f"does not fit{room}", f"no room{room}", room)
+
     def may_find_blocks(self) -> bool:
         """Return True if a cache that shares by prefix may find some of what it stores."""
         return bool(self.rows())
@@ -328,6 +334,18 @@ class Operation:
             if name != "do"
         }
         return OPERATIONS[data["do"]](**fields)
+
+
+class Refusal(NamedTuple):
+    """How a cache must refuse a step."""
+
+    errors: str
+    """The attribute of its adapter that names the errors to raise."""
+    problem: str
+    """What is wrong with the step, after "a write that"."""
+    reason: str
+    room: str = ""
+    """How much room the step needs and the cache has, in brackets; empty if it needs none."""
 
 
 class Write(Operation):

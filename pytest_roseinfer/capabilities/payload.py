@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pytest_roseinfer.oracle.oracle import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
 
@@ -249,6 +249,11 @@ class Payload:
     """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     """Where each token stands in there."""
+
+    @classmethod
+    def of(cls, adapter: type[Any], spec: CacheSpec, *, finite: bool) -> Self:
+        """Return what codes tokens for the cache of an adapter."""
+        return cls(spec, finite, adapter.tolerance.get(spec.dtype))
 
     @property
     def dtype(self) -> torch.dtype:

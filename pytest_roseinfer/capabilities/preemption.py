@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
@@ -33,6 +33,7 @@ class PreemptionMethods:
 class Preempted(State):
     """The sequences that gave up their blocks, and whose tokens are to be written again."""
 
+    any_of: ClassVar = ("preempt",)
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
     @property

@@ -25,7 +25,7 @@ from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
 from pytest_roseinfer.oracle.oracle import SHARING
 from pytest_roseinfer.oracle.pages import State
-from pytest_roseinfer.oracle.windows import first_live
+from pytest_roseinfer.oracle.room import first_live
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class PrefixMethods:
 @dataclass(slots=True)
 class LookedUp(State):
     """The sequences that are to begin with what a lookup found."""
+
+    any_of: ClassVar = ("look_up",)
 
     promised: dict[int, int] = field(default_factory=dict)
     """How many tokens each of them was looked up for."""
@@ -228,10 +230,10 @@ def lookups(seen: Observation) -> Finding | None:
         if found > most:
             what = f"{asked} found {found}, and only {most} of them may be found now"
             return Finding(what + _taken_for_it(seen, text, most))
-        excused = seen.declared.match_finds == "some" or (text, count) in seen.after.collided
+        excused = seen.adapter.match_finds == "some" or (text, count) in seen.after.collided
         if found < most and not excused:
             return Finding(f"{asked} found {found}, though {most} of them are stored")
-        if seen.declared.match_granularity == "block" and found % seen.spec.block_size:
+        if seen.adapter.match_granularity == "block" and found % seen.spec.block_size:
             return Finding(f"{asked} found {found}, which are no whole blocks")
     return None
 
@@ -252,13 +254,13 @@ def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
 def _stored(seen: Observation, text: int, count: int) -> int:
     """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
     size = seen.spec.block_size
-    wanted = seen.oracle.text_tokens(text, count - seen.declared.match_leaves)
+    wanted = seen.oracle.text_tokens(text, count - seen.adapter.match_leaves)
     blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
     full = len(wanted) // size
     while full and not all(_holds(seen, layer, blocks[:full]) for layer in _note_of(seen).contents):
         full -= 1
     stored = full * size
-    if seen.declared.match_granularity == "token" and full < len(blocks):
+    if seen.adapter.match_granularity == "token" and full < len(blocks):
         every = (
             held for contents in _note_of(seen).contents.values() for held in contents.values()
         )
@@ -377,7 +379,7 @@ def released_of(
 @invariant(rank=30, needs=("texts", "table", "ledger"))
 def evictions(seen: Observation) -> Finding | None:
     """Blocks kept for later texts are given to others in the order that a cache declares."""
-    if seen.declared.evicts == "any":
+    if seen.adapter.evicts == "any":
         return None
     kept = seen.after.ledger(0).cached
     staying = {block: each for block, each in _note_of(seen).released.items() if block in kept}
@@ -539,7 +541,7 @@ class KeptTexts(Observer):
 
     def _note(self, before: Snapshot, after: Snapshot) -> None:
         self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
-        if self.run.declared.evicts != "any":
+        if self.run.adapter.evicts != "any":
             kept, step = (before.tables_of(0), after.ledger(0).cached), len(self.run.done)
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
@@ -590,7 +592,7 @@ def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
     """Look up every text, a little longer than any sequence and up to a block's edge."""
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
-    if not (look.lookups and texts):
+    if not (look.reads and texts):
         return {}
     longest = max(map(oracle.length, oracle.sequences), default=0)
     counts = {longest + 1, -(-longest // size) * size or size}

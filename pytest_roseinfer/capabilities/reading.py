@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -14,10 +15,13 @@ from pytest_roseinfer.capabilities.observation import (
     elsewhere,
     invariant,
 )
+from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_bits
 from pytest_roseinfer.oracle.equal_blocks import same_behind_another
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     import torch
 
     from pytest_roseinfer.capabilities.observation import Pair
@@ -145,7 +149,48 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
     )
 
 
+# What the routes of a cache return, as a copy: the next read may use the same memory.
+
+
+Reads = dict[tuple[str, int, int], "Pair | Exception"]
+"""By route, sequence and layer."""
+
+
+def read(run: Run, routes: Callable[[int], Iterable[str]], when: str = "") -> Reads:
+    """Read every sequence by the routes that are due for it."""
+    return {
+        (route + when, seq, layer): asked(_copy, run.adapter, route, seq, layer)
+        for seq in run.oracle.readable
+        for layer in range(run.spec.num_layers)
+        for route in routes(seq)
+    }
+
+
+def _copy(adapter: Any, route: str, seq: int, layer: int) -> Pair:
+    shown = getattr(adapter, route)(seq, layer)
+    like = torch.contiguous_format
+    try:
+        keys, values = shown
+        return keys.clone(memory_format=like), values.clone(memory_format=like)
+    except Exception:
+        answers.pair(f"{route}({seq}, {layer})", shown)
+        raise
+
+
+def _show_reads(run: Run, look: Look) -> Mapping[str, Any]:
+    if not (look.reads and run.driven.device.idle):
+        return {}
+    every, step, gathers = run.gathers_every, len(run.done), "gather" in run.can
+
+    def routes(seq: int) -> Iterable[str]:
+        due = gathers and (run.last or (step + seq) % every == 0)
+        return ("peek", "gather") if due else ("peek",)
+
+    return {"reads": read(run, routes)}
+
+
 READING = Capability(
     methods=ReadingMethods,
+    views=(View((), _show_reads),),
     invariants=(read_back,),
 )

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.capabilities.books import books_of
 from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
-from pytest_roseinfer.capabilities.observation import Finding, Location, Observation, invariant
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Location,
+    Observation,
+    Snapshot,
+    invariant,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import Ledger
-    from pytest_roseinfer.capabilities.observation import Snapshot
 
 
 class ShardMethods:
@@ -75,7 +81,9 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
 
 
 def _show_ranks(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
-    return {"shards": [run.books(rank) for rank in run.adapter.shards()]}
+    layers, ranks = run.spec.num_layers, run.adapter.shards()
+    with run.driven.device.working():
+        return {"shards": [Snapshot(**books_of(each, run.oracle, layers)) for each in ranks]}
 
 
 SHARDS = Capability(

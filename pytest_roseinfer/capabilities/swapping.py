@@ -66,6 +66,7 @@ class Stage(Enum):
 class Swapped(State):
     """The sequences that are swapped out, or half way."""
 
+    any_of: ClassVar = ("swap_out",)
     holds: bool = True
     """As ``SwappingMethods.swap_out_holds``."""
     stages: dict[int, Stage] = field(default_factory=dict)

@@ -45,8 +45,22 @@ class TruncationMethods:
         return True
 
 
+class _Cut(operation.Operation):
+    """An operation that cuts sequences."""
+
+    __slots__ = ()
+
+    def refusal(self, oracle: operation.Oracle) -> operation.Refusal:
+        if self.allowed(oracle):
+            return operation.Operation.refusal(self, oracle)
+        return operation.Refusal("untrimmable_errors", "it must refuse", "it cannot be trimmed")
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+
 @operation.register("Truncate")
-class Truncate(operation.Operation):
+class Truncate(_Cut):
     seq: int
     length: int
 
@@ -77,9 +91,6 @@ class Truncate(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.truncate(self.seq, self.length)
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        return True
-
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         def drawn() -> Truncate:
@@ -91,7 +102,7 @@ class Truncate(operation.Operation):
 
 
 @operation.register("TruncateMany")
-class TruncateMany(operation.Operation):
+class TruncateMany(_Cut):
     """Cut several sequences down to their first tokens: all of them, or none."""
 
     seqs: tuple[int, ...]
@@ -129,9 +140,6 @@ class TruncateMany(operation.Operation):
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.truncate_many(self.seqs, self.lengths)
-
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        return True
 
     def reversed(self) -> operation.Operation:
         return TruncateMany(self.seqs[::-1], self.lengths[::-1])

@@ -14,7 +14,7 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
     location_of_block,
 )
-from pytest_roseinfer.oracle.windows import (
+from pytest_roseinfer.oracle.room import (
     AT_ONCE,
     NEXT_TRY,
     WINDOW_GIVES_BACK,
@@ -86,7 +86,7 @@ def _begun(seen: Observation) -> set[int]:
     oracle, written = seen.oracle, seen.outcome.written
     if (
         oracle.windows.gives_back == AT_ONCE
-        or seen.declared.sharing != "equal prefixes"
+        or seen.adapter.sharing != "equal prefixes"
         or not written
     ):
         return set()
@@ -101,7 +101,7 @@ def _held_from(seen: Observation, seq: int, layer: int) -> int:
 
 def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
     """Say where no beginning of a text explains what a sequence left out that found it."""
-    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.declared.match_leaves
+    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.adapter.match_leaves
     left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.windows.groups}
 
     def explains(found: int) -> bool:

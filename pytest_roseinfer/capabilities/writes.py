@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.answers import reservation
@@ -59,10 +59,17 @@ class WriteMethods:
 class Reservations(State):
     """The tokens that count as stored, since there is room for them, but are not written yet."""
 
+    any_of: ClassVar = ("reserve",)
     open: list[Written] = field(default_factory=list)
 
     def unwritten(self, seq: int) -> int:
         return sum(count for due in self.open for name, count in due.rows if name == seq)
+
+
+def reservations(oracle: operation.Oracle) -> list[Written]:
+    """Return the tokens of each open reservation, the oldest first."""
+    state = oracle.state(Reservations)
+    return state.open if state else []
 
 
 @operation.register("Append")
@@ -259,13 +266,13 @@ class Fill(operation.Operation):
         return "write the tokens that room was reserved for first"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return bool(oracle.begun(Reservations).open)
+        return bool(reservations(oracle))
 
     def written(self, oracle: operation.Oracle) -> operation.Written:
-        return oracle.begun(Reservations).open[0]
+        return reservations(oracle)[0]
 
     def change(self, oracle: operation.Oracle) -> None:
-        due = oracle.begun(Reservations).open.pop(0)
+        due = reservations(oracle).pop(0)
         oracle.slide_written(due.rows)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -279,7 +286,7 @@ class Fill(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.oracle.begun(Reservations).open:
+        if reservations(writer.oracle):
             yield operation.Move(40, 2, cls)
 
 
@@ -360,7 +367,7 @@ WRITES = Capability(
     methods=WriteMethods,
     states=(Reservations,),
     observers=(BatchKinds,),
-    endings=lambda oracle: [Fill()] * len(oracle.begun(Reservations).open),
+    endings=lambda oracle: [Fill()] * len(reservations(oracle)),
     needs={"reserve": ("fill",), "fill": ("reserve",)},
     operations=(
         Append,

@@ -16,17 +16,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytest_roseinfer.oracle.pages import Absence, Page, State, share_as
-from pytest_roseinfer.oracle.room import Room
+from pytest_roseinfer.oracle.room import AT_ONCE, NEXT_TRY, Room, Windows, first_live
 from pytest_roseinfer.oracle.texts import Texts
-from pytest_roseinfer.oracle.windows import AT_ONCE, NEXT_TRY, Windows, first_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
     from pytest_roseinfer.oracle.pages import Table
+    from pytest_roseinfer.oracle.room import Window
     from pytest_roseinfer.oracle.texts import Branch, Said
-    from pytest_roseinfer.oracle.windows import Window
 
 # What the oracle must know of a cache: what its adapter declares of it, and its shape.
 
@@ -48,6 +47,8 @@ class Declares(Protocol):
     @property
     def fork_shares(self) -> str: ...
     @property
+    def sharing(self) -> str: ...
+    @property
     def truncate_copies(self) -> bool: ...
     @property
     def atomic_batches(self) -> bool: ...
@@ -55,6 +56,8 @@ class Declares(Protocol):
     def window_pools(self) -> str: ...
     @property
     def window_gives_back(self) -> str: ...
+    @property
+    def abilities(self) -> frozenset[str]: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
     @property
     def capabilities(self) -> Sequence[HasStates]: ...
@@ -121,6 +124,8 @@ class Oracle:
     """As ``KVCacheAdapter.truncate_copies``."""
     trimmable: Callable[[int, int], bool] = always
     """Whether a sequence of so many tokens may be cut to so many."""
+    finds_blocks: bool = False
+    """A cache may share blocks that hold the same, so that it may have more room than is known."""
     atomic_batches: bool = True
     """As ``KVCacheAdapter.atomic_batches``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
@@ -139,7 +144,8 @@ class Oracle:
         kinds = [
             kind
             for kind in chain.from_iterable(each.states for each in adapter.capabilities)
-            if all(getattr(adapter, name) == due for name, due in kind.where.items())
+            if (not kind.any_of or adapter.abilities.intersection(kind.any_of))
+            and all(getattr(adapter, name) == due for name, due in kind.where.items())
         ]
         shared = adapter.window_pools == "shared"
         return cls(
@@ -149,6 +155,7 @@ class Oracle:
             branches,
             adapter.truncate_copies,
             partial(adapter.trimmable, spec),
+            adapter.sharing == "equal prefixes",
             adapter.atomic_batches,
             windows=Windows(spec.windows, shared, adapter.window_gives_back),
             states={kind: kind.of(adapter) for kind in kinds},

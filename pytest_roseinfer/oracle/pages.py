@@ -61,6 +61,8 @@ class Absence(NamedTuple):
 class State:
     """A capability's part of the oracle, which is told the events in the life of sequences."""
 
+    any_of: ClassVar[Collection[str]] = ()
+    """The methods of an adapter, any of which is defined where a cache has it."""
     where: ClassVar[Mapping[str, Any]] = {}
     """The attributes of an adapter whose cache has it."""
     promised: Collection[int] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.capabilities.writes import BatchKinds
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.run.machine import Machine
@@ -55,7 +56,8 @@ class ConformanceTests(ShippedTests):
                     target.note_sizes(machine.done[-1], machine.oracle)
             finally:
                 target.checked.update(machine.checked)
-                target.note_batches(machine.batches)
+                if batches := machine.observer(BatchKinds):
+                    target.note_batches(batches.counts)
             target.histories += 1
 
         since = Counter(target.counts)

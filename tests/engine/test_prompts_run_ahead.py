@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import roseinfer
 from pytest_roseinfer import DeviceQueue
-from pytest_roseinfer.run.simulated_device import QueuedTorch
+from pytest_roseinfer.capabilities.simulated_device import QueuedTorch
 from roseinfer import LLM, SamplingParams
 from tests.engine.families import VOCABULARY, tiny
 from tests.engine.test_random_mixes import assert_no_block_is_lost

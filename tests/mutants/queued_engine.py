@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer import DeviceQueue
-from pytest_roseinfer.run.simulated_device import QueuedTorch
+from pytest_roseinfer.capabilities.simulated_device import QueuedTorch
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from roseinfer import AttentionPath, EnginePath, SamplingParams
 from tests.late_transfers import late_transfers

@@ -19,6 +19,7 @@ from pytest_roseinfer.capabilities.writes import (
     ONE_POSITION,
     SHARED_TWICE,
     Append,
+    BatchKinds,
     batch_kinds,
 )
 from pytest_roseinfer.histories.strategies import histories
@@ -119,7 +120,9 @@ def test_batches_of_two_rows_are_not_counted() -> None:
     steps = (Append((0, 1)), Append((0, 1, 2)), Append((0, 1, 2)))
     machine = Machine(ListCache, History(CacheSpec(block_size=4), steps))
     assert len([*machine.steps()]) == len(steps)
-    assert machine.batches == {MIXED_LENGTHS: 2, MIXED_POSITIONS: 2}
+    batches = machine.observer(BatchKinds)
+    assert batches
+    assert batches.counts == {MIXED_LENGTHS: 2, MIXED_POSITIONS: 2}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
-from pytest_roseinfer.capabilities.device_queue import DeviceQueue, Event, Read, RunQueued
+from pytest_roseinfer.capabilities.device_queue import Read, RunQueued
+from pytest_roseinfer.capabilities.simulated_device import DeviceQueue, Event
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
 from tests.mutants.hunt import hunt

@@ -15,7 +15,7 @@ from pytest_roseinfer import (
     run_mix,
     settings,
 )
-from pytest_roseinfer.capabilities.device_queue import Event
+from pytest_roseinfer.capabilities.simulated_device import Event
 from pytest_roseinfer.run import coverage
 from tests.late_transfers import LateTransfers
 from tests.mutants.hunt import hunt

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pytest_roseinfer import DeviceQueue
+from pytest_roseinfer.capabilities.simulated_device import QueuedTorch
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.simulated_device import QueuedTorch
 from tests.plugin.caches.queued_torch_caches import BROKEN, CopiesOutBeside, TorchOnAQueue
 from tests.plugin.test_device_queue import search
 

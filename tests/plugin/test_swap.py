@@ -95,12 +95,12 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
     def note(history: History) -> None:
         oracle = Oracle.of(SwapCache, history.spec)
         for step in history.operations:
-            away, fits = dict(swapped(oracle).stages), step.fits(oracle)
-            for stage in {*away.values()}:
-                met[f"{stage.name}, and no block left"] += oracle.pages_free() == 0
-                met[f"{stage.name}, and others write"] += bool(step.rows() and fits)
-            if isinstance(step, Free) and step.seq in away:
-                met[f"freed while {away[step.seq].name}"] += 1
+            absent, fits = oracle.absent, step.fits(oracle)
+            for how in {each.words for each in absent.values()}:
+                met[f"{how}, and no block left"] += oracle.pages_free() == 0
+                met[f"{how}, and others write"] += bool(step.rows() and fits)
+            if isinstance(step, Free) and step.seq in absent:
+                met[f"freed while {absent[step.seq].words}"] += 1
             elif isinstance(step, (Resume, SwapIn)):
                 met["room to come back" if fits else "no room to come back"] += 1
             elif isinstance(step, (Preempt, SwappedOut)):

@@ -9,7 +9,7 @@ from tests.plugin.caches.queued_cache import QueuedCache
 if TYPE_CHECKING:
     from functools import partial
 
-    from pytest_roseinfer.capabilities.device_queue import Event
+    from pytest_roseinfer.capabilities.simulated_device import Event
 
 
 class ReusesTheBufferEarly(QueuedCache):

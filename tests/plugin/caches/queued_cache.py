@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer import CacheFull, FastPath
-from pytest_roseinfer.capabilities.device_queue import Event
+from pytest_roseinfer.capabilities.simulated_device import Event
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer import CacheSpec
-    from pytest_roseinfer.capabilities.device_queue import DeviceQueue
+    from pytest_roseinfer.capabilities.simulated_device import DeviceQueue
 
 _BUFFERS = 2
 Slots = tuple[list[int], list[int]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_roseinfer.capabilities.device_queue import Event
+from pytest_roseinfer.capabilities.simulated_device import Event
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:

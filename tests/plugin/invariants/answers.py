@@ -16,7 +16,6 @@ from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.oracle import token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
-    DECLARED,
     LATER,
     SPEC,
     WROTE_TWO,
@@ -24,6 +23,7 @@ from tests.plugin.invariants.observed import (
     Wrong,
     after,
     attending,
+    declaring,
     observed,
 )
 
@@ -60,7 +60,7 @@ def looking_up(
         after(matched={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
         notes={KeptTexts: KeptNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})},
-        declared=replace(DECLARED, sharing="equal prefixes", **declared),
+        adapter=declaring(sharing="equal prefixes", **declared),
     )
 
 
@@ -82,7 +82,7 @@ RIGHT: Right = {
     counts: [
         observed(),
         attending(counts=observed().after.counts + Counter(fast=1)),
-        replace(counting(fast=4, fresh=2, full=1), declared=replace(DECLARED, paths={})),
+        replace(counting(fast=4, fresh=2, full=1), adapter=declaring(paths={})),
     ],
     own_conditions: [observed()],
     lookups: [

@@ -16,16 +16,16 @@ from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
 from pytest_roseinfer.capabilities.windows import windows
 from pytest_roseinfer.oracle.oracle import Oracle, token_of
 from pytest_roseinfer.oracle.pages import Page
-from pytest_roseinfer.oracle.windows import Windows
+from pytest_roseinfer.oracle.room import Windows
 from tests.plugin.invariants.observed import (
     CHANGED,
-    DECLARED,
     NEW,
     PAYLOAD,
     SPEC,
     Right,
     Wrong,
     after,
+    declaring,
     observed,
 )
 
@@ -48,14 +48,14 @@ def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
     declared = {"sharing": "equal prefixes", "evicts": "least recent", **declared}
     notes = {KeptTexts: KeptNote(released={2: of_2, 3: of_3})}
-    return replace(seen, notes=notes, declared=replace(DECLARED, **declared))
+    return replace(seen, notes=notes, adapter=declaring(**declared))
 
 
 def sharing(page: list[int]) -> Observation:
     """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
     seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
     seen.oracle.sequences[1] = [Page(page)]
-    return replace(seen, declared=replace(DECLARED, sharing="equal prefixes"))
+    return replace(seen, adapter=declaring(sharing="equal prefixes"))
 
 
 def on_ranks(**shown: Any) -> Observation:
@@ -69,7 +69,13 @@ def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | N
     spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
     oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
     oracle.append([(0, 3)], range(3))
-    return Observation(spec=spec, after=Snapshot(tables=tables), oracle=oracle, payload=PAYLOAD)
+    return Observation(
+        spec=spec,
+        adapter=declaring(),
+        after=Snapshot(tables=tables),
+        oracle=oracle,
+        payload=PAYLOAD,
+    )
 
 
 OTHERS, TOGETHER = (token_of(3, 0), token_of(3, 1)), frozenset({3})

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_roseinfer import CacheSpec, FastPath, Ledger, Oracle
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.attention import attention_by_formula
 from pytest_roseinfer.capabilities.counting import RowConditions
 from pytest_roseinfer.capabilities.observation import (
     Attended,
-    Declared,
     Invariant,
     Observation,
     Outcome,
@@ -38,12 +38,17 @@ Wrong = list[tuple[Invariant, Observation, str]]
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)
 PAYLOAD = Payload(SPEC)
-DECLARED = Declared(
-    paths={"fast": FastPath("slow", never_with=[{"fast": False}], one_position=True)},
-    conditions=("fresh", "full", "last_position"),
-    row_conditions={"fresh": "fresh", "rollover": "full"},
-)
+DECLARED = {
+    "paths": {"fast": FastPath("slow", never_with=[{"fast": False}], one_position=True)},
+    "conditions": ("fresh", "full", "last_position"),
+    "row_conditions": {"fresh": "fresh", "rollover": "full"},
+}
 NEW = token_of(0, 2)
+
+
+def declaring(**attributes: Any) -> type[KVCacheAdapter]:
+    """Return an adapter that declares this of its cache."""
+    return type("Declares", (KVCacheAdapter,), {**DECLARED, **attributes})
 
 
 def stored(*tokens: tuple[int, int, int]) -> Pair:
@@ -86,7 +91,7 @@ def observed() -> Observation:
         oracle=oracle,
         payload=PAYLOAD,
         seen=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
-        declared=DECLARED,
+        adapter=declaring(),
     )
 
 

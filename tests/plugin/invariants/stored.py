@@ -18,7 +18,6 @@ from pytest_roseinfer.capabilities.writes import AppendPadded
 from pytest_roseinfer.oracle.oracle import padding_token, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
-    DECLARED,
     LATER,
     NEW,
     OLD,
@@ -30,6 +29,7 @@ from tests.plugin.invariants.observed import (
     Wrong,
     after,
     attending,
+    declaring,
     observed,
     stored,
 )
@@ -49,9 +49,9 @@ def one_slot_late() -> Observation:
 
 def padded(*, scratch: frozenset[int]) -> Observation:
     """A row of padding was written into block 3."""
-    declared = replace(DECLARED, scratch_blocks=scratch)
+    adapter = declaring(scratch_blocks=scratch)
     seen = after(arena=stored(*OLD, (2, 0, NEW), (3, 1, padding_token(1))))
-    return replace(seen, operation=AppendPadded((0, None)), declared=declared)
+    return replace(seen, operation=AppendPadded((0, None)), adapter=adapter)
 
 
 def copied_back(stage: Stage) -> Observation:
@@ -67,7 +67,7 @@ def cached(*, value: int) -> Observation:
     kept = [Ledger({0: 1, 1: 1, 2: 1}, [3], 4, cached={3})]
     seen = after(ledgers=kept, arena=stored(*OLD, (2, 0, NEW), (3, 0, value)))
     before = replace(seen.before, ledgers=kept, arena=stored(*OLD, (3, 0, NEW)))
-    return replace(seen, before=before, declared=replace(DECLARED, sharing="equal prefixes"))
+    return replace(seen, before=before, adapter=declaring(sharing="equal prefixes"))
 
 
 def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: int) -> Observation:
