@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.capability import Across
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ class ShardedAdapter(KVCacheAdapter):
             "head_counts": tuple(count * cls.ranks for count in cls.of.head_counts),
             # Several handles are handed out as one list, which is a new one each time.
             "conditions": [name for name in cls.of.conditions if name != "handle_used_again"],
-            **{name: _OFFERED[name] for name in cls.of.abilities & _OFFERED.keys()},
+            **_offered(cls.of),
         }
 
     def rank(self, at: int) -> KVCacheAdapter:  # noqa: ARG002
@@ -111,68 +112,31 @@ class ShardedAdapter(KVCacheAdapter):
             raise RanksDisagree("; ".join(said)) from next(iter(errors.values()))
         return answers
 
-    def parts(self, key: torch.Tensor, value: torch.Tensor) -> list[Pair]:
-        return list(zip(key.chunk(self.ranks, 2), value.chunk(self.ranks, 2), strict=True))
+    def heads(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return for each rank its heads of ``[..., heads, head_dim]`` tensors."""
+        return list(zip(*(each.chunk(self.ranks, -2) for each in tensors), strict=True))
+
+    def agreed(self, name: str, answers: Sequence[_T]) -> _T:
+        """Return the answer that all ranks gave; raise where they differ."""
+        if any(answer != answers[0] for answer in answers):
+            said = ", ".join(map(str, answers))
+            raise RanksDisagree(f"{name} is {said} on ranks 0 to {self.ranks - 1}")
+        return answers[0]
 
     def write(self, name: str, *arguments: Any) -> None:
         """Hand every rank its heads of keys and values, which come last."""
-        *told, key, value = arguments
-        parts = self.parts(key, value)
-        self.each(lambda at, cache: getattr(cache, name)(*told, *parts[at]))
+        *others, key, value = arguments
+        heads = self.heads(key, value)
+        self.each(lambda at, cache: getattr(cache, name)(*others, *heads[at]))
 
     def read(self, name: str, *arguments: Any) -> Pair:
         """Put together what each rank returns of its heads."""
-        found: list[Pair] = self.each(lambda _, cache: getattr(cache, name)(*arguments))
+        found: list[Pair] = self.every(name, *arguments)
         keys, values = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         return keys, values
 
-    def same(self, name: str, *arguments: Any) -> Any:
-        """Return what all ranks answer alike."""
-        answers = self.each(lambda _, cache: getattr(cache, name)(*arguments))
-        if any(answer != answers[0] for answer in answers):
-            raise RanksDisagree(f"{name} is {answers} on ranks 0 to {self.ranks - 1}")
-        return answers[0]
-
-
-def _writes(name: str) -> Callable[..., None]:
-    return lambda self, *arguments: self.write(name, *arguments)
-
-
-def _same(name: str) -> Callable[..., object]:
-    return lambda self, *arguments: self.same(name, *arguments)
-
-
-def _handles(name: str) -> Callable[..., list[object]]:
-    return lambda self, *arguments: self.each(lambda _, cache: getattr(cache, name)(*arguments))
-
-
-def _of_rank_0(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments: getattr(self.caches[0], name)(*arguments)
-
-
-def _fill(self: ShardedAdapter, handles: list[Any], key: torch.Tensor, value: torch.Tensor) -> None:
-    parts = self.parts(key, value)
-    self.each(lambda at, cache: cache.fill(handles[at], *parts[at]))
-
-
-def _begin_with(self: ShardedAdapter, found: list[Any], seq: int) -> int:
-    counts = self.each(lambda at, cache: cache.begin_with(found[at], seq))
-    if len({*counts}) > 1:
-        raise RanksDisagree(f"begin_with took {counts} tokens on ranks 0 to {self.ranks - 1}")
-    return counts[0]
-
-
-def _attend(
-    self: ShardedAdapter, seqs: Sequence[int], query: torch.Tensor, layer: int
-) -> torch.Tensor:
-    parts = query.chunk(self.ranks, 1)
-    return torch.cat(self.each(lambda at, cache: cache.attend(seqs, parts[at], layer)), 1)
-
-
-def _stored(name: str) -> Callable[..., Pair]:
-    """Return a copy of what all ranks store, as far as all have these blocks."""
-
-    def stored(self: ShardedAdapter) -> Pair:
+    def stored(self, name: str) -> Pair:
+        """Return a copy of what all ranks store, as far as all have these blocks."""
         shown: list[Pair] = [getattr(cache, name)() for cache in self.caches]
         fewest = min(keys.shape[1] for keys, _ in shown)
         keys, values = (
@@ -180,25 +144,39 @@ def _stored(name: str) -> Callable[..., Pair]:
         )
         return keys, values
 
-    return stored
+    def same(self, name: str, *arguments: Any) -> Any:
+        """Return what all ranks answer alike."""
+        return self.agreed(name, self.every(name, *arguments))
+
+    def every(self, name: str, *arguments: Any) -> list[Any]:
+        """Return the answer of each rank."""
+        return self.each(lambda _, cache: getattr(cache, name)(*arguments))
+
+    def first(self, name: str, *arguments: Any) -> Any:
+        """Return the answer of rank 0."""
+        return getattr(self.caches[0], name)(*arguments)
 
 
 _LEFT_TO_ONE_RANK = {"standard_bad_calls", "bad_call_errors"}
-_KINDS: Mapping[Callable[[str], Callable[..., Any]], Sequence[str]] = {
-    _writes: ("append_many", "append_padded", "prefill"),
-    _same: (
-        *("fork", "truncate", "truncate_many", "free", "set_options"),
-        *("texts", "matched", "use_hash"),
-    ),
-    _handles: ("reserve", "look_up"),
-    _of_rank_0: ("table", "ledger", "kept_in", "path_counts"),
-    _stored: ("arena", "scales"),
+_TOGETHER: Mapping[Across, Callable[..., Any]] = {
+    Across.WRITE: ShardedAdapter.write,
+    Across.READ: ShardedAdapter.read,
+    Across.STORED: ShardedAdapter.stored,
+    Across.SAME: ShardedAdapter.same,
+    Across.EACH: ShardedAdapter.every,
+    Across.FIRST: ShardedAdapter.first,
 }
-_OFFERED: Mapping[str, Callable[..., Any]] = {
-    **{name: of_kind(name) for of_kind, names in _KINDS.items() for name in names},
-    "gather": lambda self, seq, layer: self.read("gather", seq, layer),
-    "fill": _fill,
-    "begin_with": _begin_with,
-    "attend": _attend,
-}
-"""What each method does that a rank's adapter may define. It is offered where that defines it."""
+
+
+def _offered(adapter: type[KVCacheAdapter]) -> Mapping[str, Callable[..., Any]]:
+    """Return what ranks do for each method that the adapter of one rank defines."""
+    return {
+        name: _together(how, name) if isinstance(how, Across) else how
+        for capability in adapter.capabilities
+        for name, how in capability.sharded.items()
+        if name in adapter.abilities
+    }
+
+
+def _together(how: Across, name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: _TOGETHER[how](self, name, *arguments)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.cache_data import few_of
-from pytest_roseinfer.capabilities.capability import Capability, Inquiry, optional
+from pytest_roseinfer.capabilities.capability import Capability, Inquiry, Ranks, optional
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
     Attended,
@@ -223,8 +223,16 @@ def _attend(adapter: Any, seqs: list[int], query: torch.Tensor, layer: int) -> t
     return answers.attention(f"attend({seqs}, query, {layer})", adapter.attend(seqs, query, layer))
 
 
+def _attend_by_heads(
+    ranks: Ranks, seqs: Sequence[int], query: torch.Tensor, layer: int
+) -> torch.Tensor:
+    heads = ranks.heads(query)
+    return torch.cat(ranks.each(lambda at, cache: cache.attend(seqs, *heads[at], layer)), 1)
+
+
 ATTENTION = Capability(
     methods=AttentionMethods,
+    sharded={"attend": _attend_by_heads},
     invariants=(attention,),
     inquiries=(Inquiry(("attend",), _EVERY, _ask, AFTER_ATTENTION),),
 )

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.cache_data import Ledger
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
+from pytest_roseinfer.capabilities.capability import (
+    Across,
+    Capability,
+    Look,
+    Observer,
+    Run,
+    View,
+    optional,
+)
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -230,6 +238,7 @@ def _show_books(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
 
 BOOKS = Capability(
     methods=BookMethods,
+    sharded={"table": Across.FIRST, "ledger": Across.FIRST},
     views=(View(BOOK_METHODS, _show_books, in_pictures=True),),
     needs={"ledger": ("table",)},
     invariants=(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -37,6 +38,30 @@ def optional(method: _Method) -> _Method:
     """Mark a method that is tested where an adapter defines it."""
     method.__dict__["optional"] = True
     return method
+
+
+class Across(Enum):
+    """How the ranks of a cache do a method together."""
+
+    WRITE = "each stores its heads of the keys and values, which come last"
+    READ = "the heads that each returns are put together"
+    STORED = "the heads that each stores are put together, block by block"
+    SAME = "all must answer alike"
+    EACH = "the answers are returned as a list"
+    FIRST = "the first rank answers for all"
+
+
+class Ranks(Protocol):
+    """A cache in ranks, as a capability knows it that says how they do a method."""
+
+    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
+        """Have every rank do something; raise what all of them raise."""
+
+    def heads(self, *tensors: Any) -> list[tuple[Any, ...]]:
+        """Return for each rank its heads of ``[..., heads, head_dim]`` tensors."""
+
+    def agreed(self, name: str, answers: Sequence[Any]) -> Any:
+        """Return the answer that all ranks gave; raise where they differ."""
 
 
 class Run(Protocol):
@@ -182,6 +207,9 @@ class Capability:
     """Questions to a cache between two steps."""
     observers: Sequence[type[Observer]] = ()
     """Kinds of observers; each run has one of each kind that is due."""
+    sharded: Mapping[str, Across | Callable[..., Any]] = field(default_factory=dict)
+    """How ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter of ranks
+    offers these methods where the adapter of one rank defines them."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()
     """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
 

@@ -14,6 +14,7 @@ from pytest_roseinfer.capabilities.cache_data import (
     refuse_what_is_not_shown,
 )
 from pytest_roseinfer.capabilities.capability import (
+    Across,
     Capability,
     Look,
     Observer,
@@ -294,6 +295,7 @@ def refuse_uncounted(adapter: type[Any]) -> None:
 
 COUNTING = Capability(
     methods=CountingMethods,
+    sharded={"path_counts": Across.FIRST},
     invariants=(
         counts,
         own_conditions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, optional
 from pytest_roseinfer.oracle.oracle import FORK_SHARES
 from pytest_roseinfer.words import some
 
@@ -120,6 +120,7 @@ def refuse_fork_shares(adapter: type[Any]) -> None:
 
 FORKS = Capability(
     methods=ForkMethods,
+    sharded={"fork": Across.SAME},
     operations=(
         Copy,
         Fork,

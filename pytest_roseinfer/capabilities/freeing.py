@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, optional
 
 
 class FreeingMethods:
@@ -57,5 +57,6 @@ class Free(operation.Operation):
 
 FREEING = Capability(
     methods=FreeingMethods,
+    sharded={"free": Across.SAME},
     operations=(Free,),
 )

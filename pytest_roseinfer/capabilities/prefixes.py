@@ -13,7 +13,16 @@ from zlib import crc32
 
 from pytest_roseinfer.capabilities import answers, operation
 from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
+from pytest_roseinfer.capabilities.capability import (
+    Across,
+    Capability,
+    Look,
+    Observer,
+    Ranks,
+    Run,
+    View,
+    optional,
+)
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
@@ -649,8 +658,20 @@ class SharedByPrefix(Observer):
         return {}
 
 
+def _begin_with(ranks: Ranks, found: list[Any], seq: int) -> Any:
+    counts = ranks.each(lambda at, cache: cache.begin_with(found[at], seq))
+    return ranks.agreed("begin_with", counts)
+
+
 PREFIXES = Capability(
     methods=PrefixMethods,
+    sharded={
+        "texts": Across.SAME,
+        "matched": Across.SAME,
+        "use_hash": Across.SAME,
+        "look_up": Across.EACH,
+        "begin_with": _begin_with,
+    },
     states=(FoundPages, LookedUp),
     endings=lambda oracle: map(Take, [*looked_up(oracle)]),
     needs={

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.cache_data import MOST, OVER, Tolerance, is_dtype
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, optional
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
     AFTER_BAD_CALL,
@@ -133,6 +133,7 @@ def refuse_tolerance(adapter: type[Any]) -> None:
 
 QUANTISATION = Capability(
     methods=QuantisationMethods,
+    sharded={"scales": Across.STORED},
     invariants=(untouched,),
     refuse=(refuse_tolerance,),
 )

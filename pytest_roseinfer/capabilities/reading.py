@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, Look, Run, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -191,6 +191,7 @@ def _show_reads(run: Run, look: Look) -> Mapping[str, Any]:
 
 READING = Capability(
     methods=ReadingMethods,
+    sharded={"gather": Across.READ},
     views=(View((), _show_reads),),
     invariants=(read_back,),
 )

@@ -7,7 +7,15 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
+from pytest_roseinfer.capabilities.capability import (
+    Across,
+    Capability,
+    Look,
+    Observer,
+    Run,
+    View,
+    optional,
+)
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -248,6 +256,7 @@ def _show_storage(run: Run, look: Look) -> Mapping[str, Any]:
 
 STORAGE = Capability(
     methods=StorageMethods,
+    sharded={"kept_in": Across.FIRST, "arena": Across.STORED},
     needs={"arena": ("table",)},
     invariants=(arena, kept_apart),
     observers=(Storage,),

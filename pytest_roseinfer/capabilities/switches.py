@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, optional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,5 +43,6 @@ class SetOptions(operation.Operation):
 
 SWITCHES = Capability(
     methods=SwitchMethods,
+    sharded={"set_options": Across.SAME},
     operations=(SetOptions,),
 )

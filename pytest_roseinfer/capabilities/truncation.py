@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, optional
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ class TruncateMany(_Cut):
 
 TRUNCATION = Capability(
     methods=TruncationMethods,
+    sharded={"truncate": Across.SAME, "truncate_many": Across.SAME},
     operations=(
         Truncate,
         TruncateMany,

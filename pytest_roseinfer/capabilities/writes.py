@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.answers import reservation
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities.capability import (
+    Across,
+    Capability,
+    Observer,
+    Ranks,
+    Run,
+    optional,
+)
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
 from pytest_roseinfer.oracle.oracle import padding_token
 from pytest_roseinfer.oracle.pages import State, Written
@@ -363,8 +370,20 @@ def floods(writer: Writer) -> Moves:
         yield Move(110, 3, drawn)
 
 
+def _fill(ranks: Ranks, handles: list[Any], key: torch.Tensor, value: torch.Tensor) -> None:
+    heads = ranks.heads(key, value)
+    ranks.each(lambda at, cache: cache.fill(handles[at], *heads[at]))
+
+
 WRITES = Capability(
     methods=WriteMethods,
+    sharded={
+        "append_many": Across.WRITE,
+        "append_padded": Across.WRITE,
+        "prefill": Across.WRITE,
+        "reserve": Across.EACH,
+        "fill": _fill,
+    },
     states=(Reservations,),
     observers=(BatchKinds,),
     endings=lambda oracle: [Fill()] * len(reservations(oracle)),
