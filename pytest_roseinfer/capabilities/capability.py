@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
+    from pytest_roseinfer.capabilities.misuse import Misuse
     from pytest_roseinfer.capabilities.observation import (
         Finding,
         Invariant,
@@ -210,6 +211,8 @@ class Capability:
     sharded: Mapping[str, Across | Callable[..., Any]] = field(default_factory=dict)
     """How ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter of ranks
     offers these methods where the adapter of one rank defines them."""
+    misuse: Sequence[Misuse] = ()
+    """Its kinds of bad calls, which an adapter may name in ``standard_bad_calls``."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()
     """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
 from pytest_roseinfer.oracle.oracle import FORK_SHARES
 from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class ForkMethods:
@@ -118,8 +123,31 @@ def refuse_fork_shares(adapter: type[Any]) -> None:
         )
 
 
+# Calls that must be refused.
+
+
+@misuse("fork")
+def fork_unknown(at: Situation) -> Iterator[Call]:
+    call = partial(at.adapter.fork, NEVER, NEVER_EITHER)
+    yield "fork of a sequence that never was", call
+
+
+@misuse("fork", "free")
+def fork_freed(at: Situation) -> Iterator[Call]:
+    for seq in at.freed()[-1:]:
+        yield "fork of a sequence that was freed", partial(at.adapter.fork, seq, NEVER)
+
+
+@misuse("fork")
+def fork_to_a_live_name(at: Situation) -> Iterator[Call]:
+    live = at.live
+    if len(live) > 1:
+        yield "fork to the name of another sequence", partial(at.adapter.fork, live[0], live[-1])
+
+
 FORKS = Capability(
     methods=ForkMethods,
+    misuse=(fork_unknown, fork_freed, fork_to_a_live_name),
     sharded={"fork": Across.SAME},
     operations=(
         Copy,

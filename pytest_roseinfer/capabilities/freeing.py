@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.misuse import NEVER, Call, Situation, misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class FreeingMethods:
@@ -55,8 +62,23 @@ class Free(operation.Operation):
             yield operation.Move(80, times, lambda: cls(writer.pick(writer.live)))
 
 
+# Calls that must be refused.
+
+
+@misuse("free")
+def free_unknown(at: Situation) -> Iterator[Call]:
+    yield "free of a sequence that never was", partial(at.adapter.free, NEVER)
+
+
+@misuse("free")
+def free_twice(at: Situation) -> Iterator[Call]:
+    for seq in at.freed()[-1:]:
+        yield "free of a sequence that was freed", partial(at.adapter.free, seq)
+
+
 FREEING = Capability(
     methods=FreeingMethods,
+    misuse=(free_unknown, free_twice),
     sharded={"free": Across.SAME},
     operations=(Free,),
 )

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.misuse import Call, Situation, misuse
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.pages import Absence, State
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -127,8 +128,17 @@ class Resume(operation.Write):
             yield from floods(writer)
 
 
+# Calls that must be refused.
+
+
+@misuse("gather", "preempt")
+def gather_preempted(at: Situation) -> Iterator[Call]:
+    yield from at.gather_absent([*preempted(at.oracle)])
+
+
 PREEMPTION = Capability(
     methods=PreemptionMethods,
+    misuse=(gather_preempted,),
     states=(Preempted,),
     way_back=lambda oracle: [Resume(seq, len(own)) for seq, own in preempted(oracle).items()],
     needs={"preempt": ("resume",), "resume": ("preempt",)},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.capability import Across, Capability, Look, Run, View, optional
+from pytest_roseinfer.capabilities.misuse import NEVER, Call, Situation, misuse
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -20,7 +21,7 @@ from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_b
 from pytest_roseinfer.oracle.equal_blocks import same_behind_another
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
@@ -189,8 +190,23 @@ def _show_reads(run: Run, look: Look) -> Mapping[str, Any]:
     return {"reads": read(run, routes)}
 
 
+# Calls that must be refused.
+
+
+@misuse("gather")
+def gather_unknown(at: Situation) -> Iterator[Call]:
+    yield "gather of a sequence that never was", partial(at.adapter.gather, NEVER, at.last)
+
+
+@misuse("gather", "free")
+def gather_freed(at: Situation) -> Iterator[Call]:
+    for seq in at.freed()[-1:]:
+        yield "gather of a sequence that was freed", partial(at.adapter.gather, seq, at.last)
+
+
 READING = Capability(
     methods=ReadingMethods,
+    misuse=(gather_unknown, gather_freed),
     sharded={"gather": Across.READ},
     views=(View((), _show_reads),),
     invariants=(read_back,),

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.misuse import Call, Situation, misuse
 from pytest_roseinfer.capabilities.observation import Finding, Observation, invariant
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.pages import Absence, State
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 
 class SwappingMethods:
@@ -282,8 +284,27 @@ def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
     return [_NEXT[stage](seq) for seq, stage in swapped(oracle).stages.items()]
 
 
+# Calls that must be refused.
+
+
+@misuse("gather", "swap_out", "swap_in")
+def gather_swapped_out(at: Situation) -> Iterator[Call]:
+    for stage in (Stage.OUT, Stage.COMING):
+        yield from at.gather_absent(swapped(at.oracle).at(stage))
+
+
+@misuse("swap_out", "swap_in")
+def append_to_swapped_out(at: Situation) -> Iterator[Call]:
+    new = at.tokens(1)
+    for stage in (Stage.LEAVING, Stage.OUT, Stage.COMING):
+        for seq in swapped(at.oracle).at(stage)[-1:]:
+            call = partial(at.adapter.append, [seq], new, new)
+            yield f"append to a sequence that is {stage.value}", call
+
+
 SWAPPING = Capability(
     methods=SwappingMethods,
+    misuse=(gather_swapped_out, append_to_swapped_out),
     states=(Swapped,),
     way_back=_way_back,
     needs={

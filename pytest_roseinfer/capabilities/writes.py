@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
@@ -17,6 +18,7 @@ from pytest_roseinfer.capabilities.capability import (
     Run,
     optional,
 )
+from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
 from pytest_roseinfer.oracle.oracle import padding_token
 from pytest_roseinfer.oracle.pages import State, Written
@@ -375,8 +377,52 @@ def _fill(ranks: Ranks, handles: list[Any], key: torch.Tensor, value: torch.Tens
     ranks.each(lambda at, cache: cache.fill(handles[at], *heads[at]))
 
 
+# Calls that must be refused.
+
+
+@misuse("prefill")
+def prefill_twice(at: Situation) -> Iterator[Call]:
+    for seq in at.live[-1:]:
+        call = partial(at.adapter.prefill, seq, at.tokens(1), at.tokens(1))
+        yield "prefill of a sequence that has tokens", call
+
+
+@misuse()
+def append_twice(at: Situation) -> Iterator[Call]:
+    for seq in at.live[-1:]:
+        call = partial(at.adapter.append, [seq, seq], at.tokens(2), at.tokens(2))
+        yield "append to one sequence twice", call
+
+
+@misuse()
+def append_of_another_shape(at: Situation) -> Iterator[Call]:
+    new = at.tokens(2)
+    call = partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new[:, :, :0])
+    yield "append of values without heads", call
+
+
+@misuse()
+def append_one_row_short(at: Situation) -> Iterator[Call]:
+    new = at.tokens(2)
+    call = partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new[:, :1])
+    yield "append of two keys and one value", call
+
+
+@misuse()
+def append_of_integers(at: Situation) -> Iterator[Call]:
+    new = at.tokens(2).int()
+    yield "append of integers", partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new)
+
+
 WRITES = Capability(
     methods=WriteMethods,
+    misuse=(
+        prefill_twice,
+        append_twice,
+        append_of_another_shape,
+        append_one_row_short,
+        append_of_integers,
+    ),
     sharded={
         "append_many": Across.WRITE,
         "append_padded": Across.WRITE,

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Protocol
 
-from pytest_roseinfer.capabilities.bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.misuse import Situation, standard_bad_calls
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run.watchdog import StepHung

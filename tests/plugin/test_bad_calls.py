@@ -16,9 +16,9 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.capabilities.bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.capabilities.cache_data import BadCall
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.misuse import Situation, standard_bad_calls
 from pytest_roseinfer.capabilities.payload import Payload
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append
@@ -222,7 +222,7 @@ def test_all_that_were_accepted_are_told(
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        (("free_twice", "free_thrice"), "names 'free_thrice': choose from 'free_unknown', "),
+        (("free_twice", "free_thrice"), "names 'free_thrice': choose from 'gather_unknown', "),
         (("gather_freed",), "names 'gather_freed', which needs gather$"),
     ],
 )

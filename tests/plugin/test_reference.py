@@ -30,7 +30,7 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.adapters import cache as adapter_module
 from pytest_roseinfer.adapters import engine as engine_adapter_module
-from pytest_roseinfer.capabilities.bad_calls import STANDARD_BAD_CALLS
+from pytest_roseinfer.capabilities.misuse import catalogue
 from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.findings.frame import Frame
 from pytest_roseinfer.findings.timeline import Found, Line
@@ -153,7 +153,7 @@ def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: 
 
 
 def test_standard_bad_calls() -> None:
-    assert names("Standard bad calls") == list(STANDARD_BAD_CALLS)
+    assert names("Standard bad calls") == list(catalogue(KVCacheAdapter))
 
 
 @pytest.mark.parametrize(

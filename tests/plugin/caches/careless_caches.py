@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer import CacheFull, KVCacheAdapter, Ledger
-from pytest_roseinfer.capabilities.bad_calls import STANDARD_BAD_CALLS
+from pytest_roseinfer.capabilities.misuse import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class CarefulCache(KVCacheAdapter):
     scratch_blocks = frozenset({0})
     standard_bad_calls = tuple(
         name
-        for name, each in STANDARD_BAD_CALLS.items()
+        for name, each in catalogue(KVCacheAdapter).items()
         if each.needs.isdisjoint({"preempt", "swap_out"})  # ``SwapCache`` refuses the others
     )
     bad_call_errors = (Refused,)
