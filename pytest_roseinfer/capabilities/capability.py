@@ -7,11 +7,11 @@ capabilities, and another one is mixed in, as in ``class Toy(PinningMethods, KVC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -179,6 +179,34 @@ class Inquiry:
     """The kind of observation that invariants judge the answers by."""
 
 
+class Walk(NamedTuple):
+    """A small history that goes on with every step that may come next."""
+
+    oracle: Oracle
+    names: list[int]
+    """The names that a sequence can begin under."""
+
+    @property
+    def filled(self) -> list[int]:
+        """The sequences that hold a token."""
+        return [seq for seq in self.oracle.sequences if self.oracle.length(seq)]
+
+
+@dataclass(slots=True)
+class Large:
+    """A history of many rows, or of long sequences, that is being made."""
+
+    adapter: type[Any]
+    block_size: int
+    names: list[int]
+    """The sequences that it has by now, in the order in which a batch of all has them."""
+    most_names: int
+
+    def fresh(self) -> int:
+        """Return a name that no sequence has had."""
+        return max(self.names) + 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
     """A feature that a cache may offer beyond ``make``, ``append`` and ``peek``."""
@@ -208,6 +236,11 @@ class Capability:
     """Questions to a cache between two steps."""
     observers: Sequence[type[Observer]] = ()
     """Kinds of observers; each run has one of each kind that is due."""
+    walk: Callable[[Walk], Iterable[Operation]] | None = None
+    """Lists its steps that may come next where a walk does every one, those that differ in names
+    alone once."""
+    large: Callable[[Large], Iterator[Operation]] | None = None
+    """Yields its steps for a large history, whose names it keeps up to date."""
     sharded: Mapping[str, Across | Callable[..., Any]] = field(default_factory=dict)
     """How ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter of ranks
     offers these methods where the adapter of one rank defines them."""

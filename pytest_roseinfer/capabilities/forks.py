@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, Large, optional
 from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
 from pytest_roseinfer.oracle.oracle import FORK_SHARES
 from pytest_roseinfer.words import some
@@ -145,8 +146,23 @@ def fork_to_a_live_name(at: Situation) -> Iterator[Call]:
         yield "fork to the name of another sequence", partial(at.adapter.fork, live[0], live[-1])
 
 
+_LARGE = (2, 20, 40, 0)
+"""Parents in a large history: of blocks of 4 tokens, those of 20 and 40 are partial."""
+
+
+def _large(at: Large) -> Iterator[operation.Operation]:
+    """Fork some of the rows, and put each behind its parent at the end of a batch."""
+    for parent in _LARGE:
+        if parent in at.names and len(at.names) < at.most_names:
+            child = at.fresh()
+            yield Fork(parent, child)
+            at.names = [*(seq for seq in at.names if seq != parent), parent, child]
+
+
 FORKS = Capability(
     methods=ForkMethods,
+    walk=lambda at: starmap(Fork, product(at.filled, at.names)),
+    large=_large,
     misuse=(fork_unknown, fork_freed, fork_to_a_live_name),
     sharded={"fork": Across.SAME},
     operations=(

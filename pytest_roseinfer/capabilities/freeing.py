@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, Large, optional
 from pytest_roseinfer.capabilities.misuse import NEVER, Call, Situation, misuse
 
 if TYPE_CHECKING:
@@ -76,8 +76,14 @@ def free_twice(at: Situation) -> Iterator[Call]:
         yield "free of a sequence that was freed", partial(at.adapter.free, seq)
 
 
+def _large(at: Large) -> Iterator[operation.Operation]:
+    yield Free(at.names.pop(len(at.names) // 2))
+
+
 FREEING = Capability(
     methods=FreeingMethods,
+    walk=lambda at: map(Free, at.oracle.sequences),
+    large=_large,
     misuse=(free_unknown, free_twice),
     sharded={"free": Across.SAME},
     operations=(Free,),

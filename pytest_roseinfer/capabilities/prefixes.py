@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
@@ -21,6 +21,7 @@ from pytest_roseinfer.capabilities.capability import (
     Ranks,
     Run,
     View,
+    Walk,
     optional,
 )
 from pytest_roseinfer.capabilities.observation import (
@@ -30,7 +31,7 @@ from pytest_roseinfer.capabilities.observation import (
     location_of_block,
 )
 from pytest_roseinfer.capabilities.operation import asked
-from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.capabilities.writes import Prefill, floods
 from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
 from pytest_roseinfer.oracle.oracle import SHARING
 from pytest_roseinfer.oracle.pages import State
@@ -663,8 +664,20 @@ def _begin_with(ranks: Ranks, found: list[Any], seq: int) -> Any:
     return ranks.agreed("begin_with", counts)
 
 
+def _walk(at: Walk) -> Iterator[operation.Operation]:
+    size = at.oracle.block_size
+    # All blocks that are left are needed, so that what is kept for later texts is evicted.
+    if at.oracle.texts and (free := at.oracle.pages_free()):
+        counts = [blocks * size for blocks in (free, free + 1)]
+        yield from starmap(Prefill, product(at.names, counts))
+    if at.oracle.texts and (at.oracle.sequences or at.oracle.lives):
+        yield from starmap(LookUp, product(at.names, (size, 2 * size)))
+    yield from map(Take, looked_up(at.oracle))
+
+
 PREFIXES = Capability(
     methods=PrefixMethods,
+    walk=_walk,
     sharded={
         "texts": Across.SAME,
         "matched": Across.SAME,

@@ -163,6 +163,7 @@ class TruncateMany(_Cut):
 
 TRUNCATION = Capability(
     methods=TruncationMethods,
+    walk=lambda at: [Truncate(seq, at.oracle.length(seq) - 1) for seq in at.filled],
     sharded={"truncate": Across.SAME, "truncate_many": Across.SAME},
     operations=(
         Truncate,

@@ -13,9 +13,11 @@ from pytest_roseinfer.capabilities.answers import reservation
 from pytest_roseinfer.capabilities.capability import (
     Across,
     Capability,
+    Large,
     Observer,
     Ranks,
     Run,
+    Walk,
     optional,
 )
 from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
@@ -414,8 +416,64 @@ def append_of_integers(at: Situation) -> Iterator[Call]:
     yield "append of integers", partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new)
 
 
+# Every step of a small history, and the steps of a large one.
+
+
+def _walk(at: Walk) -> Iterator[Operation]:
+    live = [*at.oracle.sequences]
+    yield from (Append((seq,)) for seq in (*live, *at.names))
+    if len(live) > 1:
+        yield Append(tuple(live))
+        yield Append(tuple(live[::-1]))
+
+
+def _large(at: Large) -> Iterator[Operation]:
+    """Append to all rows, one token or several, at once or where room was reserved.
+
+    The last rows are new ones, and one with a full block.
+    """
+    first, *others = at.names
+    new = range(at.fresh(), min(at.fresh() + 2, at.most_names))
+    at.names = [*new[:1], *others, *new[1:], first]
+    names, counts = tuple(at.names), _counts(at)
+    yield Append(names)
+    yield AppendMany(names[::-1], counts)
+    yield AppendPadded((*names[:40], None, *names[40:], None))
+    yield Reserve(names, counts[::-1])
+    yield Fill()
+    yield Append(names[:-1])
+
+
+ONE_BY_ONE = 8
+"""No sequence of a large history gets more tokens in steps that bring one."""
+
+
+def _counts(at: Large) -> tuple[int, ...]:
+    """Return a number of tokens for each row, up to a block and one, which it can get twice."""
+    most = at.block_size + 1
+    if longest := at.adapter.most_tokens:
+        most = min(most, (longest - ONE_BY_ONE) // 2)
+    return tuple(1 + row % most for row in range(len(at.names)))
+
+
+def written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operation]:
+    """Begin sequences with so many tokens, in as few steps as there can be."""
+    if "prefill" in can:
+        yield from (Prefill(seq, count) for seq, count in counts.items())
+    elif "append_many" in can:
+        yield AppendMany(tuple(counts), tuple(counts.values()))
+    elif Reserve.needs <= can:
+        yield Reserve(tuple(counts), tuple(counts.values()))
+        yield Fill()
+    else:
+        for done in range(max(counts.values())):
+            yield Append(tuple(seq for seq, count in counts.items() if done < count))
+
+
 WRITES = Capability(
     methods=WriteMethods,
+    walk=_walk,
+    large=_large,
     misuse=(
         prefill_twice,
         append_twice,

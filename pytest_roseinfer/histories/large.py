@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
+from pytest_roseinfer.capabilities.capability import Large
 from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import (
+    ONE_BY_ONE,
     Append,
-    AppendMany,
-    AppendPadded,
-    Fill,
-    Prefill,
-    Reserve,
+    written,
 )
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.oracle.texts import in_two_namespaces
@@ -30,8 +28,6 @@ ROWS = (9, 17, 33, 65)
 """One more than what a program often takes."""
 SEQUENCES = 71
 """The most that there are at a time, unless the cache holds fewer."""
-_ONE_BY_ONE = 8
-"""No sequence gets more tokens in steps that bring one."""
 _BLOCKS = 66
 _TOKENS = 513
 _FEW_TOKENS = 257
@@ -39,8 +35,6 @@ _MOST_TOKENS = 2200
 """Where blocks are so large that 66 of them hold more, the table is shorter."""
 _SMALL_HEAD = 4
 _SMALL_BLOCK = 2
-_PAIRS = ((2, 65), (20, 66), (40, 67), (0, 68))
-"""Parents and their forks; of blocks of 4 tokens, those of 20 and 40 are partial."""
 
 
 def large_histories(
@@ -55,33 +49,16 @@ def large_histories(
 
 
 def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
-    """Append to 9, 17, 33 and 65, of different lengths then; the last rows are of every kind."""
+    """Append to 9, 17, 33 and 65; then do with all rows what the cache offers."""
     most = adapter.most_sequences or SEQUENCES
     for rows in ROWS:
         yield Append(tuple(range(min(rows, most))))
     yield Read()
-    for parent, child in _PAIRS:
-        if child < most:
-            yield Fork(parent, child)
-    last = tuple(seq for seq in (20, 66, 2, 65, 0, 40, 67, 68, 1, 10, 69) if seq < most)
-    others = tuple(seq for seq in reversed(range(min(65, most))) if seq not in last)
-    names = (*others, *last)
-    yield Append(names)
-    yield Read()
-    counts = _counts(len(names), size, adapter.most_tokens)
-    yield AppendMany(names[::-1], counts)
-    yield AppendPadded((*names[:40], None, *names[40:], None))
-    yield Reserve(names, counts[::-1])
-    yield Fill()
-    yield Free(names[len(names) // 2])
-    yield Append(names[:-1])
-    yield Append((*others, *(seq for seq in (69, 70) if seq < most)))
-
-
-def _counts(rows: int, size: int, most_tokens: int | None) -> tuple[int, ...]:
-    """Return a number of tokens for each row, up to a block and one, which it can get twice."""
-    most = size + 1 if most_tokens is None else min(size + 1, (most_tokens - _ONE_BY_ONE) // 2)
-    return tuple(1 + at % most for at in range(rows))
+    large = Large(adapter, size, list(range(min(ROWS[-1], most))), most)
+    for capability in adapter.capabilities:
+        if capability.large:
+            yield from capability.large(large)
+            yield Read()
 
 
 def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
@@ -89,8 +66,8 @@ def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operat
     long = _BLOCKS * size if _BLOCKS * size <= _MOST_TOKENS else _TOKENS
     begun = {0: _FEW_TOKENS, 1: max(long, _TOKENS) - 1}
     if most := adapter.most_tokens:
-        begun = {seq: min(count, most - _ONE_BY_ONE) for seq, count in begun.items()}
-    yield from _written(begun, adapter.abilities)
+        begun = {seq: min(count, most - ONE_BY_ONE) for seq, count in begun.items()}
+    yield from written(begun, adapter.abilities)
     yield Append((0, 1))
     yield Read()
     yield Append((1, 0))
@@ -100,20 +77,6 @@ def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operat
     yield Free(1)
     yield Append((0, 2, 3))
     yield Append((2, 3))
-
-
-def _written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operation]:
-    """Begin sequences with so many tokens, in as few steps as there can be."""
-    if "prefill" in can:
-        yield from (Prefill(seq, count) for seq, count in counts.items())
-    elif "append_many" in can:
-        yield AppendMany(tuple(counts), tuple(counts.values()))
-    elif {"reserve", "fill"} <= can:
-        yield Reserve(tuple(counts), tuple(counts.values()))
-        yield Fill()
-    else:
-        for done in range(max(counts.values())):
-            yield Append(tuple(seq for seq, count in counts.items() if done < count))
 
 
 def _spec(

@@ -15,12 +15,9 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.forks import Fork
-from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take, looked_up
-from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.capability import Walk
+from pytest_roseinfer.capabilities.prefixes import looked_up
 from pytest_roseinfer.capabilities.windows import with_windows
-from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.oracle.texts import WHOLE
@@ -53,40 +50,15 @@ def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
 
 def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]:
     """List the steps that a cache can take which offers what this adapter does."""
-    shows_room = "ledger" in adapter.abilities
-    steps = [*_of_live(oracle), *_of_new(oracle)]
-    return [
+    shows_room, walk = "ledger" in adapter.abilities, Walk(oracle, _names(oracle))
+    every = (step for one in adapter.capabilities if one.walk for step in one.walk(walk))
+    steps = [
         step
-        for step in steps
+        for step in every
         if step.needs <= adapter.abilities and (shows_room or step.fits(oracle))
     ]
-
-
-def _of_live(oracle: Oracle) -> Iterator[Operation]:
-    live = [*oracle.sequences]
-    for seq in live:
-        yield Append((seq,))
-        yield Free(seq)
-        if oracle.length(seq):
-            yield Truncate(seq, oracle.length(seq) - 1)
-    if len(live) > 1:
-        yield Append(tuple(live))
-        yield Append(tuple(live[::-1]))
-
-
-def _of_new(oracle: Oracle) -> Iterator[Operation]:
-    size = oracle.block_size
-    for name in _names(oracle):
-        yield Append((name,))
-        yield from (Fork(seq, name) for seq in oracle.sequences if oracle.length(seq))
-        if not oracle.texts:
-            continue
-        # All blocks that are left are needed, so that what is kept for later texts is evicted.
-        if free := oracle.pages_free():
-            yield from (Prefill(name, blocks * size) for blocks in (free, free + 1))
-        if oracle.sequences or oracle.lives:
-            yield from (LookUp(name, blocks * size) for blocks in (1, 2))
-    yield from map(Take, looked_up(oracle))
+    # Those that begin no sequence come first.
+    return sorted(steps, key=lambda step: not oracle.sequences.keys() >= {*step.changed()})
 
 
 def _names(oracle: Oracle) -> list[int]:
