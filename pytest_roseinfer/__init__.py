@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import FastPath as FastPath
     from pytest_roseinfer.capabilities.cache_data import Ledger as Ledger
     from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
+    from pytest_roseinfer.capabilities.prefixes import PrefixTraits as PrefixTraits
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
+    from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
+    from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
@@ -74,7 +77,10 @@ _NAMES = {
         "Ledger",
         "Tolerance",
     ),
+    "capabilities.prefixes": ("PrefixTraits",),
     "capabilities.simulated_device": ("DeviceQueue",),
+    "capabilities.truncation": ("TruncationTraits",),
+    "capabilities.windows": ("WindowTraits",),
     "engines.run": (
         "MixDivergence",
         "run_forks",

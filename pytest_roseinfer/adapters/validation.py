@@ -13,6 +13,7 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath, is_dtype
+from pytest_roseinfer.capabilities.capability import Traits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -250,6 +251,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
             hint = f": write conformance({made}), for a cache is made anew for every history"
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}{hint}")
     name = adapter.__name__
+    _refuse_renamed(adapter)
     refuse_misspelt(adapter)
     missing = [method for method in adapter.required if not adapter.defines(method)]
     if "append" in missing and "append_many" in adapter.abilities:
@@ -288,6 +290,20 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
                 f"{name}.paths[{path_name!r}] names {', '.join(sorted(unknown))}, which "
                 "option_choices has no values for"
             )
+
+
+def _refuse_renamed(adapter: type[Adapter]) -> None:
+    """Refuse names of before, and traits that are none."""
+    for capability in adapter.capabilities:
+        for old, new in capability.renamed.items():
+            if hasattr(adapter, old):
+                raise TypeError(f"{adapter.__name__}.{old} was renamed: write {new}")
+        for name, default in vars(capability.methods).items():
+            value = getattr(adapter, name)
+            if isinstance(default, Traits) and not isinstance(value, type(default)):
+                raise TypeError(
+                    f"{adapter.__name__}.{name} is {value!r}: write {type(default).__name__}(...)"
+                )
 
 
 def _refuse_what_says_too_little(adapter: type[EngineAdapter]) -> None:

@@ -100,7 +100,7 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
     Pages that hold the same, in sequences that are equal up to there, may be one block too if the
     cache shares by prefix.
     """
-    by_prefix = seen.adapter.sharing == "equal prefixes"
+    by_prefix = seen.declared.prefixes.shares == "equal prefixes"
     tables = seen.after.tables_of(layer)
     block_of: dict[int, int] = {}
     page_of: dict[int, Page] = {}
@@ -148,7 +148,7 @@ def refused(seen: Observation) -> Finding | None:
     """
     if seen.outcome.fits or seen.outcome.written or seen.after.books() == seen.before.books():
         return None
-    if seen.spec.windows and seen.adapter.window_gives_back == NEXT_TRY:
+    if seen.spec.windows and seen.declared.windows.gives_back == NEXT_TRY:
         return None
     return Finding("a step that found no room changed the books")
 

@@ -216,6 +216,6 @@ def refuse_what_is_not_shown(adapter: type[Any]) -> None:
 OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 """The harness counts each of them where an adapter names it."""
 FINDS_PREFIXES = frozenset(
-    ("texts", "matched", "prefill", "table", "ledger", "sharing=equal prefixes")
+    ("texts", "matched", "prefill", "table", "ledger", "prefixes.shares=equal prefixes")
 )
 """What shows that a sequence began with what was found of its text."""

@@ -8,13 +8,24 @@ capabilities, and another one is mixed in, as in ``class Toy(PinningMethods, KVC
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import NoReturn, Self
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.misuse import Misuse
@@ -33,6 +44,24 @@ if TYPE_CHECKING:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 AnyObserver = TypeVar("AnyObserver", bound="Observer")
 _Part = TypeVar("_Part", bound="OfSome")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an adapter declares of one capability; a choice that there is not is refused."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            choices, chosen = get_args(hint), getattr(self, name)
+            if get_origin(hint) is Literal and chosen not in choices:
+                known = ", ".join(map(repr, choices))
+                raise TypeError(
+                    f"{type(self).__name__}: {name} is {chosen!r}; choose one of {known}"
+                )
+
+    def but(self, **changes: Any) -> Self:
+        """Return the same with some of the choices changed, for a class that inherits others."""
+        return replace(self, **changes)
 
 
 def optional(method: _Method) -> _Method:
@@ -69,12 +98,14 @@ class Run(Protocol):
     """The run of a history on one cache, as observers know it."""
 
     adapter: Any
+    declared: type[Any]
+    """The class of the adapter, for what it declares of its cache."""
     spec: CacheSpec
     gathers_every: int
     """As ``History.gathers_every``."""
     can: frozenset[str]
     """The methods that the adapter defines, its conditions, its choices as in
-    "sharing=equal prefixes", and "tolerance" and "windows" where it is built with them."""
+    "prefixes.shares=equal prefixes", and "tolerance" and "windows" where it is built with them."""
     oracle: Oracle
     payload: Payload
     driven: Driven
@@ -216,6 +247,8 @@ class Capability:
 
     It has no ``__init__`` and calls no ``super()``. Methods that are marked ``optional`` are tested
     where an adapter defines them."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """What an adapter writes now, by names of attributes and methods that it had before."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For optional methods, the others without which no step would call them."""
     states: Sequence[type[State]] = ()
@@ -260,8 +293,8 @@ def offered(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
     """Return what a cache built so offers, as in ``Run.can``."""
     names = {*adapter.abilities, *adapter.conditions}
     for name in chain.from_iterable(vars(each.methods) for each in adapter.capabilities):
-        if isinstance(choice := getattr(adapter, name), str) and not name.startswith("_"):
-            names.add(f"{name}={choice}")
+        if isinstance(traits := getattr(adapter, name), Traits):
+            names |= {f"{name}.{key}={choice}" for key, choice in vars(traits).items()}
     names |= {"windows"} if spec.windows else set()
     names |= {"tolerance"} if spec.dtype in adapter.tolerance else set()
     return frozenset(names)

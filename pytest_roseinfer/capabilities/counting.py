@@ -89,11 +89,11 @@ def _mistakes(seen: Observation) -> Iterator[str]:
 
 def _twins(seen: Observation) -> set[str]:
     """Return the slow paths that others must equal."""
-    return {path.equals for path in seen.adapter.paths.values()}
+    return {path.equals for path in seen.declared.paths.values()}
 
 
 def _undeclared(seen: Observation) -> Iterator[str]:
-    declared = {*seen.adapter.paths, *_twins(seen), *seen.adapter.conditions}
+    declared = {*seen.declared.paths, *_twins(seen), *seen.declared.conditions}
     for name, times in seen.ran.items():
         if name not in declared:
             yield f"{name!r} was counted, and is in neither paths nor conditions"
@@ -103,9 +103,9 @@ def _undeclared(seen: Observation) -> Iterator[str]:
 
 def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
     """Say which paths were counted that wrote nothing, or cannot have written this."""
-    paths, twins, written = seen.adapter.paths, _twins(seen), seen.outcome.written
+    paths, twins, written = seen.declared.paths, _twins(seen), seen.outcome.written
     moved = (paths.keys() | twins) & seen.ran.keys()
-    copied = seen.outcome.fits and step.copies_blocks(seen.adapter.fork_shares)
+    copied = seen.outcome.fits and step.copies_blocks(seen.declared.fork_shares)
     if moved and written is None and not copied:
         yield f"paths {sorted(moved)} were counted though nothing was written"
     if paths and written is not None and not moved:
@@ -125,7 +125,7 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
 
 def _wrong_conditions(seen: Observation) -> Iterator[str]:
     """Say where counts differ from the conditions met, once for each block list of a sequence."""
-    names, ran = seen.adapter.row_conditions, seen.ran
+    names, ran = seen.declared.row_conditions, seen.ran
     met = seen.notes.get(RowConditions) or Counter[str]()
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, seen.spec.num_layers + 1)
@@ -137,7 +137,7 @@ def _wrong_conditions(seen: Observation) -> Iterator[str]:
 def _ruled_out(seen: Observation) -> Iterator[str]:
     """Say which paths ran that the switches rule out."""
     ran, options = seen.ran, seen.outcome.options
-    for name, path in seen.adapter.paths.items():
+    for name, path in seen.declared.paths.items():
         for switches in path.never_with if name in ran else ():
             if all(options.get(switch) == value for switch, value in switches.items()):
                 said = " with ".join(f"{name}={value!r}" for name, value in switches.items())
@@ -153,7 +153,7 @@ def _ruled_out(seen: Observation) -> Iterator[str]:
 def own_conditions(seen: Observation) -> Finding | None:
     """A cache leaves out of its counts what the harness counts itself."""
     for name in seen.ran:
-        if name in (*OWN_CONDITIONS, *USED_AGAIN) and name in seen.adapter.conditions:
+        if name in (*OWN_CONDITIONS, *USED_AGAIN) and name in seen.declared.conditions:
             return Finding(f"path_counts() counts {name!r}, which the harness counts itself")
     return None
 
@@ -240,7 +240,7 @@ class UsedAgain(Observer):
             "list_used_again": self._lists.again(each for each in kept if isinstance(each, list)),
             "block_used_while_away": self._blocks.met(away, seen.after.tables_of(0)),
         }
-        return {name: times for name, times in met.items() if name in seen.adapter.conditions}
+        return {name: times for name, times in met.items() if name in seen.declared.conditions}
 
 
 class RowConditions(Observer):
@@ -253,7 +253,7 @@ class RowConditions(Observer):
         self._met: Counter[str] = Counter()
 
     def before(self, step: Operation) -> Mapping[str, int]:
-        if self.run.adapter.row_conditions and (admitted := step.admitted(self.run.oracle)):
+        if self.run.declared.row_conditions and (admitted := step.admitted(self.run.oracle)):
             self._met = conditions_met(self.run.oracle, admitted)
         return {}
 
@@ -272,7 +272,7 @@ class OwnConditions(Observer):
 
     def before(self, step: Operation) -> Mapping[str, int]:
         met = own_conditions_met(self.run.oracle, step)
-        return {name: met[name] for name in OWN_CONDITIONS if name in self.run.adapter.conditions}
+        return {name: met[name] for name in OWN_CONDITIONS if name in self.run.declared.conditions}
 
 
 def _show_counts(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001

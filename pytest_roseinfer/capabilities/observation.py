@@ -104,8 +104,10 @@ class Observation:
     """A cache before and after a step, the step, and the oracle that says what is right."""
 
     spec: CacheSpec
-    adapter: Any
-    """The adapter, for what it declares of its cache."""
+    declared: type[Any]
+    """The class of the adapter, for what it declares of its cache."""
+    scratch_blocks: frozenset[int] = frozenset()
+    """Blocks that padding may write to."""
     operation: Operation | None = None
     """None where the cache was asked for attention, or a bad call was made."""
     before: Snapshot = field(default_factory=Snapshot)

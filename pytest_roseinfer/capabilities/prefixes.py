@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product, starmap
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zlib import crc32
 
 from pytest_roseinfer.capabilities import answers, operation
@@ -20,6 +20,7 @@ from pytest_roseinfer.capabilities.capability import (
     Observer,
     Ranks,
     Run,
+    Traits,
     View,
     Walk,
     optional,
@@ -33,7 +34,6 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.writes import Prefill, floods
 from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
-from pytest_roseinfer.oracle.oracle import SHARING
 from pytest_roseinfer.oracle.pages import State
 from pytest_roseinfer.oracle.room import first_live
 from pytest_roseinfer.words import some
@@ -47,28 +47,36 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.texts import Said
 
 
-class PrefixMethods:
-    """The methods of prefix reuse."""
+@dataclass(frozen=True)
+class PrefixTraits(Traits):
+    """What sequences share, what is found of a text, and the order in which it is evicted."""
 
-    sharing: ClassVar[str] = "exact"
+    shares: Literal["exact", "equal prefixes", "none"] = "exact"
     """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
     their ``texts``, may share any whose tokens and all before them are equal, ``"equal
     prefixes"``; or never, ``"none"``."""
-    match_granularity: ClassVar[str] = "block"
+    granularity: Literal["block", "token"] = "block"
     """``matched`` finds whole blocks, ``"block"``, or also a part of one, ``"token"``."""
-    match_leaves: ClassVar[int] = 0
-    """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
-    match_finds: ClassVar[str] = "all"
-    """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
-    evicts: ClassVar[str] = "any"
-    """Where a block is needed, any of those that a ledger has as ``cached`` is given up, or the
+    leaves: Literal[0, 1] = 0
+    """Last tokens of a text that are never found: 1 where one must be left to compute."""
+    finds: Literal["all", "some"] = "all"
+    """``matched`` finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    evicts: Literal["any", "least recent"] = "any"
+    """Where a block is needed, any of those that a ledger has as ``cached`` is evicted, or the
     ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
     sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
     sequence that begins with it does, as soon as it lets go."""
-    keeps_found: ClassVar[bool] = False
+    keeps_found: bool = False
     """What ``begin_with`` found stays to be found as long as the sequence holds it: where it writes
     into a block of that, or cuts one, the block counts as one that others hold. So who appends to a
     partial block gets a copy, for which there must be room, though nobody else has the block."""
+
+
+class PrefixMethods:
+    """The methods of prefix reuse."""
+
+    prefixes: ClassVar[PrefixTraits] = PrefixTraits()
+    """What sequences share, what is found of a text, and the order in which it is evicted."""
 
     @optional
     def texts(self, said: Sequence[Sequence[int]]) -> None:
@@ -130,7 +138,7 @@ def looked_up(oracle: Oracle) -> dict[int, int]:
 class FoundPages(State):
     """The pages that sequences began with, where a cache keeps what was found as it is."""
 
-    where: ClassVar = {"keeps_found": True}
+    where: ClassVar = {"prefixes.keeps_found": True}
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -240,10 +248,10 @@ def lookups(seen: Observation) -> Finding | None:
         if found > most:
             what = f"{asked} found {found}, and only {most} of them may be found now"
             return Finding(what + _taken_for_it(seen, text, most))
-        excused = seen.adapter.match_finds == "some" or (text, count) in seen.after.collided
+        excused = seen.declared.prefixes.finds == "some" or (text, count) in seen.after.collided
         if found < most and not excused:
             return Finding(f"{asked} found {found}, though {most} of them are stored")
-        if seen.adapter.match_granularity == "block" and found % seen.spec.block_size:
+        if seen.declared.prefixes.granularity == "block" and found % seen.spec.block_size:
             return Finding(f"{asked} found {found}, which are no whole blocks")
     return None
 
@@ -264,13 +272,13 @@ def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
 def _stored(seen: Observation, text: int, count: int) -> int:
     """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
     size = seen.spec.block_size
-    wanted = seen.oracle.text_tokens(text, count - seen.adapter.match_leaves)
+    wanted = seen.oracle.text_tokens(text, count - seen.declared.prefixes.leaves)
     blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
     full = len(wanted) // size
     while full and not all(_holds(seen, layer, blocks[:full]) for layer in _note_of(seen).contents):
         full -= 1
     stored = full * size
-    if seen.adapter.match_granularity == "token" and full < len(blocks):
+    if seen.declared.prefixes.granularity == "token" and full < len(blocks):
         every = (
             held for contents in _note_of(seen).contents.values() for held in contents.values()
         )
@@ -389,7 +397,7 @@ def released_of(
 @invariant(rank=30, needs=("texts", "table", "ledger"))
 def evictions(seen: Observation) -> Finding | None:
     """Blocks kept for later texts are given to others in the order that a cache declares."""
-    if seen.adapter.evicts == "any":
+    if seen.declared.prefixes.evicts == "any":
         return None
     kept = seen.after.ledger(0).cached
     staying = {block: each for block, each in _note_of(seen).released.items() if block in kept}
@@ -524,7 +532,7 @@ def _note_of(seen: Observation) -> KeptNote:
 class KeptTexts(Observer):
     """Knows what blocks hold, and what of that is kept for texts that come."""
 
-    any_of = ("matched", "evicts=least recent")
+    any_of = ("matched", "prefixes.evicts=least recent")
     conditions = ("prefix_found",)
 
     def __init__(self, run: Run) -> None:
@@ -551,7 +559,7 @@ class KeptTexts(Observer):
 
     def _note(self, before: Snapshot, after: Snapshot) -> None:
         self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
-        if self.run.adapter.evicts != "any":
+        if self.run.declared.prefixes.evicts != "any":
             kept, step = (before.tables_of(0), after.ledger(0).cached), len(self.run.done)
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
@@ -622,37 +630,22 @@ def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
     return {"matched": matched, "collided": frozenset(collided)}
 
 
-_LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
-    "match_granularity": ("block", "token"),
-    "match_leaves": (0, 1),
-    "match_finds": ("all", "some"),
-    "evicts": ("any", "least recent"),
-}
-
-
 def refuse_sharing(adapter: type[Any]) -> None:
-    name, sharing = adapter.__name__, getattr(adapter, "sharing", SHARING[0])
-    if sharing not in SHARING:
-        known = ", ".join(map(repr, SHARING))
-        raise TypeError(f"{name}.sharing is {sharing!r}: choose one of {known}")
+    """Raise ``TypeError`` for traits that cannot be judged without methods that are not offered."""
     lacking = {"texts", "table", "ledger"} - adapter.abilities
-    for attribute, choices in _LOOKUP_CHOICES.items():
-        if (said := getattr(adapter, attribute, choices[0])) not in choices:
+    for trait, needing in (("shares", "equal prefixes"), ("evicts", "least recent")):
+        if lacking and getattr(adapter.prefixes, trait) == needing:
             raise TypeError(
-                f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
-            )
-    for attribute, needing in (("sharing", "equal prefixes"), ("evicts", "least recent")):
-        if lacking and getattr(adapter, attribute, None) == needing:
-            raise TypeError(
-                f"{name}.{attribute} is {needing!r}, which cannot be judged without "
-                f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
+                f"{adapter.__name__}.prefixes.{trait} is {needing!r}, which cannot be judged "
+                f"without {' and '.join(sorted(lacking))}: define "
+                f"{'it' if len(lacking) == 1 else 'them'}"
             )
 
 
 class SharedByPrefix(Observer):
     """Has the oracle share what the cache shares, once that was found right."""
 
-    any_of = ("sharing=equal prefixes",)
+    any_of = ("prefixes.shares=equal prefixes",)
 
     def after(self, seen: Observation) -> Mapping[str, int]:
         seen.oracle.adopt_sharing(seen.after.tables_of)
@@ -677,6 +670,14 @@ def _walk(at: Walk) -> Iterator[operation.Operation]:
 
 PREFIXES = Capability(
     methods=PrefixMethods,
+    renamed={
+        "sharing": "prefixes = PrefixTraits(shares=...)",
+        "match_granularity": "prefixes = PrefixTraits(granularity=...)",
+        "match_leaves": "prefixes = PrefixTraits(leaves=...)",
+        "match_finds": "prefixes = PrefixTraits(finds=...)",
+        "evicts": "prefixes = PrefixTraits(evicts=...)",
+        "keeps_found": "prefixes = PrefixTraits(keeps_found=...)",
+    },
     walk=_walk,
     sharded={
         "texts": Across.SAME,

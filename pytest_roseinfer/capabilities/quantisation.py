@@ -100,13 +100,15 @@ def _changed_scales(seen: Observation) -> Finding | None:
 
 def _allow(seen: Observation, layer: int, wrong: torch.Tensor) -> None:
     """Leave out the scales of one layer that the step may have changed."""
-    if seen.adapter.sharing == "equal prefixes":  # as in the arena, only what is kept is known
+    if (
+        seen.declared.prefixes.shares == "equal prefixes"
+    ):  # as in the arena, only what is kept is known
         was, is_now = (each.ledger(layer).cached for each in (seen.before, seen.after))
         wrong[[block for block in range(len(wrong)) if block not in {*was} & {*is_now}]] = False
         return
     free_to_change = handed_out(seen, layer)
     if seen.operation and seen.operation.padding():
-        free_to_change |= seen.adapter.scratch_blocks
+        free_to_change |= seen.scratch_blocks
     wrong[list(free_to_change)] = False
     for block, position in seen.slots(layer):
         # Of a block that room was reserved in, all scales may be reset with the first token.

@@ -109,7 +109,7 @@ def _expected(seen: Observation) -> Pair | None:
     before, found, written = seen.before.arena, seen.after.arena, seen.outcome.written
     if before is None or found is None:
         return None
-    if seen.adapter.sharing == "equal prefixes":
+    if seen.declared.prefixes.shares == "equal prefixes":
         return _cached(seen, before, found)
     expected = before[0].clone(), before[1].clone()
     for layer in range(seen.spec.num_layers):
@@ -123,7 +123,7 @@ def _expected(seen: Observation) -> Pair | None:
         if seen.payload.rounds_blocks:
             free_to_change |= {block for block, _ in slots if block is not None}
         if seen.operation and seen.operation.padding():
-            free_to_change |= seen.adapter.scratch_blocks
+            free_to_change |= seen.scratch_blocks
         for block in free_to_change:
             for image, cache in zip(expected, found, strict=True):
                 image[layer, block] = cache[layer, block]  # a copy: read-back has checked it

@@ -3,10 +3,11 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.capability import Across, Capability, Traits, optional
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -15,15 +16,23 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 
-class TruncationMethods:
-    """The methods that cut sequences."""
+@dataclass(frozen=True)
+class TruncationTraits(Traits):
+    """How a cache cuts a block that others hold, and refuses what it cannot cut."""
 
-    truncate_copies: ClassVar[bool] = False
+    copies: bool = False
     """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
     else the block stays shared until it is written to. A sequence that alone holds a block keeps
     it. Blocks that are given back make room for the copy, and for those of later rows."""
-    untrimmable_errors: ClassVar[tuple[type[BaseException], ...]] = ()
+    errors: tuple[type[BaseException], ...] = ()
     """The errors that ``truncate`` raises, changing nothing, where ``trimmable`` returns False."""
+
+
+class TruncationMethods:
+    """The methods that cut sequences."""
+
+    truncation: ClassVar[TruncationTraits] = TruncationTraits()
+    """How a cache cuts a block that others hold, and refuses what it cannot cut."""
 
     @optional
     def truncate(self, seq: int, length: int) -> None:
@@ -53,7 +62,7 @@ class _Cut(operation.Operation):
     def refusal(self, oracle: operation.Oracle) -> operation.Refusal:
         if self.allowed(oracle):
             return operation.Operation.refusal(self, oracle)
-        return operation.Refusal("untrimmable_errors", "it must refuse", "it cannot be trimmed")
+        return operation.Refusal("truncation.errors", "it must refuse", "it cannot be trimmed")
 
     def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
         return True
@@ -163,6 +172,10 @@ class TruncateMany(_Cut):
 
 TRUNCATION = Capability(
     methods=TruncationMethods,
+    renamed={
+        "truncate_copies": "truncation = TruncationTraits(copies=...)",
+        "untrimmable_errors": "truncation = TruncationTraits(errors=...)",
+    },
     walk=lambda at: [Truncate(seq, at.oracle.length(seq) - 1) for seq in at.filled],
     sharded={"truncate": Across.SAME, "truncate_many": Across.SAME},
     operations=(

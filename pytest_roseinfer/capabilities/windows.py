@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_roseinfer.capabilities.books import wrong_length
-from pytest_roseinfer.capabilities.capability import Capability, Observer
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Traits
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -17,8 +17,6 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.oracle.room import (
     AT_ONCE,
     NEXT_TRY,
-    WINDOW_GIVES_BACK,
-    WINDOW_POOLS,
     first_live,
 )
 
@@ -28,24 +26,40 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 
-class WindowMethods:
-    """How a cache gives back what leaves a window."""
+@dataclass(frozen=True)
+class WindowTraits(Traits):
+    """The groups of layers with windows, and how a cache gives back what leaves them."""
 
-    window_groups: ClassVar[int] = 0
+    groups: int = 0
     """Up to so many different windows are drawn for ``spec.windows``, no window counting as one:
-    the groups of layers that the cache can be built with. In a layer of window W a token attends to
-    itself and the W - 1 before it. So of what is stored the last W - 1 tokens are live: ``peek``
-    and ``gather`` return these alone, ``attend`` attends to them, and ``table`` has None for a
-    block that was given back, all of whose tokens come before them."""
-    window_pools: ClassVar[str] = "own"
+    the groups of layers that the cache can be built with; 0 if layers have none. In a layer of
+    window W a token attends to itself and the W - 1 before it. So of the stored tokens the last
+    W - 1 are live: ``peek`` and ``gather`` return these alone, ``attend`` attends to them, and
+    ``table`` has None for a block that was given back, all of whose tokens come before them."""
+    pools: Literal["own", "shared"] = "own"
     """Each layer has blocks of its ``"own"``, ``spec.num_blocks`` of them; or all groups take them
     from one pool, ``"shared"``: a block is then one group's at a time, layers of a group have the
     same table, and a ledger shows the whole pool, whichever layer is asked for."""
-    window_gives_back: ClassVar[str] = "at once"
+    gives_back: Literal["at once", "next write", "next try"] = "at once"
     """A block that left the window is given back ``"at once"``, by the write that moved it out and
     when that is stored, or by the sequence's ``"next write"``. That makes room for the write's own
     row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the row
     that found no room has given back all the same, as in vLLM."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.groups) is not int or self.groups < 0:
+            raise TypeError(
+                f"WindowTraits: groups is {self.groups!r}; write how many groups of layers with "
+                "different windows the cache can be built with, 0 if layers have none"
+            )
+
+
+class WindowMethods:
+    """How a cache gives back what leaves a window."""
+
+    windows: ClassVar[WindowTraits] = WindowTraits()
+    """The groups of layers with windows, and how a cache gives back what leaves them."""
 
 
 @invariant(rank=0, needs=("table", "windows"))
@@ -86,7 +100,7 @@ def _begun(seen: Observation) -> set[int]:
     oracle, written = seen.oracle, seen.outcome.written
     if (
         oracle.windows.gives_back == AT_ONCE
-        or seen.adapter.sharing != "equal prefixes"
+        or seen.declared.prefixes.shares != "equal prefixes"
         or not written
     ):
         return set()
@@ -101,7 +115,7 @@ def _held_from(seen: Observation, seq: int, layer: int) -> int:
 
 def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
     """Say where no beginning of a text explains what a sequence left out that found it."""
-    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.adapter.match_leaves
+    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.declared.prefixes.leaves
     left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.windows.groups}
 
     def explains(found: int) -> bool:
@@ -135,23 +149,13 @@ def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
 
 
 _WITH_TEXTS = ("fork", "truncate", "look_up", "use_queue")
-_JUDGED = {"match_finds": "some", "match_granularity": "block", "evicts": "any"}
-_CHOICES = {"window_pools": WINDOW_POOLS, "window_gives_back": WINDOW_GIVES_BACK}
+_JUDGED = {"finds": "some", "granularity": "block", "evicts": "any"}
 
 
 def refuse_windows(adapter: type[Any]) -> None:
     """Raise ``TypeError`` where what is said of windows makes no sense or cannot be judged."""
-    name, groups = adapter.__name__, adapter.window_groups
-    if type(groups) is not int or groups < 0:
-        raise TypeError(
-            f"{name}.window_groups is {groups!r}: write how many groups of layers with different "
-            "windows the cache can be built with, 0 if layers have none"
-        )
-    for attribute, choices in _CHOICES.items():
-        if (said := getattr(adapter, attribute)) not in choices:
-            known = " or ".join(map(repr, choices))
-            raise TypeError(f"{name}.{attribute} is {said!r}, and must be {known}")
-    if not groups:
+    name, windows = adapter.__name__, adapter.windows
+    if not windows.groups:
         return
     told = "texts" in adapter.abilities
     others = _WITH_TEXTS if told else ("preempt",)
@@ -167,10 +171,10 @@ def refuse_windows(adapter: type[Any]) -> None:
         raise TypeError(f"{name} has a tolerance, which cannot be judged with windows yet")
     if adapter.row_conditions:
         raise TypeError(f"{name} has row_conditions, whose counts differ from window to window")
-    gives_back = adapter.window_gives_back
+    gives_back = windows.gives_back
     if gives_back == NEXT_TRY and (adapter.atomic_batches or "reserve" in adapter.abilities):
         raise TypeError(
-            f"{name}.window_gives_back is {gives_back!r}, which is said of a cache that admits "
+            f"{name}.windows.gives_back is {gives_back!r}, which is said of a cache that admits "
             "row by row: set atomic_batches = False, and leave out reserve"
         )
     needs_prefill = gives_back != AT_ONCE and "fork" in adapter.abilities
@@ -183,17 +187,17 @@ def refuse_windows(adapter: type[Any]) -> None:
 
 def _refuse_promises(adapter: type[Any]) -> None:
     """Refuse what a cache says of texts that is not known where each group keeps blocks."""
-    for attribute, judged in _JUDGED.items():
-        if (said := getattr(adapter, attribute)) != judged:
+    for trait, judged in _JUDGED.items():
+        if (chosen := getattr(adapter.prefixes, trait)) != judged:
             raise TypeError(
-                f"{adapter.__name__}.{attribute} is {said!r}; with windows and texts, "
+                f"{adapter.__name__}.prefixes.{trait} is {chosen!r}; with windows and texts, "
                 f"{judged!r} alone can be judged yet"
             )
 
 
 def with_windows(spec: CacheSpec, adapter: type[Any], windows: Sequence[int | None]) -> CacheSpec:
     """Return the cache with a layer for each window, and with blocks for all who share them."""
-    sharing = len({*windows}) if adapter.window_pools == "shared" else 1
+    sharing = len({*windows}) if adapter.windows.pools == "shared" else 1
     blocks = sharing * spec.num_blocks
     return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=tuple(windows))
 
@@ -210,6 +214,11 @@ class LeftWindows(Observer):
 
 WINDOWS = Capability(
     methods=WindowMethods,
+    renamed={
+        "window_groups": "windows = WindowTraits(groups=...)",
+        "window_pools": "windows = WindowTraits(pools=...)",
+        "window_gives_back": "windows = WindowTraits(gives_back=...)",
+    },
     invariants=(windows,),
     refuse=(refuse_windows,),
     observers=(LeftWindows,),

@@ -49,7 +49,10 @@ def large_histories(
 
 
 def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
-    """Append to 9, 17, 33 and 65; then do with all rows what the cache offers."""
+    """Append to 9, 17, 33 and 65; then do with all rows what the cache offers.
+
+    At the end, the names that were freed are used again.
+    """
     most = adapter.most_sequences or SEQUENCES
     for rows in ROWS:
         yield Append(tuple(range(min(rows, most))))
@@ -59,6 +62,8 @@ def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
         if capability.large:
             yield from capability.large(large)
             yield Read()
+    gone = (seq for seq in range(min(ROWS[-1], most)) if seq not in large.names)
+    yield Append((*large.names[1:], *gone))
 
 
 def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
@@ -88,8 +93,8 @@ def _spec(
 ) -> CacheSpec:
     """Make a cache with few heads, in which all steps find room."""
     heads = [each for each in adapter.head_dims if each >= _SMALL_HEAD] or adapter.head_dims
-    windows = (None, 5 * size)[: adapter.window_groups]
-    pools = len(windows) if adapter.window_pools == "shared" and windows else 1
+    windows = (None, 5 * size)[: adapter.windows.groups]
+    pools = len(windows) if adapter.windows.pools == "shared" and windows else 1
     return CacheSpec(
         num_layers=max(1, len(windows)),
         num_heads=min(adapter.head_counts),

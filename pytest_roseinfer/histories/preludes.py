@@ -91,7 +91,7 @@ def append_in_batches(writer: Opened) -> None:
 
 def _append_in_batches(writer: Opened) -> Iterator[Operation]:
     size, abilities = writer.oracle.block_size, writer.adapter.abilities
-    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.match_leaves))
+    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.prefixes.leaves))
     if Prefill.needs <= abilities:
         (first,) = writer.fresh(1)
         yield Prefill(first, length, writer.layout())
@@ -189,7 +189,7 @@ def _take_while_they_fit(writer: Opened, steps: Iterator[Operation]) -> None:
 
 
 def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
     full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
     (first,) = writer.fresh(1)
     yield Prefill(first, full + leaves, writer.layout())
@@ -205,7 +205,7 @@ def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
 def may_evict_in_order(writer: Opened) -> bool:
     """Return True if a cache says which of the blocks that it keeps it gives to others first."""
     abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
-    return writer.finds_prompts and writer.adapter.evicts != "any" and needed <= abilities
+    return writer.finds_prompts and writer.adapter.prefixes.evicts != "any" and needed <= abilities
 
 
 def let_two_texts_go(writer: Opened) -> None:
@@ -217,7 +217,7 @@ def let_two_texts_go(writer: Opened) -> None:
 
 
 def _let_two_texts_go(writer: Opened) -> Iterator[Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
     (first,) = writer.fresh(1)
     yield Prefill(first, size + leaves, writer.layout())
     second = writer.parting(size)

@@ -372,7 +372,7 @@ class _Writer:
             if "ledger" not in self.adapter.abilities:
                 return
             # A cache that shares more than forks may find room, and nobody knows what it holds.
-            self.over = self.adapter.sharing == "equal prefixes"
+            self.over = self.adapter.prefixes.shares == "equal prefixes"
         step.apply(self.oracle)
         if self.said:
             self.said.note()
@@ -416,8 +416,8 @@ def histories(
     oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
-    if told and adapter.sharing == "equal prefixes":
-        in_parts = adapter.match_granularity == "token"
+    if told and adapter.prefixes.shares == "equal prefixes":
+        in_parts = adapter.prefixes.granularity == "token"
         writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
     if prelude:
         _repeat(writer, prelude)
@@ -480,7 +480,7 @@ def _draw_spec(
             pools=pools,
         )
     )
-    if groups := adapter.window_groups:
+    if groups := adapter.windows.groups:
         layers = max(spec.num_layers, min(2, groups))
         windows = draw(layer_windows(layers, block_size=spec.block_size, groups=groups))
         spec = with_windows(spec, adapter, windows)

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytest_roseinfer.oracle.pages import Absence, Page, State, share_as
@@ -30,37 +31,7 @@ if TYPE_CHECKING:
 # What the oracle must know of a cache: what its adapter declares of it, and its shape.
 
 
-SHARING = ("exact", "equal prefixes", "none")
 FORK_SHARES = ("blocks", "full blocks", "nothing")
-
-
-class HasStates(Protocol):
-    """A capability, as far as the oracle knows of any."""
-
-    @property
-    def states(self) -> Sequence[type[State]]: ...
-
-
-class Declares(Protocol):
-    """What an adapter says of its cache that the oracle must know."""
-
-    @property
-    def fork_shares(self) -> str: ...
-    @property
-    def sharing(self) -> str: ...
-    @property
-    def truncate_copies(self) -> bool: ...
-    @property
-    def atomic_batches(self) -> bool: ...
-    @property
-    def window_pools(self) -> str: ...
-    @property
-    def window_gives_back(self) -> str: ...
-    @property
-    def abilities(self) -> frozenset[str]: ...
-    def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
-    @property
-    def capabilities(self) -> Sequence[HasStates]: ...
 
 
 class Shape(Protocol):
@@ -121,7 +92,7 @@ class Oracle:
     """What sequences say, if the cache is told."""
     texts: Texts | None = field(init=False)
     truncate_copies: bool = False
-    """As ``KVCacheAdapter.truncate_copies``."""
+    """As ``TruncationTraits.copies``."""
     trimmable: Callable[[int, int], bool] = always
     """Whether a sequence of so many tokens may be cut to so many."""
     finds_blocks: bool = False
@@ -139,25 +110,25 @@ class Oracle:
     """The parts of capabilities, by their kinds."""
 
     @classmethod
-    def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Self:
+    def of(cls, adapter: Any, spec: Shape, branches: tuple[Branch, ...] = ()) -> Self:
         """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
         kinds = [
             kind
             for kind in chain.from_iterable(each.states for each in adapter.capabilities)
             if (not kind.any_of or adapter.abilities.intersection(kind.any_of))
-            and all(getattr(adapter, name) == due for name, due in kind.where.items())
+            and all(attrgetter(name)(adapter) == due for name, due in kind.where.items())
         ]
-        shared = adapter.window_pools == "shared"
+        shared = adapter.windows.pools == "shared"
         return cls(
             spec.block_size,
             spec.num_blocks,
             adapter.fork_shares,
             branches,
-            adapter.truncate_copies,
+            adapter.truncation.copies,
             partial(adapter.trimmable, spec),
-            adapter.sharing == "equal prefixes",
+            adapter.prefixes.shares == "equal prefixes",
             adapter.atomic_batches,
-            windows=Windows(spec.windows, shared, adapter.window_gives_back),
+            windows=Windows(spec.windows, shared, adapter.windows.gives_back),
             states={kind: kind.of(adapter) for kind in kinds},
         )
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.oracle.pages import Table
 
-WINDOW_POOLS = ("own", "shared")
-AT_ONCE, NEXT_WRITE, NEXT_TRY = WINDOW_GIVES_BACK = ("at once", "next write", "next try")
+AT_ONCE, NEXT_TRY = "at once", "next try"
 Window = int | None
 """The window of a layer, which names its group; None where a layer attends to all."""
 
@@ -37,7 +36,7 @@ class Windows:
     shared_pool: bool = False
     """All groups take their blocks from one pool, in which a block belongs to one of them."""
     gives_back: str = AT_ONCE
-    """As ``KVCacheAdapter.window_gives_back``."""
+    """As ``WindowTraits.gives_back``."""
     given_back: dict[Window, Counter[int]] = field(init=False)
     """By group and sequence: how many of its first pages."""
     tables: dict[Window, dict[int, Table]] = field(init=False)

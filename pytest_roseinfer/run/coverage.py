@@ -63,7 +63,12 @@ _Turn = tuple[str | None, str, int]
 
 def finds_prefixes(adapter: type[Adapter]) -> bool:
     """Return True for a cache that lets sequences begin with what is found of their texts."""
-    return {*adapter.abilities, f"sharing={getattr(adapter, 'sharing', '')}"} >= FINDS_PREFIXES
+    shares = issubclass(adapter, KVCacheAdapter) and adapter.prefixes.shares
+    return {*adapter.abilities, f"prefixes.shares={shares}"} >= FINDS_PREFIXES
+
+
+def _has_windows(adapter: type[Adapter]) -> bool:
+    return issubclass(adapter, KVCacheAdapter) and adapter.windows.groups > 0
 
 
 def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
@@ -75,7 +80,7 @@ def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
         yield ONE_POSITION
         yield MIXED_POSITIONS
     yield BOUNDARY
-    forks = "fork" in adapter.abilities and adapter.sharing != "none"
+    forks = "fork" in adapter.abilities and adapter.prefixes.shares != "none"
     if finds_prefixes(adapter) or (forks and adapter.fork_shares != "nothing"):
         yield SHARED_TWICE
     if forks and adapter.fork_shares == "blocks":
@@ -372,7 +377,7 @@ class Coverage:
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
                 [
                     *adapter.conditions,
-                    *["left_a_window"] * bool(getattr(adapter, "window_groups", 0)),
+                    *["left_a_window"] * _has_windows(adapter),
                     *["prefix_found"] * finds_prefixes(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                 ],

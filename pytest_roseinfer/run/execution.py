@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.answers import WrongAnswer
@@ -45,7 +46,7 @@ class Execution:
     def do(self) -> Outcome:
         """Do the step; fail where the cache refuses it wrongly, or accepts it wrongly."""
         run, oracle, admitted = self.run, self.run.oracle, self.admitted
-        errors: tuple[type[BaseException], ...] = getattr(run.adapter, self.refusal.errors)
+        errors: tuple[type[BaseException], ...] = attrgetter(self.refusal.errors)(run.adapter)
         stored, note = None, ""
         if admitted:
             stored = self.written if self.fits else admitted.written(oracle)

@@ -74,7 +74,7 @@ class Machine:
         """Every token that was ever to be written, and the sequence that was the first to do it."""
         self.checked = Counter({each.name: 0 for each in self.invariants})
         """How often each invariant was checked."""
-        self.adapter = adapter_type()
+        self.declared, self.adapter = adapter_type, adapter_type()
         coverage.current().count_calls(self.adapter)
         with self._watched("make()"):
             self.adapter.make(spec)
@@ -213,7 +213,8 @@ class Machine:
             oracle=self.oracle,
             payload=self.payload,
             seen=self.seen,
-            adapter=self.adapter,
+            declared=self.declared,
+            scratch_blocks=self.adapter.scratch_blocks,
             notes={kind: each.notes(after) for kind, each in self.observers.items()},
             **what,
         )

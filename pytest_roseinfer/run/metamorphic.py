@@ -147,7 +147,7 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
     if one.payload.tolerance:
         return  # each is as near to what was written as it must be, and they need be no nearer
     finds_some = any(
-        run.adapter.match_finds == "some" or ((met := run.observer(Collisions)) and met.any)
+        run.declared.prefixes.finds == "some" or ((met := run.observer(Collisions)) and met.any)
         for run in (one, other)
     )
     for seq in one.oracle.readable:
@@ -165,7 +165,7 @@ def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
     expected, found = one.look().arena, other.look(copies=False)
     if expected is None or found.arena is None or one.payload.tolerance:
         return
-    if one.adapter.sharing == "equal prefixes":  # options may change what is kept for later
+    if one.oracle.finds_blocks:  # options may change what is kept for later
         return
     for was, now in zip(expected, found.arena, strict=True):
         was[:, scratch] = now[:, scratch]

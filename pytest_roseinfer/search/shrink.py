@@ -220,7 +220,7 @@ def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History
             continue
         step.apply(oracle)
         kept.append(step)
-        if not fits and adapter.sharing == "equal prefixes":
+        if not fits and adapter.prefixes.shares == "equal prefixes":
             break  # it may find room all the same, and nobody knows what it holds then
     endings = (each.endings for each in adapter.capabilities if each.endings)
     kept += chain.from_iterable(ending(oracle) for ending in endings)

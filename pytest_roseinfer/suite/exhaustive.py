@@ -111,7 +111,7 @@ def beginnings(
         dtype=adapter.dtypes[0],
         options={**usual, **(options or {})},
     )
-    if groups := adapter.window_groups:
+    if groups := adapter.windows.groups:
         spec = with_windows(spec, adapter, WINDOWS[-groups:])
     each = max(GATHERS_EVERY)  # every beginning of a history is one itself, and so is all gathered
     return (History(spec, (), texts=texts, gathers_every=each) for texts in every_texts(adapter))

@@ -124,8 +124,7 @@ class BlockManagerAdapter(ComingTexts):
     the tables. ``namespaces`` is ``hear_namespaces`` where the manager knows any.
     """
 
-    sharing: ClassVar[str] = "equal prefixes"
-    match_leaves: ClassVar[int] = 1
+    prefixes = ComingTexts.prefixes.but(shares="equal prefixes", leaves=1)
     atomic_batches: ClassVar[bool] = False
     spare_blocks: ClassVar[int] = 0
     """Blocks that the manager has beside those for sequences."""
@@ -156,7 +155,7 @@ class BlockManagerAdapter(ComingTexts):
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.store = BlockStore(spec, spec.num_blocks + self.spare_blocks)
-        self.windows = list(spec.windows) or [None] * spec.num_layers
+        self.window_of = list(spec.windows) or [None] * spec.num_layers
         self.said: dict[int, tuple[list[int], int]] = {}
         """What each sequence says, and in which namespace."""
         self.preempted: set[int] = set()
@@ -188,8 +187,8 @@ class BlockManagerAdapter(ComingTexts):
         self._store(seq, found, key[:, found:], value[:, found:])
 
     def _store(self, seq: int, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for window in dict.fromkeys(self.windows):
-            layers = [layer for layer, own in enumerate(self.windows) if own == window]
+        for window in dict.fromkeys(self.window_of):
+            layers = [layer for layer, own in enumerate(self.window_of) if own == window]
             self.store.write(self.table(seq, layers[0]), begin, key, value, layers)
         self.stored(seq, key.shape[1])
 
@@ -208,7 +207,7 @@ class BlockManagerAdapter(ComingTexts):
         self.preempted.remove(seq)
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        (said, _), window = self.said[seq], self.windows[layer]
+        (said, _), window = self.said[seq], self.window_of[layer]
         live = max(0, len(said) - window + 1) if window else 0
         return self.store.read(self.table(seq, layer), layer, len(said), live)
 

@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache, GPT2Config
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.truncation import TruncationTraits
 from pytest_roseinfer.targets.attended import behind, nothing_attended
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class DynamicCacheAdapter(KVCacheAdapter):
     }
 
     fork_shares = "nothing"
-    untrimmable_errors = (RuntimeError, ValueError)  # of newer and older versions
+    truncation = TruncationTraits(errors=(RuntimeError, ValueError))
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec

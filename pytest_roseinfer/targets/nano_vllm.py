@@ -22,7 +22,7 @@ INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, 
 
 
 class NanoVllmAdapter(BlockManagerAdapter):
-    evicts: ClassVar[str] = "least recent"
+    prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     # Its own blocks hold a multiple of 256 tokens, by the same code; 1 needs other code.
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8, 16)
 

@@ -114,11 +114,10 @@ def _first_live(window: int | None, length: int) -> int:
 class WindowedManager(ReadManager):
     """All windows take their blocks from one pool, and what left one is given back at once."""
 
-    window_groups: ClassVar[int] = 3
-    window_pools: ClassVar[str] = "shared"
+    windows = ReadManager.windows.but(groups=3, pools="shared")
     conditions = tuple(name for name in ReadManager.conditions if name != Condition.PADDING.value)
     row_conditions: ClassVar[Mapping[str, str]] = {}
-    untrimmable_errors = (BadArgument,)
+    truncation = ReadManager.truncation.but(errors=(BadArgument,))
     # The layers of all windows lie one over the other: nothing shows them side by side.
     arena: Any = KVCacheAdapter.arena
     attend: Any = KVCacheAdapter.attend

@@ -17,6 +17,7 @@ from pytest_roseinfer.capabilities.cache_data import (
     FastPath,
     Ledger,
 )
+from pytest_roseinfer.capabilities.truncation import TruncationTraits
 from pytest_roseinfer.targets.block_manager import read_blocks
 from roseinfer import (
     AppendPolicy,
@@ -94,7 +95,7 @@ class BlockLists(KVCacheAdapter):
 
     full_errors = (OutOfBlocks,)
     paths: ClassVar[Mapping[str, FastPath]] = PATHS
-    truncate_copies = True
+    truncation = TruncationTraits(copies=True)
     scratch_blocks = frozenset({0})
     conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS, "list_used_again")
     option_choices = OPTION_CHOICES

@@ -16,6 +16,7 @@ from transformers.utils import is_torchvision_available
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
+from pytest_roseinfer.capabilities.prefixes import PrefixTraits
 from pytest_roseinfer.targets.block_manager import BlockStore
 from pytest_roseinfer.targets.without_its_top import part_of, without
 
@@ -153,9 +154,7 @@ def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
 
 
 class SglangAdapter(KVCacheAdapter):
-    sharing: ClassVar[str] = "equal prefixes"
-    match_leaves: ClassVar[int] = 1
-    match_finds: ClassVar[str] = "some"
+    prefixes = PrefixTraits(shares="equal prefixes", leaves=1, finds="some")
     option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
         "tree_core_backend": ("rust", "python")
     }
@@ -291,7 +290,7 @@ class _WindowedStore(BlockStore):
 
     def __init__(self, spec: CacheSpec, allocator: Any) -> None:
         super().__init__(spec, spec.num_blocks + 1)
-        self.windows = BlockStore(spec, spec.num_blocks + 1)
+        self.window_store = BlockStore(spec, spec.num_blocks + 1)
         self.allocator = allocator
         self.seen = spec.options["window"] - 1
         """How many tokens the next one sees before itself."""
@@ -305,14 +304,14 @@ class _WindowedStore(BlockStore):
             if not all(torch.allclose(*each, rtol=0, atol=0, equal_nan=True) for each in pairs):
                 raise AssertionError(f"the window behind token {len(before)} holds something else")
         super().write_slots(new, key, value)
-        self.windows.write_slots(self._of_windows(new), key, value)
+        self.window_store.write_slots(self._of_windows(new), key, value)
 
     def read_slots(self, slots: torch.Tensor, layer: int) -> KeysAndValues:
         if layer % 2:
             return super().read_slots(slots, layer)
         gone = max(0, len(slots) - self.seen)
         old = super().read_slots(slots[:gone], layer)
-        new = self.windows.read_slots(self._of_windows(slots[gone:]), layer)
+        new = self.window_store.read_slots(self._of_windows(slots[gone:]), layer)
         keys, values = (torch.cat(both) for both in zip(old, new, strict=True))
         return keys, values
 

@@ -30,7 +30,7 @@ def vllm_part(name: str) -> Any:
 class VllmAdapter(BlockManagerAdapter):
     """All layers attend to all tokens."""
 
-    evicts: ClassVar[str] = "least recent"
+    prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     spare_blocks: ClassVar[int] = 1  # the first stands for those that were given back
     namespaces = BlockManagerAdapter.hear_namespaces
 
@@ -39,7 +39,7 @@ class VllmAdapter(BlockManagerAdapter):
         utils.init_none_hash(sha256)
         self.hasher = utils.get_request_block_hasher(spec.block_size, sha256)
         self.sampling = vllm_part("sampling_params").SamplingParams(max_tokens=_ENDLESS)
-        self.kinds = list(dict.fromkeys(self.windows))
+        self.kinds = list(dict.fromkeys(self.window_of))
         group = vllm_part("v1.kv_cache_interface").KVCacheGroupSpec
         groups = [group([], _layers(spec, window)) for window in self.kinds]
         config = vllm_part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups)
@@ -95,7 +95,7 @@ class VllmAdapter(BlockManagerAdapter):
 
     def table(self, seq: int, layer: int) -> list[int | None]:
         tables = self.manager.get_block_ids(self.requests[seq].request_id)
-        return [block or None for block in tables[self.kinds.index(self.windows[layer])]]
+        return [block or None for block in tables[self.kinds.index(self.window_of[layer])]]
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  all layers share a pool
         pool = self.manager.block_pool
@@ -120,11 +120,8 @@ def _layers(spec: CacheSpec, window: int | None) -> Any:
 class WindowsVllmAdapter(VllmAdapter):
     """What a window keeps for later prompts may be thinned out; with EAGLE, less is found."""
 
-    evicts: ClassVar[str] = "any"
-    match_finds: ClassVar[str] = "some"
-    window_groups: ClassVar[int] = 3
-    window_pools: ClassVar[str] = "shared"
-    window_gives_back: ClassVar[str] = "next try"
+    prefixes = VllmAdapter.prefixes.but(evicts="any", finds="some")
+    windows = VllmAdapter.windows.but(groups=3, pools="shared", gives_back="next try")
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "blocks between kept ones": (None, 0, 1, 2, 3),
         "eagle": (False, True),
@@ -132,6 +129,6 @@ class WindowsVllmAdapter(VllmAdapter):
 
     def configured(self, config: Any, spec: CacheSpec) -> Any:
         blocks = spec.options["blocks between kept ones"]
-        if blocks is None or not any(self.windows):
+        if blocks is None or not any(self.window_of):
             return config
         return replace(config, prefix_cache_retention_interval=blocks * spec.block_size)

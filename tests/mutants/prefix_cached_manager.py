@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
+from pytest_roseinfer import PrefixTraits
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheSpec, Ledger
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
@@ -38,11 +39,9 @@ class PrefixCachedManager(KVCacheAdapter):
 
     full_errors = (OutOfBlocks,)
     scratch_blocks = frozenset({0})
-    sharing = "equal prefixes"
-    match_granularity = "token"
-    match_leaves = 1
-    match_finds = "some"  # what two have stored is kept of one, and a tail once its sequence ends
-    keeps_found = True
+    prefixes = PrefixTraits(
+        shares="equal prefixes", granularity="token", leaves=1, finds="some", keeps_found=True
+    )
     conditions: ClassVar[Sequence[str]] = (
         "block_found",
         "tail_found",
@@ -63,8 +62,8 @@ class PrefixCachedManager(KVCacheAdapter):
         self.shown = self.manager()
         self.shown.make(replace(spec, options=_KERNELS_OFF))
         self.kv = self.shown.manager
-        self.prefixes = prefix_cache.PrefixCache(self.kv)
-        self.supply = BlockSupply(self.kv, self.prefixes, withdraw=lambda _: None)
+        self.prefix_cache = prefix_cache.PrefixCache(self.kv)
+        self.supply = BlockSupply(self.kv, self.prefix_cache, withdraw=lambda _: None)
         self.requests: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
 
@@ -79,11 +78,11 @@ class PrefixCachedManager(KVCacheAdapter):
 
     def matched(self, said: Sequence[int]) -> int:
         """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
-        unused = [*self.prefixes.unused]
+        unused = [*self.prefix_cache.unused]
         request = self.started(said)
         self.give_back(request)
         for entry in unused:  # nothing was used
-            self.prefixes.unused.move_to_end(entry)
+            self.prefix_cache.unused.move_to_end(entry)
         return request.found
 
     def look_up(self, said: Sequence[int]) -> object:
@@ -211,7 +210,7 @@ class PrefixCachedManager(KVCacheAdapter):
         self.counts["tail_found"] += bool(tail)
 
     def path_counts(self) -> Mapping[str, int]:
-        return {**self.counts, "evicted": self.prefixes.num_evictions}
+        return {**self.counts, "evicted": self.prefix_cache.num_evictions}
 
     def lists(self) -> ReadManager:
         """Return the manager with the block lists as they are now."""
@@ -236,8 +235,8 @@ class PrefixCachedManager(KVCacheAdapter):
         books = self.shown.ledger(layer)
         group, first = self.kv.group_of(layer), self.shown.first_id(layer)
         held = Counter(books.refcounts)
-        held.subtract(each.block_ids[group] - first for each in self.prefixes._entries.values())
-        unused = [entry.block_ids[group] - first for entry in self.prefixes.unused]
+        held.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
+        unused = [entry.block_ids[group] - first for entry in self.prefix_cache.unused]
         refcounts = {block: count for block, count in held.items() if count}
         free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
@@ -250,17 +249,16 @@ class WindowedPrefixes(PrefixCachedManager):
     """
 
     manager = WindowedManager
-    window_groups = 3
-    window_pools = "shared"
+    windows = PrefixCachedManager.windows.but(groups=3, pools="shared")
     arena: Any = KVCacheAdapter.arena  # not offered
     look_up: Any = KVCacheAdapter.look_up  # cannot be judged with windows yet
     begin_with: Any = KVCacheAdapter.begin_with
-    match_granularity = "block"
+    prefixes = PrefixCachedManager.prefixes.but(granularity="block")
     conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        patch.object(self.prefixes, "_add_tail").start()
+        patch.object(self.prefix_cache, "_add_tail").start()
 
     def lists(self) -> ReadManager:
         shown = super().lists()
@@ -270,15 +268,15 @@ class WindowedPrefixes(PrefixCachedManager):
 
     def ledger(self, layer: int) -> Ledger:
         books, kept, unused = self.shown.ledger(layer), Counter[int](), []
-        for entry in self.prefixes._entries.values():
+        for entry in self.prefix_cache._entries.values():
             kept.update(entry.block_ids)
-            if entry in self.prefixes.unused:
-                lent = self.prefixes._lent
+            if entry in self.prefix_cache.unused:
+                lent = self.prefix_cache._lent
                 unused += [each for each in entry.block_ids if each and each not in lent]
-        unused += [entry.block_ids[group] for entry, group in self.prefixes._loose]
+        unused += [entry.block_ids[group] for entry, group in self.prefix_cache._loose]
         held = {block: count - kept[block] for block, count in books.refcounts.items()}
         refcounts = {block: count for block, count in held.items() if count}
-        num_free = self.kv.num_free_blocks(layer) + self.prefixes.num_unused
+        num_free = self.kv.num_free_blocks(layer) + self.prefix_cache.num_unused
         return Ledger(refcounts, [*books.free, *unused], books.total, unused, num_free=num_free)
 
 

@@ -77,7 +77,7 @@ def test_a_tail_that_was_found_is_copied_or_the_append_refused() -> None:
 
 
 class SaysNothingOfTails(PrefixCachedManager):
-    keeps_found = False
+    prefixes = PrefixCachedManager.prefixes.but(keeps_found=False)
 
 
 def test_that_it_copies_must_be_said() -> None:

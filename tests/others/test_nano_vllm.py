@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import ClassVar
 
 import pytest
 
@@ -31,11 +30,11 @@ def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 class MissesSome(NanoVllmAdapter):
     """That it forgets a text which stays is no finding."""
 
-    match_finds: ClassVar[str] = "some"
+    prefixes = NanoVllmAdapter.prefixes.but(finds="some")
 
 
 class MissesSomeAndCollides(WeaklyHashedNanoVllmAdapter):
-    match_finds: ClassVar[str] = "some"
+    prefixes = WeaklyHashedNanoVllmAdapter.prefixes.but(finds="some")
 
 
 @needs_it

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,7 +41,7 @@ def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 class EntersAtOnce(SglangAdapter):
     """What is decoded is in the tree when it is stored, so that all of it must be found."""
 
-    match_finds: ClassVar[str] = "all"
+    prefixes = SglangAdapter.prefixes.but(finds="all")
 
     def kind(self, spec: CacheSpec) -> dict[str, Any]:
         return {**super().kind(spec), "eviction_policy": "slru"}

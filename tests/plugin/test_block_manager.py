@@ -134,7 +134,7 @@ def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coverage, "ENOUGH_TRIES", 100)
 
     class FindsSome(adapter(FindsNothing)):  # type: ignore[misc]
-        match_finds = "some"
+        prefixes = adapter(FindsNothing).prefixes.but(finds="some")
 
     conformance(FindsSome)().test_histories()
     (row,) = coverage.current().of(FindsSome).rows()

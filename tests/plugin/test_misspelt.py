@@ -122,3 +122,22 @@ def test_a_misspelt_name_is_found_in_a_base_of_the_users() -> None:
 def test_a_method_that_is_nothing_without_another_is_refused(defined: str, lacking: str) -> None:
     with pytest.raises(TypeError, match=f"^Paged defines {defined} and must .* {lacking} too$"):
         refuse_mistakes(type("Paged", (ListCache,), {defined: method}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "match_leaves",
+            1,
+            r"match_leaves was renamed: write prefixes = PrefixTraits\(leaves=",
+        ),
+        ("window_groups", 2, r"renamed: write windows = WindowTraits\(groups=...\)"),
+        ("prefixes", "equal prefixes", r"Own.prefixes is 'equal prefixes': write PrefixTraits\("),
+    ],
+)
+def test_names_of_before_are_refused_with_what_to_write(
+    name: str, value: object, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        refuse_mistakes(type("Own", (ListCache,), {name: value}))

@@ -147,7 +147,9 @@ def test_adapter_methods(heading: str, kind: Any) -> None:
     ],
 )
 def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: Any) -> None:
-    documented = [(name, eval(default, vars(module))) for name, default, _ in table(heading)]
+    known = {name: getattr(pytest_roseinfer, name) for name in pytest_roseinfer.__all__}
+    known |= vars(module)
+    documented = [(name, eval(default, known)) for name, default, _ in table(heading)]
     named = [name for each in kind.declaring() for name in inspect.get_annotations(each)]
     assert documented == [(name, getattr(kind, name)) for name in named]
 

@@ -97,7 +97,7 @@ class RunsOut(PagedCache):
 
 
 class RunsOutOfWhatItMayFind(RunsOut):
-    sharing = "equal prefixes"
+    prefixes = RunsOut.prefixes.but(shares="equal prefixes")
 
     def texts(self, said: object) -> None:
         """Find nothing by them."""

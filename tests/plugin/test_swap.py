@@ -145,7 +145,7 @@ def test_what_a_sequence_says_is_the_same_when_it_is_resumed() -> None:
 
 class TrimsByOption(SwapCache):
     option_choices: ClassVar[Mapping[str, Sequence[bool]]] = {"trims": (True, False)}
-    untrimmable_errors = (ValueError,)
+    truncation = SwapCache.truncation.but(errors=(ValueError,))
 
     @classmethod
     def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003

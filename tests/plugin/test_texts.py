@@ -114,15 +114,11 @@ def test_one_without_texts_is_loaded_as_before() -> None:
 
 
 class SharesWithoutTexts(PagedCache):
-    sharing = "equal prefixes"
+    prefixes = PagedCache.prefixes.but(shares="equal prefixes")
 
 
 class EvictsWithoutTexts(PagedCache):
-    evicts = "least recent"
-
-
-class SharesAnyhow(PagedCache):
-    sharing = "anyhow"
+    prefixes = PagedCache.prefixes.but(evicts="least recent")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,6 @@ class SharesAnyhow(PagedCache):
     [
         (SharesWithoutTexts, "cannot be judged without texts: define it"),
         (EvictsWithoutTexts, "'least recent', which cannot be judged without texts: define it"),
-        (SharesAnyhow, "choose one of 'exact', 'equal prefixes', 'none'"),
     ],
 )
 def test_a_policy_that_cannot_be_judged_is_refused(
@@ -138,6 +133,11 @@ def test_a_policy_that_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         conformance(adapter)
+
+
+def test_a_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="choose one of 'exact', 'equal prefixes', 'none'"):
+        PagedCache.prefixes.but(shares="anyhow")
 
 
 @pytest.mark.parametrize("branches_off", [0, WHOLE])

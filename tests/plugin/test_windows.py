@@ -289,28 +289,16 @@ def test_a_picture_shows_what_was_given_back() -> None:
 # ------------------------------------------------------------------ what an adapter may say
 
 
-class NegativeGroups(WindowCache):
-    window_groups = -1
-
-
-class UnknownPools(WindowCache):
-    window_pools = "both"
-
-
-class UnknownTime(WindowCache):
-    window_gives_back = "never"
-
-
 class HearsTextsOfForks(WindowCache):
     def texts(self, said: object) -> None: ...
 
 
 class FindsAll(WindowedTextCache):
-    match_finds = "all"
+    prefixes = WindowedTextCache.prefixes.but(finds="all")
 
 
 class EvictsInOrder(WindowedTextCache):
-    evicts = "least recent"
+    prefixes = WindowedTextCache.prefixes.but(evicts="least recent")
 
 
 class Preempts(WindowCache):
@@ -332,7 +320,7 @@ class CountsRows(WindowCache):
 
 
 class TriesAllRows(WindowCache):
-    window_gives_back = "next try"
+    windows = WindowCache.windows.but(gives_back="next try")
 
 
 class CopiesInParts(LazyCache):
@@ -342,13 +330,19 @@ class CopiesInParts(LazyCache):
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
-        (NegativeGroups, "window_groups is -1"),
-        (UnknownPools, "window_pools is 'both', and must be 'own' or 'shared'"),
-        (UnknownTime, "window_gives_back is 'never', and must be 'at once' or 'next write' or"),
-        (TriesAllRows, "window_gives_back is 'next try', which is said of a cache that admits row"),
+        (
+            TriesAllRows,
+            "windows.gives_back is 'next try', which is said of a cache that",
+        ),
         (HearsTextsOfForks, "defines fork, which cannot be judged with windows and texts yet"),
-        (FindsAll, "match_finds is 'all'; with windows and texts, 'some' alone can be judged yet"),
-        (EvictsInOrder, "evicts is 'least recent'; with windows and texts, 'any' alone can be"),
+        (
+            FindsAll,
+            "prefixes.finds is 'all'; with windows and texts, 'some' alone can",
+        ),
+        (
+            EvictsInOrder,
+            "prefixes.evicts is 'least recent'; with windows and texts, 'any'",
+        ),
         (Preempts, "defines preempt, which cannot be judged with windows yet"),
         (SwapsOut, "defines swap_out, which cannot be judged with windows yet"),
         (Rounds, "has a tolerance, which cannot be judged with windows yet"),
@@ -359,3 +353,18 @@ class CopiesInParts(LazyCache):
 def test_what_makes_no_sense_is_refused(adapter: type[KVCacheAdapter], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         refuse_mistakes(adapter)
+
+
+@pytest.mark.parametrize(
+    ("traits", "said"),
+    [
+        ({"groups": -1}, "WindowTraits: groups is -1; write how many"),
+        ({"pools": "both"}, "pools is 'both'; choose one of 'own', 'shared'"),
+        ({"gives_back": "never"}, "gives_back is 'never'; choose one of 'at once', 'next write', "),
+    ],
+)
+def test_a_trait_that_there_is_not_is_refused_where_it_is_written(
+    traits: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        WindowCache.windows.but(**traits)

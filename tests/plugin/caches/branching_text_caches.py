@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import CacheFull, KVCacheAdapter
 from tests.plugin.caches.text_cache import TextCache
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class BranchingTextCache(TextCache):
     """A fork shares all blocks; whoever writes into a shared one, or cuts it, gets a copy."""
 
-    truncate_copies: ClassVar[bool] = True
+    truncation = TextCache.truncation.but(copies=True)
 
     def fork(self, parent: int, child: int) -> None:
         self.tables[child] = list(self.tables[parent])
@@ -72,7 +72,7 @@ class BranchingTextCache(TextCache):
             return
         kept = -(-length // size)
         within = bool(length % size)
-        copied = self.truncate_copies and within and self.others(seq, kept - 1) > 0
+        copied = self.truncation.copies and within and self.others(seq, kept - 1) > 0
         given_back = sum(self.holders[block] == 1 for block in table[kept:])
         if copied and not len(self.unused) + given_back:
             raise CacheFull("no block for a copy")
@@ -89,7 +89,7 @@ class BranchingTextCache(TextCache):
 class CutsWithoutCopies(BranchingTextCache):
     """A shared block that is cut stays shared, and stays known, until it is written to."""
 
-    truncate_copies: ClassVar[bool] = False
+    truncation = BranchingTextCache.truncation.but(copies=False)
 
     def after_the_cut(self, seq: int) -> None:
         last = self.tables[seq][-1]

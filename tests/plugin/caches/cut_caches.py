@@ -187,7 +187,7 @@ class CannotTrim(Exception):
 class StateCache(CutCache):
     """A cache that cannot be cut any more once it holds more than a block. It is right."""
 
-    untrimmable_errors = (CannotTrim,)
+    truncation = CutCache.truncation.but(errors=(CannotTrim,))
 
     @classmethod
     def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 class TailCache(BranchingTextCache):
     """A partial block is known once its sequence is gone; who begins with it writes into a copy."""
 
-    match_granularity: ClassVar[str] = "token"
-    match_finds: ClassVar[str] = "some"
-    keeps_found: ClassVar[bool] = True
-    evicts: ClassVar[str] = "any"
+    prefixes = BranchingTextCache.prefixes.but(
+        granularity="token", finds="some", keeps_found=True, evicts="any"
+    )
     head_counts = (1, 2)
     head_dims = (4,)
     block_sizes = (4, 1, 2, 3)
@@ -95,4 +94,4 @@ class CountsNoCopy(TailCache):
 class SaysNothingOfIt(TailCache):
     """It is right, but does not say that what is found stays as it is."""
 
-    keeps_found: ClassVar[bool] = False
+    prefixes = TailCache.prefixes.but(keeps_found=False)

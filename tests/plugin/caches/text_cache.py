@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger, PrefixTraits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -20,8 +20,7 @@ class TextCache(KVCacheAdapter):
     nobody holds any more keeps what it holds until it is needed.
     """
 
-    sharing: ClassVar[str] = "equal prefixes"
-    evicts: ClassVar[str] = "least recent"
+    prefixes = PrefixTraits(shares="equal prefixes", evicts="least recent")
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer import (
+    CacheFull,
+    CacheSpec,
+    KVCacheAdapter,
+    Ledger,
+    TruncationTraits,
+    WindowTraits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,8 +66,8 @@ class WindowCache(KVCacheAdapter):
     head_counts = (1, 2)
     head_dims = (4, 1)
     block_sizes = (4, 1, 2, 3)
-    window_groups = 3
-    untrimmable_errors = (CannotTrim,)
+    windows = WindowTraits(groups=3)
+    truncation = TruncationTraits(errors=(CannotTrim,))
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -69,7 +76,7 @@ class WindowCache(KVCacheAdapter):
         self.values = torch.zeros_like(self.keys)
         self.kinds = list(dict.fromkeys(spec.windows))
         self.groups = [Group(window, self.new_pool()) for window in self.kinds]
-        if self.window_pools == "shared":
+        if self.windows.pools == "shared":
             for group in self.groups:
                 group.pool = self.groups[0].pool
         self.lengths: Counter[int] = Counter()
@@ -122,7 +129,7 @@ class WindowCache(KVCacheAdapter):
         copies: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         try:
             for seq, count in zip(seqs, counts, strict=True):
-                if self.window_gives_back == "next write":
+                if self.windows.gives_back == "next write":
                     self.slide(seq)
                 for group, own, copied in zip(self.groups, slots, copies, strict=True):
                     own += [self.slot(group, seq, more, copied) for more in range(count)]
@@ -165,7 +172,7 @@ class WindowCache(KVCacheAdapter):
             for cache, new in ((self.keys, key), (self.values, value)):
                 for row, (block, position) in enumerate(own):
                     cache[layer, block, :, position] = new[layer, row]
-        if self.window_gives_back == "at once":
+        if self.windows.gives_back == "at once":
             for seq in seqs:
                 self.slide(seq)
 
@@ -242,26 +249,25 @@ class WindowCache(KVCacheAdapter):
 class SharedPoolCache(WindowCache):
     """All groups share a pool, and give blocks back by the next write. It is right."""
 
-    window_pools = "shared"
-    window_gives_back = "next write"
+    windows = WindowCache.windows.but(pools="shared", gives_back="next write")
 
 
 class LazyCache(WindowCache):
     """Each group has a pool, and gives back by the next write. It is right."""
 
-    window_gives_back = "next write"
+    windows = WindowCache.windows.but(gives_back="next write")
 
 
 class EagerSharedCache(WindowCache):
     """One pool for all groups, and blocks are given back at once. It is right."""
 
-    window_pools = "shared"
+    windows = WindowCache.windows.but(pools="shared")
 
 
 class TryingCache(SharedPoolCache):
     """It admits row by row, and a row gives back before it is known that it fits. It is right."""
 
-    window_gives_back = "next try"
+    windows = SharedPoolCache.windows.but(gives_back="next try")
     atomic_batches = False
     reserve: Any = KVCacheAdapter.reserve  # not offered
     fill: Any = KVCacheAdapter.fill  # not offered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 from tests.plugin.caches.window_cache import Pool, SharedPoolCache
@@ -52,9 +52,7 @@ class KeepingPool(Pool):
 class WindowedTextCache(SharedPoolCache):
     """A prompt begins with what every group still has of its window there. It is right."""
 
-    sharing: ClassVar[str] = "equal prefixes"
-    match_leaves: ClassVar[int] = 1
-    match_finds: ClassVar[str] = "some"
+    prefixes = SharedPoolCache.prefixes.but(shares="equal prefixes", leaves=1, finds="some")
     fork: Any = KVCacheAdapter.fork  # not offered
     truncate: Any = KVCacheAdapter.truncate  # not offered
     reserve: Any = KVCacheAdapter.reserve  # not offered

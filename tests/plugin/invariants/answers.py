@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from pytest_roseinfer import BadCall, Ledger, Oracle
+from pytest_roseinfer import BadCall, Ledger, Oracle, PrefixTraits
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
 from pytest_roseinfer.capabilities.books import refused
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
@@ -60,7 +60,7 @@ def looking_up(
         after(matched={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
         notes={KeptTexts: KeptNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})},
-        adapter=declaring(sharing="equal prefixes", **declared),
+        declared=declaring(prefixes=PrefixTraits(shares="equal prefixes", **declared)),
     )
 
 
@@ -82,16 +82,16 @@ RIGHT: Right = {
     counts: [
         observed(),
         attending(counts=observed().after.counts + Counter(fast=1)),
-        replace(counting(fast=4, fresh=2, full=1), adapter=declaring(paths={})),
+        replace(counting(fast=4, fresh=2, full=1), declared=declaring(paths={})),
     ],
     own_conditions: [observed()],
     lookups: [
         looking_up(2),
-        looking_up(0, match_finds="some"),
+        looking_up(0, finds="some"),
         looking_up(0, collided=True),
-        looking_up(3, match_granularity="token"),
-        looking_up(2, 4, match_granularity="block", match_leaves=1),
-        looking_up(0, 2, match_leaves=1),
+        looking_up(3, granularity="token"),
+        looking_up(2, 4, granularity="block", leaves=1),
+        looking_up(0, 2, leaves=1),
     ],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
@@ -100,11 +100,11 @@ WRONG: Wrong = [
     (lookups, looking_up(4, 4), "found 4, and only 2 of them may be found now"),
     (lookups, looking_up(0), "found 0, though 2 of them are stored"),
     (lookups, looking_up(4, 4, collided=True), "found 4, and only 2 of them may be found now"),
-    (lookups, looking_up(2, 2, match_leaves=1), "found 2, and only 0 of them may be found now"),
-    (lookups, looking_up(1, match_finds="some"), "found 1, which are no whole blocks"),
+    (lookups, looking_up(2, 2, leaves=1), "found 2, and only 0 of them may be found now"),
+    (lookups, looking_up(1, finds="some"), "found 1, which are no whole blocks"),
     (
         lookups,
-        looking_up(2, match_granularity="token"),
+        looking_up(2, granularity="token"),
         "found 2, though 3 of them are stored",
     ),
     (refused, refusing(tables=observed().after.tables), "found no room changed the books"),

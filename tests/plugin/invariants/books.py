@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_roseinfer import Ledger
+from pytest_roseinfer import Ledger, PrefixTraits
 from pytest_roseinfer.capabilities.books import ownership
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
@@ -46,16 +46,16 @@ def counting(num_free: int) -> Observation:
 def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
     """Blocks 2 and 3 were cached, and the first of them was taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
-    declared = {"sharing": "equal prefixes", "evicts": "least recent", **declared}
+    declared = {"shares": "equal prefixes", "evicts": "least recent", **declared}
     notes = {KeptTexts: KeptNote(released={2: of_2, 3: of_3})}
-    return replace(seen, notes=notes, adapter=declaring(**declared))
+    return replace(seen, notes=notes, declared=declaring(prefixes=PrefixTraits(**declared)))
 
 
 def sharing(page: list[int]) -> Observation:
     """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
     seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
     seen.oracle.sequences[1] = [Page(page)]
-    return replace(seen, adapter=declaring(sharing="equal prefixes"))
+    return replace(seen, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes")))
 
 
 def on_ranks(**shown: Any) -> Observation:
@@ -71,7 +71,7 @@ def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | N
     oracle.append([(0, 3)], range(3))
     return Observation(
         spec=spec,
-        adapter=declaring(),
+        declared=declaring(),
         after=Snapshot(tables=tables),
         oracle=oracle,
         payload=PAYLOAD,

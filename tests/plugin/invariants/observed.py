@@ -91,7 +91,7 @@ def observed() -> Observation:
         oracle=oracle,
         payload=PAYLOAD,
         seen=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
-        adapter=declaring(),
+        declared=declaring(),
     )
 
 

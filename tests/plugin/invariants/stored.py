@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_roseinfer import Ledger, Tolerance
+from pytest_roseinfer import Ledger, PrefixTraits, Tolerance
 from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
 from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import untouched
@@ -49,9 +49,8 @@ def one_slot_late() -> Observation:
 
 def padded(*, scratch: frozenset[int]) -> Observation:
     """A row of padding was written into block 3."""
-    adapter = declaring(scratch_blocks=scratch)
     seen = after(arena=stored(*OLD, (2, 0, NEW), (3, 1, padding_token(1))))
-    return replace(seen, operation=AppendPadded((0, None)), adapter=adapter)
+    return replace(seen, operation=AppendPadded((0, None)), scratch_blocks=scratch)
 
 
 def copied_back(stage: Stage) -> Observation:
@@ -67,7 +66,9 @@ def cached(*, value: int) -> Observation:
     kept = [Ledger({0: 1, 1: 1, 2: 1}, [3], 4, cached={3})]
     seen = after(ledgers=kept, arena=stored(*OLD, (2, 0, NEW), (3, 0, value)))
     before = replace(seen.before, ledgers=kept, arena=stored(*OLD, (3, 0, NEW)))
-    return replace(seen, before=before, adapter=declaring(sharing="equal prefixes"))
+    return replace(
+        seen, before=before, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes"))
+    )
 
 
 def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: int) -> Observation:
