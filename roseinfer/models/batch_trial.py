@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from roseinfer.models.causal import CausalModel
 
 _FEW = 64
-"""Rows of a small batch. As many in front and at the end of a large one are compared by logits."""
-_SPREAD = 128
-"""How many more rows are, from all over it."""
+"""Rows of a small batch, which are computed with those of no other."""
+_MOST_LOGITS = 2112
+"""Rows of a batch up to which all logits are computed; of a larger one, those of 64 rows are."""
+_DIGESTED = 256
+"""Rows whose digests are computed at a time."""
 _ROWS = (
     1, 2, 16, 17, 33, *range(64, 577, 32), *range(65, 545, 96), 600, 700, 777,
     *range(640, 2049, 128), 1000, 1023, 1500,
@@ -50,8 +52,8 @@ class _TokensAlone(AttentionBackend):
 def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
     """Return True if rows have the bits that they have among few, in batches up to ``most_rows``.
 
-    Compared are the queries, keys and values of all rows in every layer, and the logits of some
-    rows. The model is one on fused kernels, which computes as it will then.
+    Compared are the queries, keys and values of all rows in every layer, and the logits. The model
+    is one on fused kernels, which computes as it will then.
     """
     most = min(most_rows, _MOST_ROWS)
     tokens = torch.arange(most, device=model.device) * 7 % model.shape.vocab_size
@@ -60,20 +62,15 @@ def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
     ]
     inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))
     for rows in sorted({size for size in _ROWS if size < most} | {most}):
-        looked_at = _looked_at(rows).to(model.device)
-        got_inner, got_logits = _digests(model, tokens, 0, rows, looked_at)
+        last_rows = None
+        if rows > _MOST_LOGITS:
+            last_rows = torch.arange(_FEW, device=model.device) * rows // _FEW
+        got_inner, got_logits = _digests(model, tokens, 0, rows, last_rows)
         if not torch.equal(got_inner, inner[:rows]):
             return False
-        if not torch.equal(got_logits, logits[looked_at]):
+        if not torch.equal(got_logits, logits[:rows] if last_rows is None else logits[last_rows]):
             return False
     return True
-
-
-def _looked_at(rows: int) -> Tensor:
-    """Return the rows of a batch whose logits are compared."""
-    ends = torch.arange(min(rows, _FEW))
-    spread = torch.arange(_SPREAD) * rows // _SPREAD
-    return torch.cat([ends, rows - 1 - ends, spread])
 
 
 def _digests(
@@ -90,4 +87,5 @@ def _digest(rows: Tensor) -> Tensor:
     """Return a number for each row that another bit in it would change."""
     bits = rows.flatten(1).contiguous().view(torch.int16)
     odd = torch.arange(bits.shape[1], device=bits.device, dtype=torch.int32) * 40503 % 32768 | 1
-    return (bits * odd).sum(1, dtype=torch.int64)
+    parts = (bits[at : at + _DIGESTED] * odd for at in range(0, len(bits), _DIGESTED))
+    return torch.cat([part.sum(1, dtype=torch.int64) for part in parts])

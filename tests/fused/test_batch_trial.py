@@ -45,7 +45,9 @@ def test_sizes_up_to_the_largest_batch_are_tried() -> None:
     assert max(model.sizes) == 300
 
 
-@pytest.mark.parametrize(("size", "row"), [(2048, 0), (700, 63), (129, -1), (300, -64), (2112, 5)])
+@pytest.mark.parametrize(
+    ("size", "row"), [(2048, 0), (700, 63), (129, -1), (300, -64), (2112, 5), (96, 80)]
+)
 def test_a_row_that_differs_in_its_last_bit_is_found(size: int, row: int) -> None:
     model: Any = Rows(wrong_from=size, wrong_row=row)
     assert not same_bits_in_any_batch(model, 2112)
