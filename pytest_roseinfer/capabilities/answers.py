@@ -10,7 +10,7 @@ from pytest_roseinfer.capabilities.cache_data import Ledger
 if TYPE_CHECKING:
     import torch
 else:
-    from pytest_roseinfer.capabilities.lazy import torch
+    from pytest_roseinfer.capabilities import torch
 
 # An answer of an adapter that is none, and how a failure tells it.
 

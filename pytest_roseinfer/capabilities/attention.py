@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
-    from pytest_roseinfer.capabilities.lazy import torch
+    from pytest_roseinfer.capabilities import torch
 
 
 class AttentionMethods:

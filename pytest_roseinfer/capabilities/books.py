@@ -25,7 +25,7 @@ from pytest_roseinfer.capabilities.observation import (
     location_of_block,
 )
 from pytest_roseinfer.capabilities.operation import asked
-from pytest_roseinfer.oracle.room import NEXT_TRY
+from pytest_roseinfer.oracle.pages import NEXT_TRY
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:

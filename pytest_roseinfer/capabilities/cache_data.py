@@ -9,7 +9,7 @@ from itertools import cycle, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pytest_roseinfer.capabilities.lazy import torch
+from pytest_roseinfer.capabilities import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
-    from pytest_roseinfer.capabilities.lazy import torch
+    from pytest_roseinfer.capabilities import torch
 
 NEVER, NEVER_EITHER = (1 << 15) - 1, (1 << 15) - 2
 """Names that no history gives to a sequence."""

@@ -13,7 +13,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from pytest_roseinfer.oracle.oracle import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
+from pytest_roseinfer.oracle.pages import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec, Tolerance
 else:
-    from pytest_roseinfer.capabilities.lazy import torch
+    from pytest_roseinfer.capabilities import torch
 
 # Numbers for caches that round: coarse enough to stay apart, and of sizes that tell scales apart.
 #

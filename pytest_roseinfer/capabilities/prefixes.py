@@ -33,9 +33,8 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.writes import Prefill, floods
-from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
-from pytest_roseinfer.oracle.pages import State
-from pytest_roseinfer.oracle.room import first_live
+from pytest_roseinfer.oracle.pages import State, first_live
+from pytest_roseinfer.oracle.texts import same_block_behind_another
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_bits
-from pytest_roseinfer.oracle.equal_blocks import same_behind_another
+from pytest_roseinfer.oracle.texts import same_behind_another
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
-    from pytest_roseinfer.capabilities.lazy import torch
+    from pytest_roseinfer.capabilities import torch
 
 
 class ReadingMethods:

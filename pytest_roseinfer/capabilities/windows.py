@@ -14,7 +14,7 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
     location_of_block,
 )
-from pytest_roseinfer.oracle.room import (
+from pytest_roseinfer.oracle.pages import (
     AT_ONCE,
     NEXT_TRY,
     first_live,

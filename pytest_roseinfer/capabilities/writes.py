@@ -22,8 +22,7 @@ from pytest_roseinfer.capabilities.capability import (
 )
 from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
-from pytest_roseinfer.oracle.oracle import padding_token
-from pytest_roseinfer.oracle.pages import State, Written
+from pytest_roseinfer.oracle.pages import State, Written, padding_token
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.oracle.oracle import token_label
+from pytest_roseinfer.oracle.pages import token_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

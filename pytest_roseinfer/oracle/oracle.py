@@ -16,16 +16,26 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytest_roseinfer.oracle.pages import Absence, Page, State, share_as
-from pytest_roseinfer.oracle.room import AT_ONCE, NEXT_TRY, Room, Windows, first_live
+from pytest_roseinfer.oracle.pages import (
+    AT_ONCE,
+    NEXT_TRY,
+    Absence,
+    Page,
+    Room,
+    State,
+    Windows,
+    first_live,
+    share_as,
+    text_token,
+    token_of,
+)
 from pytest_roseinfer.oracle.texts import Texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from pytest_roseinfer.oracle.pages import Table
-    from pytest_roseinfer.oracle.room import Window
+    from pytest_roseinfer.oracle.pages import Table, Window
     from pytest_roseinfer.oracle.texts import Branch, Said
 
 # What the oracle must know of a cache: what its adapter declares of it, and its shape.
@@ -51,33 +61,6 @@ def always(stored: int, length: int) -> bool:  # noqa: ARG001
 
 
 AnyState = TypeVar("AnyState", bound=State)
-POSITIONS = 1 << 16
-"""The longest sequence whose tokens have numbers of their own."""
-NAMES = 1 << 16
-PADDING_SEQUENCE = 1 << 15
-TEXTS = PADDING_SEQUENCE + 1
-
-
-def token_of(seq: int, position: int, life: int = 0) -> int:
-    """Number the token at a position of a sequence that was freed or cut ``life`` times."""
-    return (life * NAMES + seq) * POSITIONS + position
-
-
-def padding_token(row: int) -> int:
-    """Number the token that a padding row writes, which belongs in no sequence."""
-    return token_of(PADDING_SEQUENCE, row)
-
-
-def text_token(text: int, position: int, namespace: int = 0) -> int:
-    """Number the token at a position of a text."""
-    return token_of(TEXTS + text, position, namespace)
-
-
-def token_parts(token: int) -> tuple[int, int, int]:
-    """Split a token into sequence, position and life."""
-    named, position = divmod(token, POSITIONS)
-    life, seq = divmod(named, NAMES)
-    return seq, position, life
 
 
 @dataclass(slots=True)
@@ -469,19 +452,3 @@ class Oracle:
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1
-
-
-# What stands for a token in a picture, and the place in its text.
-
-
-def token_label(token: int) -> str:
-    seq, position, life = token_parts(token)
-    if seq >= TEXTS:
-        return f"t{seq - TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
-    return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
-
-
-def text_place(token: int) -> tuple[int, int, int] | None:
-    """Return the text, position and namespace of a token; None if it is no text's."""
-    seq, position, life = token_parts(token)
-    return (seq - TEXTS, position, life) if seq >= TEXTS else None

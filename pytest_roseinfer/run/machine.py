@@ -1,91 +1,53 @@
 """Runs a history on a cache and its oracle side by side, and has each step judged.
 
-The loop knows no capability by name. What a cache offers decides the views of its snapshots,
-the invariants that judge each step, and the observers that count what it met.
+The loop knows no capability by name: it takes a snapshot, executes a step, takes another, and
+hands both to the invariants and the observers of what the cache offers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from time import process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.answers import WrongAnswer
-from pytest_roseinfer.capabilities.capability import AnyObserver, Inquiry, Look, due, offered
+from pytest_roseinfer.capabilities.capability import Inquiry, due
 from pytest_roseinfer.capabilities.observation import (
     AFTER_BAD_CALL,
     AFTER_STEP,
     Finding,
     Observation,
     Outcome,
-    Snapshot,
 )
-from pytest_roseinfer.capabilities.operation import Driven
-from pytest_roseinfer.capabilities.payload import Payload
-from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.cache_run import CacheRun
 from pytest_roseinfer.run.execution import Execution
 from pytest_roseinfer.run.misuse import left_by_bad_calls, raised_by, words_of_others
-from pytest_roseinfer.run.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from typing import NoReturn
+    from collections.abc import Iterator, Mapping
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.capabilities.cache_data import BadCall
-    from pytest_roseinfer.capabilities.capability import View
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.histories.history import History
 
 
-class Machine:
-    """One cache under test, its oracle, and what was done to them so far."""
+class Machine(CacheRun):
+    """Does the steps of a history, one after the other, and then bad calls."""
 
     def __init__(
         self, adapter_type: type[KVCacheAdapter], history: History, *, attends: bool = True
     ) -> None:
-        self.history = history
-        self.gathers_every = history.gathers_every
-        self.spec = spec = history.spec
-        self.can = can = offered(adapter_type, spec)
-        if lacking := {need for step in history.operations for need in step.needs} - can:
-            raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
+        super().__init__(adapter_type, history)
         offers = adapter_type.capabilities
         self.invariants = sorted(
             (each for one in offers for each in one.invariants), key=lambda each: each.rank
         )
-        self.inquiries = due((each for one in offers for each in one.inquiries), can) * attends
-        self.views = due((each for one in offers for each in one.views), can)
-        self.oracle = Oracle.of(adapter_type, spec, history.texts)
-        self.payload = Payload.of(adapter_type, spec, finite=history.finite)
-        self.last = not history.operations
-        """Whether no step comes after this one."""
-        self.step_number = 0
-        """The number of the present step among those of the history, from 1 on."""
-        self.done: list[Operation] = []
-        self.refused: dict[int, str] = {}
-        """Why the cache had to refuse steps, by their numbers."""
-        self.seen: dict[int, int] = {}
-        """Every token that was ever to be written, and the sequence that was the first to do it."""
+        self.inquiries = due((each for one in offers for each in one.inquiries), self.can) * attends
         self.checked = Counter({each.name: 0 for each in self.invariants})
         """How often each invariant was checked."""
-        self.declared, self.adapter = adapter_type, adapter_type()
-        coverage.current().count_calls(self.adapter)
-        with self._watched("make()"):
-            self.adapter.make(spec)
-        self.driven = Driven(self.adapter, spec.options)
-        with self._watched("a first look"):
-            for setup in due((each for one in offers for each in one.setups), can):
-                setup.prepare(self)
-            kinds = due((each for one in offers for each in one.observers), can)
-            self.observers = {kind: kind(self) for kind in kinds}
-            self.now = self.look()
-            """The cache after the latest step."""
+        self.step_number = 0
+        """The number of the present step among those of the history, from 1 on."""
 
     def run(self) -> Counter[str]:
         """Do every step; return how often each path ran and each condition was met."""
@@ -96,14 +58,18 @@ class Machine:
         for operation in self._possible_operations():
             yield self._step(operation)
         yield from map(self._step, self.driven.device.last_steps())
-        if found := left_by_bad_calls(self, partial(Machine, type(self.adapter), attends=False)):
+        if found := left_by_bad_calls(self, self._anew):
             self.fail(found[0], also=words_of_others(found))
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
         for operation in self._possible_operations():
             self._step(operation)
-        self._finish()
+        self.finish()
+
+    def _anew(self, history: History) -> Machine:
+        """Return a run of another history on a cache of its own."""
+        return Machine(self.declared, history, attends=False)
 
     def history_so_far(self) -> History:
         """Return the history up to the present step."""
@@ -119,7 +85,7 @@ class Machine:
                 yield step
 
     def _step(self, step: Operation) -> Counter[str]:
-        with self._watched("the step"):
+        with self.watched("the step"):
             return self._try_step(step)
 
     def _try_step(self, step: Operation) -> Counter[str]:
@@ -131,7 +97,7 @@ class Machine:
         if outcome.refusal:
             self.refused[len(self.done)] = outcome.refusal
         if step.looks:
-            self._finish()
+            self.finish()
         before, self.now = self.now, self.look(reads=True)
         seen = self.observation(self.now, before=before, outcome=outcome, operation=step)
         counted.update(self._judge(AFTER_STEP, seen))
@@ -146,7 +112,7 @@ class Machine:
     def _inquire(self, inquiry: Inquiry) -> Mapping[str, int]:
         if not (answered := inquiry.ask(self)):
             return {}
-        self._finish()
+        self.finish()
         before, after = self.now, self.look(copies=False)
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
@@ -156,9 +122,9 @@ class Machine:
 
     def make_bad_call(self, bad: BadCall) -> Finding | None:
         """Make a bad call, and say what is wrong with what came of it."""
-        with self._watched(bad.words), self.driven.device.working():
+        with self.watched(bad.words), self.driven.device.working():
             raised = raised_by(bad)
-        self._finish()
+        self.finish()
         try:
             after = self.look(copies=False)
         except WrongAnswer as wrong:
@@ -168,25 +134,6 @@ class Machine:
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
         )
         return self._first_finding(AFTER_BAD_CALL, seen)
-
-    def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
-        """Take a snapshot of the cache; without ``copies``, of its live storage."""
-        return self._snapshot(self.views, Look(reads=reads, copies=copies))
-
-    def _snapshot(self, views: Sequence[View], look: Look) -> Snapshot:
-        """Take the parts that views show; several may add to one of them."""
-        shown: dict[str, Any] = {}
-        for view in views:
-            for name, part in view.show(self, look).items():
-                shown[name] = shown[name] | part if name in shown else part
-        return Snapshot(**shown)
-
-    def _finish(self) -> None:
-        try:
-            self.driven.device.finish()
-        except Exception as error:
-            what = f"a call that the device made late raised {type(error).__name__}: {error}"
-            self.fail(Finding(what, cause=error))
 
     def _judge(self, kind: str, seen: Observation) -> Mapping[str, int]:
         """Hand an observation to all invariants that are due; return what was counted in it."""
@@ -201,52 +148,6 @@ class Machine:
                 if finding := each.check(seen):
                     return finding
         return None
-
-    def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
-        found = self.observers.get(kind)
-        return found if isinstance(found, kind) else None
-
-    def observation(self, after: Snapshot, **what: Any) -> Observation:
-        return Observation(
-            spec=self.spec,
-            after=after,
-            oracle=self.oracle,
-            payload=self.payload,
-            seen=self.seen,
-            declared=self.declared,
-            scratch_blocks=self.adapter.scratch_blocks,
-            notes={kind: each.notes(after) for kind, each in self.observers.items()},
-            **what,
-        )
-
-    def fail(self, finding: Finding, also: str = "") -> NoReturn:
-        pictured = [view for view in self.views if view.in_pictures]
-        try:
-            shown = self._snapshot(pictured, Look(reads=False, copies=False))
-        except WrongAnswer:  # what was found before is told
-            shown = Snapshot()
-        divergence = self._divergence(finding, shown)
-        if also:
-            divergence.added.append(also)
-        raise divergence from finding.cause
-
-    @contextmanager
-    def _watched(self, what: str) -> Iterator[None]:
-        """Fail where it does not come back, or answers with what is no answer.
-
-        The cache is not asked for its books as well.
-        """
-        WATCHED.began = process_time()
-        try:
-            yield
-        except StepHung as hung:
-            raise self._divergence(Finding(f"{what} {hung}"), Snapshot()) from hung
-        except WrongAnswer as wrong:
-            raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
-
-    def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
-        so_far = replace(self.history, operations=tuple(self.done))
-        return Divergence(finding, so_far, self.oracle, shown, self.refused)
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

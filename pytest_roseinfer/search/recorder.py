@@ -15,7 +15,7 @@ from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeli
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.findings.svg import poster
 from pytest_roseinfer.histories.history import History
-from pytest_roseinfer.oracle.oracle import token_label
+from pytest_roseinfer.oracle.pages import token_label
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
 from pytest_roseinfer.run.watchdog import WATCHED, StepHung, StoppedAnswering

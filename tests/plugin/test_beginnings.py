@@ -8,9 +8,13 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.capabilities.writes import Prefill
-from pytest_roseinfer.oracle.equal_blocks import same_behind_another, same_block_behind_another
-from pytest_roseinfer.oracle.oracle import text_token, token_of
-from pytest_roseinfer.oracle.texts import WHOLE, Texts
+from pytest_roseinfer.oracle.pages import text_token, token_of
+from pytest_roseinfer.oracle.texts import (
+    WHOLE,
+    Texts,
+    same_behind_another,
+    same_block_behind_another,
+)
 from tests.plugin.caches.broken_text_caches import (
     DoesNotCompare,
     KnowsTheBlockAlone,

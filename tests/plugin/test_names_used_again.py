@@ -24,7 +24,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.payload import token_words
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.oracle import padding_token, token_label, token_of
+from pytest_roseinfer.oracle.pages import padding_token, token_label, token_of
 from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (

@@ -13,7 +13,7 @@ from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance
 from pytest_roseinfer.capabilities.payload import token_words
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.oracle import token_label
+from pytest_roseinfer.oracle.pages import token_label
 from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
 from tests.plugin.caches.namespaced_caches import BROKEN, NamespacedCache
 from tests.plugin.caches.paged_cache import PagedCache

@@ -26,7 +26,7 @@ from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.oracle import token_of
+from pytest_roseinfer.oracle.pages import token_of
 from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches import quantised_caches
 from tests.plugin.caches.cut_caches import CutCache

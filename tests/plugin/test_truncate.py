@@ -15,7 +15,7 @@ from pytest_roseinfer.capabilities.observation import Snapshot
 from pytest_roseinfer.capabilities.truncation import Truncate, TruncateMany
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.findings.divergence import picture
-from pytest_roseinfer.oracle.oracle import token_of
+from pytest_roseinfer.oracle.pages import token_of
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.metamorphic import check_every_option, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter

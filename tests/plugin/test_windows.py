@@ -29,7 +29,7 @@ from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Fill, Prefill, Reserve
 from pytest_roseinfer.findings.divergence import picture
 from pytest_roseinfer.histories.strategies import layer_windows
-from pytest_roseinfer.oracle.room import Windows, first_live
+from pytest_roseinfer.oracle.pages import Windows, first_live
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.broken_window_caches import (

@@ -13,7 +13,7 @@ from pytest_roseinfer.capabilities.counting import counts, own_conditions
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
 from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, lookups
 from pytest_roseinfer.capabilities.writes import Append
-from pytest_roseinfer.oracle.oracle import token_of
+from pytest_roseinfer.oracle.pages import token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     LATER,

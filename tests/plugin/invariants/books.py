@@ -14,9 +14,8 @@ from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import kept_apart
 from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
 from pytest_roseinfer.capabilities.windows import windows
-from pytest_roseinfer.oracle.oracle import Oracle, token_of
-from pytest_roseinfer.oracle.pages import Page
-from pytest_roseinfer.oracle.room import Windows
+from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.pages import Page, Windows, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     NEW,

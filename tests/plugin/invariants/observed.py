@@ -25,8 +25,7 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.payload import Payload
 from pytest_roseinfer.capabilities.writes import Append
-from pytest_roseinfer.oracle.oracle import token_of
-from pytest_roseinfer.oracle.pages import Written
+from pytest_roseinfer.oracle.pages import Written, token_of
 
 if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Pair

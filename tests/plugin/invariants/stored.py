@@ -15,7 +15,7 @@ from pytest_roseinfer.capabilities.reading import read_back
 from pytest_roseinfer.capabilities.storage import arena
 from pytest_roseinfer.capabilities.swapping import Stage, swapped
 from pytest_roseinfer.capabilities.writes import AppendPadded
-from pytest_roseinfer.oracle.oracle import padding_token, token_of
+from pytest_roseinfer.oracle.pages import padding_token, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     LATER,
