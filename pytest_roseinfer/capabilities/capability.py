@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Observation,
         Snapshot,
     )
-    from pytest_roseinfer.capabilities.operation import Driven, Operation
+    from pytest_roseinfer.capabilities.operation import Driven, Operation, Writer
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import State
@@ -176,6 +176,18 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Prelude:
+    """First steps of drawn histories, without which a capability is hard to test."""
+
+    any_of: Collection[str]
+    """The methods of an adapter, any of which is defined where a history opens so."""
+    rank: int
+    """The lowest comes first."""
+    open: Callable[[Writer], None]
+    """Function that takes the steps; it may take none."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """A part of a snapshot."""
 
@@ -255,6 +267,8 @@ class Capability:
     """Its parts of the oracle."""
     setups: Sequence[Setup] = ()
     """Its preparations of a cache that was just made."""
+    preludes: Sequence[Prelude] = ()
+    """Its first steps of histories."""
     operations: Sequence[type[Operation]] = ()
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     endings: Callable[[Oracle], Iterable[Operation]] | None = None

@@ -9,12 +9,15 @@ from pytest_roseinfer.capabilities.capability import (
     Capability,
     Look,
     Observer,
+    Prelude,
     Run,
     Setup,
     View,
     optional,
 )
+from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.reading import Reads, read
+from pytest_roseinfer.capabilities.writes import Append, start
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -127,8 +130,20 @@ def _show_early_reads(run: Run, look: Look) -> Mapping[str, Any]:
     return {"reads": observer.early} if observer and look.reads else {}
 
 
+def free_in_flight(writer: operation.Writer) -> None:
+    """Open with a sequence that is freed while the device writes to it, or with none."""
+    written = writer.pick((0, 1, 2))
+    if written and "free" in writer.adapter.abilities:
+        (seq,) = writer.fresh(1)
+        for _ in range(written):
+            writer.take(Append((seq,), writer.layout()))
+        writer.take(Free(seq))
+        start(writer, writer.pick((1, writer.oracle.block_size)))
+
+
 DEVICE_QUEUE = Capability(
     methods=QueueMethods,
+    preludes=(Prelude(("use_queue",), 20, free_in_flight),),
     setups=(Setup(("use_queue",), _take_queue),),
     views=(View(("use_queue",), _show_early_reads),),
     operations=(

@@ -6,7 +6,7 @@ Its annotated fields are what a trace holds of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
@@ -117,9 +117,18 @@ class Writer(Protocol):
     def finds_prompts(self) -> bool:
         """Whether the cache takes prompts, and may find what they begin with."""
 
+    over: bool
+    """No step may follow."""
+
+    def take(self, step: Operation) -> None:
+        """Add a step."""
+
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
     def between(self, least: int, most: int) -> int: ...
+
+    def shuffled(self, choices: Sequence[_T]) -> Sequence[_T]:
+        """Draw an order of these."""
 
     def length(self, seq: int) -> int:
         """Draw a length to cut a sequence to, most of them near the boundary of a block."""
@@ -129,6 +138,12 @@ class Writer(Protocol):
 
     def beginner(self) -> int:
         """Draw a name that no sequence has, most often one that says again what was said before."""
+
+    def repeater(self, tokens: int) -> int:
+        """Draw a name that no sequence has, and that says again what was said for so long."""
+
+    def parting(self, tokens: int) -> int | None:
+        """Draw one that says something else before so many tokens, or None where none does."""
 
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         """Draw live and fresh sequences to append to."""
@@ -366,6 +381,14 @@ class Write(Operation):
 
     def change(self, oracle: Oracle) -> None:
         oracle.append(self.rows(), self.tokens(oracle))
+
+
+def take_while_they_fit(writer: Writer, steps: Iterator[Operation]) -> None:
+    """Add steps to a history until one finds no room."""
+    for step in steps:
+        if writer.over or not step.fits(writer.oracle):
+            return
+        writer.take(step)
 
 
 OPERATIONS: dict[str, type[Operation]] = {}

@@ -18,6 +18,7 @@ from pytest_roseinfer.capabilities.capability import (
     Capability,
     Look,
     Observer,
+    Prelude,
     Ranks,
     Run,
     Traits,
@@ -25,6 +26,7 @@ from pytest_roseinfer.capabilities.capability import (
     Walk,
     optional,
 )
+from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
@@ -32,7 +34,8 @@ from pytest_roseinfer.capabilities.observation import (
     location_of_block,
 )
 from pytest_roseinfer.capabilities.operation import asked
-from pytest_roseinfer.capabilities.writes import Prefill, floods
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill, floods, start
 from pytest_roseinfer.oracle.pages import State, first_live
 from pytest_roseinfer.oracle.texts import same_block_behind_another
 from pytest_roseinfer.words import some
@@ -667,8 +670,109 @@ def _walk(at: Walk) -> Iterator[operation.Operation]:
     yield from map(Take, looked_up(at.oracle))
 
 
+# First steps of histories.
+
+
+def leave_a_text(writer: operation.Writer) -> None:
+    """Open with a text that was stored and given up, and perhaps comes again, or with none."""
+    # Inside of two blocks there are more places where another text may go another way. Where
+    # sequences fork, the room is for what they share.
+    comes_again = writer.finds_prompts and "fork" not in writer.adapter.abilities
+    blocks = writer.pick((1, 0, 2, 2) if comes_again else (1, 0, 2))
+    tokens = min(blocks, writer.oracle.capacity) * writer.oracle.block_size
+    if tokens and "free" in writer.adapter.abilities:
+        start(writer, tokens)
+        writer.take(Free(*writer.live))
+        if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
+            writer.take(LookUp(writer.beginner(), tokens))
+        elif comes_again:
+            _come_again(writer)
+
+
+def _come_again(writer: operation.Writer) -> None:
+    """Begin with what was left, if there is room; or take all blocks but one; or do nothing."""
+    which = writer.between(0, 3)
+    if which > 1:
+        seq = writer.beginner()
+        step = Prefill(seq, writer.count(seq), writer.layout())
+        if step.fits(writer.oracle):
+            writer.take(step)
+    elif which and (others := writer.oracle.pages_free() - 1):
+        (seq,) = writer.fresh(1)
+        writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
+
+
+def may_cut_what_is_found(writer: operation.Writer) -> bool:
+    """Return True if a cache may find a block of which its holders may keep a part."""
+    parts, needed = writer.oracle.block_size > 1, Truncate.needs | Free.needs
+    return writer.finds_prompts and parts and needed <= writer.adapter.abilities
+
+
+def cut_what_is_found(writer: operation.Writer) -> None:
+    """Open with two who hold a full block: one is cut in it and writes, the other lets go of it.
+
+    Who then says what it held must not find what was written. Drawn one by one, these steps hardly
+    ever follow each other.
+    """
+    operation.take_while_they_fit(writer, _cut_what_is_found(writer))
+
+
+def _cut_what_is_found(writer: operation.Writer) -> Iterator[operation.Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
+    full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
+    (first,) = writer.fresh(1)
+    yield Prefill(first, full + leaves, writer.layout())
+    second = writer.repeater(full + leaves)
+    yield Prefill(second, full + leaves, writer.layout())
+    cut, other = writer.shuffled((first, second))
+    yield Truncate(cut, writer.between(full - size + 1, full - 1))
+    write, let_go = Append((cut,), writer.layout()), Free(other)
+    yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
+    yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
+
+
+def may_evict_in_order(writer: operation.Writer) -> bool:
+    """Return True if a cache says which of the blocks that it keeps it gives to others first."""
+    abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
+    return writer.finds_prompts and writer.adapter.prefixes.evicts != "any" and needed <= abilities
+
+
+def let_two_texts_go(writer: operation.Writer) -> None:
+    """Open with two texts that part in their first block, let go of them, and need one block more.
+
+    One of the two blocks must be given to others then, and it is known which.
+    """
+    operation.take_while_they_fit(writer, _let_two_texts_go(writer))
+
+
+def _let_two_texts_go(writer: operation.Writer) -> Iterator[operation.Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
+    (first,) = writer.fresh(1)
+    yield Prefill(first, size + leaves, writer.layout())
+    second = writer.parting(size)
+    if second is None:
+        return
+    yield Prefill(second, size + leaves, writer.layout())
+    for seq in writer.shuffled((first, second)):
+        yield Free(seq)
+    (third,) = writer.fresh(1)
+    if others := writer.oracle.pages_free() - 1:
+        yield Prefill(third, others * size, writer.layout())
+
+
+def _open(writer: operation.Writer) -> None:
+    """Open with a text that is found again, in one of three ways."""
+    if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
+        cut_what_is_found(writer)
+    elif may_evict_in_order(writer) and writer.pick((False,) * 3 + (True,)):
+        let_two_texts_go(writer)
+    else:
+        leave_a_text(writer)
+
+
 PREFIXES = Capability(
     methods=PrefixMethods,
+    preludes=(Prelude(("texts",), 10, _open),),
     renamed={
         "sharing": "prefixes = PrefixTraits(shares=...)",
         "match_granularity": "prefixes = PrefixTraits(granularity=...)",

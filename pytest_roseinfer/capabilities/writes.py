@@ -15,11 +15,13 @@ from pytest_roseinfer.capabilities.capability import (
     Capability,
     Large,
     Observer,
+    Prelude,
     Ranks,
     Run,
     Walk,
     optional,
 )
+from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
 from pytest_roseinfer.oracle.pages import State, Written, padding_token
@@ -356,6 +358,36 @@ class BatchKinds(Observer):
         return {}
 
 
+def start(writer: operation.Writer, length: int) -> None:
+    """Begin a sequence, of its full length if the cache takes prompts."""
+    (seq,) = writer.fresh(1)
+    if "prefill" in writer.adapter.abilities:
+        writer.take(Prefill(seq, length, writer.layout()))
+        return
+    for _ in range(min(length, 5)):
+        writer.take(Append((seq,), writer.layout()))
+
+
+def share_blocks(writer: operation.Writer) -> None:
+    """Open with sequences of which some share blocks, or with none.
+
+    Their last block is partial, full or begun, or there is one of each, so that a batch of
+    all of them meets most conditions at once.
+    """
+    size = writer.oracle.block_size
+    partial, full, begun = [size - 1 or 1], [size], [size + 1]
+    mixed = sorted([*partial, *full, *begun])
+    lengths = writer.pick(([], partial, full, begun, mixed, mixed))
+    if not lengths:
+        return
+    for length in writer.shuffled(lengths):
+        if not writer.over:
+            start(writer, length)
+    for _ in range(writer.between(1, 2)):
+        if not writer.over:
+            writer.take(Fork.of_any(writer))
+
+
 # Steps that need every block that is left, so that what was given back or found is overwritten.
 
 
@@ -471,6 +503,7 @@ def written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operatio
 
 WRITES = Capability(
     methods=WriteMethods,
+    preludes=(Prelude(("fork",), 30, share_blocks),),
     walk=_walk,
     large=_large,
     misuse=(

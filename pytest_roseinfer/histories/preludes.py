@@ -5,15 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
-
-from hypothesis import strategies as st
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer
-from pytest_roseinfer.capabilities.prefixes import LookUp
-from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer, take_while_they_fit
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 
 if TYPE_CHECKING:
@@ -43,53 +39,16 @@ _ONE_BY_ONE = 4
 """Most tokens that a sequence gets one by one, where a cache takes no prompts."""
 
 
-class Opened(Writer, Protocol):
-    """A history that is being drawn."""
-
-    draw: st.DrawFn
-    over: bool
-    """No step may follow."""
-
-    def take(self, step: Operation) -> None:
-        """Add a step."""
-
-    def repeater(self, tokens: int) -> int:
-        """Draw a name that no sequence has, and that says again what was said for so long."""
-
-    def parting(self, tokens: int) -> int | None:
-        """Draw one that says something else before so many tokens, or None where none does."""
-
-
-def share_blocks(writer: Opened) -> None:
-    """Open with sequences of which some share blocks, or with none.
-
-    Their last block is partial, full or begun, or there is one of each, so that a batch of
-    all of them meets most conditions at once.
-    """
-    size = writer.oracle.block_size
-    partial, full, begun = [size - 1 or 1], [size], [size + 1]
-    mixed = sorted([*partial, *full, *begun])
-    lengths = writer.pick(([], partial, full, begun, mixed, mixed))
-    if not lengths:
-        return
-    for length in writer.draw(st.permutations(lengths)):
-        if not writer.over:
-            start(writer, length)
-    for _ in range(writer.between(1, 2)):
-        if not writer.over:
-            writer.take(Fork.of_any(writer))
-
-
-def append_in_batches(writer: Opened) -> None:
+def append_in_batches(writer: Writer) -> None:
     """Open with batches of sequences at one position of their blocks, some with one elsewhere.
 
     Two of them share blocks, where a cache lets them. Drawn one by one, so many sequences hardly
     ever live at a time where prompts, and what is kept of them, take the blocks.
     """
-    _take_while_they_fit(writer, _append_in_batches(writer))
+    take_while_they_fit(writer, _append_in_batches(writer))
 
 
-def _append_in_batches(writer: Opened) -> Iterator[Operation]:
+def _append_in_batches(writer: Writer) -> Iterator[Operation]:
     size, abilities = writer.oracle.block_size, writer.adapter.abilities
     length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.prefixes.leaves))
     if Prefill.needs <= abilities:
@@ -123,7 +82,7 @@ def _append_in_batches(writer: Opened) -> Iterator[Operation]:
         yield _batch(writer, alike)
 
 
-def _sharing_with(writer: Opened, first: int, length: int) -> Operation:
+def _sharing_with(writer: Writer, first: int, length: int) -> Operation:
     """Return a step that begins a sequence like the first, with its blocks if any are shared."""
     if Fork.needs <= writer.adapter.abilities and (
         not writer.finds_prompts or writer.between(0, 1)
@@ -133,126 +92,11 @@ def _sharing_with(writer: Opened, first: int, length: int) -> Operation:
     return Prefill(second, length, writer.layout())
 
 
-def _batch(writer: Opened, seqs: Sequence[int]) -> Append:
-    return Append(tuple(writer.draw(st.permutations(seqs))), writer.layout())
+def _batch(writer: Writer, seqs: Sequence[int]) -> Append:
+    return Append(tuple(writer.shuffled(seqs)), writer.layout())
 
 
-def leave_a_text(writer: Opened) -> None:
-    """Open with a text that was stored and given up, and perhaps comes again, or with none."""
-    # Inside of two blocks there are more places where another text may go another way. Where
-    # sequences fork, the room is for what they share.
-    comes_again = writer.finds_prompts and "fork" not in writer.adapter.abilities
-    blocks = writer.pick((1, 0, 2, 2) if comes_again else (1, 0, 2))
-    tokens = min(blocks, writer.oracle.capacity) * writer.oracle.block_size
-    if tokens and "free" in writer.adapter.abilities:
-        start(writer, tokens)
-        writer.take(Free(*writer.live))
-        if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
-            writer.take(LookUp(writer.beginner(), tokens))
-        elif comes_again:
-            _come_again(writer)
-
-
-def _come_again(writer: Opened) -> None:
-    """Begin with what was left, if there is room; or take all blocks but one; or do nothing."""
-    which = writer.between(0, 3)
-    if which > 1:
-        seq = writer.beginner()
-        step = Prefill(seq, writer.count(seq), writer.layout())
-        if step.fits(writer.oracle):
-            writer.take(step)
-    elif which and (others := writer.oracle.pages_free() - 1):
-        (seq,) = writer.fresh(1)
-        writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
-
-
-def may_cut_what_is_found(writer: Opened) -> bool:
-    """Return True if a cache may find a block of which its holders may keep a part."""
-    parts, needed = writer.oracle.block_size > 1, Truncate.needs | Free.needs
-    return writer.finds_prompts and parts and needed <= writer.adapter.abilities
-
-
-def cut_what_is_found(writer: Opened) -> None:
-    """Open with two who hold a full block: one is cut in it and writes, the other lets go of it.
-
-    Who then says what it held must not find what was written. Drawn one by one, these steps hardly
-    ever follow each other.
-    """
-    _take_while_they_fit(writer, _cut_what_is_found(writer))
-
-
-def _take_while_they_fit(writer: Opened, steps: Iterator[Operation]) -> None:
-    for step in steps:
-        if writer.over or not step.fits(writer.oracle):
-            return
-        writer.take(step)
-
-
-def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
-    full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
-    (first,) = writer.fresh(1)
-    yield Prefill(first, full + leaves, writer.layout())
-    second = writer.repeater(full + leaves)
-    yield Prefill(second, full + leaves, writer.layout())
-    cut, other = writer.draw(st.permutations((first, second)))
-    yield Truncate(cut, writer.between(full - size + 1, full - 1))
-    write, let_go = Append((cut,), writer.layout()), Free(other)
-    yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
-    yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
-
-
-def may_evict_in_order(writer: Opened) -> bool:
-    """Return True if a cache says which of the blocks that it keeps it gives to others first."""
-    abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
-    return writer.finds_prompts and writer.adapter.prefixes.evicts != "any" and needed <= abilities
-
-
-def let_two_texts_go(writer: Opened) -> None:
-    """Open with two texts that part in their first block, let go of them, and need one block more.
-
-    One of the two blocks must be given to others then, and it is known which.
-    """
-    _take_while_they_fit(writer, _let_two_texts_go(writer))
-
-
-def _let_two_texts_go(writer: Opened) -> Iterator[Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
-    (first,) = writer.fresh(1)
-    yield Prefill(first, size + leaves, writer.layout())
-    second = writer.parting(size)
-    if second is None:
-        return
-    yield Prefill(second, size + leaves, writer.layout())
-    for seq in writer.draw(st.permutations((first, second))):
-        yield Free(seq)
-    (third,) = writer.fresh(1)
-    if others := writer.oracle.pages_free() - 1:
-        yield Prefill(third, others * size, writer.layout())
-
-
-def free_in_flight(writer: Opened) -> None:
-    """Open with a sequence that is freed while the device writes to it, or with none."""
-    written = writer.pick((0, 1, 2))
-    if written and "free" in writer.adapter.abilities:
-        (seq,) = writer.fresh(1)
-        for _ in range(written):
-            writer.take(Append((seq,), writer.layout()))
-        writer.take(Free(seq))
-        start(writer, writer.pick((1, writer.oracle.block_size)))
-
-
-def start(writer: Opened, length: int) -> None:
-    """Begin a sequence, of its full length if the cache takes prompts."""
-    (seq,) = writer.fresh(1)
-    if "prefill" in writer.adapter.abilities:
-        writer.take(Prefill(seq, length, writer.layout()))
-        return
-    for _ in range(min(length, 5)):
-        writer.take(Append((seq,), writer.layout()))
-
-
-def end_absences(writer: Opened) -> None:
+def end_absences(writer: Writer) -> None:
     """Bring back all that is away, or none, or some on the way; free some on its way or not."""
     for step in islice(way_back(writer), writer.pick((0, None, 1, 2))):
         writer.take(step)

@@ -22,14 +22,7 @@ from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.histories.preludes import (
     SaidBefore,
     append_in_batches,
-    cut_what_is_found,
     end_absences,
-    free_in_flight,
-    leave_a_text,
-    let_two_texts_go,
-    may_cut_what_is_found,
-    may_evict_in_order,
-    share_blocks,
 )
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
@@ -298,6 +291,9 @@ class _Writer:
     def between(self, least: int, most: int) -> int:
         return self.draw(st.integers(least, most))
 
+    def shuffled(self, choices: Sequence[_T]) -> Sequence[_T]:
+        return self.draw(st.permutations(choices))
+
     def fresh(self, count: int) -> tuple[int, ...]:
         """Draw new names and vacant ones, most often the latest of the vacant."""
         new, vacant = self.names, list(self.vacant)
@@ -489,18 +485,10 @@ def _draw_spec(
 
 def _begin(writer: _Writer) -> None:
     """Open with what the abilities of the cache are hard to test without."""
-    abilities = writer.adapter.abilities
-    if "texts" in abilities:
-        if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
-            cut_what_is_found(writer)
-        elif may_evict_in_order(writer) and writer.pick((False,) * 3 + (True,)):
-            let_two_texts_go(writer)
-        else:
-            leave_a_text(writer)
-    if "use_queue" in abilities:
-        free_in_flight(writer)
-    if "fork" in abilities:
-        share_blocks(writer)
+    every = (each for one in writer.adapter.capabilities for each in one.preludes)
+    due = (each for each in every if writer.adapter.abilities.intersection(each.any_of))
+    for prelude in sorted(due, key=lambda each: each.rank):
+        prelude.open(writer)
 
 
 def _repeat(writer: _Writer, prelude: History) -> None:
