@@ -10,8 +10,9 @@ from pytest_roseinfer import BadCall, Ledger, Oracle, PrefixTraits
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
 from pytest_roseinfer.capabilities.books import refused
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
+from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
-from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, lookups
+from pytest_roseinfer.capabilities.prefixes import lookups
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.pages import token_of
 from tests.plugin.invariants.observed import (

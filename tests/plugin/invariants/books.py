@@ -7,9 +7,9 @@ from typing import Any
 
 from pytest_roseinfer import Ledger, PrefixTraits
 from pytest_roseinfer.capabilities.books import ownership
+from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts, Released, evictions
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
-from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, Released, evictions
 from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import kept_apart
 from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
