@@ -60,9 +60,9 @@ class KVCacheAdapter(
     Sequences are named by integers of the harness's choosing; a name never seen before, or
     freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An optional method is tested when it is overridden; ``reserve`` goes with ``fill``, ``preempt``
-    with ``resume``, and the four of swapping with each other. All stand in the order in which one
-    would add them to a cache.
+    An optional method is tested when it is overridden. Where one is nothing without another, a
+    class with one of them alone is refused. All stand in the order in which one would add them to
+    a cache.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)

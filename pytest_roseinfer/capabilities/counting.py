@@ -105,7 +105,7 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
     """Say which paths were counted that wrote nothing, or cannot have written this."""
     paths, twins, written = seen.declared.paths, _twins(seen), seen.outcome.written
     moved = (paths.keys() | twins) & seen.ran.keys()
-    copied = seen.outcome.fits and step.copies_blocks(seen.declared.fork_shares)
+    copied = seen.outcome.fits and step.copies_blocks(seen.oracle)
     if moved and written is None and not copied:
         yield f"paths {sorted(moved)} were counted though nothing was written"
     if paths and written is not None and not moved:

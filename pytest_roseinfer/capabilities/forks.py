@@ -100,8 +100,8 @@ class Fork(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.fork(self.parent, self.child)
 
-    def copies_blocks(self, fork_shares: str) -> bool:
-        return fork_shares != "blocks"
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:
+        return oracle.fork_shares != "blocks"
 
     def unshared(self, oracle: operation.Oracle) -> Copy:
         return Copy(self.parent, self.child, oracle.length(self.parent))

@@ -311,7 +311,7 @@ class Operation:
         """Do to the oracle what depends on the cache's answer; say what is wrong with that."""
         return None
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: Oracle) -> bool:  # noqa: ARG002
         """Return True if it may copy blocks though it stores no token."""
         return False
 

@@ -142,7 +142,7 @@ class SwapOut(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.moving[self.seq] = cache.adapter.swap_out(self.seq)
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod
@@ -176,7 +176,7 @@ class SwappedOut(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.swapped_out(cache.moving.pop(self.seq))
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod
@@ -216,7 +216,7 @@ class SwapIn(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.moving[self.seq] = cache.adapter.swap_in(self.seq)
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod
@@ -254,7 +254,7 @@ class SwappedIn(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.swapped_in(cache.moving.pop(self.seq))
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod

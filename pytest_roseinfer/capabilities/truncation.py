@@ -64,7 +64,7 @@ class _Cut(operation.Operation):
             return operation.Operation.refusal(self, oracle)
         return operation.Refusal("truncation.errors", "it must refuse", "it cannot be trimmed")
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
 
@@ -89,13 +89,13 @@ class Truncate(_Cut):
         return Truncate(self.seq, min(self.length, oracle.length(self.seq)))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
-        return oracle.may_truncate(self.seq, self.length)
+        return oracle.may_cut(self.seq, self.length)
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.truncate_fits([(self.seq, self.length)])
+        return oracle.cuts_fit([(self.seq, self.length)])
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.truncate(self.seq, self.length)
+        oracle.cut(self.seq, self.length)
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.truncate(self.seq, self.length)
@@ -138,14 +138,14 @@ class TruncateMany(_Cut):
         return TruncateMany(self.seqs, tuple(lengths))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
-        return all(oracle.may_truncate(*cut) for cut in self.cuts())
+        return all(oracle.may_cut(*cut) for cut in self.cuts())
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.truncate_fits(self.cuts())
+        return oracle.cuts_fit(self.cuts())
 
     def change(self, oracle: operation.Oracle) -> None:
         for cut in self.cuts():
-            oracle.truncate(*cut)
+            oracle.cut(*cut)
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.truncate_many(self.seqs, self.lengths)

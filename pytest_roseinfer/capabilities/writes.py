@@ -260,7 +260,7 @@ class Reserve(operation.Operation):
         handle = cache.adapter.reserve(self.seqs, self.counts)
         cache.reserved.append((handle, cache.options))
 
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod

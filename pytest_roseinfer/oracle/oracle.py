@@ -400,22 +400,22 @@ class Oracle:
         full = len(self.tokens_on(parent, at)) == self.block_size
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
-    def may_truncate(self, seq: int, length: int) -> bool:
+    def may_cut(self, seq: int, length: int) -> bool:
         return self.trimmable(self.length(seq), length)
 
-    def truncate_fits(self, rows: Sequence[tuple[int, int]]) -> bool:
+    def cuts_fit(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Return True if there is a page for every copy that cutting these rows in order takes.
 
         Pages that a row gives up are there for its own copy, and for those of rows behind it.
         """
         blocks = self.blocks()
-        return all(blocks.truncate(*row) for row in rows)
+        return all(blocks.cut(*row) for row in rows)
 
     def blocks(self) -> Room:
         """Count who holds which block."""
         return Room(self, self.windows.given_back, shared_pool=self.windows.shared_pool)
 
-    def truncate(self, seq: int, length: int) -> None:
+    def cut(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence, and give up the pages behind them."""
         if length == self.length(seq):
             return

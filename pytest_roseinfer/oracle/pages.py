@@ -329,7 +329,7 @@ class Room:
             self._take(window, sum(not self.stored.shares(parent, at) for at in held))
         return self._is_enough()
 
-    def truncate(self, seq: int, length: int) -> bool:
+    def cut(self, seq: int, length: int) -> bool:
         size = self.stored.block_size
         kept = -(-length // size)
         cut = length % size and length < self.stored.length(seq)

@@ -54,15 +54,15 @@ def test_all_who_share_what_was_found_need_a_page() -> None:
 def test_who_cuts_what_was_found_needs_a_page() -> None:
     oracle = taken(length=8)
     oracle.capacity = 2
-    assert oracle.truncate_fits([(0, 3)])  # the page behind it makes room
-    assert not oracle.truncate_fits([(0, 6)])
-    oracle.truncate(0, 3)
+    assert oracle.cuts_fit([(0, 3)])  # the page behind it makes room
+    assert not oracle.cuts_fit([(0, 6)])
+    oracle.cut(0, 3)
     assert oracle.pages_needed([(0, 1)]) == 0
 
 
 def test_who_was_cut_to_the_end_of_a_page_begins_one_of_its_own() -> None:
     oracle = taken()
-    oracle.truncate(0, 4)
+    oracle.cut(0, 4)
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
     assert oracle.pages_needed([(0, 1)]) == 0
 

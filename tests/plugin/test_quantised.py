@@ -104,7 +104,7 @@ def test_what_was_cut_still_counts_for_the_block_it_stood_in() -> None:
     oracle = Oracle(4, 2)
     oracle.append([(0, 3)], range(3))
     oracle.fork(0, 1)
-    oracle.truncate(0, 1)
+    oracle.cut(0, 1)
     oracle.append([(0, 1)], [7])
     (page,) = oracle.sequences[0]
     assert (page.tokens, page.cut) == ([0, 7], [1, 2])

@@ -138,7 +138,7 @@ def cut_oracle(*, truncate_copies: bool, capacity: int = 9) -> Oracle:
     oracle = Oracle(4, capacity, truncate_copies=truncate_copies)
     oracle.append([(0, 7)], oracle.new_tokens([(0, 7)]))
     oracle.fork(0, 1)
-    oracle.truncate(0, 5)
+    oracle.cut(0, 5)
     return oracle
 
 
@@ -171,10 +171,10 @@ def test_what_is_given_back_makes_room_for_copies() -> None:
     oracle.append([(0, 8)], range(8))
     for child in (1, 2):
         oracle.fork(0, child)
-    assert oracle.truncate_fits([(0, 1)])
-    assert not oracle.truncate_fits([(0, 1), (1, 2)]), "page 2 is still held by sequence 2"
-    assert oracle.truncate_fits([(0, 1), (2, 0), (1, 2)])
-    assert oracle.truncate_fits([(0, 4), (1, 8), (2, 7)])
+    assert oracle.cuts_fit([(0, 1)])
+    assert not oracle.cuts_fit([(0, 1), (1, 2)]), "page 2 is still held by sequence 2"
+    assert oracle.cuts_fit([(0, 1), (2, 0), (1, 2)])
+    assert oracle.cuts_fit([(0, 4), (1, 8), (2, 7)])
 
 
 def test_a_picture_shows_what_a_sequence_sees() -> None:

@@ -193,7 +193,7 @@ def test_a_page_that_one_sequence_gave_back_is_written_in_place_by_the_other() -
     oracle = windowed(2, None)
     write(oracle, 0, 2)
     oracle.fork(0, 1)
-    oracle.truncate(1, 1)
+    oracle.cut(1, 1)
     write(oracle, 0, 2)
     before = oracle.blocks().free
     write(oracle, 1, 1)
@@ -208,8 +208,8 @@ def test_a_cut_copies_a_block_in_those_groups_where_another_holds_it(capacity: i
     oracle.fork(0, 1)
     write(oracle, 0, 2)
     assert oracle.blocks().free == {2: capacity - 2, None: capacity - 3}
-    assert oracle.truncate_fits([(1, 3)]) is (capacity == 4)
-    oracle.truncate(1, 3)
+    assert oracle.cuts_fit([(1, 3)]) is (capacity == 4)
+    oracle.cut(1, 3)
     assert oracle.blocks().free == {2: capacity - 2, None: capacity - 4}
 
 
