@@ -111,12 +111,26 @@ def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
     return swapped(oracle).stages.get(seq) is stage
 
 
+class _Move(operation.Operation):
+    """An operation that moves one sequence a step further, out of the cache or back."""
+
+    __slots__ = ()
+
+    seq: int
+    needs = frozenset({"swap_out", "swapped_out", "swap_in", "swapped_in"})
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
+        return True
+
+
 @operation.register("SwapOut")
-class SwapOut(operation.Operation):
+class SwapOut(_Move):
     seq: int
 
     of_tokens = True
-    needs = frozenset({"swap_out", "swapped_out", "swap_in", "swapped_in"})
 
     def words(self) -> str:
         return f"begin to swap sequence {self.seq} out"
@@ -130,9 +144,6 @@ class SwapOut(operation.Operation):
         taken = swapped(oracle).blocks(oracle.block_size)
         return taken + len(oracle.sequences[self.seq]) <= oracle.capacity
 
-    def changed(self) -> list[int]:
-        return [self.seq]
-
     def change(self, oracle: operation.Oracle) -> None:
         out = swapped(oracle)
         out.stages[self.seq], out.tokens[self.seq] = Stage.LEAVING, oracle.tokens(self.seq)
@@ -142,9 +153,6 @@ class SwapOut(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.moving[self.seq] = cache.adapter.swap_out(self.seq)
 
-    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
-        return True
-
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if fitting := [seq for seq in writer.filled if cls(seq).possible(writer.oracle)]:
@@ -152,21 +160,16 @@ class SwapOut(operation.Operation):
 
 
 @operation.register("SwappedOut")
-class SwappedOut(operation.Operation):
+class SwappedOut(_Move):
     """Finish copying a sequence out; its blocks are free for others from here on."""
 
     seq: int
-
-    needs = SwapOut.needs
 
     def words(self) -> str:
         return f"finish swapping sequence {self.seq} out"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return _at(oracle, self.seq, Stage.LEAVING)
-
-    def changed(self) -> list[int]:
-        return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
         swapped(oracle).stages[self.seq] = Stage.OUT
@@ -176,9 +179,6 @@ class SwappedOut(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.swapped_out(cache.moving.pop(self.seq))
 
-    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
-        return True
-
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if leaving := swapped(writer.oracle).at(Stage.LEAVING):
@@ -186,21 +186,16 @@ class SwappedOut(operation.Operation):
 
 
 @operation.register("SwapIn")
-class SwapIn(operation.Operation):
+class SwapIn(_Move):
     """Take blocks for a sequence that is swapped out, and begin to copy it back."""
 
     seq: int
-
-    needs = SwapOut.needs
 
     def words(self) -> str:
         return f"begin to swap sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return _at(oracle, self.seq, Stage.OUT)
-
-    def changed(self) -> list[int]:
-        return [self.seq]
 
     def fits(self, oracle: operation.Oracle) -> bool:
         return oracle.fits([(self.seq, len(swapped(oracle).tokens[self.seq]))])
@@ -216,9 +211,6 @@ class SwapIn(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         cache.moving[self.seq] = cache.adapter.swap_in(self.seq)
 
-    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
-        return True
-
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         steps = [cls(seq) for seq in swapped(writer.oracle).at(Stage.OUT)]
@@ -229,21 +221,16 @@ class SwapIn(operation.Operation):
 
 
 @operation.register("SwappedIn")
-class SwappedIn(operation.Operation):
+class SwappedIn(_Move):
     """Finish copying a sequence back; it can be read and appended to from here on."""
 
     seq: int
-
-    needs = SwapOut.needs
 
     def words(self) -> str:
         return f"finish swapping sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return _at(oracle, self.seq, Stage.COMING)
-
-    def changed(self) -> list[int]:
-        return [self.seq]
 
     def brings_back(self) -> list[int]:
         return [self.seq]
@@ -253,9 +240,6 @@ class SwappedIn(operation.Operation):
 
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.swapped_in(cache.moving.pop(self.seq))
-
-    def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
-        return True
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
@@ -307,12 +291,7 @@ SWAPPING = Capability(
     misuse=(gather_swapped_out, append_to_swapped_out),
     states=(Swapped,),
     way_back=_way_back,
-    needs={
-        "swap_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
-        "swapped_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
-        "swap_in": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
-        "swapped_in": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
-    },
+    needs={name: sorted(_Move.needs) for name in sorted(_Move.needs)},
     operations=(
         SwapOut,
         SwappedOut,
