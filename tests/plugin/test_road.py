@@ -10,9 +10,18 @@ import pytest
 
 import pytest_roseinfer
 import roseinfer
-from pytest_roseinfer import Divergence, conformance, settings
+from pytest_roseinfer import (
+    Divergence,
+    EngineAdapter,
+    KVCacheAdapter,
+    MixDivergence,
+    conformance,
+    settings,
+)
 from pytest_roseinfer.run import coverage
 from tests.plugin.caches.list_cache import ListCache
+from tests.plugin.caches.text_cache import TextCache
+from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch
 
-MOST = 16
 PACKAGES = [Path(package.__path__[0]) for package in (pytest_roseinfer, roseinfer)]
 
 
@@ -31,21 +39,31 @@ class Negates(ListCache):
         super().append(seqs, -key, value)
 
 
+class NegatesTexts(TextCache):
+    """The same with prefixes."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, -key, value)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        super().prefill(seq, -key, value)
+
+
 def road(test: Callable[[], None]) -> list[str]:
     """Return the files of both packages that are entered up to the first failing assertion."""
     files: dict[str, None] = {}
-    end = Divergence.__init__.__code__
+    ends = Divergence.__init__.__code__, MixDivergence.__init__.__code__
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             files[frame.f_code.co_filename] = None
-        elif event == "return" and frame.f_code is end:
+        elif event == "return" and frame.f_code in ends:
             sys.setprofile(None)
 
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        with pytest.raises(Divergence):
+        with pytest.raises((Divergence, MixDivergence)):
             test()
     finally:
         sys.setprofile(before)
@@ -53,15 +71,26 @@ def road(test: Callable[[], None]) -> list[str]:
     return [str(file.relative_to(root.parent)) for file, root in found if file.is_relative_to(root)]
 
 
-def test_at_most_sixteen_files_lead_to_a_failing_assertion() -> None:
+@pytest.mark.parametrize(
+    ("adapter", "test", "most"),
+    [
+        (Negates, "test_histories", 16),
+        (NegatesTexts, "test_histories", 25),
+        (ANeighboursTokenLeaksIn, "test_requests_get_what_they_get_alone", 13),
+    ],
+    ids=["cache", "cache with prefixes", "engine"],
+)
+def test_few_files_lead_to_a_failing_assertion(
+    adapter: type[KVCacheAdapter | EngineAdapter], test: str, most: int
+) -> None:
     asked, seen = settings.current(), coverage.current()
     try:
         settings.set_current(settings.Settings(examples=5, seed=1))
         for _ in range(2):  # the first time, modules are imported on the way
             coverage.set_current(coverage.Coverage())
-            entered = road(conformance(Negates)().test_histories)
+            entered = road(getattr(conformance(adapter)(), test))
     finally:
         settings.set_current(asked)
         coverage.set_current(seen)
     print("\n".join(entered))
-    assert len(entered) <= MOST
+    assert len(entered) <= most
