@@ -48,7 +48,7 @@ _Part = TypeVar("_Part", bound="OfSome")
 
 @dataclass(frozen=True)
 class Traits:
-    """What an adapter declares of one capability; a choice that there is not is refused."""
+    """The declarations of an adapter about one capability; unknown choices are refused."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -71,7 +71,7 @@ def optional(method: _Method) -> _Method:
 
 
 class Across(Enum):
-    """How the ranks of a cache do a method together."""
+    """A way in which the ranks of a cache do a method together."""
 
     WRITE = "each stores its heads of the keys and values, which come last"
     READ = "the heads that each returns are put together"
@@ -102,7 +102,7 @@ class Run(Protocol):
     """The class of the adapter, for what it declares of its cache."""
     spec: CacheSpec
     gathers_every: int
-    """As ``History.gathers_every``."""
+    """Steps from one reading by ``gather`` to the next, as in ``History``."""
     can: frozenset[str]
     """The methods that the adapter defines, its conditions, its choices as in
     "prefixes.shares=equal prefixes", and "tolerance" and "windows" where it is built with them."""
@@ -113,7 +113,7 @@ class Run(Protocol):
     done: list[Operation]
     """The steps so far, the present one included."""
     last: bool
-    """Whether no step of the history comes after the present one."""
+    """True during the last step of the history."""
     seen: dict[int, int]
     """Every token that was ever to be written, and the sequence that was the first to do it."""
     now: Snapshot
@@ -260,7 +260,7 @@ class Capability:
     It has no ``__init__`` and calls no ``super()``. Methods that are marked ``optional`` are tested
     where an adapter defines them."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """What an adapter writes now, by names of attributes and methods that it had before."""
+    """Replacements for attributes and methods of before, by their old names."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For optional methods, the others without which no step would call them."""
     states: Sequence[type[State]] = ()
@@ -289,8 +289,8 @@ class Capability:
     large: Callable[[Large], Iterator[Operation]] | None = None
     """Yields its steps for a large history, whose names it keeps up to date."""
     sharded: Mapping[str, Across | Callable[..., Any]] = field(default_factory=dict)
-    """How ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter of ranks
-    offers these methods where the adapter of one rank defines them."""
+    """Ways in which ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter
+    of ranks offers these methods where the adapter of one rank defines them."""
     misuse: Sequence[Misuse] = ()
     """Its kinds of bad calls, which an adapter may name in ``standard_bad_calls``."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()

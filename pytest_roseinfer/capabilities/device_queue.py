@@ -108,7 +108,7 @@ class CallsInFlight(Observer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.early: Reads = {}
-        """What the cache read in this step, and had to wait for."""
+        """Reads of this step that the cache had to wait for."""
 
     def driving(self, step: operation.Operation, said: Sequence[operation.Said]) -> None:  # noqa: ARG002
         reads = step.looks and self.run.adapter.gather_in_flight

@@ -352,15 +352,15 @@ class Operation:
 
 
 class Refusal(NamedTuple):
-    """How a cache must refuse a step."""
+    """The refusal that a step must meet, in the terms of an adapter and in words."""
 
     errors: str
     """The attribute of its adapter that names the errors to raise."""
     problem: str
-    """What is wrong with the step, after "a write that"."""
+    """The fault of the step, after "a write that"."""
     reason: str
     room: str = ""
-    """How much room the step needs and the cache has, in brackets; empty if it needs none."""
+    """Room that the step needs and the cache has, in brackets; empty if it needs none."""
 
 
 class Write(Operation):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefixTraits(Traits):
-    """What sequences share, what is found of a text, and the order in which it is evicted."""
+    """The blocks that sequences share, what is found of a text, and the order of evictions."""
 
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
     """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
@@ -74,7 +74,7 @@ class PrefixMethods:
     """The methods of prefix reuse."""
 
     prefixes: ClassVar[PrefixTraits] = PrefixTraits()
-    """What sequences share, what is found of a text, and the order in which it is evicted."""
+    """The blocks that sequences share, what is found of a text, and the order of evictions."""
 
     @optional
     def texts(self, said: Sequence[Sequence[int]]) -> None:

@@ -54,7 +54,7 @@ class SwappingMethods:
 
 
 class Stage(Enum):
-    """How far a sequence is swapped out, or back in."""
+    """A stage of swapping a sequence out or back in."""
 
     LEAVING = "on its way out"
     """It is being copied out."""

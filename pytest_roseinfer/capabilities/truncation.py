@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TruncationTraits(Traits):
-    """How a cache cuts a block that others hold, and refuses what it cannot cut."""
+    """The ways to cut a block that others hold, and to refuse a cut."""
 
     copies: bool = False
     """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
@@ -32,7 +32,7 @@ class TruncationMethods:
     """The methods that cut sequences."""
 
     truncation: ClassVar[TruncationTraits] = TruncationTraits()
-    """How a cache cuts a block that others hold, and refuses what it cannot cut."""
+    """The ways to cut a block that others hold, and to refuse a cut."""
 
     @optional
     def truncate(self, seq: int, length: int) -> None:

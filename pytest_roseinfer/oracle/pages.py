@@ -1,4 +1,4 @@
-"""What the oracle is made of: tokens, pages, states of capabilities, and room for blocks."""
+"""The parts of the oracle: tokens, pages, states of capabilities, and room for blocks."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class Written:
 
 
 class Absence(NamedTuple):
-    """What is known of a sequence that exists and has no pages of its own to work on."""
+    """A sequence that exists, and that no step may use before it is brought back."""
 
     words: str
-    """How it is absent, as in "swapped out"."""
+    """The reason, as in "swapped out"."""
     tokens: list[int]
     """The tokens that it has when it returns."""
 

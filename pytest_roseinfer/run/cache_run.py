@@ -45,7 +45,7 @@ class CacheRun:
         self.oracle = Oracle.of(adapter_type, spec, history.texts)
         self.payload = Payload.of(adapter_type, spec, finite=history.finite)
         self.last = not history.operations
-        """Whether no step comes after this one."""
+        """True during the last step of the history."""
         self.done: list[Operation] = []
         self.refused: dict[int, str] = {}
         """Why the cache had to refuse steps, by their numbers."""

@@ -26,9 +26,9 @@ class Execution:
     step: Operation
     said: list[Said] = field(init=False)
     refusal: Refusal = field(init=False)
-    """How the cache must refuse it, where it must."""
+    """The refusal that is due where the step does not fit."""
     admitted: Operation | None = field(init=False)
-    """What the oracle has room for: all of the step, its first rows, or nothing."""
+    """The part of the step that the oracle has room for: all, its first rows, or nothing."""
     written: Written | None = field(init=False)
     """The tokens that it writes if all of it fits."""
     fits: bool = field(init=False)
