@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_roseinfer.environment import commit_of, differences, environment_here
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.history import (
-    HISTORY_NAME,
-    append_run,
-    commit_of,
-    differences,
-    environment_here,
-    read_runs,
-)
+from pytest_roseinfer.gates.history import HISTORY_NAME, append_run, read_runs
 from tests.gates.history.runs import run
 
 if TYPE_CHECKING:
