@@ -210,7 +210,11 @@ class Oracle:
 
     def pages_free(self) -> int:
         """Count the blocks that are free in every pool."""
-        return min(self.blocks().free.values())
+        if self.windows.of_layer:
+            return min(self.blocks().free.values())
+        return self.capacity - len(
+            {id(page) for pages in self.sequences.values() for page in pages}
+        )
 
     def free_in(self, layer: int) -> int:
         """Count the blocks that are free in the pool of a layer."""
@@ -246,10 +250,10 @@ class Oracle:
 
     def room(self, rows: Sequence[tuple[int, int]]) -> str:
         """Say in words how much room there is for rows, and how much they need."""
-        free = self.blocks().free
         if not self.windows.of_layer:
             needed = self.pages_needed(rows)
-            return f"{needed} block{'s' * (needed != 1)} needed, {free[None]} free"
+            return f"{needed} block{'s' * (needed != 1)} needed, {self.pages_free()} free"
+        free = self.blocks().free
         if self.windows.shared_pool:
             return f"{free[None]} blocks free for all windows"
         each = (f"{blocks} with window {window}" for window, blocks in free.items())
@@ -387,10 +391,11 @@ class Oracle:
         for layer in self.windows.groups:
             self.windows.adopt(self.windows.of(layer), tables_of(layer))
 
-    def block(self, window: Window, seq: int, at: int) -> object:
-        """Return what two sequences have in common where they share a block."""
+    def blocks_of(self, window: Window, seq: int) -> list[object]:
+        """Return for each page what two sequences have in common where they share its block."""
+        pages = self.sequences.get(seq, ())
         table = self.windows.tables[window].get(seq, ())
-        return table[at] if at < len(table) else id(self.sequences[seq][at])
+        return [*table[: len(pages)], *map(id, pages[len(table) :])]
 
     def fork_fits(self, parent: int) -> bool:
         return self.blocks().fork(parent)

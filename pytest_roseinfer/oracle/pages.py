@@ -255,7 +255,7 @@ class Stored(Protocol):
     def length(self, seq: int, /) -> int: ...
     def keeps(self, seq: int, at: int, /) -> bool: ...
     def shares(self, parent: int, at: int, /) -> bool: ...
-    def block(self, window: Window, seq: int, at: int, /) -> object: ...
+    def blocks_of(self, window: Window, seq: int, /) -> list[object]: ...
 
 
 class Room:
@@ -271,41 +271,37 @@ class Room:
         self.stored = stored
         self.given_back = given_back
         self.shared_pool = shared_pool
-        self.holders = Counter(
-            (window, block)
-            for window, given in given_back.items()
-            for seq in stored.sequences
-            for block in self._blocks(window, seq)[given[seq] :]
-        )
+        self.holders: dict[Window, Counter[object]] = {}
         self.free = Counter(dict.fromkeys(map(self._pool, given_back), stored.capacity))
         """By group; by the name None where all groups share one pool."""
-        self.free.subtract(self._pool(window) for window, _ in self.holders)
+        for window, given in given_back.items():
+            held = Counter[object]()
+            for seq in stored.sequences:
+                held.update(stored.blocks_of(window, seq)[given[seq] :])
+            self.holders[window] = held
+            self.free[self._pool(window)] -= len(held)
 
     def holders_of(self, seq: int) -> Iterator[list[int]]:
         """Yield for each group how many hold each of a sequence's blocks."""
         for window, given in self.given_back.items():
-            own = self._blocks(window, seq)[given[seq] :]
-            yield [self.holders[window, block] for block in own]
+            own = self.stored.blocks_of(window, seq)[given[seq] :]
+            yield [self.holders[window][block] for block in own]
 
     def _pool(self, window: Window) -> Window:
         return None if self.shared_pool else window
-
-    def _blocks(self, window: Window, seq: int) -> list[object]:
-        pages = self.stored.sequences.get(seq, ())
-        return [self.stored.block(window, seq, at) for at in range(len(pages))]
 
     def _take(self, window: Window, blocks: int) -> None:
         self.free[self._pool(window)] -= blocks
 
     def _drop(self, window: Window, blocks: Sequence[object]) -> None:
         for block in blocks:
-            self.holders[window, block] -= 1
-            self.free[self._pool(window)] += not self.holders[window, block]
+            self.holders[window][block] -= 1
+            self.free[self._pool(window)] += not self.holders[window][block]
 
     def _own(self, window: Window, block: object, *, found: bool = False) -> None:
         """Copy a block for a sequence that is not alone on it, or that found it."""
-        if found or self.holders[window, block] > 1:
-            self.holders[window, block] -= 1  # it is not free before the copy is made
+        if found or self.holders[window][block] > 1:
+            self.holders[window][block] -= 1  # it is not free before the copy is made
             self._take(window, 1)
 
     def _is_enough(self) -> bool:
@@ -313,7 +309,7 @@ class Room:
 
     def append(self, seq: int, count: int) -> bool:
         size, length = self.stored.block_size, self.stored.length(seq)
-        held = {window: self._blocks(window, seq) for window in self.given_back}
+        held = {window: self.stored.blocks_of(window, seq) for window in self.given_back}
         for window, given in self.given_back.items():
             self._drop(window, held[window][given[seq] : first_live(window, length) // size])
         for window, blocks in held.items():
@@ -334,7 +330,7 @@ class Room:
         kept = -(-length // size)
         cut = length % size and length < self.stored.length(seq)
         for window, given in self.given_back.items():
-            blocks = self._blocks(window, seq)
+            blocks = self.stored.blocks_of(window, seq)
             self._drop(window, blocks[max(kept, given[seq]) :])
             if cut and self.stored.truncate_copies and kept > given[seq]:
                 self._own(window, blocks[kept - 1], found=self.stored.keeps(seq, kept - 1))
