@@ -66,26 +66,27 @@ class KVCacheAdapter(
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
-    """The errors that ``append`` and others raise, changing nothing, when there is no room."""
+    """Errors of which ``append`` and others raise one, changing nothing, when there is no room."""
     atomic_batches: ClassVar[bool] = True
-    """An append that finds no room for all its rows stores none. False for a cache that admits row
-    by row, as vLLM's scheduler does: the rows ahead of the first that finds no room are stored, and
-    neither that one nor any behind it. It raises one of ``full_errors`` all the same. ``reserve``
-    stays all or nothing, since its answer stands for all rows."""
+    """True if an append without room for all its rows stores none. False for a cache that admits
+    row by row, as vLLM's scheduler does: the rows before the first that finds no room are stored,
+    that one and those after it are not, and one of ``full_errors`` is raised all the same.
+    ``reserve``, ``prefill`` and ``fork`` are all or nothing either way."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
     head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 40)
     """Numbers of KV heads the cache can be built with, drawn for ``spec.num_heads``."""
     head_dims: ClassVar[Sequence[int]] = (4, 1, 5, 8, 64, 80, 96, 128, 256)
-    """Head sizes the cache can be built with. Small ones are drawn most, and large ones with few
-    heads and short blocks as far as there are any."""
+    """Elements per head that the cache can be built with. Small numbers are drawn most, and large
+    ones with few heads and short blocks as far as these are listed."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
     """Numbers of tokens in a block that the cache can be built with."""
     most_sequences: ClassVar[int | None] = None
-    """How many sequences the cache is made for at a time, where slots or a kernel bound them; None
-    if nothing does. Histories have more than 6 only to see that many rows do no harm."""
+    """Most sequences at a time that the cache is made for, 6 or more, where slots or a kernel bound
+    them; None if nothing does. Only large histories have more than 6."""
     most_tokens: ClassVar[int | None] = None
-    """How many tokens of one sequence it is made for, if not for as many as its blocks hold."""
+    """Most tokens of one sequence that it is made for, 16 or more; None for as many as its blocks
+    hold."""
 
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
@@ -94,15 +95,17 @@ class KVCacheAdapter(
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``.
 
-        Where an adapter defines ``append_many``, that does for this, with a token of each.
+        An unknown name, or one that was freed, is an empty sequence. An adapter that defines
+        ``append_many`` may leave this out.
         """
         if not self.defines("append_many"):
             raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
         self.append_many(seqs, [1] * len(seqs), key, value)
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
+        """Return the stored keys and values of a sequence, ``[tokens, heads, head_dim]`` each.
 
-        Read it by another route than the cache's own if there is one.
+        Read them by another route than the cache's own if there is one. It is called after every
+        step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")

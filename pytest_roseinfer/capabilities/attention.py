@@ -96,6 +96,7 @@ def questions(
 
 @invariant(rank=10, needs=("attend",), after=(AFTER_ATTENTION,))
 def attention(seen: Observation) -> Finding | None:
+    """Attention must be that over all stored tokens, within rounding, and change nothing."""
     for answer in seen.answers:
         if wrong := _wrong_answer(seen, answer):
             return wrong

@@ -30,15 +30,15 @@ class BadCallMethods:
     """The methods that are there to be misused."""
 
     standard_bad_calls: ClassVar[Sequence[str]] = ()
-    """Names from the catalogue of bad calls: those that the cache must refuse."""
+    """Names of the standard bad calls that the cache must refuse."""
     bad_call_errors: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
-    """What it refuses them with."""
+    """Errors of which it raises one for each of them."""
 
     @optional
     def decref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
-        """Take a holder off each of these blocks, which are as in ``table``.
+        """Remove a holder from each of these blocks, which are as in ``table``.
 
-        This one and the three below are there to be misused, by ``standard_bad_calls``.
+        This method and the next three exist for ``standard_bad_calls`` to misuse.
         """
 
     @optional
@@ -53,15 +53,16 @@ class BadCallMethods:
     def append_to_blocks(
         self, layer: int, lists: list[list[int]], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Append a token to each of some lists of blocks, which is ``append`` without names."""
+        """Append a token to each of these lists of blocks, as ``append`` does by names."""
 
     @optional
     def bad_calls(self) -> Iterable[BadCall]:
-        """Make up calls that must be refused, or leave no trace, in the cache's present state."""
+        """Return calls that the cache must refuse, or that leave no trace, in its present state."""
 
 
 @invariant(rank=11, after=(AFTER_BAD_CALL,))
 def bad_calls(seen: Observation) -> Finding | None:
+    """A bad call must raise one of its errors, and change nothing."""
     bad, error = seen.bad_call, seen.raised
     if bad is None:
         return None

@@ -48,11 +48,12 @@ class BookMethods:
 
     @optional
     def ledger(self, layer: int) -> Ledger:
-        """Return the cache's own books for one layer."""
+        """Return the cache's own books for one layer. With them, histories run out of room too."""
 
 
 @invariant(rank=20, needs=("ledger", "table"))
 def ownership(seen: Observation) -> Finding | None:
+    """Tables, refcounts and free blocks must agree with each other and with the oracle."""
     for layer in range(seen.spec.num_layers):
         if found := _wrong_books(seen, layer) or _wrong_sharing(seen, layer):
             return found
@@ -141,7 +142,7 @@ def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
 
 @invariant(rank=32)
 def refused(seen: Observation) -> Finding | None:
-    """A step that is refused must leave the books as they were.
+    """A refused step must leave the books as they were.
 
     Where a cache admits row by row, and rows were admitted, or one gave back what left its windows
     before it found no room, other invariants compare the books with what the oracle says of them.

@@ -195,25 +195,57 @@ def few_of(choices: Sequence[_T], spec: CacheSpec) -> Sequence[_T]:
     return [choices[0], others[at % len(others)]] if others else choices
 
 
-USED_AGAIN: Mapping[str, str] = {
-    "handle_used_again": "reserve",
-    "slot_used_again": "kept_in",
-    "list_used_again": "kept_in",
-    "block_used_while_away": "table",
+class Shown(NamedTuple):
+    """A condition that a method of the cache shows to the harness."""
+
+    method: str
+    met: str
+    """When it is met."""
+
+
+USED_AGAIN: Mapping[str, Shown] = {
+    "handle_used_again": Shown(
+        "reserve",
+        "``reserve`` returns an object or a number that it returned before, and that was filled "
+        "since. Needs ``reserve``.",
+    ),
+    "slot_used_again": Shown(
+        "kept_in",
+        "A sequence begins in the slot that ``kept_in`` showed of another one, which has left it. "
+        "Needs ``kept_in``.",
+    ),
+    "list_used_again": Shown(
+        "kept_in",
+        "A sequence begins in the list object that ``kept_in`` showed of another one, which has "
+        "left it. Needs ``kept_in``.",
+    ),
+    "block_used_while_away": Shown(
+        "table",
+        "A sequence gets a block that another one gave up, which was preempted or swapped out and "
+        "is not back; counted for each such block of the first layer. Needs ``table``.",
+    ),
 }
-"""The harness counts each of them, where an adapter names it and defines this method."""
+"""The harness counts each of them, where an adapter names it and defines the method."""
 
 
 def refuse_what_is_not_shown(adapter: type[Any]) -> None:
     """Raise ``TypeError`` where a condition could never be met, since nothing shows it."""
-    for name, method in USED_AGAIN.items():
-        if name in adapter.conditions and method not in adapter.abilities:
+    for name, shown in USED_AGAIN.items():
+        if name in adapter.conditions and shown.method not in adapter.abilities:
             raise TypeError(
-                f"{adapter.__name__}.conditions names {name!r}: define {method}(), which shows it"
+                f"{adapter.__name__}.conditions names {name!r}: define {shown.method}(), which "
+                "shows it"
             )
 
 
-OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
+OWN_CONDITIONS: Mapping[str, str] = {
+    "last_position": "A row begins at the last position of its block, which holds other tokens "
+    "already; counted for each such row.",
+    "out_of_room_mid_batch": "A write of several rows is refused, and its first row alone would "
+    "have found room. Only a cache with a ``ledger`` is run out of room.",
+    "name_used_again": "A sequence begins, by a write or a fork, under the name of one that was "
+    "freed; counted for each such sequence.",
+}
 """The harness counts each of them where an adapter names it."""
 FINDS_PREFIXES = frozenset(
     ("texts", "matched", "prefill", "table", "ledger", "prefixes.shares=equal prefixes")

@@ -139,8 +139,8 @@ class Observer:
 
     any_of: ClassVar[Collection[str]] = ()
     """The caches that it is made for, as in ``OfSome``."""
-    conditions: ClassVar[Collection[str]] = ()
-    """Names of the conditions that it counts, so that a cache need not."""
+    conditions: ClassVar[Mapping[str, str]] = {}
+    """When each of the conditions is met that it counts, so that a cache need not, by names."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -319,10 +319,10 @@ def due(parts: Iterable[_Part], can: frozenset[str]) -> list[_Part]:
     return [each for each in parts if not each.any_of or can.intersection(each.any_of)]
 
 
-def counted_conditions(adapter: type[Any]) -> list[str]:
-    """List the conditions that the harness itself counts for an adapter class."""
+def counted_conditions(adapter: type[Any]) -> dict[str, str]:
+    """Return when each condition is met that the harness counts for an adapter, by names."""
     every = (observer for each in capabilities_of(adapter) for observer in each.observers)
-    return [name for observer in every for name in observer.conditions]
+    return dict(chain.from_iterable(observer.conditions.items() for observer in every))
 
 
 def capabilities_of(adapter: type[Any]) -> list[Capability]:

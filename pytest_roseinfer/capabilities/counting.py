@@ -45,20 +45,14 @@ class CountingMethods:
     """The method that shows counted paths and conditions."""
 
     paths: ClassVar[Mapping[str, FastPath]] = {}
-    """Fast paths the cache declares, by their names in ``path_counts``."""
+    """A ``FastPath`` for each fast path, by its name in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
-    """Names in ``path_counts`` that are no paths but must be met all the same.
-
-    The harness counts some itself, which ``path_counts`` leaves out: "last_position", a row that
-    begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
-    row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
-    that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
-    that begins in what ``kept_in`` showed of another; "handle_used_again", a ``reserve`` that
-    returns what one before it had returned, which was filled since; and "block_used_while_away",
-    a block that another gets before the sequence is back that had given it up."""
+    """Names in ``path_counts`` that are not paths and must be met as well. The harness counts some
+    itself, which ``path_counts`` leaves out."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
-    """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
-    "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
+    """The name among ``conditions`` that counts rows of a kind, for each kind that is counted row
+    by row: ``"fresh"``, ``"in_place"``, ``"rollover"``, ``"rollover_shared"``,
+    ``"copy_on_write"``, ``"padding"``."""
 
     @optional
     def path_counts(self) -> Mapping[str, int]:
@@ -75,6 +69,7 @@ def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
 
 @invariant(rank=60, needs=("path_counts",), after=(AFTER_STEP, AFTER_ATTENTION))
 def counts(seen: Observation) -> Finding | None:
+    """Counted paths and conditions must be declared, and possible in the step that counts them."""
     return next(map(Finding, _mistakes(seen)), None)
 
 
@@ -145,13 +140,11 @@ def _ruled_out(seen: Observation) -> Iterator[str]:
 
 
 # Conditions the harness counts itself: the oracle shows them, so no cache has to count them.
-#
-# ``KVCacheAdapter.conditions`` says what each of them means.
 
 
 @invariant(rank=50, needs=("path_counts",), after=(AFTER_STEP, AFTER_ATTENTION))
 def own_conditions(seen: Observation) -> Finding | None:
-    """A cache leaves out of its counts what the harness counts itself."""
+    """A cache must leave out of its counts what the harness counts itself."""
     for name in seen.ran:
         if name in (*OWN_CONDITIONS, *USED_AGAIN) and name in seen.declared.conditions:
             return Finding(f"path_counts() counts {name!r}, which the harness counts itself")
@@ -224,7 +217,8 @@ def _identity(thing: object) -> Hashable:
 class UsedAgain(Observer):
     """Counts how often handles, slots, lists and blocks are used again."""
 
-    any_of = conditions = USED_AGAIN.keys()
+    conditions: ClassVar = {name: shown.met for name, shown in USED_AGAIN.items()}
+    any_of = conditions.keys()
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

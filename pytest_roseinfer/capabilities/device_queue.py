@@ -30,19 +30,14 @@ class QueueMethods:
     """The method that takes a simulated device."""
 
     gather_in_flight: ClassVar[bool] = False
-    """Where the cache has a queue: ``gather`` may be called while the device has not done what it
-    was asked for. It waits for what it returns, or returns tensors of the device's."""
+    """True if ``gather`` may be called while the queue has calls in flight, since it waits for what
+    it returns, or returns tensors of the device's."""
 
     @optional
     def use_queue(self, queue: DeviceQueue) -> None:
-        """Have this simulated device do, called after ``make``, what a GPU would do.
+        """Use this simulated device for the work of a GPU; it is called right after ``make``.
 
-        Either submit calls to it, or name the tensors whose operations it is to hold back. It does
-        them later: when it is waited for, or when the history says so. A block's number, a length,
-        a count are known at once, so ``table``, ``ledger`` and the like are asked at any time;
-        ``peek`` and ``gather`` are called when the device has done all, but for
-        ``gather_in_flight``. Tensors that are handed over are the device's, and are overwritten on
-        its first stream, behind what was submitted there.
+        Either submit calls to it, or name the tensors whose operations it is to hold back.
         """
 
 
@@ -103,7 +98,10 @@ class CallsInFlight(Observer):
     """Counts the steps that begin while the device has something to do."""
 
     any_of = ("use_queue",)
-    conditions = ("calls_in_flight",)
+    conditions: ClassVar = {
+        "calls_in_flight": "A step begins while the device has calls to make. Required of a cache "
+        "that defines ``use_queue``."
+    }
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -20,12 +20,12 @@ class ForkMethods:
     """The method that forks a sequence."""
 
     fork_shares: ClassVar[str] = "blocks"
-    """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
-    only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
+    """Blocks that a fork shares: all ``"blocks"``, where a partial one is copied when it is written
+    to; only ``"full blocks"``, where a partial one is copied at once; or ``"nothing"``."""
 
     @optional
     def fork(self, parent: int, child: int) -> None:
-        """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
+        """Begin ``child`` with all tokens of ``parent``."""
 
 
 @operation.register("Copy")
@@ -73,6 +73,8 @@ class Copy(operation.Write):
 
 @operation.register("Fork")
 class Fork(operation.Operation):
+    """Begin a sequence with all tokens of another one."""
+
     parent: int
     child: int
 

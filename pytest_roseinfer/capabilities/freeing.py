@@ -20,13 +20,15 @@ class FreeingMethods:
     def free(self, seq: int) -> None:
         """Forget a sequence; its name is used again for new ones.
 
-        It may be preempted, swapped out, or half way out or back. That is over then, too: what was
-        returned for it is handed to nobody, and all that it held is free.
+        It may be preempted, or anywhere between ``swap_out`` and ``swapped_in``. All that it held
+        is free then, in swap space too, and what was returned for it is passed to no other call.
         """
 
 
 @operation.register("Free")
 class Free(operation.Operation):
+    """Free a sequence, whose name may be used again."""
+
     seq: int
 
     needs = frozenset({"free"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
 from pytest_roseinfer.capabilities.capability import Observer, Run
@@ -116,7 +116,7 @@ def released_of(
 
 @invariant(rank=30, needs=("texts", "table", "ledger"))
 def evictions(seen: Observation) -> Finding | None:
-    """Blocks kept for later texts are given to others in the order that a cache declares."""
+    """Cached blocks must be evicted in the order that the cache declares."""
     if seen.declared.prefixes.evicts == "any":
         return None
     kept = seen.after.ledger(0).cached
@@ -172,7 +172,11 @@ class KeptTexts(Observer):
     """Knows what blocks hold, and what of that is kept for texts that come."""
 
     any_of = ("matched", "prefixes.evicts=least recent")
-    conditions = ("prefix_found",)
+    conditions: ClassVar = {
+        "prefix_found": "A sequence begins with what a full block held before, and lookups find "
+        'something. Required of a cache that shares ``"equal prefixes"`` and defines ``matched`` '
+        "and ``prefill``."
+    }
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

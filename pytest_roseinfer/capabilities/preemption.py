@@ -23,11 +23,11 @@ class PreemptionMethods:
 
     @optional
     def preempt(self, seq: int) -> None:
-        """Give up the blocks of a sequence, which ``resume`` or ``free`` is called with next."""
+        """Give up the blocks of a sequence, which keeps its name until ``resume`` or ``free``."""
 
     @optional
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write all tokens of a sequence again that was preempted, as it had them."""
+        """Write all tokens of a preempted sequence again, with the same keys and values."""
 
 
 @dataclass(slots=True)
@@ -52,6 +52,8 @@ def preempted(oracle: operation.Oracle) -> dict[int, list[int]]:
 
 @operation.register("Preempt")
 class Preempt(operation.Operation):
+    """Have a sequence give up its blocks."""
+
     seq: int
 
     needs = frozenset({"preempt", "resume"})

@@ -50,24 +50,27 @@ class PrefixTraits(Traits):
     """The blocks that sequences share, what is found of a text, and the order of evictions."""
 
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
-    """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
-    their ``texts``, may share any whose tokens and all before them are equal, ``"equal
-    prefixes"``; or never, ``"none"``."""
+    """Blocks that sequences share: those that ``fork`` shares, ``"exact"``; with ``texts``,
+    ``table`` and ``ledger``, any whose tokens and all before them are equal, ``"equal prefixes"``;
+    or ``"none"``."""
     granularity: Literal["block", "token"] = "block"
-    """``matched`` finds whole blocks, ``"block"``, or also a part of one, ``"token"``."""
+    """Unit in which ``matched`` finds tokens: whole blocks, or single tokens."""
     leaves: Literal[0, 1] = 0
     """Last tokens of a text that are never found: 1 where one must be left to compute."""
     finds: Literal["all", "some"] = "all"
-    """``matched`` finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    """Part of the stored tokens of a text that ``matched`` must find. With ``use_hash`` it may find
+    less where a hash that it needs is also that of another thing, which a step hashed, or where it
+    hashes fewer things than it looks for."""
     evicts: Literal["any", "least recent"] = "any"
-    """Where a block is needed, any of those that a ledger has as ``cached`` is evicted, or the
-    ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
-    sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
-    sequence that begins with it does, as soon as it lets go."""
+    """Block that is evicted first among those that a ledger has as ``cached``. ``"least recent"``
+    is the one that its last holder released longest ago, and of those that one sequence released
+    at once, the one nearest to its end. A lookup does not renew a block; a sequence that begins
+    with it does, when it releases it. Free blocks that are not ``cached`` may go before and after.
+    Needs ``texts``, ``table`` and ``ledger``."""
     keeps_found: bool = False
-    """What ``begin_with`` found stays to be found as long as the sequence holds it: where it writes
-    into a block of that, or cuts one, the block counts as one that others hold. So who appends to a
-    partial block gets a copy, for which there must be room, though nobody else has the block."""
+    """True if what ``begin_with`` found can be found as long as the sequence holds it. Where the
+    sequence writes into such a block, or cuts one, it gets a copy as if others held the block, and
+    there must be room for that."""
 
 
 class PrefixMethods:
@@ -78,35 +81,34 @@ class PrefixMethods:
 
     @optional
     def texts(self, said: Sequence[Sequence[int]]) -> None:
-        """Hear what the tokens say that are written next, or that room is reserved for next.
+        """Receive the token ids of the next write, or of the next ``reserve``.
 
-        A row for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
-        tokens are appended. What is stored for a token follows from what its sequence says up to
-        there, so equal beginnings store the same. A fork says what its parent does.
+        A list for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
+        tokens are appended. Sequences whose first token ids are equal store the same for them. A
+        fork begins with the token ids of its parent.
         """
 
     @optional
     def matched(self, said: Sequence[int]) -> int:
-        """Count the first tokens of a text that are stored, so that a sequence could begin there.
+        """Count the first tokens of a text that a sequence could begin with, since they are stored.
 
-        Asking takes nothing and changes nothing.
+        The lookup holds nothing and changes nothing.
         """
 
     @optional
     def look_up(self, said: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
+        """Look up a text for a sequence that begins later; return what ``begin_with`` gets.
 
-        Nothing is held by it: until then, others may take what was found.
+        The lookup holds nothing: until then, others may take what was found.
         """
 
     @optional
     def begin_with(self, found: Any, seq: int) -> int:
-        """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
+        """Begin ``seq`` with what was found and is still there; return how many tokens that is."""
 
     @optional
     def namespaces(self, names: Sequence[int]) -> None:
-        """Hear in which namespace each row of ``texts`` lies that comes next, or the text that is
-        looked up next, by ``matched`` or ``look_up``.
+        """Receive the namespace of each row of the next ``texts``, or of the next lookup's text.
 
         That is an adapter of the model's weights, say, or a salt. Equal texts in two namespaces
         store different things, and one is not found where the other is looked up. A fork lies in
@@ -115,7 +117,10 @@ class PrefixMethods:
 
     @optional
     def use_hash(self, hashed: Callable[[object], int]) -> None:
-        """Hash with this function, called after ``make``: different things often hash alike."""
+        """Hash with this function from now on; it is called right after ``make``.
+
+        The function returns one of four values, so that different things often have one hash.
+        """
 
 
 @dataclass(slots=True)
@@ -161,6 +166,8 @@ class FoundPages(State):
 
 @operation.register("LookUp")
 class LookUp(operation.Operation):
+    """Look up a text for a sequence that begins later."""
+
     seq: int
     count: int
 
@@ -235,7 +242,7 @@ class Take(operation.Operation):
 
 @invariant(rank=31, needs=("matched", "texts", "table", "ledger"))
 def lookups(seen: Observation) -> Finding | None:
-    """A lookup must find what is stored of a text, and nothing else."""
+    """A lookup must find the stored tokens of a text, and no others."""
     for (text, count), found in seen.after.matched.items():
         namespace = seen.oracle.texts.namespace(text) if seen.oracle.texts else 0
         within = f" (namespace {namespace})" if namespace else ""
@@ -332,7 +339,10 @@ class Collisions(Observer):
     """Hashes to one of four values, and counts different things that get the same one."""
 
     any_of = ("use_hash",)
-    conditions = ("hash_collision",)
+    conditions: ClassVar = {
+        "hash_collision": "The hash function returns one value for two different things, of which "
+        "a step hashed one. Required of a cache that defines ``use_hash``."
+    }
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -30,8 +30,8 @@ class QuantisationMethods:
     """The method that shows scales."""
 
     tolerance: ClassVar[Mapping[str, Tolerance]] = {}
-    """For each of ``dtypes`` that is quantised, under any name: how far what is read back may be
-    off. All else must come back bit for bit."""
+    """A ``Tolerance`` for each of ``dtypes`` that is quantised, under any name, such as
+    ``"int8"``. Those of other dtypes must read back bit for bit."""
 
     @optional
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +45,7 @@ class QuantisationMethods:
 
 @invariant(rank=41, needs=("tolerance",), after=(AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL))
 def untouched(seen: Observation) -> Finding | None:
+    """Where a step did not write, a quantised cache must read back the same bits as before."""
     return _changed_reads(seen) or _changed_scales(seen)
 
 

@@ -37,7 +37,11 @@ class ReadingMethods:
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the cache itself returns for a sequence, shaped as in ``peek``."""
+        """Return the keys and values of a sequence as the cache itself reads them.
+
+        They are shaped as in ``peek``. In half of the histories it is left out after two steps of
+        three, so that a cache which catches up only when it is read is tested as well.
+        """
 
 
 # What a quantised cache may read back for a token: its values, give or take its tolerance.
@@ -85,6 +89,7 @@ class _Compared(NamedTuple):
 
 @invariant(rank=12)
 def read_back(seen: Observation) -> Finding | None:
+    """Each sequence must read back bit for bit; a quantised one, within its tolerance."""
     raised = None
     compared: list[_Compared] = []
     written = cache(partial(_written, seen))

@@ -28,13 +28,15 @@ class ShardMethods:
     def shards(self) -> Sequence[Any]:
         """Return the caches of all ranks, each of which keeps some of the heads.
 
-        What is offered of tables and books is rank 0's; that of the others must be the same. Poison
-        goes to their arenas, so that ``arena`` may be a copy. A ``ShardedAdapter`` has all this.
+        Tables and ledgers of the adapter are those of the first rank, and those of the others must
+        be the same. Poison goes to the arenas of the ranks, so that ``arena`` may return copies. A
+        ``ShardedAdapter`` does all this.
         """
 
 
 @invariant(rank=1, needs=("shards",))
 def shards(seen: Observation) -> Finding | None:
+    """All ranks must have the same tables and ledgers."""
     first, *others = seen.after.shards
     for rank, other in enumerate(others, 1):
         if found := next(_differences(rank, first, other), None):

@@ -42,19 +42,23 @@ class StorageMethods:
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
+        """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage.
+
+        Those of keys and of values may lie in one tensor. Copies are refused.
+        """
 
     @optional
     def kept_in(self, seq: int) -> int | list[Any]:
-        """Return what a sequence has until it is freed or away, and another may get after it.
+        """Return the number of the slot of a sequence, or the list in which its blocks are kept.
 
-        That is the number of its slot, or the list that the cache keeps its blocks in: the list
-        itself and no copy. No two sequences may have the same.
+        It is the list itself and not a copy. No two sequences may have the same; when one is freed
+        or absent, another may get it.
         """
 
 
 @invariant(rank=40, needs=("arena", "table"))
 def arena(seen: Observation) -> Finding | None:
+    """Nothing in the storage may change but where the step writes."""
     change = find_change(seen, _expected(seen), seen.after.arena)
     if change is None:
         return None

@@ -23,34 +23,36 @@ class SwappingMethods:
     """The methods that swap sequences out and in."""
 
     swap_out_holds: ClassVar[bool] = True
-    """The blocks of a sequence are its own until ``swapped_out``. False where they are free as soon
-    as ``swap_out`` returns, since they were copied by then."""
+    """True if a sequence holds its blocks until ``swapped_out``; False if they are free as soon as
+    ``swap_out`` returns, since they were copied by then."""
 
     @optional
     def swap_out(self, seq: int) -> object:
-        """Begin to copy a sequence out of the cache; what it returns goes to ``swapped_out``.
+        """Begin to copy a sequence out of the cache; return what ``swapped_out`` gets.
 
-        Until then the sequence reads back as before, and nothing is done to it but ``free``. Swap
-        space for ``spec.num_blocks`` blocks of each layer is enough.
+        Until then the sequence reads back as before, unless ``swap_out_holds`` is False, and no
+        step uses it but ``free``. Swap space for ``spec.num_blocks`` blocks of each layer is
+        enough.
         """
 
     @optional
     def swapped_out(self, leaving: Any) -> None:
-        """Make sure that the copy is done; from here on the sequence holds no block.
+        """Wait until the copy is done; from here on the sequence holds no block.
 
-        Blocks that others hold are copied too. They stay with the others, with a holder less.
+        Blocks that others hold are copied too, and have a holder less.
         """
 
     @optional
     def swap_in(self, seq: int) -> object:
-        """Take blocks for a sequence and begin to copy it back; returns what ``swapped_in`` gets.
+        """Take blocks for a sequence and begin to copy it back; return what ``swapped_in`` gets.
 
-        They are in its ``table`` from here on, none of them shared. It is not read until then.
+        They are in its ``table`` from here on, none of them shared. It is not read before
+        ``swapped_in``.
         """
 
     @optional
     def swapped_in(self, coming: Any) -> None:
-        """Make sure that the copy is done; the sequence reads back as before it was swapped out."""
+        """Wait until the copy is done; the sequence reads back as before it was swapped out."""
 
 
 class Stage(Enum):
@@ -128,6 +130,8 @@ class _Move(operation.Operation):
 
 @operation.register("SwapOut")
 class SwapOut(_Move):
+    """Begin to copy a sequence out of the cache."""
+
     seq: int
 
     of_tokens = True
@@ -249,7 +253,7 @@ class SwappedIn(_Move):
 
 @invariant(rank=22, needs=("ledger", "swap_out"))
 def swap_space(seen: Observation) -> Finding | None:
-    """Swap space that is taken must belong to sequences that are swapped out."""
+    """Swap space in use must belong to sequences that are swapped out."""
     most = swapped(seen.oracle).blocks(seen.spec.block_size)
     for layer in range(seen.spec.num_layers):
         taken = seen.after.ledger(layer).swapped or 0

@@ -15,7 +15,8 @@ class SwitchMethods:
     """The method that changes switches."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Switches to vary: each history draws a value for every name, for ``spec.options``."""
+    """Switches and their values, the usual one first. Each history draws one of each for
+    ``spec.options``."""
 
     @optional
     def set_options(self, options: Mapping[str, Any]) -> None:
@@ -24,6 +25,8 @@ class SwitchMethods:
 
 @operation.register("SetOptions")
 class SetOptions(operation.Operation):
+    """Change the switches of the cache."""
+
     options: dict[str, Any]
 
     needs = frozenset({"set_options"})

@@ -21,11 +21,12 @@ class TruncationTraits(Traits):
     """The ways to cut a block that others hold, and to refuse a cut."""
 
     copies: bool = False
-    """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
-    else the block stays shared until it is written to. A sequence that alone holds a block keeps
-    it. Blocks that are given back make room for the copy, and for those of later rows."""
+    """True if ``truncate`` copies the kept part of a block that others hold; False if that stays
+    shared until it is written to. A sequence that alone holds a block keeps it. Blocks that are
+    given back make room for the copy, and for those of later rows."""
     errors: tuple[type[BaseException], ...] = ()
-    """The errors that ``truncate`` raises, changing nothing, where ``trimmable`` returns False."""
+    """Errors of which ``truncate`` raises one, changing nothing, where ``trimmable`` returns
+    False."""
 
 
 class TruncationMethods:
@@ -39,6 +40,7 @@ class TruncationMethods:
         """Keep the first ``length`` tokens of a sequence, which may be none or all of them.
 
         One that is cut to nothing is not freed: it reads back as empty, and can be appended to.
+        ``matched`` no longer finds what was cut off a block that it alone held.
         """
 
     @optional
@@ -49,7 +51,7 @@ class TruncationMethods:
     def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
         """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
 
-        It says so of all histories alike: nothing but these numbers may matter.
+        Nothing but these numbers may matter.
         """
         return True
 
@@ -70,6 +72,8 @@ class _Cut(operation.Operation):
 
 @operation.register("Truncate")
 class Truncate(_Cut):
+    """Cut a sequence down to its first tokens."""
+
     seq: int
     length: int
 

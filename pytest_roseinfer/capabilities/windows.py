@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowTraits(Traits):
-    """The groups of layers with windows, and how a cache gives back what leaves them."""
+    """Groups of layers with windows, and when blocks that leave a window are given back."""
 
     groups: int = 0
-    """Up to so many different windows are drawn for ``spec.windows``, no window counting as one:
-    the groups of layers that the cache can be built with; 0 if layers have none. In a layer of
-    window W a token attends to itself and the W - 1 before it. So of the stored tokens the last
-    W - 1 are live: ``peek`` and ``gather`` return these alone, ``attend`` attends to them, and
-    ``table`` has None for a block that was given back, all of whose tokens come before them."""
+    """Most different windows among the layers of a cache, no window counting as one; 0 if layers
+    have none. They are drawn for ``spec.windows``. In a layer of window W a token attends to itself
+    and the W - 1 before it. So of the stored tokens the last W - 1 are live: ``peek`` and
+    ``gather`` return these alone, ``attend`` attends to them, and ``table`` has None for a block
+    that was given back, all of whose tokens come before them."""
     pools: Literal["own", "shared"] = "own"
-    """Each layer has blocks of its ``"own"``, ``spec.num_blocks`` of them; or all groups take them
-    from one pool, ``"shared"``: a block is then one group's at a time, layers of a group have the
-    same table, and a ledger shows the whole pool, whichever layer is asked for."""
+    """Pools of blocks: each layer has its ``"own"``, of ``spec.num_blocks`` blocks, or all layers
+    take blocks from a ``"shared"`` one. There a block is one group's at a time, layers of a group
+    have the same table, and a ledger of any layer shows the whole pool."""
     gives_back: Literal["at once", "next write", "next try"] = "at once"
-    """A block that left the window is given back ``"at once"``, by the write that moved it out and
-    when that is stored, or by the sequence's ``"next write"``. That makes room for the write's own
-    row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the row
-    that found no room has given back all the same, as in vLLM."""
+    """Time at which a block that left the window is given back: ``"at once"``, when the write that
+    moved it out is stored, or by the sequence's ``"next write"``. That makes room for the write's
+    own row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the
+    row that found no room has given back all the same, as in vLLM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,11 +59,12 @@ class WindowMethods:
     """How a cache gives back what leaves a window."""
 
     windows: ClassVar[WindowTraits] = WindowTraits()
-    """The groups of layers with windows, and how a cache gives back what leaves them."""
+    """Groups of layers with windows, and when blocks that leave a window are given back."""
 
 
 @invariant(rank=0, needs=("table", "windows"))
 def windows(seen: Observation) -> Finding | None:
+    """Blocks must be given back when their tokens have left the window, and not before."""
     for seq in _begun(seen):
         if found := _wrong_beginning(seen, seq):
             return found
@@ -206,7 +207,10 @@ class LeftWindows(Observer):
     """Counts the blocks that left a window."""
 
     any_of = ("windows",)
-    conditions = ("left_a_window",)
+    conditions: ClassVar = {
+        "left_a_window": "A block has left its window and must be given back. Required of a cache "
+        "whose layers have windows."
+    }
 
     def after(self, seen: Observation) -> Mapping[str, int]:
         return {"left_a_window": seen.oracle.windows.take_left()}

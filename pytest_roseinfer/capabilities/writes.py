@@ -41,18 +41,20 @@ class WriteMethods:
 
     @optional
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Start a new sequence with a whole prompt."""
+        """Begin a new sequence with a whole prompt."""
 
     @optional
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
         """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
 
-        What it returns is handed to ``fill``. Until then the sequences are left alone.
+        What it returns is passed to ``fill``, which writes all of that room. Until then the
+        sequences are left alone. A sequence that is to begin with blocks that a lookup found is
+        begun by ``begin_with`` first.
         """
 
     @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the tokens room was made for."""
+        """Write the tokens that room was made for."""
 
     @optional
     def append_many(
@@ -64,7 +66,7 @@ class WriteMethods:
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
+        """Append as ``append`` does, but for padding rows, whose sequence is None."""
 
 
 @dataclass(slots=True)

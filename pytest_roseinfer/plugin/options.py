@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import pytest
@@ -119,50 +119,69 @@ _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "gpu": (_FLAG, "run on the GPU with compiled kernels; an error when there is none"),
+    "gpu": (
+        _FLAG,
+        "caches live on the GPU, and kernels are compiled; an error where there is no GPU",
+    ),
     "target": (
         {"action": "append", "metavar": "MODULE:CLASS"},
-        "adapter for pytest_roseinfer.suite to test; may be repeated (ini: roseinfer_targets)",
+        "adapter for pytest_roseinfer.suite to test, by default those of this project's engine and "
+        "caches; may be repeated",
     ),
     "endpoint": (
         {"metavar": "URL"},
-        "a server with an API like OpenAI's for pytest_roseinfer.suite to test, such as "
-        "http://127.0.0.1:8000; a key for it is read from ROSEINFER_API_KEY",
+        "a server with an API like OpenAI's for pytest_roseinfer.suite to test, or for "
+        "--roseinfer-replay to run a mix on, such as http://127.0.0.1:8000; a key for it is read "
+        "from ROSEINFER_API_KEY",
     ),
-    "model": ({"metavar": "NAME"}, "the model to ask that server for; the first that it names"),
+    "model": (
+        {"metavar": "NAME"},
+        "the model that requests to the server name; the default is the first that it lists",
+    ),
     "rate": (
         {"type": float, "metavar": "N"},
-        "the most requests a second that are sent there; the default is 1000 on this machine, and "
-        "50 on another",
+        "requests per second to the server, at most; the default is 1000 on this machine, and 50 "
+        "on another; completions are short, so at a low rate few requests overlap",
     ),
-    "endpoint-anywhere": (_FLAG, "send them to another machine than this one too"),
-    "profile": ({"metavar": "NAME"}, f"how hard to look: {', '.join(PROFILES)}; else dev"),
-    "examples": (_NUMBER, "histories for each search"),
-    "steps": (_NUMBER, "most steps of one history"),
+    "endpoint-anywhere": (_FLAG, "allow a server on another machine than this one"),
+    "profile": (
+        {"metavar": "NAME"},
+        f"how hard to search: {', '.join(PROFILES)}; the default is dev",
+    ),
+    "examples": (_NUMBER, "histories per search; the default is the profile's"),
+    "steps": (_NUMBER, "steps of one history, at most; the default is the profile's"),
     "step-seconds": (
         {"type": float, "metavar": "S"},
-        "a step that takes more processor time hangs, which is a failure; the default is 60, and 0 "
-        "is no limit",
+        "a step that takes more processor time, or sleeps ten times as long, hangs, which is a "
+        f"failure; the default is {STEP_SECONDS:g}, and 0 is no limit, as for a debugger",
     ),
     "search-seconds": (
         {"type": float, "metavar": "S"},
-        "no test searches longer; the default is the profile's, and 0 is no limit",
+        "a test searches no longer, reports what it tried by then, and claims no strength; the "
+        "default is the profile's, and 0 is no limit",
     ),
-    "seed": (_NUMBER, "make the search repeatable; else drawn"),
+    "seed": (
+        _NUMBER,
+        "makes the search repeatable; the default is a number in --hypothesis-seed, else drawn",
+    ),
     "required-paths": (
         {"choices": ["on", "off"]},
-        "whether a declared path that is never reached fails the run; the default is on",
+        "a declared path or condition that is never reached fails the run; the default is on",
     ),
     "report": (
         {"action": "append", "metavar": "FILE"},
         "write what was reached to FILE.json or FILE.html; may be repeated",
     ),
-    "replay": (_FILE, "run the history in a trace file, and only it"),
-    "replay-trust": (_FLAG, "import whatever that file names, not only targets of this run"),
+    "replay": (_FILE, "run the history or the mix of requests in a trace file, and nothing else"),
+    "replay-trust": (
+        _FLAG,
+        "with --roseinfer-replay, import whatever the file names; without it, the adapter must be "
+        "a target of this run or a shipped one, and nothing outside of the project is imported",
+    ),
     "costs": (
         _FILE,
-        "baselines for the work of steps; without it each folder of tests has a "
-        "roseinfer-costs.json",
+        "baselines for the work of steps; the default is roseinfer-costs.json in the folder of "
+        "each test; on the command line, a run that compares no step fails",
     ),
     "update-costs": (_FLAG, "make what steps do now their baselines, for the versions of this run"),
     "against": (
@@ -172,21 +191,27 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "noise-floor": (
         _FLAG,
-        "time decode steps against themselves and say what this machine can tell apart",
+        "time decode steps against themselves, and report what this machine can tell apart",
     ),
-    "report-slower": (_FLAG, "say where a step is SLOWER, and fail nothing for it"),
+    "report-slower": (
+        _FLAG,
+        "with --roseinfer-against, report where a step is SLOWER, and fail nothing for it",
+    ),
     "tpot-seconds": (
         {"type": float, "metavar": "N"},
-        "end each comparison of steps by then, whatever the marker says; UNDECIDED if that is too "
-        "short",
+        "end each comparison of steps by then, or after its first series, whatever the marker "
+        "says; UNDECIDED if that is too short",
     ),
     "timings": (
         {"metavar": "DIR"},
         "keep the times and the work of steps there, a line for each run, with a plot; `roseinfer "
-        "gates` says what they show",
+        "gates` shows them",
     ),
-    "tpot": (_FILE, "fail where a decode step takes much longer than this file says for this GPU"),
-    "update-tpot": (_FLAG, "make the times of this run those of the file"),
+    "tpot": (
+        _FILE,
+        "fail where a decode step takes much longer than this file has for this GPU",
+    ),
+    "update-tpot": (_FLAG, "write the times of this run to the file of --roseinfer-tpot"),
 }
 """The options, without ``--roseinfer-``, their arguments to argparse and their help."""
 _INI = dict.fromkeys(
@@ -201,9 +226,31 @@ def add(parser: pytest.Parser) -> None:
     for name, (arguments, words) in _OPTIONS.items():
         group.addoption(f"--roseinfer-{name}", help=words, **arguments)
     for name, kind in _INI.items():
-        twin = "target" if name == "targets" else name.replace("_", "-")
         # Without a default, an ini file that leaves the option open can be told apart.
-        parser.addini(f"roseinfer_{name}", f"see --roseinfer-{twin}", type=kind, default=None)  # type: ignore[arg-type]
+        parser.addini(f"roseinfer_{name}", f"see {_twin(name)}", type=kind, default=None)  # type: ignore[arg-type]
+
+
+def _twin(name: str) -> str:
+    """Return the command-line option of an ini option."""
+    return f"--roseinfer-{'target' if name == 'targets' else name.replace('_', '-')}"
+
+
+class Listed(NamedTuple):
+    """An option as it is listed for readers."""
+
+    usage: str
+    """The option and its argument, as in "--roseinfer-replay FILE"."""
+    ini: str
+    """The ini option of the same meaning; empty if there is none."""
+    words: str
+
+
+def listed() -> Iterator[Listed]:
+    inis = {_twin(name): f"roseinfer_{name}" for name in _INI}
+    for name, (arguments, words) in _OPTIONS.items():
+        option = f"--roseinfer-{name}"
+        argument = arguments.get("metavar") or "|".join(arguments.get("choices", ()))
+        yield Listed(f"{option} {argument}".strip(), inis.get(option, ""), words)
 
 
 def configured(config: pytest.Config) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
+from pytest_roseinfer.report.pages import NoPage
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from roseinfer.cli.parser import Parser
 from roseinfer.how_far import counting
@@ -19,7 +20,6 @@ from tests.mutants.options import DESCRIPTION, add_options
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.shortest import SHORTEST, Made
-from tests.pages import NoPage
 
 if TYPE_CHECKING:
     import argparse

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from pytest_roseinfer.report.pages import put_section, read_section
 from pytest_roseinfer.report.verdict import Strength
 from tests.mutants.catalogue import NOT_PLANTED
 from tests.mutants.known_bugs import KNOWN_BUGS
-from tests.pages import put_section, read_section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

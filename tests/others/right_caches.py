@@ -70,7 +70,7 @@ def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
 
     class FastPaged(_paged()):  # type: ignore[misc]
         paths: Mapping[str, FastPath] = {"new_blocks": FastPath(equals="row_by_row")}
-        conditions = OWN_CONDITIONS
+        conditions = tuple(OWN_CONDITIONS)
 
         def make(self, spec: CacheSpec) -> None:
             super().make(spec)

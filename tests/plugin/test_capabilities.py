@@ -80,7 +80,7 @@ class MarkedTwice(Observer):
     """Counts the steps that mark a sequence again."""
 
     any_of = ("mark",)
-    conditions = ("marked_twice",)
+    conditions: ClassVar = {"marked_twice": "A sequence is marked that was marked before."}
 
     def before(self, step: Operation) -> Mapping[str, int]:
         again = isinstance(step, Mark) and {*step.seqs}.intersection(self.run.adapter.marked())

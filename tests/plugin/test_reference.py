@@ -28,7 +28,6 @@ from pytest_roseinfer import (
     Tolerance,
     WiderSampling,
 )
-from pytest_roseinfer.adapters import cache as adapter_module
 from pytest_roseinfer.adapters import engine as engine_adapter_module
 from pytest_roseinfer.capabilities.misuse import catalogue
 from pytest_roseinfer.engines import strategies as engine_strategies
@@ -40,7 +39,8 @@ from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
 from pytest_roseinfer.gates.timing_report import Timed, entry_of
 from pytest_roseinfer.gates.worker import OFFERS
 from pytest_roseinfer.histories import strategies
-from pytest_roseinfer.plugin import fixtures, markers, options
+from pytest_roseinfer.plugin import fixtures, markers, options, reference
+from pytest_roseinfer.report.pages import read_section
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from pytest_roseinfer.suite import verify
@@ -48,7 +48,8 @@ from tests.gates.history.runs import run
 from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs" / "reference.md"
+REFERENCE = PAGE.read_text(encoding="utf-8")
 
 
 def table(heading: str) -> list[list[str]]:
@@ -88,9 +89,23 @@ def added() -> Recorder:
     return recorder
 
 
-def test_options_and_their_twins(added: Recorder) -> None:
-    documented = {row[0]: row[1] for row in table("Options of pytest")}
-    assert documented == {name: added.ini.get(name, "") for name in added.options}
+@pytest.mark.parametrize("name", reference.sections(KVCacheAdapter))
+def test_generated_lists_are_those_of_the_code(name: str) -> None:
+    due = reference.sections(KVCacheAdapter)[name]
+    stale = f"docs/reference.md is stale in its {name}: run {reference.COMMAND}"
+    assert read_section(PAGE, name) == due, stale
+
+
+def test_every_entry_says_what_it_is() -> None:
+    for name, entries in reference.sections(KVCacheAdapter).items():
+        for entry in re.split(r"^ *- ", entries, flags=re.M)[1:]:
+            assert re.search(r":\s\S", entry), f"no description among the {name}: {entry}"
+
+
+def test_ini_options_do_what_options_do(added: Recorder) -> None:
+    assert {each.usage.split()[0]: each.ini for each in options.listed()} == {
+        name: added.ini.get(name, "") for name in added.options
+    }
     assert set(added.ini) <= set(added.options)
 
 
@@ -125,33 +140,21 @@ def test_public_names() -> None:
     assert sorted(names("Public names")) == pytest_roseinfer.__all__
 
 
-@pytest.mark.parametrize(
-    ("heading", "kind"),
-    [("Adapter methods", KVCacheAdapter), ("Engine adapter methods", EngineAdapter)],
-)
-def test_adapter_methods(heading: str, kind: Any) -> None:
+def test_engine_adapter_methods() -> None:
     real = [
         f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
-        for declaring in kind.declaring()
+        for declaring in EngineAdapter.declaring()
         for name, method in vars(declaring).items()
         if inspect.isfunction(method) and not name.startswith("_")
     ]
-    assert names(heading) == real
+    assert names("Engine adapter methods") == real
 
 
-@pytest.mark.parametrize(
-    ("heading", "kind", "module"),
-    [
-        ("Adapter attributes", KVCacheAdapter, adapter_module),
-        ("Engine adapter attributes", EngineAdapter, engine_adapter_module),
-    ],
-)
-def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: Any) -> None:
-    known = {name: getattr(pytest_roseinfer, name) for name in pytest_roseinfer.__all__}
-    known |= vars(module)
+def test_engine_adapter_attributes_and_their_defaults() -> None:
+    known, heading = vars(engine_adapter_module), "Engine adapter attributes"
     documented = [(name, eval(default, known)) for name, default, _ in table(heading)]
-    named = [name for each in kind.declaring() for name in inspect.get_annotations(each)]
-    assert documented == [(name, getattr(kind, name)) for name in named]
+    named = [name for each in EngineAdapter.declaring() for name in inspect.get_annotations(each)]
+    assert documented == [(name, getattr(EngineAdapter, name)) for name in named]
 
 
 def test_standard_bad_calls() -> None:
@@ -258,3 +261,42 @@ def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
     for page in [ROOT / "README.md", *sorted(pages), *workflows]:
         named = re.findall(r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8"))
         assert set(named) <= known, page.name
+
+
+def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Mine\n\n<!-- conditions -->\nold\n<!-- end -->\n\nThe end.\n")
+    monkeypatch.setattr("sys.argv", ["reference", str(page)])
+    assert reference.main() == ""
+    conditions = reference.sections(KVCacheAdapter)["conditions"]
+    assert (
+        page.read_text() == f"# Mine\n\n<!-- conditions -->\n{conditions}<!-- end -->\n\nThe end.\n"
+    )
+
+
+def test_lists_are_printed_for_another_adapter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tests.plugin.test_capabilities:MarkingCache"
+    monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
+    assert reference.main() == ""
+    printed = capsys.readouterr().out
+    assert "- `mark(seqs)` (needs `marked`): Mark these sequences.\n" in printed
+    assert "- `marks` (default `" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["README.md"], "README.md has no section options: it is no page of this command"),
+        (["none.md"], "none.md cannot be read"),
+        (["--adapter", "tests.plugin.engines.toy_engine:ToyAdapter"], "is no KVCacheAdapter"),
+        (["--adapter", "nowhere:Cache"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_written_is_said(
+    arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["reference", *arguments])
+    assert problem in reference.main()

@@ -96,6 +96,6 @@ def test_new_things_are_not_taken_for_old_ones() -> None:
 @pytest.mark.parametrize("name", USED_AGAIN)
 def test_what_nothing_shows_cannot_be_demanded(name: str) -> None:
     wrong = type("Wrong", (ListCache,), {"conditions": (name,)})
-    says = f"Wrong.conditions names {name!r}: define {USED_AGAIN[name]}(), which shows it"
+    says = f"Wrong.conditions names {name!r}: define {USED_AGAIN[name].method}(), which shows it"
     with pytest.raises(TypeError, match=re.escape(says)):
         conformance(wrong)

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.report.pages import NoPage
 from roseinfer.bench.arguments import whole
 from roseinfer.cli.parser import Parser
 from roseinfer.how_far import counting
-from tests.pages import NoPage
 from tests.sweep import table
 from tests.sweep.outcome import Kind
 from tests.sweep.run import run

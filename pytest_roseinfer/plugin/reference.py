@@ -1,0 +1,184 @@
+"""The lists of the reference page that are generated from the code, and the command that does it.
+
+``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites them in place. Without a
+page they are printed, and ``--adapter package.module:Class`` names another adapter class, whose
+lists have what its own capabilities add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from itertools import chain
+from pathlib import Path
+from textwrap import dedent, fill
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.adapters.load_target import TargetError, load_target
+from pytest_roseinfer.capabilities.capability import Traits, counted_conditions
+from pytest_roseinfer.plugin import options
+from pytest_roseinfer.report.pages import NoPage, has_section, put_section
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md"
+"""The command that writes the lists of this project's page."""
+_WIDTH = 100
+_UNBROKEN = "\0"
+"""A space within code, where no line ends."""
+
+
+def sections(adapter: type[KVCacheAdapter]) -> dict[str, str]:
+    """Return the lists that belong to an adapter class, as Markdown, by the names of sections."""
+    offered = adapter.capabilities
+    operations = chain.from_iterable(each.operations for each in offered)
+    invariants = chain.from_iterable(each.invariants for each in offered)
+    lists: dict[str, Iterable[str]] = {
+        "options": _options(),
+        "methods": _methods(adapter),
+        "attributes": _attributes(adapter),
+        "operations": (
+            _entry(f"`{each.trace_name}`", _first_line(each), _needs(each.needs))
+            for each in operations
+        ),
+        "conditions": (
+            _entry(f"`{name}`", description)
+            for name, description in counted_conditions(adapter).items()
+        ),
+        "invariants": (
+            _entry(f"`{each.name}`", _first_line(each.check), _needs(each.needs))
+            for each in invariants
+        ),
+    }
+    return {name: "\n".join(entries) + "\n" for name, entries in lists.items()}
+
+
+def _options() -> Iterator[str]:
+    for option in options.listed():
+        ini = f"ini `{option.ini}`" if option.ini else ""
+        yield _entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.words), ini)
+
+
+def _methods(adapter: type[KVCacheAdapter]) -> Iterator[str]:
+    needs = dict(chain.from_iterable(each.needs.items() for each in adapter.capabilities))
+    for declaring in adapter.declaring():
+        for name, declared in vars(declaring).items():
+            method = getattr(declared, "__func__", declared)
+            if not inspect.isfunction(method) or name.startswith("_"):
+                continue
+            note = _needs({*needs.get(name, ())} - {name})
+            if method is not declared:
+                note = "class method"
+            elif name in adapter.required:
+                note = "required"
+            passed = ", ".join([*inspect.signature(method).parameters][1:])
+            yield _entry(f"`{name}({passed})`", inspect.getdoc(method) or "", note)
+
+
+def _attributes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
+    for declaring in adapter.declaring():
+        docs = attribute_docs(declaring)
+        for name in inspect.get_annotations(declaring):
+            default = getattr(declaring, name)
+            yield _entry(f"`{name}`", docs.get(name, ""), f"default `{_shown(default)}`")
+            if isinstance(default, Traits):
+                yield from _choices(default)
+
+
+def _choices(traits: Traits) -> Iterator[str]:
+    """List the fields of traits, each with its choices where they are known."""
+    docs = attribute_docs(type(traits))
+    for name, hint in get_type_hints(type(traits)).items():
+        default = getattr(traits, name)
+        others = get_args(hint) if get_origin(hint) is Literal else ()
+        known = " or ".join(f"`{_shown(each)}`" for each in others if each != default)
+        note = f"default `{_shown(default)}`" + (f"; else {known}" if known else "")
+        yield _entry(f"`{name}`", docs.get(name, ""), note, indent="  ")
+
+
+def attribute_docs(declaring: type) -> Mapping[str, str]:
+    """Return the strings that follow the annotated attributes of a class, by their names."""
+    (tree,) = ast.parse(dedent(inspect.getsource(declaring))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match following:
+                case ast.Expr(ast.Constant(str(doc))):
+                    found[statement.target.id] = doc
+    return found
+
+
+def _first_line(documented: Any) -> str:
+    """Return the first paragraph of a docstring; empty for one that a dataclass makes up."""
+    doc = inspect.getdoc(documented) or ""
+    made_up = doc.startswith(f"{documented.__name__}(")
+    return "" if made_up else doc.partition("\n\n")[0]
+
+
+def _needs(names: Iterable[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in sorted(names))
+    return f"needs {listed}" if listed else ""
+
+
+def _shown(value: Any) -> str:
+    """Return a default as one would write it."""
+    if isinstance(value, Traits):
+        return f"{type(value).__name__}()"
+    if isinstance(value, tuple) and all(isinstance(each, type) for each in value) and value:
+        return f"({', '.join(each.__name__ for each in value)},)"
+    return repr(value).replace("'", '"')
+
+
+def _entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
+    """Return an entry of a list: what is listed, a note on it in brackets, and its text."""
+    head = f"{name} ({note})" if note else name
+    plain = " ".join(f"{head}: {text.replace('``', '`')}".split())
+    filled = fill(
+        re.sub("`[^`]*`", lambda code: code[0].replace(" ", _UNBROKEN), plain),
+        _WIDTH,
+        initial_indent=f"{indent}- ",
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return filled.replace(_UNBROKEN, " ")
+
+
+def write(page: Path, adapter: type[KVCacheAdapter]) -> None:
+    """Rewrite the sections that a page has; raise where it has none."""
+    lists = sections(adapter)
+    marked = [name for name in lists if has_section(page, name)]
+    for name in marked or lists:
+        put_section(page, name, lists[name])
+
+
+def main() -> str:
+    """Rewrite a page, or print the lists; return what is wrong, in words."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", nargs="?", type=Path, help="Markdown file with marked sections")
+    parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else KVCacheAdapter itself")
+    arguments = parser.parse_args()
+    adapter: type[Any] = KVCacheAdapter
+    try:
+        if arguments.adapter:
+            adapter = load_target(arguments.adapter)
+        if not issubclass(adapter, KVCacheAdapter):
+            return f"{arguments.adapter} is no KVCacheAdapter: name the adapter of a cache"
+        if arguments.page:
+            write(arguments.page, adapter)
+        else:
+            for name, listed in sections(adapter).items():
+                print(f"## {name.capitalize()}\n\n{listed}")
+    except (NoPage, TargetError) as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main() or None)
