@@ -1,99 +1,419 @@
-"""A capability of a user's own is one mixin and one object: all that is generic goes by them."""
+"""A capability of a user's own is one mixin and one object: all that is generic goes by them.
+
+Pins are such a capability, whole in this file: a pin holds the blocks of a sequence, whatever
+becomes of the sequence.
+"""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
-from hypothesis import Phase, given, seed
-from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    Oracle,
+    conformance,
+    run_history,
+    settings,
+)
 from pytest_roseinfer.adapters.validation import refuse_mistakes
-from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
-from pytest_roseinfer.capabilities.observation import Finding, invariant
-from pytest_roseinfer.capabilities.operation import Move, Operation, register
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Traits, optional
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.observation import Finding, invariant, location_of_block
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
-from pytest_roseinfer.histories.strategies import histories
-from pytest_roseinfer.oracle.pages import State
+from pytest_roseinfer.oracle.pages import Absence, State
+from pytest_roseinfer.plugin import reference
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
+from tests.plugin.caches.cut_caches import CutCache
 from tests.plugin.caches.list_cache import ListCache
+from tests.plugin.drawn import drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from pytest_roseinfer.capabilities.observation import Observation
     from pytest_roseinfer.capabilities.operation import Driven, Writer
 
 
-class MarkingMethods:
-    """A capability that no shipped cache has."""
+# Pins: a method, a trait, a part of the oracle, an operation, an invariant and a condition.
 
-    marks: str = "sequences"
+
+@dataclass(frozen=True)
+class PinTraits(Traits):
+    """Blocks that a pin holds."""
+
+    covers: Literal["all blocks", "full blocks"] = "all blocks"
+    """Blocks of the sequence that a pin holds: all, or only those that are full."""
+
+
+class PinMethods:
+    """The method that pins the blocks of a sequence."""
+
+    pins: ClassVar[PinTraits] = PinTraits()
+    """Blocks that a pin holds."""
 
     @optional
-    def mark(self, seqs: Sequence[int]) -> None:
-        """Mark these sequences."""
+    def pin(self, seq: int, pin: int) -> None:
+        """Hold the blocks of a sequence under the name ``pin``, until that is freed.
 
-    @optional
-    def marked(self) -> Sequence[int]:
-        """Return the sequences that were marked."""
+        A pin reads back as the sequence did, and has a ``table``. Nobody appends to it.
+        """
 
 
-@register("mark")
-class Mark(Operation):
-    seqs: tuple[int, ...]
+@dataclass(slots=True)
+class Pinned(State):
+    """The pins, which exist as sequences that no step uses but ``Free``."""
 
-    needs = frozenset({"mark"})
+    any_of: ClassVar = ("pin",)
+    covers: str = "all blocks"
+    pins: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, adapter: type[PinningCache]) -> Pinned:
+        return cls(adapter.pins.covers)
+
+    @property
+    def absent(self) -> Mapping[int, Absence]:
+        return {pin: Absence("pinned", []) for pin in self.pins}
+
+    def freed(self, seq: int) -> None:
+        self.pins.discard(seq)
+
+
+def pinned(oracle: Oracle) -> Pinned:
+    return oracle.begun(Pinned)
+
+
+@register("Pin")
+class Pin(Operation):
+    """Hold the blocks of a sequence under a name of their own."""
+
+    seq: int
+    child: int
+
+    needs = frozenset({"pin"})
+    of_tokens = True
 
     def words(self) -> str:
-        return f"mark sequences {self.seqs}"
+        return f"pin the blocks of sequence {self.seq} as {self.child}"
+
+    def uses(self) -> list[int]:
+        return [self.seq]
+
+    def begins(self) -> list[int]:
+        return [self.child]
+
+    def changed(self) -> list[int]:
+        return [self.child]
+
+    def change(self, oracle: Oracle) -> None:
+        state, pages = pinned(oracle), oracle.sequences[self.seq]
+        if state.covers == "full blocks":
+            pages = pages[: oracle.length(self.seq) // oracle.block_size]
+        elif unseen := oracle.unseen[self.seq]:
+            oracle.unseen[self.child] = unseen
+        for page in pages:
+            page.holders += 1
+        oracle.sequences[self.child] = list(pages)
+        state.pins.add(self.child)
 
     def drive(self, cache: Driven) -> None:
-        cache.adapter.mark(self.seqs)
+        cache.adapter.pin(self.seq, self.child)
 
     @classmethod
     def moves(cls, writer: Writer) -> Iterable[Move]:
-        if writer.live:
-            yield Move(10, 2, lambda: cls(tuple(writer.live)))
+        if writer.filled and len(writer.oracle.sequences) < MOST_SEQUENCES:
+            yield Move(75, 4, lambda: cls(writer.pick(writer.filled), *writer.fresh(1)))
+
+
+@invariant(rank=5, needs=("pin", "ledger"))
+def pins_hold(seen: Observation) -> Finding | None:
+    """Pinned blocks must not be free."""
+    for layer in range(seen.spec.num_layers):
+        free = {*seen.after.ledger(layer).free}
+        for pin in pinned(seen.oracle).pins:
+            if gone := free.intersection(seen.after.tables_of(layer)[pin]):
+                where = location_of_block(seen, layer, min(gone))
+                return Finding(f"layer {layer}: block {where.block} is pinned as {pin}, and free")
+    return None
+
+
+class OutlivingPins(Observer):
+    """Counts the sequences that are freed while a pin holds their blocks."""
+
+    any_of = ("pin",)
+    conditions: ClassVar = {"pin_outlives": "A sequence is freed while a pin holds its blocks."}
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        oracle = self.run.oracle
+        pins = pinned(oracle).pins
+        if not isinstance(step, Free) or step.seq in pins:
+            return {}
+        held = [page for pin in pins for page in oracle.sequences[pin]]
+        return {"pin_outlives": int(any(page in held for page in oracle.sequences[step.seq]))}
+
+
+PINS = Capability(
+    methods=PinMethods,
+    needs={"pin": ("free", "table")},
+    states=(Pinned,),
+    operations=(Pin,),
+    invariants=(pins_hold,),
+    observers=(OutlivingPins,),
+)
+
+
+# Caches with pins: two that are right, and ways to get that wrong.
+
+
+class PinningCache(PinMethods, CutCache):
+    """A pin is one more holder of each block."""
+
+    conditions = ("pin_outlives",)
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.pinned: set[int] = set()
+
+    def pin(self, seq: int, pin: int) -> None:
+        self.fork(seq, pin)
+        self.pinned.add(pin)
+
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.pinned.discard(seq)
+
+
+class PinningFullBlocks(PinningCache):
+    """A partial block is left out."""
+
+    pins = PinTraits(covers="full blocks")
+
+    def pin(self, seq: int, pin: int) -> None:
+        super().pin(seq, pin)
+        self.truncate(pin, self.lengths[pin] - self.lengths[pin] % self.spec.block_size)
+
+
+class LosesPins(PinningCache):
+    """A sequence that is freed takes the pins of its blocks with it."""
+
+    def free(self, seq: int) -> None:
+        blocks, is_pin = self.tables[seq], seq in self.pinned
+        super().free(seq)
+        if not is_pin:
+            for pin in self.pinned:
+                self.drop(block for block in self.tables[pin] if block in blocks)
+
+
+class EvictsPinnedBlocks(PinningCache):
+    """Where no block is free, one is taken that only a pin holds."""
+
+    def take(self) -> int:
+        held = (block for pin in self.pinned for block in self.tables[pin])
+        alone = (block for block in held if self.holders[block] == 1)
+        return super().take() if self.unused else next(alone, None) or super().take()
+
+
+class PinsAPartialBlock(PinningCache):
+    """A pin that must leave out a partial block holds it."""
+
+    pins = PinTraits(covers="full blocks")
+
+
+@pytest.mark.parametrize("adapter", [PinningCache, PinningFullBlocks])
+@pytest.mark.usefixtures("short_run")
+def test_a_right_cache_passes_and_meets_the_condition(adapter: type[PinningCache]) -> None:
+    settings.set_current(settings.Settings(examples=40, seed=1))
+    tests = conformance(adapter)()
+    for name in filter(lambda name: "option" not in name, tests.shipped()):  # it has no switches
+        getattr(tests, name)()
+    (target,) = coverage.current().targets.values()
+    assert target.counts["pin_outlives"] >= 3
+    assert target.checked["pins_hold"] > 100
+
+
+@pytest.mark.parametrize(
+    ("adapter", "what", "steps"),
+    [
+        (
+            LosesPins,
+            "layer 0: block 1 is pinned as 1, and free",
+            [
+                "append one token to sequence 0",
+                "pin the blocks of sequence 0 as 1",
+                "free sequence 0",
+            ],
+        ),
+        (
+            EvictsPinnedBlocks,
+            "accepted a write that does not fit (2 blocks needed, 1 free)",
+            [
+                "append one token to sequence 0",
+                "pin the blocks of sequence 0 as 1",
+                "append one token to sequences 0, 2",
+            ],
+        ),
+        (
+            PinsAPartialBlock,
+            "peek: sequence 1, layer 0, K: expected shape [0, 1, 1], found [1, 1, 1]",
+            ["append one token to sequence 0", "pin the blocks of sequence 0 as 1"],
+        ),
+    ],
+)
+@pytest.mark.usefixtures("short_run")
+def test_a_broken_cache_is_found_and_its_history_is_small(
+    adapter: type[PinningCache], what: str, steps: list[str]
+) -> None:
+    settings.set_current(settings.Settings(examples=60, seed=1, failures_dir=None))
+    tests = conformance(adapter)()
+    with pytest.raises(Divergence) as failure:
+        getattr(tests, next(iter(tests.shipped())))()
+    assert failure.value.what == what
+    assert [step.words() for step in failure.value.history.operations] == steps
+    assert "sequence 1 is pinned" in str(failure.value)
+
+
+def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
+    every: list[Pin] = []
+
+    def check(history: History) -> None:
+        assert History.from_json(history.to_json()) == history
+        pins = [step for step in history.operations if isinstance(step, Pin)]
+        assert ("pin the blocks" in history.words()) == bool(pins)
+        machine = Machine(PinningCache, history)
+        machine.run()
+        freed = {step.seq for step in history.operations if isinstance(step, Free)}
+        adapter: Any = machine.adapter
+        assert adapter.pinned >= {step.child for step in pins} - freed
+        every.extend(pins)
+
+    drawn(PinningCache, 20, 1, check)
+    assert len(every) > 5
+    assert Pin(0, 1).to_json() == {"do": "Pin", "seq": 0, "child": 1}
+
+
+def test_a_condition_is_counted_and_may_be_named() -> None:
+    refuse_mistakes(PinningCache)
+    steps = Append((0, 1)), Pin(0, 2), Free(1), Free(0), Free(2)
+    assert run_history(PinningCache, History(CacheSpec(), steps))["pin_outlives"] == 1
+
+    class Unpinned(ListCache):
+        conditions = ("pin_outlives",)
+
+    with pytest.raises(TypeError, match="conditions names 'pin_outlives', which only path_counts"):
+        refuse_mistakes(Unpinned)
+
+
+def test_a_reference_is_generated_for_it() -> None:
+    lists, shipped = reference.sections(PinningCache), reference.sections(CutCache)
+    added = {name: _added(lists[name], shipped[name]) for name in lists}
+    assert added == {
+        "options": "",
+        "methods": """
+- `pin(seq, pin)` (needs `free`, `table`): Hold the blocks of a sequence under the name `pin`, until
+  that is freed. A pin reads back as the sequence did, and has a `table`. Nobody appends to it.
+""",
+        "attributes": """
+- `pins` (default `PinTraits()`): Blocks that a pin holds.
+  - `covers` (default `"all blocks"`; else `"full blocks"`): Blocks of the sequence that a pin
+    holds: all, or only those that are full.
+""",
+        "operations": """
+- `Pin` (needs `pin`): Hold the blocks of a sequence under a name of their own.
+""",
+        "conditions": """
+- `pin_outlives`: A sequence is freed while a pin holds its blocks.
+""",
+        "invariants": """
+- `pins_hold` (needs `ledger`, `pin`): Pinned blocks must not be free.
+""",
+    }
+
+
+def _added(longer: str, shorter: str) -> str:
+    """Return the lines of one list that another one does not have."""
+    own = [line for line in longer.splitlines() if line not in shorter.splitlines()]
+    return "\n".join(["", *own, ""]) if own else ""
+
+
+def test_what_others_do_not_offer_is_none_of_theirs() -> None:
+    assert PINS in PinningCache.capabilities
+    assert PINS not in CutCache.capabilities
+    assert "pin" in PinningCache.abilities
+    assert "pin" not in CutCache.optional
+
+
+class PinsAlone(PinMethods, ListCache):
+    def pin(self, seq: int, pin: int) -> None:
+        pass
+
+
+class PinsBlocks(PinningCache):
+    pins = "blocks"  # type: ignore[assignment]
+
+
+class Misspells(PinMethods, ListCache):
+    def pni(self, seq: int, pin: int) -> None:
+        pass
+
+
+class TakesMore(PinningCache):
+    def pin(self, seq: int, pin: int, how: str) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        (PinsAlone, "PinsAlone defines pin and must then define free, table too"),
+        (PinsBlocks, r"PinsBlocks.pins is 'blocks': write PinTraits\(...\)"),
+        (Misspells, "Misspells has pni, which nothing asks for: did you mean pin?"),
+        (
+            TakesMore,
+            r"TakesMore.pin takes \(seq, pin, how\), and the harness calls pin\(seq, pin\)",
+        ),
+    ],
+)
+def test_a_mistake_is_refused(adapter: type[ListCache], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        refuse_mistakes(adapter)
+
+
+def test_a_choice_that_there_is_not_is_refused() -> None:
+    wrong: Any = "no blocks"
+    with pytest.raises(TypeError, match="covers is 'no blocks'; choose one of 'all blocks', 'full"):
+        PinTraits(covers=wrong)
+
+
+def test_what_is_not_offered_may_be_written_out() -> None:
+    class Neither(PinMethods, ListCache):
+        pin = PinMethods.pin
+
+    refuse_mistakes(Neither)
+    assert "pin" not in Neither.abilities
+
+
+# Capabilities that have a judgement, or a part of the oracle, and nothing else.
 
 
 @invariant(rank=0)
 def three_is_a_crowd(seen: Observation) -> Finding | None:
+    """No three tokens may be stored."""
     tokens = sum(map(seen.oracle.length, seen.oracle.sequences))
     return Finding("three is a crowd") if tokens == 3 else None
 
 
 @invariant(rank=0, needs=("ledger",))
 def never_due(_: Observation) -> Finding | None:
+    """A list has no ledger."""
     raise AssertionError("a list has no ledger")
-
-
-def refuse_marks(adapter: type[Any]) -> None:
-    if adapter.marks != "sequences":
-        raise TypeError(f"{adapter.__name__}.marks is {adapter.marks!r}: write 'sequences'")
-
-
-class MarkedTwice(Observer):
-    """Counts the steps that mark a sequence again."""
-
-    any_of = ("mark",)
-    conditions: ClassVar = {"marked_twice": "A sequence is marked that was marked before."}
-
-    def before(self, step: Operation) -> Mapping[str, int]:
-        again = isinstance(step, Mark) and {*step.seqs}.intersection(self.run.adapter.marked())
-        return {"marked_twice": int(bool(again))}
-
-
-MARKING = Capability(
-    methods=MarkingMethods,
-    needs={"mark": ("marked",)},
-    operations=(Mark,),
-    observers=(MarkedTwice,),
-    refuse=(refuse_marks,),
-)
 
 
 class CrowdMethods:
@@ -103,56 +423,8 @@ class CrowdMethods:
 Capability(methods=CrowdMethods, invariants=(three_is_a_crowd, never_due))
 
 
-class MarkingCache(MarkingMethods, ListCache):
-    conditions = ("marked_twice",)
-
-    def make(self, spec: CacheSpec) -> None:
-        super().make(spec)
-        self.those: list[tuple[int, ...]] = []
-
-    def mark(self, seqs: Sequence[int]) -> None:
-        self.those.append(tuple(seqs))
-
-    def marked(self) -> Sequence[int]:
-        return [seq for seqs in self.those for seq in seqs]
-
-
 class CrowdedCache(CrowdMethods, ListCache):
     pass
-
-
-def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
-    drawn: Counter[type[Operation]] = Counter()
-
-    @seed(1)
-    @hypothesis_settings(max_examples=20, deadline=None, database=None, phases=[Phase.generate])
-    @given(histories(MarkingCache))
-    def run(history: History) -> None:
-        drawn.update(map(type, history.operations))
-        assert History.from_json(history.to_json()) == history
-        marks = [step.seqs for step in history.operations if isinstance(step, Mark)]
-        assert ("mark sequences" in history.words()) == bool(marks)
-        machine = Machine(MarkingCache, history)
-        machine.run()
-        adapter: Any = machine.adapter
-        assert adapter.those == marks
-
-    run()
-    assert drawn[Mark] > 5
-    assert Mark((0,)).to_json() == {"do": "mark", "seqs": (0,)}
-
-
-def test_a_condition_is_counted_and_may_be_named() -> None:
-    refuse_mistakes(MarkingCache)
-    steps = Append((0, 1)), Mark((0,)), Mark((1,)), Mark((1, 0))
-    counts = run_history(MarkingCache, History(CacheSpec(), steps))
-    assert counts["marked_twice"] == 1
-
-    class Unmarked(ListCache):
-        conditions = ("marked_twice",)
-
-    with pytest.raises(TypeError, match="conditions names 'marked_twice', which only path_counts"):
-        refuse_mistakes(Unmarked)
 
 
 def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
@@ -161,54 +433,6 @@ def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
     with pytest.raises(Divergence, match="three is a crowd"):
         run_history(CrowdedCache, History(CacheSpec(), steps))
     run_history(ListCache, History(CacheSpec(), steps))
-
-
-def test_what_others_do_not_offer_is_none_of_theirs() -> None:
-    assert MARKING in MarkingCache.capabilities
-    assert MARKING not in ListCache.capabilities
-    assert {"mark", "marked"} <= MarkingCache.abilities
-    assert "mark" not in ListCache.optional
-
-
-class MarksAlone(MarkingMethods, ListCache):
-    def mark(self, seqs: Sequence[int]) -> None:
-        pass
-
-
-class MarksBlocks(MarkingCache):
-    marks = "blocks"
-
-
-class Misspells(MarkingMethods, ListCache):
-    def marekd(self) -> None:
-        pass
-
-
-class TakesMore(MarkingCache):
-    def mark(self, seqs: Sequence[int], how: str) -> None:  # type: ignore[override]
-        pass
-
-
-@pytest.mark.parametrize(
-    ("adapter", "said"),
-    [
-        (MarksAlone, "MarksAlone defines mark and must then define marked too"),
-        (MarksBlocks, "MarksBlocks.marks is 'blocks': write 'sequences'"),
-        (Misspells, "Misspells has marekd, which nothing asks for: did you mean marked?"),
-        (TakesMore, r"TakesMore.mark takes \(seqs, how\), and the harness calls mark\(seqs\)"),
-    ],
-)
-def test_a_mistake_is_refused(adapter: type[ListCache], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        refuse_mistakes(adapter)
-
-
-def test_what_is_not_offered_may_be_written_out() -> None:
-    class Neither(MarkingMethods, ListCache):
-        mark = MarkingMethods.mark
-
-    refuse_mistakes(Neither)
-    assert "mark" not in Neither.abilities
 
 
 class KeepingMethods:

@@ -277,12 +277,11 @@ def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_lists_are_printed_for_another_adapter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "tests.plugin.test_capabilities:MarkingCache"
+    name = "tests.plugin.test_capabilities:PinningCache"
     monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
     assert reference.main() == ""
     printed = capsys.readouterr().out
-    assert "- `mark(seqs)` (needs `marked`): Mark these sequences.\n" in printed
-    assert "- `marks` (default `" in printed
+    assert "- `pin(seq, pin)` (needs `free`, `table`): " in printed
 
 
 @pytest.mark.parametrize(
