@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 ENGINE_LAYERS = (
     {"errors", "engine_paths"},
@@ -229,7 +229,7 @@ def _dotted(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _module_in(target: str, modules: Mapping[str, str]) -> str | None:
+def _module_in(target: str, modules: Collection[str]) -> str | None:
     """The module that a dotted name is, or is found in."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
@@ -245,3 +245,19 @@ def _reached(module: str, graph: Mapping[str, set[str]]) -> set[str]:
         reached |= new
         due += new
     return reached
+
+
+def out_of_order(sources: Mapping[str, str], order: Sequence[str]) -> list[str]:
+    """Return the imports of a module of ``order`` by one before it, or by one that is not in it.
+
+    ``sources`` are the modules of one folder.
+    """
+    ranks = {module: rank for rank, module in enumerate(order)}
+    found = []
+    for path, source in sources.items():
+        own = ranks.get(_dotted(path), -1)
+        for each in imports(path, ast.parse(source)):
+            module = _module_in(each.target, ranks)
+            if module is not None and ranks[module] > own:
+                found.append(f"{path}:{each.line}: imports {module}, which comes later")
+    return found

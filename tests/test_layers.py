@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import roseinfer
+from pytest_roseinfer import KVCacheAdapter
 from tests.layers import (
     TORCH_FREE,
     circles,
     missing_rooms,
+    out_of_order,
     violations,
 )
 from tests.python_process import ROOT, run_python
@@ -190,6 +192,28 @@ def test_a_violation_is_caught(path: str, source: str, reason: str) -> None:
 @pytest.mark.parametrize(("path", "source"), RIGHT.values(), ids=RIGHT)
 def test_what_is_allowed_is_left_alone(path: str, source: str) -> None:
     assert violations({path: source}, PUBLIC) == []
+
+
+def test_no_capability_imports_a_later_one() -> None:
+    order = [each.methods.__module__ for each in KVCacheAdapter.capabilities]
+    found = sources("pytest_roseinfer/capabilities")
+    assert len(found) > len(order)
+    assert out_of_order(found, order) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "wrong"),
+    [
+        ("first", "from p.second import Two", True),
+        ("first", "if TYPE_CHECKING:\n    from p import second", True),
+        ("contract", "from p.first import One", True),
+        ("second", "from p.first import One", False),
+        ("second", "from p.contract import Contract", False),
+    ],
+)
+def test_an_import_of_a_later_module_is_caught(module: str, imported: str, wrong: bool) -> None:
+    found = out_of_order({f"p/{module}.py": imported}, ["p.first", "p.second"])
+    assert len(found) == wrong
 
 
 def test_no_module_imports_what_imports_it() -> None:

@@ -1,8 +1,8 @@
-"""The lists of the reference page that are generated from the code, and the command that does it.
+"""The lists of the documentation that are generated from the code, and the command that does it.
 
-``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites them in place. Without a
-page they are printed, and ``--adapter package.module:Class`` names another adapter class, whose
-lists have what its own capabilities add.
+``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites those of a page in place.
+Without a page they are printed, and ``--adapter package.module:Class`` names another adapter class,
+whose lists have what its own capabilities add.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pytest_roseinfer.report.pages import NoPage, has_section, put_section
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md"
-"""The command that writes the lists of this project's page."""
+COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md docs/architecture.md"
+"""The command that writes the lists of this project's pages."""
 _WIDTH = 100
 _UNBROKEN = "\0"
 """A space within code, where no line ends."""
@@ -38,7 +38,11 @@ def sections(adapter: type[KVCacheAdapter]) -> dict[str, str]:
     offered = adapter.capabilities
     operations = chain.from_iterable(each.operations for each in offered)
     invariants = chain.from_iterable(each.invariants for each in offered)
+    modules = [sys.modules[each.methods.__module__] for each in offered]
     lists: dict[str, Iterable[str]] = {
+        "capabilities": (
+            _entry(f"`{each.__name__.rpartition('.')[2]}`", _first_line(each)) for each in modules
+        ),
         "options": _options(),
         "methods": _methods(adapter),
         "attributes": _attributes(adapter),
@@ -159,9 +163,9 @@ def write(page: Path, adapter: type[KVCacheAdapter]) -> None:
 
 
 def main() -> str:
-    """Rewrite a page, or print the lists; return what is wrong, in words."""
+    """Rewrite pages, or print the lists; return what is wrong, in words."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("page", nargs="?", type=Path, help="Markdown file with marked sections")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files with marked sections")
     parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else KVCacheAdapter itself")
     arguments = parser.parse_args()
     adapter: type[Any] = KVCacheAdapter
@@ -170,11 +174,10 @@ def main() -> str:
             adapter = load_target(arguments.adapter)
         if not issubclass(adapter, KVCacheAdapter):
             return f"{arguments.adapter} is no KVCacheAdapter: name the adapter of a cache"
-        if arguments.page:
-            write(arguments.page, adapter)
-        else:
-            for name, listed in sections(adapter).items():
-                print(f"## {name.capitalize()}\n\n{listed}")
+        for page in arguments.pages:
+            write(page, adapter)
+        for name, listed in sections(adapter).items() if not arguments.pages else ():
+            print(f"## {name.capitalize()}\n\n{listed}")
     except (NoPage, TargetError) as error:
         return str(error)
     return ""

@@ -315,6 +315,10 @@ def test_a_reference_is_generated_for_it() -> None:
     lists, shipped = reference.sections(PinningCache), reference.sections(CutCache)
     added = {name: _added(lists[name], shipped[name]) for name in lists}
     assert added == {
+        "capabilities": """
+- `test_capabilities`: A capability of a user's own is one mixin and one object: all that is generic
+  goes by them.
+""",
         "options": "",
         "methods": """
 - `pin(seq, pin)` (needs `free`, `table`): Hold the blocks of a sequence under the name `pin`, until

@@ -1,0 +1,132 @@
+"""Each pair of shipped capabilities that an adapter can offer together is drawn together."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, settings
+
+from pytest_roseinfer import FastPath, KVCacheAdapter, PrefixTraits, Tolerance, WindowTraits
+from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.histories.strategies import histories
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_roseinfer import History
+
+EXAMPLES = 100
+"""Histories in which a pair must be met."""
+
+
+def methods(*names: str) -> dict[str, Any]:
+    """Define methods, which drawing a history does not call."""
+
+    def never_called(*_: Any) -> Any:
+        raise AssertionError("a history was run")
+
+    return dict.fromkeys(names, never_called)
+
+
+BOOKS = methods("table", "ledger")
+EQUAL = PrefixTraits(shares="equal prefixes")
+SOME_TEXTS = {**BOOKS, **methods("texts", "matched"), "prefixes": EQUAL.but(finds="some")}
+WINDOWS = {"windows": WindowTraits(groups=2)}
+OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "books": [BOOKS],
+    "reading": [methods("gather")],
+    "forks": [methods("fork")],
+    "freeing": [methods("free")],
+    "writes": [methods("append_many", "append_padded", "prefill", "reserve", "fill")],
+    "switches": [{**methods("set_options"), "option_choices": {"fast": (True, False)}}],
+    "counting": [{**methods("path_counts"), "paths": {"fast": FastPath(equals="slow")}}],
+    "attention": [methods("attend")],
+    "storage": [methods("table", "arena", "kept_in")],
+    "truncation": [methods("truncate", "truncate_many")],
+    "prefixes": [
+        {
+            **SOME_TEXTS,
+            **methods("look_up", "begin_with", "namespaces", "use_hash"),
+            "prefixes": EQUAL,
+        },
+        SOME_TEXTS,
+    ],
+    "preemption": [methods("preempt", "resume")],
+    "swapping": [methods("swap_out", "swapped_out", "swap_in", "swapped_in")],
+    "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
+    "device_queue": [methods("use_queue")],
+    "quantisation": [
+        {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
+    ],
+    "shards": [methods("shards")],
+    "bad_calls": [methods("decref_blocks", "incref_blocks", "bad_calls")],
+}
+"""What a cache defines that offers a capability; where that is refused together with another
+one, what it defines of fewer or more."""
+REFUSED = {("swapping", "windows"), ("windows", "quantisation")}
+"""The pairs that no adapter can offer together."""
+SHOWN: Mapping[str, Callable[[History], object]] = {
+    "prefixes": lambda history: history.texts,
+    "windows": lambda history: history.spec.windows,
+    "quantisation": lambda history: history.spec.dtype == "int8",
+}
+"""What shows in a history that a cache offers a capability none of whose steps it has."""
+
+
+class Bare(KVCacheAdapter):
+    make, append, peek = methods("make", "append", "peek").values()
+
+
+KINDS = {
+    each.methods.__module__.rpartition(".")[2]: {kind for kind in each.operations if kind.needs}
+    for each in KVCacheAdapter.capabilities
+}
+"""The steps of each capability that not every cache has."""
+
+
+def offering(pair: tuple[str, str]) -> type[KVCacheAdapter] | None:
+    """Return an adapter class that offers both; None where each of them is refused."""
+    for one, other in product(*(OFFERS[name] for name in pair)):
+        adapter: type[KVCacheAdapter] = type("Both", (Bare,), {**one, **other})
+        try:
+            refuse_mistakes(adapter)
+        except TypeError:
+            continue
+        return adapter
+    return None
+
+
+def shows(history: History, name: str, adapter: type[KVCacheAdapter]) -> bool:
+    """Return True if a history has a step of a capability, or is of a cache that offers it."""
+    if kinds := tuple(kind for kind in KINDS[name] if kind.needs <= adapter.abilities):
+        return any(isinstance(step, kinds) for step in history.operations)
+    return bool(history.operations and (name not in SHOWN or SHOWN[name](history)))
+
+
+PAIRS = list(combinations(KINDS, 2))
+
+
+def test_every_capability_is_in_a_pair() -> None:
+    assert KINDS.keys() == OFFERS.keys()
+    assert {pair for pair in PAIRS if offering(pair) is None} == REFUSED
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="-".join)
+def test_a_pair_is_drawn_together(pair: tuple[str, str]) -> None:
+    adapter = offering(pair)
+    assert adapter
+    find(
+        histories(adapter),
+        lambda history: all(shows(history, name, adapter) for name in pair),
+        settings=settings(
+            max_examples=EXAMPLES,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+        random=Random(1),
+    )
