@@ -195,31 +195,30 @@ def few_of(choices: Sequence[_T], spec: CacheSpec) -> Sequence[_T]:
     return [choices[0], others[at % len(others)]] if others else choices
 
 
-class Shown(NamedTuple):
-    """A condition that a method of the cache shows to the harness."""
+class ReuseCondition(NamedTuple):
+    """A condition that the harness counts by the answers of one method."""
 
     method: str
-    met: str
-    """When it is met."""
+    description: str
 
 
-USED_AGAIN: Mapping[str, Shown] = {
-    "handle_used_again": Shown(
+USED_AGAIN: Mapping[str, ReuseCondition] = {
+    "handle_used_again": ReuseCondition(
         "reserve",
         "``reserve`` returns an object or a number that it returned before, and that was filled "
         "since. Needs ``reserve``.",
     ),
-    "slot_used_again": Shown(
+    "slot_used_again": ReuseCondition(
         "kept_in",
         "A sequence begins in the slot that ``kept_in`` showed of another one, which has left it. "
         "Needs ``kept_in``.",
     ),
-    "list_used_again": Shown(
+    "list_used_again": ReuseCondition(
         "kept_in",
         "A sequence begins in the list object that ``kept_in`` showed of another one, which has "
         "left it. Needs ``kept_in``.",
     ),
-    "block_used_while_away": Shown(
+    "block_used_while_away": ReuseCondition(
         "table",
         "A sequence gets a block that another one gave up, which was preempted or swapped out and "
         "is not back; counted for each such block of the first layer. Needs ``table``.",
@@ -230,10 +229,10 @@ USED_AGAIN: Mapping[str, Shown] = {
 
 def refuse_what_is_not_shown(adapter: type[Any]) -> None:
     """Raise ``TypeError`` where a condition could never be met, since nothing shows it."""
-    for name, shown in USED_AGAIN.items():
-        if name in adapter.conditions and shown.method not in adapter.abilities:
+    for name, each in USED_AGAIN.items():
+        if name in adapter.conditions and each.method not in adapter.abilities:
             raise TypeError(
-                f"{adapter.__name__}.conditions names {name!r}: define {shown.method}(), which "
+                f"{adapter.__name__}.conditions names {name!r}: define {each.method}(), which "
                 "shows it"
             )
 

@@ -217,7 +217,7 @@ def _identity(thing: object) -> Hashable:
 class UsedAgain(Observer):
     """Counts how often handles, slots, lists and blocks are used again."""
 
-    conditions: ClassVar = {name: shown.met for name, shown in USED_AGAIN.items()}
+    conditions: ClassVar = {name: each.description for name, each in USED_AGAIN.items()}
     any_of = conditions.keys()
 
     def __init__(self, run: Run) -> None:

@@ -235,22 +235,23 @@ def _twin(name: str) -> str:
     return f"--roseinfer-{'target' if name == 'targets' else name.replace('_', '-')}"
 
 
-class Listed(NamedTuple):
-    """An option as it is listed for readers."""
+class OptionEntry(NamedTuple):
+    """An option in a list for readers."""
 
     usage: str
     """The option and its argument, as in "--roseinfer-replay FILE"."""
     ini: str
     """The ini option of the same meaning; empty if there is none."""
-    words: str
+    description: str
 
 
-def listed() -> Iterator[Listed]:
+def entries() -> Iterator[OptionEntry]:
+    """Yield all options in their order."""
     inis = {_twin(name): f"roseinfer_{name}" for name in _INI}
     for name, (arguments, words) in _OPTIONS.items():
         option = f"--roseinfer-{name}"
         argument = arguments.get("metavar") or "|".join(arguments.get("choices", ()))
-        yield Listed(f"{option} {argument}".strip(), inis.get(option, ""), words)
+        yield OptionEntry(f"{option} {argument}".strip(), inis.get(option, ""), words)
 
 
 def configured(config: pytest.Config) -> bool:

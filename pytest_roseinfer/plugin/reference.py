@@ -63,9 +63,9 @@ def sections(adapter: type[KVCacheAdapter]) -> dict[str, str]:
 
 
 def _options() -> Iterator[str]:
-    for option in options.listed():
+    for option in options.entries():
         ini = f"ini `{option.ini}`" if option.ini else ""
-        yield _entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.words), ini)
+        yield _entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.description), ini)
 
 
 def _methods(adapter: type[KVCacheAdapter]) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _attributes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
         docs = attribute_docs(declaring)
         for name in inspect.get_annotations(declaring):
             default = getattr(declaring, name)
-            yield _entry(f"`{name}`", docs.get(name, ""), f"default `{_shown(default)}`")
+            yield _entry(f"`{name}`", docs.get(name, ""), f"default `{_literal(default)}`")
             if isinstance(default, Traits):
                 yield from _choices(default)
 
@@ -100,8 +100,8 @@ def _choices(traits: Traits) -> Iterator[str]:
     for name, hint in get_type_hints(type(traits)).items():
         default = getattr(traits, name)
         others = get_args(hint) if get_origin(hint) is Literal else ()
-        known = " or ".join(f"`{_shown(each)}`" for each in others if each != default)
-        note = f"default `{_shown(default)}`" + (f"; else {known}" if known else "")
+        known = " or ".join(f"`{_literal(each)}`" for each in others if each != default)
+        note = f"default `{_literal(default)}`" + (f"; else {known}" if known else "")
         yield _entry(f"`{name}`", docs.get(name, ""), note, indent="  ")
 
 
@@ -130,7 +130,7 @@ def _needs(names: Iterable[str]) -> str:
     return f"needs {listed}" if listed else ""
 
 
-def _shown(value: Any) -> str:
+def _literal(value: Any) -> str:
     """Return a default as one would write it."""
     if isinstance(value, Traits):
         return f"{type(value).__name__}()"
@@ -164,7 +164,7 @@ def write(page: Path, adapter: type[KVCacheAdapter]) -> None:
 
 def main() -> str:
     """Rewrite pages, or print the lists; return what is wrong, in words."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Generate lists of the reference.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files with marked sections")
     parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else KVCacheAdapter itself")
     arguments = parser.parse_args()

@@ -64,16 +64,16 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "shards": [methods("shards")],
     "bad_calls": [methods("decref_blocks", "incref_blocks", "bad_calls")],
 }
-"""What a cache defines that offers a capability; where that is refused together with another
-one, what it defines of fewer or more."""
+"""Definitions by which a cache offers a capability, and others where those are refused together
+with another capability."""
 REFUSED = {("swapping", "windows"), ("windows", "quantisation")}
 """The pairs that no adapter can offer together."""
-SHOWN: Mapping[str, Callable[[History], object]] = {
+SIGNS: Mapping[str, Callable[[History], object]] = {
     "prefixes": lambda history: history.texts,
     "windows": lambda history: history.spec.windows,
     "quantisation": lambda history: history.spec.dtype == "int8",
 }
-"""What shows in a history that a cache offers a capability none of whose steps it has."""
+"""Signs in a history of a capability that its cache offers without any of its steps."""
 
 
 class Bare(KVCacheAdapter):
@@ -103,7 +103,7 @@ def shows(history: History, name: str, adapter: type[KVCacheAdapter]) -> bool:
     """Return True if a history has a step of a capability, or is of a cache that offers it."""
     if kinds := tuple(kind for kind in KINDS[name] if kind.needs <= adapter.abilities):
         return any(isinstance(step, kinds) for step in history.operations)
-    return bool(history.operations and (name not in SHOWN or SHOWN[name](history)))
+    return bool(history.operations and (name not in SIGNS or SIGNS[name](history)))
 
 
 PAIRS = list(combinations(KINDS, 2))

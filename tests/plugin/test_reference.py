@@ -102,7 +102,7 @@ def test_every_entry_says_what_it_is() -> None:
 
 
 def test_ini_options_do_what_options_do(added: Recorder) -> None:
-    assert {each.usage.split()[0]: each.ini for each in options.listed()} == {
+    assert {each.usage.split()[0]: each.ini for each in options.entries()} == {
         name: added.ini.get(name, "") for name in added.options
     }
     assert set(added.ini) <= set(added.options)
