@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
-from pytest_roseinfer.report.pages import NoPage
+from pytest_roseinfer.plugin.reference import NoPage
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from roseinfer.cli.parser import Parser
 from roseinfer.how_far import counting

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.report.pages import put_section, read_section
+from pytest_roseinfer.plugin.reference import put_section, read_section
 from pytest_roseinfer.report.verdict import Strength
 from tests.mutants.catalogue import NOT_PLANTED
 from tests.mutants.known_bugs import KNOWN_BUGS

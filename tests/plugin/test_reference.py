@@ -40,7 +40,7 @@ from pytest_roseinfer.gates.timing_report import Timed, entry_of
 from pytest_roseinfer.gates.worker import OFFERS
 from pytest_roseinfer.histories import strategies
 from pytest_roseinfer.plugin import fixtures, markers, options, reference
-from pytest_roseinfer.report.pages import read_section
+from pytest_roseinfer.plugin.reference import read_section
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from pytest_roseinfer.suite import verify

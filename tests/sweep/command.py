@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.report.pages import NoPage
+from pytest_roseinfer.plugin.reference import NoPage
 from roseinfer.bench.arguments import whole
 from roseinfer.cli.parser import Parser
 from roseinfer.how_far import counting

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.report.pages import put_section, read_section
+from pytest_roseinfer.plugin.reference import put_section, read_section
 from tests.sweep.outcome import Kind
 
 if TYPE_CHECKING:
