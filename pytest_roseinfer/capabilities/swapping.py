@@ -113,13 +113,17 @@ def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
     return swapped(oracle).stages.get(seq) is stage
 
 
+_TOGETHER = ("swap_out", "swapped_out", "swap_in", "swapped_in")
+"""Methods that are nothing without each other."""
+
+
 class _Move(operation.Operation):
     """An operation that moves one sequence a step further, out of the cache or back."""
 
     __slots__ = ()
 
     seq: int
-    needs = frozenset({"swap_out", "swapped_out", "swap_in", "swapped_in"})
+    needs = frozenset(_TOGETHER)
 
     def changed(self) -> list[int]:
         return [self.seq]
@@ -295,7 +299,7 @@ SWAPPING = Capability(
     misuse=(gather_swapped_out, append_to_swapped_out),
     states=(Swapped,),
     way_back=_way_back,
-    needs={name: sorted(_Move.needs) for name in sorted(_Move.needs)},
+    needs=dict.fromkeys(_TOGETHER, _TOGETHER),
     operations=(
         SwapOut,
         SwappedOut,

@@ -10,6 +10,7 @@ from pytest_roseinfer.capabilities.observation import Finding, Location, find_ch
 from pytest_roseinfer.capabilities.payload import same_bits
 from pytest_roseinfer.capabilities.prefixes import Collisions, Take, looked_up
 from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.pages import Windows
 from pytest_roseinfer.run.machine import Machine
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def check_split(adapter: type[KVCacheAdapter], history: History) -> Checked:
 def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """A fork behaves as a sequence of its own with the same tokens."""
     history = roomy(adapter, history)
-    oracle = Oracle(history.spec.block_size, history.spec.num_blocks, branches=history.texts)
+    oracle = _plain(adapter, history, history.spec.num_blocks)
     steps: list[Operation] = []
     for step in history.operations:
         steps.append(step.unshared(oracle))
@@ -106,7 +107,7 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
         if admitted := step.admitted(oracle):
             admitted.change(oracle)
             steps.append(admitted)
-    endless = Oracle(spec.block_size, capacity=1 << 40, branches=history.texts)
+    endless = _plain(adapter, history, 1 << 40)
     blocks = 1
     for step in steps:
         rows = step.unshared(endless).rows()
@@ -119,6 +120,17 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     # Groups of layers with different windows may share one pool.
     blocks *= max(1, len({*spec.windows}))
     return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)
+
+
+def _plain(adapter: type[KVCacheAdapter], history: History, capacity: int) -> Oracle:
+    """Return the oracle of a cache without windows, whose forks share all of their blocks."""
+    return replace(
+        Oracle.of(adapter, history.spec, history.texts),
+        capacity=capacity,
+        fork_shares="blocks",
+        truncate_copies=False,
+        windows=Windows(),
+    )
 
 
 def _with(history: History, steps: Iterable[Operation]) -> History:
