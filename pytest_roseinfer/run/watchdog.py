@@ -53,6 +53,16 @@ WATCHED = Watched()
 
 
 @contextmanager
+def watched(example: History | RequestMix) -> Iterator[None]:
+    """Have the watchdog know of an example while it is checked inside."""
+    WATCHED.example, WATCHED.began = example, process_time()
+    try:
+        yield
+    finally:
+        WATCHED.began = WATCHED.example = None
+
+
+@contextmanager
 def watching(seconds: float, stderr: int = 2) -> Iterator[None]:
     """Allow each step inside so many seconds, where this platform and thread have such signals.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from time import process_time
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
@@ -29,14 +28,13 @@ def replay(file: str, allowed: Allowed) -> int:
 
     from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Difference
-    from pytest_roseinfer.run.watchdog import WATCHED
-    from pytest_roseinfer.search.reproduce import CHECKS, example_of
-    from pytest_roseinfer.search.search import how_often
+    from pytest_roseinfer.run.watchdog import watched
+    from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
 
     if trace["check"] not in CHECKS:
         raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")
     try:
-        example = example_of(trace)
+        example = kind_of_example(trace["check"]).from_json(trace["example"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
     device = torch.device(example.device)
@@ -56,10 +54,10 @@ def replay(file: str, allowed: Allowed) -> int:
     print(f"importing it{f' from {source}' if source else ''}\n")
     sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
     adapter = load_target(trace["adapter"], source)
-    WATCHED.example, WATCHED.began = example, process_time()
     try:
-        often = how_often(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
-        often.require_none()
+        with watched(example):
+            repetition = repeat(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
+        repetition.require_none()
     except Difference as failure:
         print(f"FAILED: {failure}")
         _say_if_otherwise(trace, failure.what)
@@ -67,9 +65,7 @@ def replay(file: str, allowed: Allowed) -> int:
     except Exception as error:
         _say_if_otherwise(trace, repr(error))
         raise
-    finally:
-        WATCHED.began = WATCHED.example = None
-    print(f"{adapter.in_words(example)}\n\n{often.words()}")
+    print(f"{adapter.in_words(example)}\n\n{repetition.words()}")
     _say_if_otherwise(trace, "")
     return 0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shlex
 import sys
 import sysconfig
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,36 +16,19 @@ from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.engine import RequestMix
-from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.environment import variables, version
-from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import run_history
-from pytest_roseinfer.run.metamorphic import (
-    check_copied,
-    check_every_option,
-    check_permuted,
-    check_split,
-)
+from pytest_roseinfer.run.watchdog import WATCHED
+from pytest_roseinfer.search.checks import CHECKS, kind_of_example
 from pytest_roseinfer.search.trace import FAILED, SERVER
-from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, STEP_SECONDS
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
+    from io import FileIO
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.findings.timeline import Found
-    from pytest_roseinfer.settings import Endpoint
-
-Example = History | RequestMix
-_OF_MIXES = (run_mix, run_forks)
-_OF_HISTORIES = (run_history, check_permuted, check_split, check_copied, check_every_option)
-CHECKS: dict[str, Callable[[type[Any], Any], Counter[str]]] = {
-    check.__name__: check for check in (*_OF_HISTORIES, *_OF_MIXES)
-}
-"""The checks that can be run on an example, by the name a trace gives each."""
+    from pytest_roseinfer.search.checks import Example
 
 _SCRIPT = '''\
 """Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
@@ -72,11 +57,11 @@ _RUN = """\
 print("it ran through: nothing differed")\
 """
 _RUN_OFTEN = """\
-from pytest_roseinfer.search.search import how_often
+from pytest_roseinfer.search.checks import repeat
 
-often = how_often(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
-often.require_none()
-print(often.words())\
+repetition = repeat(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
+repetition.require_none()
+print(repetition.words())\
 """
 
 
@@ -107,7 +92,7 @@ def save(
 ) -> Saved:
     """Write the trace, the script and the ``drawing``, if there is one."""
     try:
-        trace = {**trace_of(adapter, check, folder), "example": example.to_json()}
+        trace = {**_trace_of(adapter, check, folder), "example": example.to_json()}
         run = _RUN if adapter.replays == 1 else _RUN_OFTEN
         return _write(trace, found, Path(folder), drawing, run)
     except (OSError, TypeError) as error:
@@ -115,7 +100,7 @@ def save(
         return Saved(words=f"no replay was saved: {error}")
 
 
-def trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
+def _trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
     """Return a trace without an example; raise ``TypeError`` where none can be replayed.
 
     It goes to a ``folder`` of the project's root. Its paths begin there, so that it means the same
@@ -139,24 +124,54 @@ def trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
     }
 
 
-def make_folder(folder: Path) -> None:
+@dataclass(slots=True)
+class ExampleFile:
+    """A trace of the example that is tried now, which stays if the process ends meanwhile."""
+
+    _file: FileIO
+    _beginning: str
+    """The trace up to its example."""
+    _longest: int = 0
+
+    @classmethod
+    @contextmanager
+    def of(cls, adapter: type[Adapter], check: str) -> Iterator[ExampleFile | None]:
+        """Keep a file for examples of ``check`` in the folder of failures; None if none can be."""
+        folder = settings.current().failures_dir or ""
+        path = Path(folder) / f"{adapter.__name__}-tried-by-{os.getpid()}.json"
+        try:
+            trace = _trace_of(adapter, check, folder)
+            beginning = json.dumps(trace)[:-1]
+            _make_folder(path.parent)
+            file = path.open("wb", buffering=0)
+        except (OSError, TypeError):  # what cannot be saved can be searched for all the same
+            yield None
+            return
+        WATCHED.saved = _how_to_replay(path, trace["adapter"])
+        try:
+            yield cls(file, beginning)
+        finally:
+            WATCHED.saved = ""
+            file.close()
+            path.unlink(missing_ok=True)
+
+    def write(self, example: Example) -> None:
+        text = f'{self._beginning}, "example": {json.dumps(example.to_json())}}}'
+        self._longest = max(self._longest, len(text))
+        # Blanks write over the longer example before: to cut a file takes milliseconds.
+        os.pwrite(self._file.fileno(), text.ljust(self._longest).encode(), 0)
+
+
+def _make_folder(folder: Path) -> None:
     """Make the folder of failures, which version control is to ignore."""
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".gitignore").write_text("*\n")
 
 
-def example_of(trace: dict[str, Any]) -> Example:
-    return _kind(trace).from_json(trace["example"])
-
-
-def _kind(trace: dict[str, Any]) -> type[Example]:
-    return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
-
-
 def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run: str) -> Saved:
-    make_folder(folder)
-    class_name = trace["adapter"].partition(":")[2]
+    _make_folder(folder)
+    class_name, kind = trace["adapter"].partition(":")[2], kind_of_example(trace["check"])
     # What it does names the file, and not what came of it.
     does = json.dumps(trace, indent=1).encode()
     stem = f"{class_name}-{sha256(does).hexdigest()[:10]}"
@@ -167,15 +182,15 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run:
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
         file=f", str(ROOT / {trace['file']!r})" if trace["file"] else "",
         server=_server(trace["adapter"]),
-        run=run.format(check=trace["check"], kind=_kind(trace)),
-        kind=_kind(trace),
+        run=run.format(check=trace["check"], kind=kind),
+        kind=kind,
         module=CHECKS[trace["check"]].__module__,
         message="\n".join(f"# {line}".rstrip() for line in found["message"].splitlines()),
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
     words = [
-        how_to_replay(trace_file, trace["adapter"]),
+        _how_to_replay(trace_file, trace["adapter"]),
         f"         or: python {_from_here(script_file)}",
     ]
     if drawing:
@@ -190,9 +205,9 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run:
     )
 
 
-def _server_of(adapter: str) -> Endpoint | None:
+def _server_of(adapter: str) -> settings.Endpoint | None:
     """Return the server that was tested, if the adapter is that of servers."""
-    return settings.current().endpoint if adapter == ENDPOINT_TARGET else None
+    return settings.current().endpoint if adapter == settings.ENDPOINT_TARGET else None
 
 
 def _server(adapter: str) -> str:
@@ -203,14 +218,14 @@ def _server(adapter: str) -> str:
     return _SERVER.format(url=server.url, model=server.model, rate=server.rate)
 
 
-def how_to_replay(file: Path, adapter: str) -> str:
+def _how_to_replay(file: Path, adapter: str) -> str:
     """Return the command that runs a trace again, which must name an adapter that is not ours."""
-    named = "" if adapter in SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
+    named = "" if adapter in settings.SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
     if server := _server_of(adapter):
         named = f" {shlex.join(server.options)}"
         # A stream that brings nothing is given up after as long again.
         seconds = settings.current().step_seconds
-        named += f" --roseinfer-step-seconds {seconds}" if seconds != STEP_SECONDS else ""
+        named += f" --roseinfer-step-seconds {seconds}" if seconds != settings.STEP_SECONDS else ""
     return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
 
 

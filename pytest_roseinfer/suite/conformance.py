@@ -17,7 +17,7 @@ from pytest_roseinfer.capabilities.writes import BatchKinds
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.run.machine import Machine
-from pytest_roseinfer.search.reproduce import CHECKS
+from pytest_roseinfer.search.checks import CHECKS
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -109,7 +109,7 @@ class ConformanceTests(ShippedTests):
     def _search(
         self,
         check: Callable[[History], object],
-        replayed_by: str,
+        name: str,
         examples: int,
         ends: float,
         aim: str | None = None,
@@ -121,11 +121,11 @@ class ConformanceTests(ShippedTests):
     ) -> int:
         """Check histories; return how many were left out, since they would begin after ``ends``."""
         from pytest_roseinfer.histories.strategies import histories
-        from pytest_roseinfer.search.search import search
+        from pytest_roseinfer.search.search import Search
 
         settings.require_plugin()
         asked = settings.current()
-        return search(
+        search = Search(
             self.adapter,
             check,
             histories(
@@ -138,10 +138,12 @@ class ConformanceTests(ShippedTests):
                 in_batches=in_batches,
             ),
             examples=examples,
-            replayed_by=replayed_by,
+            name=name,
             salt="in batches" if in_batches else f"{aim} {turn}",
             ends=ends,
         )
+        search.run()
+        return search.left_out
 
 
 @overload

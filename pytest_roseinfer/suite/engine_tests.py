@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class WideMixes(LargeSearch[RequestMix]):
     """One mix for each setting that paths need, and some with all values of all switches."""
 
-    replayed_by = "run_mix"
+    check_name = "run_mix"
     seconds = 12.0
     """Of roseinfer's own engine, most of them reach all of their requests in that."""
 
@@ -124,7 +124,7 @@ class EngineTests(ShippedTests):
 
     def _search(
         self,
-        replayed_by: str,
+        name: str,
         examples: int,
         aim: str | None = None,
         turn: str = "0",
@@ -135,7 +135,7 @@ class EngineTests(ShippedTests):
     ) -> int:
         """Check mixes as ``drawn``, else small ones; return how many ``ends`` left out."""
         from pytest_roseinfer.engines.strategies import request_mixes
-        from pytest_roseinfer.search.search import search
+        from pytest_roseinfer.search.search import Search
 
         settings.require_plugin()
         target, asked = coverage.current().of(self.adapter), settings.current()
@@ -151,7 +151,7 @@ class EngineTests(ShippedTests):
             )
 
         def attempt(mix: RequestMix) -> None:
-            forks = replayed_by == "run_forks"
+            forks = name == "run_forks"
             counted = run_forks(self.adapter, mix) if forks else self._served(mix)
             target.note(counted)
             target.note_tried(self.adapter, mix.options)
@@ -159,15 +159,17 @@ class EngineTests(ShippedTests):
                 preludes.note(counted, lambda: mix)
             target.histories += 1
 
-        return search(
+        search = Search(
             self.adapter,
             attempt,
             drawn,
             examples=examples,
-            replayed_by=replayed_by,
+            name=name,
             salt=f"{aim} {turn}",
             ends=ends,
         )
+        search.run()
+        return search.left_out
 
 
 def _skip(reason: str) -> NoReturn:

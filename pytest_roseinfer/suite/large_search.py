@@ -26,8 +26,8 @@ _Large = TypeVar("_Large", "History", "RequestMix")
 class LargeSearch(Generic[_Large]):
     """The large examples of a target, each with twice its share of the time that is left."""
 
-    replayed_by: ClassVar[str]
-    """The one of ``reproduce.CHECKS`` that is to run again what failed."""
+    check_name: ClassVar[str]
+    """Name among ``CHECKS`` of the check that runs again what failed."""
     seconds: ClassVar[float]
     """The time for all of them."""
 
@@ -41,20 +41,14 @@ class LargeSearch(Generic[_Large]):
         """Check them all. None begins after ``ends``."""
         from hypothesis.strategies import just
 
-        from pytest_roseinfer.search.search import search
+        from pytest_roseinfer.search.search import Search
 
         settings.require_plugin()
         for example in self._in_turn(list(self.examples())):
-            left_out = search(
-                self.adapter,
-                self.check,
-                just(example),
-                examples=1,
-                replayed_by=self.replayed_by,
-                salt="",
-                ends=ends,
-            )
-            self.target.large_cut_short += left_out  # behind the search, which adds to it too
+            drawn = just(example)
+            search = Search(self.adapter, self.check, drawn, 1, self.check_name, ends=ends)
+            search.run()
+            self.target.large_cut_short += search.left_out
 
     def examples(self) -> Iterator[_Large]:
         """Yield those of this part of the test."""
@@ -110,7 +104,7 @@ def for_paths(
 class LargeHistories(LargeSearch[History]):
     """Two histories for each setting that paths need."""
 
-    replayed_by = "run_history"
+    check_name = "run_history"
     seconds = 6.0
     """A small cache takes less than one; each choice of switches adds as much again."""
 

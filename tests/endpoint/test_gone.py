@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from pytest_roseinfer.endpoint.server import _has_stopped
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.run.watchdog import StoppedAnswering, watching
-from pytest_roseinfer.search.search import search
+from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.settings import Endpoint
 from roseinfer.engine.engine import Engine
 from tests.endpoint.falling_relay import relaying
@@ -64,9 +62,9 @@ def found_at(url: str, folder: Path) -> tuple[MixDivergence, list[RequestMix], R
                 gone.append(len(tried))
             raise
 
-    begin = partial(search, replayed_by="run_mix", salt="", ends=math.inf, examples=40)
+    search = Search(ServedEngine, check, request_mixes(ServedEngine), 40, "run_mix")
     with watching(60.0), pytest.raises(MixDivergence) as found:
-        begin(ServedEngine, check, request_mixes(ServedEngine))
+        search.run()
     assert gone == [len(tried)]
     (line,) = [each for each in str(found.value).splitlines() if each.startswith("replay with")]
     assert f"--roseinfer-endpoint {url}" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import subprocess
@@ -23,8 +22,9 @@ from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run.watchdog import StoppedAnswering
+from pytest_roseinfer.search.checks import repeat
 from pytest_roseinfer.search.reproduce import Saved, save
-from pytest_roseinfer.search.search import how_often, search
+from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.settings import RATE, Endpoint
 from tests.endpoint.planted_servers import now_and_then, stops_in_a_crowd
 from tests.server.served import running
@@ -123,15 +123,7 @@ def test_what_a_search_finds_is_served_again_and_counted(
     with running() as server, asking(Endpoint(server.url, rate=1000)):
         now_and_then(monkeypatch, 5)  # of six: two alone, and those among others twice
         with pytest.raises(MixDivergence) as found:
-            search(
-                ServedEngine,
-                partial(run_mix, ServedEngine),
-                just(MIX),
-                examples=1,
-                replayed_by="run_mix",
-                salt="",
-                ends=math.inf,
-            )
+            Search(ServedEngine, partial(run_mix, ServedEngine), just(MIX), 1, "run_mix").run()
     assert re.search(r"\n\nServed again, it differed in \d+ of \d+\.\n", f"{found.value}\n")
 
 
@@ -144,15 +136,7 @@ def test_a_smaller_mix_that_fails_only_now_and_then_is_not_taken() -> None:
             raise MixDivergence(ServedEngine, mix, "another text")
 
     with pytest.raises(MixDivergence) as found:
-        search(
-            ServedEngine,
-            check,
-            just(MIX),
-            examples=1,
-            replayed_by="run_mix",
-            salt="",
-            ends=math.inf,
-        )
+        Search(ServedEngine, check, just(MIX), 1, "run_mix").run()
     assert found.value.mix == MIX
 
 
@@ -170,10 +154,10 @@ class _Scripted:
 
 def test_a_case_is_run_again_as_often_as_there_is_time_for() -> None:
     wrong, gone = ValueError(), StoppedAnswering()
-    assert how_often(_Scripted(None, wrong, None), 3).words() == "it differed in 1 of 3"
-    assert how_often(_Scripted(wrong, None), 2, seconds=0.0).words() == "it differed in 1 of 1"
-    assert how_often(_Scripted(None, gone), 20).words() == "it differed in 1 of 2"
-    assert how_often(_Scripted(None), 1).words() == "it ran through: nothing differed"
+    assert repeat(_Scripted(None, wrong, None), 3).words() == "it differed in 1 of 3"
+    assert repeat(_Scripted(wrong, None), 2, seconds=0.0).words() == "it differed in 1 of 1"
+    assert repeat(_Scripted(None, gone), 20).words() == "it differed in 1 of 2"
+    assert repeat(_Scripted(None), 1).words() == "it ran through: nothing differed"
 
 
 def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -> None:

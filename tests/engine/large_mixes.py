@@ -19,7 +19,7 @@ import torch
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import large_mixes
-from pytest_roseinfer.search.search import try_examples
+from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def run_part(number: int, *, seed: int) -> Done:
 
     drawn = large_mixes(RoseinferEngine, device=settings.current().device)
     salt = f"part {number}"
-    try_examples(RoseinferEngine, check, drawn, OF_A_PART, name="large", salt=salt)
+    search = Search(RoseinferEngine, check, drawn, OF_A_PART, "large", salt)
+    search.try_examples()
     return {"seed": seed, "part": number, "seconds": seconds, "wrong": wrong}
 
 

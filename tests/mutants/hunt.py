@@ -16,7 +16,7 @@ from unittest.mock import patch
 from pytest_roseinfer import settings
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.interpreter import remembering
-from pytest_roseinfer.search import search
+from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.suite.conformance import conformance
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Fou
     """Search every target as asked; None when all of them pass."""
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
-    counted = counting(search.try_examples, tally)
-    with remembering(), patch.object(search, "try_examples", counted):
+    counted = counting(Search[Any].check_once, tally)
+    with remembering(), patch.object(Search, "check_once", counted):
         for target in targets:
             tests = conformance(target)()
             for name in tests.shipped():
@@ -75,19 +75,14 @@ def _run(test: Callable[[], None]) -> None:
         return
 
 
-def counting(real: Callable[..., None], tally: Tally) -> Callable[..., None]:
-    """A search that counts, and stops at the first failure."""
+def counting(check_once: Callable[..., None], tally: Tally) -> Callable[..., None]:
+    """Have a search count its examples, and stop at the first failure."""
 
-    def try_counted(
-        adapter: type[Adapter], check: Callable[[Any], object], *drawn: Any, **how: Any
-    ) -> None:
-        def counted(example: Any) -> None:
-            with guarded(tally, example.size):
-                check(example)
+    def counted(search: Search[Any], example: Any) -> None:
+        with guarded(tally, example.size):
+            check_once(search, example)
 
-        real(adapter, counted, *drawn, **how)
-
-    return try_counted
+    return counted
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from pytest_roseinfer import Divergence, conformance, settings
 from pytest_roseinfer.search import search
+from pytest_roseinfer.search.search import GpuLostError, gpu_is_lost
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.test_truncate import short_run as short_run
 
@@ -39,8 +40,7 @@ class BreaksTheContext(ListCache):
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(search, "is_lost", lambda: Gpu.lost)
+    monkeypatch.setattr(search, "gpu_is_lost", lambda: Gpu.lost)
     Gpu.lost = False
     yield
     Gpu.lost = False
@@ -55,7 +55,7 @@ def test_the_history_that_broke_it_is_told_as_it_was() -> None:
     assert "the GPU's context is gone" in str(caught.value)
     assert "CUDA_LAUNCH_BLOCKING=1" in str(caught.value)
     assert "append one token to sequences" in caught.value.history.words().splitlines()[-1]
-    with pytest.raises(search.GpuLostError, match="run this one in another process"):
+    with pytest.raises(GpuLostError, match="run this one in another process"):
         tests.test_permuting_a_batch_permutes_the_result()
 
 
@@ -63,5 +63,6 @@ def test_a_context_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch)
     def synchronize() -> None:
         raise RuntimeError("CUDA error: misaligned address")
 
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert search.is_lost()
+    assert gpu_is_lost()

@@ -20,7 +20,7 @@ from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.large import large_histories
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run.coverage import current
-from pytest_roseinfer.search import search as smallest
+from pytest_roseinfer.search import shrink
 from pytest_roseinfer.suite import large_search
 from pytest_roseinfer.suite.large_search import LargeHistories
 from tests.plugin.first_minutes.paged_kv import NoBlocks, PagedKV, Seq
@@ -113,7 +113,7 @@ class ForgetsRow65(Cache):
 
 @pytest.fixture(autouse=True)
 def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(smallest, "SHRINK_SECONDS", 4.0)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 4.0)
     with fresh_run(settings.Settings(seed=1, failures_dir=None)):
         yield
 
@@ -144,7 +144,7 @@ def test_wrong_rows_are_found_and_few_are_shown(adapter: type[Cache], least: int
 def test_what_needs_a_long_table_or_context_or_many_rows_is_found(
     monkeypatch: pytest.MonkeyPatch, adapter: type[Cache]
 ) -> None:
-    monkeypatch.setattr(smallest, "SHRINK_SECONDS", 0.5)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.5)
     with pytest.raises(Divergence):
         search(adapter)
 
@@ -232,7 +232,7 @@ class SmallPool(Cache):
 def test_a_cache_that_is_not_made_for_so_many_is_told_how_to_say_so(
     monkeypatch: pytest.MonkeyPatch, adapter: type[Cache], what: str
 ) -> None:
-    monkeypatch.setattr(smallest, "SHRINK_SECONDS", 0.5)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.5)
     with pytest.raises(Difference) as caught:
         search(adapter)
     assert what in caught.value.what

@@ -14,6 +14,7 @@ from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import large_mixes
 from pytest_roseinfer.run.coverage import current
 from pytest_roseinfer.search import search as search_module
+from pytest_roseinfer.search import shrink
 from pytest_roseinfer.suite import engine_tests as checks
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
@@ -83,7 +84,7 @@ def test_what_fails_is_made_small_though_the_time_is_over(monkeypatch: pytest.Mo
 
     for module in (checks, search_module):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    monkeypatch.setattr(search_module, "SHRINK_SECONDS", 1e9)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 1e9)
     with pytest.raises(MixDivergence) as caught:
         search(Late)
     assert len(caught.value.mix.requests) <= 2

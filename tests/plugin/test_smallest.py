@@ -27,9 +27,13 @@ from pytest_roseinfer.capabilities.writes import Append, Prefill, Reserve
 from pytest_roseinfer.engines.run import MixDivergence
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.search import search
-from pytest_roseinfer.search.search import Smallest
-from pytest_roseinfer.search.shrink import passes_of_histories, passes_of_mixes, what_makes_sense
+from pytest_roseinfer.search import shrink
+from pytest_roseinfer.search.shrink import (
+    Shrinker,
+    passes_of_histories,
+    passes_of_mixes,
+    what_makes_sense,
+)
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
 from tests.plugin.caches.broken_swap_caches import BringsBackOneLayer, KeepsTheOldLength
@@ -160,7 +164,7 @@ def shrunk(
         if fails(case):
             raise Difference("it fails", str)
 
-    small = Smallest(history, Difference("it fails", str), check)
+    small = Shrinker(history, Difference("it fails", str), check)
     small.shrink(passes_of_histories(adapter))
     return small.example
 
@@ -266,7 +270,7 @@ def test_every_part_of_a_request_is_left_out_that_can_be() -> None:
     sampling = WiderSampling(9, 3.0, 5, 0.8, 1.5, 3, ignore_eos=True, min_p=0.4, logprobs=True)
     busy = Asked((1, 2, 3), sampling, 3, 2, stops=((0, 1), (2, 1)), ends_early=True)
     mix = RequestMix((busy, busy, busy), block_size=8, cache_tokens=99, options={"batch_size": 3})
-    small = Smallest(mix, Difference("it fails", str), fail_always)
+    small = Shrinker(mix, Difference("it fails", str), fail_always)
     small.shrink(passes_of_mixes(ToyAdapter))
     (asked,) = small.example.requests
     assert asked == Asked((1,), Sampling())
@@ -286,7 +290,7 @@ def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.002)
             super().write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.0)
     assert "There may be a smaller one: making it smaller ended after 0 s." in str(found(Slow))
 
 
@@ -296,7 +300,7 @@ def test_what_fails_in_another_way_is_no_smaller_example() -> None:
             raise ZeroDivisionError
         raise Difference("it fails", str)
 
-    small = Smallest(History(CacheSpec(), STEPS), Difference("it fails", str), check)
+    small = Shrinker(History(CacheSpec(), STEPS), Difference("it fails", str), check)
     small.shrink(passes_of_histories(GroupedManager))
     assert small.example.size == len(STEPS)
 
@@ -317,7 +321,7 @@ def test_an_error_may_come_of_what_a_smaller_example_shows(
         raise failure(case)
 
     history = History(CacheSpec(options=USUAL), STEPS)
-    shrunken = Smallest(history, failure(history), check)
+    shrunken = Shrinker(history, failure(history), check)
     shrunken.shrink(passes_of_histories(GroupedManager))
     assert shrunken.example.size == left
 
@@ -348,7 +352,7 @@ def test_making_a_long_history_smaller_ends_in_time_though_many_come_to_the_same
     def check(_: History) -> None:
         raise ValueError
 
-    shrinking = Smallest(history, ValueError(), check, ends=time.monotonic() + 0.1)
+    shrinking = Shrinker(history, ValueError(), check, ends=time.monotonic() + 0.1)
     shrinking.shrink([the_same])
     assert shrinking.cut_short
     assert 0 < len(listed) < 200

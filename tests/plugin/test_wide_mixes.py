@@ -11,7 +11,7 @@ from pytest_roseinfer import MixDivergence, conformance, settings
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run.coverage import current
-from pytest_roseinfer.search import search as smallest
+from pytest_roseinfer.search import shrink
 from pytest_roseinfer.suite import large_search
 from pytest_roseinfer.suite.engine_tests import WideMixes
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
@@ -64,7 +64,7 @@ class SaysSo(HasSlots):
 
 @pytest.fixture(autouse=True)
 def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(smallest, "SHRINK_SECONDS", 2.0)
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 2.0)
     with fresh_run(settings.Settings(examples=20, seed=1, failures_dir=None)):
         yield
 

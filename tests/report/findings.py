@@ -10,8 +10,8 @@ from pytest_roseinfer import CacheSpec, Divergence, History
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.search.checks import CHECKS
 from pytest_roseinfer.search.recorder import record
-from pytest_roseinfer.search.reproduce import CHECKS
 from tests.plugin.caches.cut_caches import CutCache
 
 if TYPE_CHECKING:

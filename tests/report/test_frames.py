@@ -10,8 +10,9 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.frames import BAD_CALL
 from pytest_roseinfer.run.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search.recorder import BAD_CALL, record
+from pytest_roseinfer.search.recorder import record
 from tests.plugin.caches.broken_caches import FillsFromTheEnd, HasNoBooks, LosesTheBlock
 from tests.plugin.caches.list_cache import ListCache
 from tests.report.findings import FORKED, NeverCopies, of_never_copies, recorded
