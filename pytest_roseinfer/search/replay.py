@@ -27,20 +27,17 @@ def replay(file: str, allowed: Allowed) -> int:
     import torch
 
     from pytest_roseinfer.adapters.load_target import load_target
+    from pytest_roseinfer.capabilities.operation import OPERATIONS
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.run.watchdog import watched
     from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
 
     if trace["check"] not in CHECKS:
         raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")
-    try:
-        example = kind_of_example(trace["check"]).from_json(trace["example"])
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
-    device = torch.device(example.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    device = traces.device_of(trace)
+    if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise TraceError(
-            f'{file} was recorded on "{example.device}", which this machine does not have; change '
+            f'{file} was recorded on "{device}", which this machine does not have; change '
             '"device" in the file to replay it elsewhere'
         )
     for line in (
@@ -53,7 +50,15 @@ def replay(file: str, allowed: Allowed) -> int:
     print(f"replaying on {trace['adapter']} ({trace['check']})")
     print(f"importing it{f' from {source}' if source else ''}\n")
     sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
+    # This may register operations of its own.
     adapter = load_target(trace["adapter"], source)
+    try:
+        traces.require_operations(file, trace, OPERATIONS)
+        example = kind_of_example(trace["check"]).from_json(trace["example"])
+    except TraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
     try:
         with watched(example):
             repetition = repeat(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)

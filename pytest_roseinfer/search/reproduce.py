@@ -20,7 +20,7 @@ from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import WATCHED
 from pytest_roseinfer.search.checks import CHECKS, kind_of_example
-from pytest_roseinfer.search.trace import FAILED, SERVER
+from pytest_roseinfer.search.trace import FAILED, FORMAT, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -112,6 +112,7 @@ def _trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]
     root = Path(folder).resolve().parent
     server = _server_of(name)
     return {
+        "format": FORMAT,
         "version": version(),
         "adapter": name,
         **({SERVER: {"url": server.url, "model": server.model}} if server else {}),

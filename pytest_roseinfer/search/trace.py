@@ -19,6 +19,10 @@ from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+FORMAT = 1
+"""Number of the format of traces, which rises when older ones cannot be read any more."""
+LAST_COMMITS: Mapping[int | str, str] = {}
+"""Last commit that reads what this one cannot, by format number or name of an operation."""
 TRUST = "--roseinfer-replay-trust"
 FAILED = "failed"
 """The field of what was wrong when a trace was saved; not there if the process ended before."""
@@ -87,6 +91,8 @@ def read(file: str) -> dict[str, Any]:
         raise TraceError(f"{file} is no trace: {error}") from None
     if not (isinstance(trace, dict) and trace.keys() >= _FIELDS.keys()):
         raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(_FIELDS))}")
+    if (number := trace.get("format", FORMAT)) != FORMAT:
+        raise TraceError(_unreadable(file, trace, f"trace format {number!r}", number))
     for name, kind in _FIELDS.items():
         if not isinstance(trace[name], kind):
             raise TraceError(f"{file} is no trace: {name} must be a {kind.__name__}")
@@ -99,6 +105,23 @@ def read(file: str) -> dict[str, Any]:
     if (server := trace.get(SERVER)) is not None and not _names_server(server):
         raise TraceError(f"{file} is no trace: {SERVER} must hold the texts url and model")
     return trace
+
+
+def require_operations(file: str, trace: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a trace with operations of another version, and say which one reads it."""
+    for step in trace["example"].get("operations", ()):
+        if isinstance(name := step.get("do"), str) and name not in known:
+            raise TraceError(_unreadable(file, trace, f"the operation {name!r}", name))
+
+
+def _unreadable(file: str, trace: Mapping[str, Any], what: str, key: object) -> str:
+    commit = LAST_COMMITS.get(key) if isinstance(key, int | str) else None
+    if commit:
+        return (
+            f"{file}: {what} can no longer be read; replay it at {commit}, the last commit that can"
+        )
+    saved_by = f"; replay it with {trace['version']}, which saved it" if "version" in trace else ""
+    return f"{file}: {what} is unknown to {version()}, which has format {FORMAT}{saved_by}"
 
 
 def _names_server(told: object) -> bool:

@@ -12,8 +12,9 @@ import pytest
 from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.environment import version
+from pytest_roseinfer.search import trace as traces
 from pytest_roseinfer.search.replay import replay
-from pytest_roseinfer.search.trace import Allowed, TraceError
+from pytest_roseinfer.search.trace import FORMAT, Allowed, TraceError
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
@@ -92,8 +93,12 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown check": ({"check": "os.system"}, "there is no check os.system"),
     "no words": ({"failed": 1}, "trace.json is no trace: failed must be a str"),
     "no operations": ({"example": {"spec": {}}}, "its example is none: KeyError: 'operations'"),
-    "an unknown operation": (
-        {"example": {"spec": {}, "finite": True, "operations": [{"do": "Explode"}]}},
+    "a step of no kind": (
+        {"example": {"spec": {}, "finite": True, "operations": [{}]}},
+        "its example is none: KeyError: 'do'",
+    ),
+    "no step": (
+        {"example": {"spec": {}, "finite": True, "operations": [1]}},
         "its example is none: ",
     ),
 }
@@ -138,6 +143,59 @@ def test_a_trace_of_another_version_says_so(
     found = [line for line in capsys.readouterr().out.splitlines() if "it was saved" in line]
     assert bool(found) == bool(said)
     assert all(line.startswith(said) for line in found)
+
+
+EXPLODES = {"example": {"spec": {}, "finite": True, "operations": [{"do": "Explode"}]}}
+OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "a later format": (
+        {"format": 9, "version": "roseinfer 7.0"},
+        f"trace format 9 is unknown to {version()}, which has format {FORMAT}; "
+        "replay it with roseinfer 7.0, which saved it",
+    ),
+    "no format": ({"format": "new"}, f"trace format 'new' is unknown to {version()}, which has"),
+    "an older format": (
+        {"format": 0},
+        "trace format 0 can no longer be read; replay it at abc123, the last commit that can",
+    ),
+    "an unknown operation": (
+        {"version": "roseinfer 7.0", **EXPLODES},
+        f"the operation 'Explode' is unknown to {version()}, which has format {FORMAT}; "
+        "replay it with roseinfer 7.0, which saved it",
+    ),
+    "an operation of old": (
+        {"example": {"spec": {}, "finite": True, "operations": [{"do": "Tidy"}]}},
+        "the operation 'Tidy' can no longer be read; replay it at def456, the last commit that can",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER)
+def test_a_trace_that_this_version_cannot_read_says_which_can(
+    what: str, tmp_path: Path, allowed: Allowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "LAST_COMMITS", {0: "abc123", "Tidy": "def456"})
+    changed, said = OF_ANOTHER[what]
+    with pytest.raises(TraceError) as refused:
+        replay(write(tmp_path, **changed), allowed)
+    assert f"trace.json: {said}" in str(refused.value)
+
+
+def test_operations_of_the_adapters_own_file_are_known(tmp_path: Path, allowed: Allowed) -> None:
+    lines = (
+        "from pytest_roseinfer.capabilities.operation import Operation, register",
+        "from tests.plugin.caches.list_cache import ListCache as Cache",
+        "@register('Own')",
+        "class Own(Operation):",
+        "    def words(self) -> str:",
+        "        return 'do nothing'",
+        "    def drive(self, cache: object) -> None:",
+        "        pass",
+    )
+    (allowed.project / "own_operations.py").write_text("\n".join(lines))
+    example = History(CacheSpec(), ()).to_json() | {"operations": [{"do": "Own"}]}
+    named = {"adapter": "own_operations:Cache", "folders": [str(allowed.project)]}
+    trusted = Allowed(["own_operations:Cache"], allowed.project)
+    assert replay(write(tmp_path, example=example, **named), trusted) == 0
 
 
 class NegatesKeys(ListCache):
