@@ -15,8 +15,7 @@ from pytest_roseinfer.plugin import options
 from pytest_roseinfer.plugin.options import require_server
 from pytest_roseinfer.run.watchdog import watching
 from pytest_roseinfer.search import trace as traces
-from pytest_roseinfer.search.replay import replay
-from pytest_roseinfer.search.trace import TraceError
+from pytest_roseinfer.search.trace import TraceError, replay
 from pytest_roseinfer.settings import ENDPOINT_TARGET, Endpoint
 
 if TYPE_CHECKING:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.environment import version
 from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 
@@ -169,3 +172,70 @@ def other_environment(trace: Mapping[str, Any]) -> list[str]:
         for name, text in trace["environment"].items()
         if os.environ.get(name) != text
     ]
+
+
+# Running a saved trace again.
+
+
+def replay(file: str, allowed: Allowed) -> int:
+    """Run what is in ``file``; return 1 when it still fails, 0 when it runs through."""
+    trace = read(file)
+    allowed.check(file, trace["adapter"])
+    if device_of(trace) == "cpu":
+        # Triton reads its switch when kernels are defined, which the imports below do.
+        settings.choose_kernel_runtime()
+
+    import torch
+
+    from pytest_roseinfer.adapters.load_target import load_target
+    from pytest_roseinfer.capabilities.operation import OPERATIONS
+    from pytest_roseinfer.findings.divergence import Difference
+    from pytest_roseinfer.run.watchdog import watched
+    from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
+
+    if trace["check"] not in CHECKS:
+        raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")
+    device = device_of(trace)
+    if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise TraceError(
+            f'{file} was recorded on "{device}", which this machine does not have; change '
+            '"device" in the file to replay it elsewhere'
+        )
+    for line in (
+        *other_version(trace),
+        *other_environment(trace),
+        *other_server(trace, settings.current().endpoint),
+    ):
+        print(line)
+    source = allowed.file(trace)
+    print(f"replaying on {trace['adapter']} ({trace['check']})")
+    print(f"importing it{f' from {source}' if source else ''}\n")
+    sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
+    # This may register operations of its own.
+    adapter = load_target(trace["adapter"], source)
+    try:
+        require_operations(file, trace, OPERATIONS)
+        example = kind_of_example(trace["check"]).from_json(trace["example"])
+    except TraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
+    try:
+        with watched(example):
+            repetition = repeat(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
+        repetition.require_none()
+    except Difference as failure:
+        print(f"FAILED: {failure}")
+        _say_if_otherwise(trace, failure.what)
+        return 1
+    except Exception as error:
+        _say_if_otherwise(trace, repr(error))
+        raise
+    print(f"{adapter.in_words(example)}\n\n{repetition.words()}")
+    _say_if_otherwise(trace, "")
+    return 0
+
+
+def _say_if_otherwise(trace: Mapping[str, Any], what: str) -> None:
+    for line in failed_otherwise(trace, what):
+        print(f"\n{line}")

@@ -13,8 +13,7 @@ from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.environment import version
 from pytest_roseinfer.search import trace as traces
-from pytest_roseinfer.search.replay import replay
-from pytest_roseinfer.search.trace import FORMAT, Allowed, TraceError
+from pytest_roseinfer.search.trace import FORMAT, Allowed, TraceError, replay
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import run_history
 from pytest_roseinfer.run.watchdog import ENDED, WATCHED, StepHung, watching
-from pytest_roseinfer.search.replay import replay
-from pytest_roseinfer.search.trace import Allowed
+from pytest_roseinfer.search.trace import Allowed, replay
 from tests.plugin.caches.hanging_caches import HangsOnTheThirdBlock
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.engines.small_mixes import asked, mix
