@@ -143,6 +143,8 @@ class Settings:
     gpu_index: int | None = None
     """The GPU of this worker of pytest-xdist; None if there are no workers."""
     require_paths: bool = True
+    fast_interpreter: bool = False
+    """Shortcuts in Triton's interpreter for all targets, and for checks of work."""
     targets: tuple[str, ...] = SHIPPED_TARGETS
     endpoint: Endpoint | None = None
     """The server of ``--roseinfer-endpoint``, whose target is the only one then."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer.run.interpreter import fast_interpreter
 from tests.sampled import MARKERS, leave_out, note_whether_every_test
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_remembers() -> Iterator[None]:
+def _fast_interpreter() -> Iterator[None]:
     """Spend a quarter less in Triton's interpreter, as searches do."""
-    with remembering():
+    with fast_interpreter():
         yield
 
 

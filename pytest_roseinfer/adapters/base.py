@@ -29,6 +29,14 @@ class Adapter:
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
+    fast_interpreter: ClassVar[bool] = False
+    """Shortcuts in Triton's interpreter while shipped tests run.
+
+    Interpreted kernels take half the time: types, shapes and replaced functions are looked up once,
+    and an overflow of integers is not looked for that is not reported. This replaces a dozen of
+    Triton's own functions. Where a Triton lacks one of these names, nothing is replaced; code that
+    depends on how the interpreter works inside should leave it off.
+    """
     capabilities: ClassVar[tuple[Capability, ...]] = ()
     """The capabilities among its bases, in their order."""
     _declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}

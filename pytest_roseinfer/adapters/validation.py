@@ -259,6 +259,10 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if missing:
         raise TypeError(f"{name} must define {', '.join(missing)}")
     refuse_signatures(adapter)
+    if not isinstance(adapter.fast_interpreter, bool):
+        raise TypeError(
+            f"{name}.fast_interpreter is {adapter.fast_interpreter!r}: write True or False"
+        )
     if issubclass(adapter, EngineAdapter):
         refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
         _refuse_what_says_too_little(adapter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from pytest_roseinfer.gates.step_work import (
     require_counters,
     versions_here,
 )
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer.run.interpreter import fast_interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -331,7 +331,7 @@ class Costs:
         self.checked.add(name)
         try:
             read_steps(self._file)  # a broken file fails this test, and not the end of the run
-            with remembering():
+            with fast_interpreter() if self._asked.fast_interpreter else nullcontext():
                 yield
         except CannotCompare as error:
             raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None

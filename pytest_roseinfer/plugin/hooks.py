@@ -268,7 +268,7 @@ def _searching(item: pytest.Item) -> Iterator[None]:
     Last words go past pytest's capture.
     """
     # merged
-    from pytest_roseinfer.run.interpreter import remembering
+    from pytest_roseinfer.run.interpreter import fast_interpreter
     from pytest_roseinfer.run.watchdog import watching
 
     settings.set_current(replace(settings.current(), part=part_of(item)))
@@ -276,7 +276,9 @@ def _searching(item: pytest.Item) -> Iterator[None]:
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stderr = os.dup(2)
     try:
-        with watching(settings.current().step_seconds, stderr), remembering():
+        fast = settings.current().fast_interpreter or item.cls.adapter.fast_interpreter  # type: ignore[attr-defined]
+        faster = fast_interpreter() if fast else nullcontext()
+        with watching(settings.current().step_seconds, stderr), faster:
             yield
     finally:
         os.close(stderr)

@@ -172,6 +172,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"action": "append", "metavar": "FILE"},
         "write what was reached to FILE.json or FILE.html; may be repeated",
     ),
+    "fast-interpreter": (
+        _FLAG,
+        "replace parts of Triton's interpreter by faster ones while shipped tests and checks of "
+        "work run, as adapters with fast_interpreter do",
+    ),
     "replay": (_FILE, "run the history or the mix of requests in a trace file, and nothing else"),
     "replay-trust": (
         _FLAG,
@@ -314,6 +319,7 @@ def _read(config: pytest.Config) -> Settings:
         gpu=gpu,
         gpu_index=_gpu_index(config) if gpu else None,
         require_paths=required == "on" if required else _ini(config, "required_paths") is not False,
+        fast_interpreter=_option(config, "fast-interpreter"),
         targets=named or tuple(_ini(config, "targets") or SHIPPED_TARGETS),
         endpoint=server,
         named_targets=named,

@@ -182,8 +182,11 @@ _REPLACED = ("_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype")
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
-    """Have the interpreter remember, if kernels are interpreted; none may be running."""
+def fast_interpreter() -> Iterator[None]:
+    """Replace parts of Triton's interpreter by faster ones inside; no kernel may be running.
+
+    Nothing is replaced where kernels are compiled, or where this Triton lacks one of the names.
+    """
     interpreter = _interpreter()
     if interpreter is None or not all(hasattr(interpreter, name) for name in _REPLACED):
         yield

@@ -234,6 +234,7 @@ class RoseinferEngine(EngineAdapter):
     most_tokens = shapes.POSITIONS
     lag = max(RUN_AHEAD)
     never_idles = True
+    fast_interpreter = True
     takes_min_p = True
     takes_counted_penalties = True
     paths = PATHS

@@ -94,6 +94,7 @@ class BlockLists(KVCacheAdapter):
     """A sequence has a block list for each group of layers; how it is written is left open."""
 
     full_errors = (OutOfBlocks,)
+    fast_interpreter = True
     paths: ClassVar[Mapping[str, FastPath]] = PATHS
     truncation = TruncationTraits(copies=True)
     scratch_blocks = frozenset({0})

@@ -13,7 +13,7 @@ import torch
 
 from pytest_roseinfer.gates.bytes_moved import StepMemory, measure_bytes
 from pytest_roseinfer.gates.step_work import Step, judge
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer.run.interpreter import fast_interpreter
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.products.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token
@@ -35,7 +35,7 @@ SIZE = 2
 
 def measured(step: ByteStep) -> StepBytes:
     memory = StepMemory(step.weights, step.cache, step.context_bytes)
-    with remembering():
+    with fast_interpreter():
         return measure_bytes(step.step, memory, "cpu")
 
 

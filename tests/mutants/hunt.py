@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer.run.interpreter import fast_interpreter
 from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.suite.conformance import conformance
 
@@ -51,7 +51,7 @@ def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Fou
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
     counted = counting(Search[Any].check_once, tally)
-    with remembering(), patch.object(Search, "check_once", counted):
+    with fast_interpreter(), patch.object(Search, "check_once", counted):
         for target in targets:
             tests = conformance(target)()
             for name in tests.shipped():

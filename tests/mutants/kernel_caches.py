@@ -54,6 +54,8 @@ def lay_out_cache(layout: str, spec: CacheSpec) -> tuple[torch.Tensor, torch.Ten
 class _Kernels(KVCacheAdapter):
     """What both arrangements share: the caches, the books and the calls."""
 
+    fast_interpreter = True
+
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "keys": LAYOUTS,
         "values": (LAYOUTS[1:] + LAYOUTS[:1]),

@@ -9,7 +9,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer.run.interpreter import fast_interpreter
 from pytest_roseinfer.search import shrink as shrinking
 from pytest_roseinfer.suite.conformance import conformance
 from tests.mutants.hunt import Found
@@ -31,7 +31,7 @@ def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> F
     """Search every target until a test fails; return how small its example was made, and that."""
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
-    with remembering(), patch.object(shrinking, "SHRINK_SECONDS", _SECONDS):
+    with fast_interpreter(), patch.object(shrinking, "SHRINK_SECONDS", _SECONDS):
         for target in targets:
             tests = conformance(target)()
             for name in tests.shipped():

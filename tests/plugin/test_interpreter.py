@@ -14,19 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_roseinfer.run.interpreter import remembering
+from pytest_roseinfer import conformance
+from pytest_roseinfer.run.interpreter import fast_interpreter
 from roseinfer.kernels.attend_decode import _decode_kernel, paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.layer_traits import LayerTraits
+from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.plugin.conftest import Project
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here")
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_remembers() -> None:
+def _fast_interpreter() -> None:
     """Leave the interpreter as it is, which it is in no other test."""
 
 
@@ -48,7 +52,7 @@ def attend() -> torch.Tensor:
 def test_the_same_comes_out_of_fewer_looks(looked_through: mock.Mock) -> None:
     expected = attend()
     by_itself = looked_through.call_count
-    with remembering():
+    with fast_interpreter():
         assert torch.equal(attend(), expected)
         looked_through.reset_mock()
         assert torch.equal(attend(), expected)
@@ -67,7 +71,7 @@ def test_what_a_kernel_replaced_is_not_replaced_again_in_its_functions() -> None
         attend()
         by_itself = counted.call_count
         counted.reset_mock()
-        with remembering():
+        with fast_interpreter():
             attend()
             once = counted.call_count
             attend()
@@ -91,7 +95,7 @@ def test_types_and_shapes_are_those_of_triton_itself() -> None:
         ]
 
     expected = built()
-    with remembering():
+    with fast_interpreter():
         assert built() == built() == expected
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.float32, [3])
@@ -151,7 +155,7 @@ def test_any_two_operands_are_matched_as_by_triton_itself(
         ]
 
     expected = matched()
-    with remembering():
+    with fast_interpreter():
         found = matched()
     assert found == expected
     assert {type(each) for each in found} == {list, tuple}
@@ -164,7 +168,7 @@ def test_any_operand_is_cast_as_by_triton_itself(semantic: Any) -> None:
         return [outcome(partial(semantic.cast, one, to)) for one, to in product(tensors, types)]
 
     expected = cast()
-    with remembering():
+    with fast_interpreter():
         assert cast() == expected
 
 
@@ -182,7 +186,7 @@ def test_what_overflows_is_told_where_triton_tells_it(
     largest = semantic.builder.get_int32(2**31 - 1)
     with np.errstate(over="ignore"):
         expected = added()
-        with remembering():
+        with fast_interpreter():
             assert added() == expected
     assert (expected[0] is AssertionError) == debug
 
@@ -193,5 +197,48 @@ def test_a_triton_of_other_names_is_left_alone(name: str, monkeypatch: pytest.Mo
 
     monkeypatch.delattr(interpreter, name)
     before = dict(vars(interpreter))
-    with remembering():
+    with fast_interpreter():
         assert vars(interpreter) == before
+
+
+CACHES = """
+    from triton.runtime import interpreter
+
+    from pytest_roseinfer import conformance
+    from tests.plugin.caches.list_cache import ListCache
+
+    class Cache(ListCache):
+        def make(self, spec):
+            super().make(spec)
+            print("\\nINTERPRETER", type(self).__name__, interpreter._get_np_dtype.__module__)
+
+    class Fast(Cache):
+        fast_interpreter = True
+
+    TestCache, TestFast = conformance(Cache), conformance(Fast)
+
+    def test_without_an_adapter():
+        print("\\nINTERPRETER none", interpreter._get_np_dtype.__module__)
+"""
+OURS, TRITONS = "pytest_roseinfer.run.interpreter", "triton.runtime.interpreter"
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_nothing_of_triton_is_replaced_unless_that_is_asked_for(
+    everywhere: bool, project: Project
+) -> None:
+    project.write(test_caches=CACHES)
+    option = ["--roseinfer-fast-interpreter"] * everywhere
+    result = project.pytest("-s", "-k", "histories or without", "--roseinfer-examples=2", *option)
+    found = {tuple(line.split()[1:]) for line in result.outlines if line.startswith("INTERPRETER")}
+    assert found == {
+        ("Cache", OURS if everywhere else TRITONS),
+        ("Fast", OURS),
+        ("none", TRITONS),
+    }
+
+
+def test_what_an_adapter_says_of_it_is_true_or_false() -> None:
+    adapter = type("Quick", (ListCache,), {"fast_interpreter": "very"})
+    with pytest.raises(TypeError, match=r"Quick\.fast_interpreter is 'very': write True or False"):
+        conformance(adapter)
