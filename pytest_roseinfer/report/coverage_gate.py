@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,14 @@ from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.environment import describe_device, describe_target
 from pytest_roseinfer.gates.gate import Gate, figures_of, show_problems
 from pytest_roseinfer.report.html import page
-from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
+from pytest_roseinfer.report.verdict import (
+    NOT_SEARCHED,
+    TargetVerdict,
+    pairs,
+    problems_of,
+    searches_of,
+    verdict,
+)
 from pytest_roseinfer.run import coverage
 
 if TYPE_CHECKING:
@@ -24,6 +32,9 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.report.verdict import Verdict
     from pytest_roseinfer.run.coverage import Coverage, TargetCoverage
+
+
+NOT_OFFERED = "not offered"
 
 
 class CoverageGate(Gate):
@@ -49,7 +60,7 @@ class CoverageGate(Gate):
         seen, asked = self._seen, self._asked
         if not (seen.targets or asked.named_targets or asked.reports):
             return ()
-        problems = self._by_target = seen.problems(require_paths=asked.require_paths)
+        problems = self._by_target = problems_of(seen, require_paths=asked.require_paths)
         # A run that failed or was stopped may not have come to them.
         if passed and (unchecked := self._unchecked()):
             problems[""] = unchecked
@@ -72,63 +83,70 @@ class CoverageGate(Gate):
         ]
 
     def in_markdown(self) -> Iterable[str]:
-        for name, target in self._seen.targets.items():
-            yield from (f"### roseinfer: `{name}`", "", self._searched(target), "")
-            yield from (f"tested: {_pairs(target.abilities)}", "")
-            if target.checked:
-                yield from (f"checked: {target.checks}", "")
-            if target.searched and target.batches:
-                yield from (f"batches: {target.batch_counts}", "")
-            yield from (f"- **failed**: {found['what']}" for found in target.found)
-            if target.rows():
-                yield from (_table(target, "github"), "")
+        for name, judged in self._judged.items():
+            yield from (f"### roseinfer: `{name}`", "", self._searched(judged), "")
+            for what, fact in _facts(judged.target).items():
+                yield from (f"{what}: {fact}", "") if what != NOT_OFFERED else ()
+            yield from (f"- **failed**: {found['what']}" for found in judged.target.found)
+            if table := _table(judged, "github"):
+                yield from (table, "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
-            yield from (f"- warning: {warning}" for warning in target.warnings())
+            yield from (f"- warning: {warning}" for warning in judged.warnings())
             yield ""
-        if self._seen.targets:
+        if self._judged:
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get("", ()))
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        for name, target in self._seen.targets.items():
+        for name, judged in self._judged.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
-            reporter.line(self._searched(target))
-            reporter.line(f"tested: {_pairs(target.abilities)}")
-            if target.not_offered:
-                reporter.line(f"not offered: {', '.join(target.not_offered)}")
-            if target.checked:
-                reporter.line(f"checked: {target.checks}")
-            if target.searched and target.batches:
-                reporter.line(f"batches: {target.batch_counts}")
-            if target.rows():
-                reporter.line(_table(target, "simple"))
+            reporter.line(self._searched(judged))
+            for what, fact in _facts(judged.target).items():
+                reporter.line(f"{what}: {fact}")
+            if table := _table(judged, "simple"):
+                reporter.line(table)
             show_problems(reporter, self._by_target.get(name, ()))
-            for warning in target.warnings():
+            for warning in judged.warnings():
                 reporter.line(f"WARNING: {warning}", yellow=True)
         if problems := self._by_target.get(""):
             reporter.section("roseinfer")
             show_problems(reporter, problems)
 
-    def _searched(self, target: TargetCoverage) -> str:
+    @property
+    def _judged(self) -> dict[str, TargetVerdict]:
+        targets = self._seen.targets
+        return {name: TargetVerdict(target, self._asked) for name, target in targets.items()}
+
+    def _searched(self, judged: TargetVerdict) -> str:
         """Say how hard this run looked at a target."""
+        target, asked = judged.target, self._asked
         if not target.searched:
             return NOT_SEARCHED
-        asked = self._asked
         compiled = f", {target.compiled} kernels compiled" if asked.gpu else ""
         how_hard = (
-            f"{target.histories} {target.searches} of up to {asked.steps} steps on "
+            f"{target.histories} {searches_of(target.kind)} of up to {asked.steps} steps on "
             f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
             f"{asked.profile}, seed {asked.seed}"
         )
-        return "\n".join(filter(None, [how_hard, target.sizes, target.cut_short]))
+        return "\n".join(filter(None, [how_hard, judged.sizes, judged.cut_short]))
 
 
-def _pairs(times: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in times.items())
+def _facts(target: TargetCoverage) -> dict[str, str]:
+    facts = {
+        "tested": pairs(target.abilities),
+        NOT_OFFERED: ", ".join(target.not_offered),
+        "checked": pairs(+target.checked),
+        "batches": pairs(target.batches) if target.searched else "",
+    }
+    return {what: fact for what, fact in facts.items() if fact or what == "tested"}
 
 
-def _table(target: TargetCoverage, style: str) -> str:
+def _table(judged: TargetVerdict, style: str) -> str:
+    """Return a table of what was to be reached; empty where nothing was."""
+    rows = [dataclasses.astuple(row) for row in judged.rows()]
+    if not rows:
+        return ""
     return tabulate(
-        [(row.kind, row.name, row.must_equal, row.times, row.verdict) for row in target.rows()],
+        rows,
         headers=("", "name", "must equal", "times reached", "verdict"),
         tablefmt=style,
     )
@@ -165,5 +183,5 @@ def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
     if (xml := config.stash.get(xml_key, None)) is None:
         return
     for name, target in seen.targets.items():
-        for row in target.rows():
+        for row in TargetVerdict(target).rows():
             xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.findings.frame import DRAWN, PALETTE
 from pytest_roseinfer.findings.svg import draw, words
 from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
-from pytest_roseinfer.report.verdict import NOT_SEARCHED
-from pytest_roseinfer.run.coverage import RARELY
+from pytest_roseinfer.report.verdict import NOT_SEARCHED, RARELY, largest_of, pairs, searches_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -321,8 +320,8 @@ def _run(verdict: Verdict) -> str:
     facts = {
         "required paths": "on" if verdict["required_paths"] else "off",
         "how much such a search finds": verdict["strength"],
-        "versions": _pairs(verdict["versions"], " "),
-        "environment": _pairs(verdict["environment"], "="),
+        "versions": pairs(verdict["versions"]),
+        "environment": pairs(verdict["environment"], "="),
     }
     return f"<section><h2>This run</h2>{_facts(facts)}</section>"
 
@@ -334,23 +333,21 @@ def _figure(title: str, drawn: str) -> str:
 def _target(target: Target) -> str:
     name, distribution = escape(target["name"]), escape(target["distribution"])
     state = NOT_SEARCHED
-    searches = "mixes of requests" if target["kind"] == "engine" else "histories"
     if target["searched"]:
-        state = f"{target['histories']} {searches} in {target['seconds']:.0f} s"
+        state = f"{target['histories']} {searches_of(target['kind'])} in {target['seconds']:.0f} s"
         state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
     if target["largest"]:
-        most = ", ".join(f"{size} {name}" for name, size in target["largest"].items())
-        state += f"; largest: {most}"
+        state += f"; {largest_of(target['largest'])}"
     if target["cut_short"]:
         state += f"; {target['cut_short']}"
     if target["failed"]:
         state += "; a check failed, as said above"
     facts = {
         "searched": state,
-        "tested": _pairs(target["tested"], " "),
+        "tested": pairs(target["tested"]),
         "not offered": ", ".join(target["not_offered"]),
-        "checked": _pairs({name: n for name, n in target["checked"].items() if n}, " "),
-        "batches": _pairs(target["batches"], " ") if target["searched"] else "",
+        "checked": pairs({name: n for name, n in target["checked"].items() if n}),
+        "batches": pairs(target["batches"]) if target["searched"] else "",
     }
     figure = (
         f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "
@@ -395,10 +392,6 @@ def _facts(facts: Mapping[str, str]) -> str:
 
 def _problems(problems: Iterable[str]) -> str:
     return "".join(f'<p class="bad">FAILED: {escape(problem)}</p>' for problem in problems)
-
-
-def _pairs(values: Mapping[str, object], sign: str) -> str:
-    return ", ".join(f"{name}{sign}{value}" for name, value in values.items())
 
 
 def _lines(parts: Iterable[str]) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.capability import counted_conditions
 from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import PROFILES
+from pytest_roseinfer.words import did_you_mean, some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +103,7 @@ class Searched:
         """Look at what the run and its workers saw, while it is there."""
         targets = coverage.current().targets.values()
         self._histories = sum(target.histories for target in targets)
-        self._cut_short = any(target.cut_short for target in targets)
+        self._cut_short = any(target.left_out for target in targets)
 
     def in_words(self, seconds: float) -> str:
         return (
@@ -112,6 +116,161 @@ class Searched:
 def _read() -> dict[str, dict[str, Any]]:
     measured: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return measured
+
+
+# The verdict on one target, from the counts of a run.
+
+
+NEVER = "NOT REACHED"
+"""The verdict on what no example reached of enough that could: it fails the run."""
+RARELY = "too rarely"
+"""The verdict on what was reached too few times, or by none of too few examples: a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """One row of the verdict: a path or a condition."""
+
+    kind: str
+    name: str
+    must_equal: str
+    times: int
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetVerdict:
+    """What a run reached of one target, what it missed, and what to do about it."""
+
+    target: TargetCoverage
+    asked: Settings = field(default_factory=settings.current)
+
+    def rows(self) -> list[Reached]:
+        paths = [self._row("path", name, twin) for name, twin in self.target.paths.items()]
+        return paths + [self._row("condition", name, "") for name in self.target.conditions]
+
+    def _row(self, kind: str, name: str, twin: str) -> Reached:
+        times = self.target.counts[name]
+        if self.target.failed:
+            verdict = "see failures"
+        elif not self.target.searched:
+            verdict = "not searched"
+        elif times >= coverage.REQUIRED_TIMES:
+            verdict = "equal" if kind == "path" else "met"
+        elif times or self.target.may_be_luck(name) or self.target.large[name]:
+            verdict = RARELY
+        else:
+            verdict = NEVER
+        return Reached(kind, name, twin, times, verdict)
+
+    def problems(self, *, require_paths: bool) -> list[str]:
+        """Say what the run set out to check and did not, so that it is no pass."""
+        if self.target.failed or not self.target.searched:
+            return []
+        if not self.target.histories:
+            return ["its search ran no history: a check that did not run is no pass"]
+        if not require_paths:
+            return []
+        return [
+            f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
+            f"a check that did not run is no pass{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == NEVER
+        ]
+
+    def warnings(self) -> list[str]:
+        """Say what was reached too rarely, where that may be luck, and what to do about it."""
+        target = self.target
+        searched = target.searched and target.histories and not target.failed
+        if not (searched and self.asked.require_paths):
+            return []
+        return [
+            f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
+            f"{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == RARELY
+        ]
+
+    def _tries(self, name: str) -> str:
+        return f"{self.target.tried[name]} {searches_of(self.target.kind)} that could reach it"
+
+    def _how_rarely(self, row: Reached) -> str:
+        if row.times:
+            by = f" by {self._tries(row.name)}" if self.target.tried[row.name] else ""
+            due = coverage.REQUIRED_TIMES
+            return f"reached {some(row.times, 'time')}{by}, and should be {due} times"
+        if large := self.target.large[row.name]:
+            return f"reached by {self._large} alone, {some(large, 'time')}"
+        enough = coverage.ENOUGH_TRIES
+        return f"not reached by {self._tries(row.name)}, too few for a verdict ({enough})"
+
+    def _remedy(self, row: Reached) -> str:
+        """Say how to have it reached more often."""
+        harder = f"search harder: {settings.harder_than(self.asked.profile)}"
+        if row.kind == "condition" or row.name in self.target.aimed:
+            return harder
+        return (
+            "no runs_with says what it needs, so switches cannot be aimed; make that a switch of "
+            f"option_choices (a smaller least batch, say) and name it in runs_with, or {harder}"
+        )
+
+    def _early(self) -> str:
+        return f"; {self.cut_short}" if self.target.left_out else ""
+
+    def _meant(self, row: Reached) -> str:
+        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
+        counted = counted_conditions(KVCacheAdapter)
+        own = self.target.kind == "cache" and row.kind == "condition" and row.name not in counted
+        return did_you_mean(row.name, counted) if own and not row.times else ""
+
+    @property
+    def sizes(self) -> str:
+        """The largest sizes in words; empty where nothing was given any."""
+        sizes, cut_short = largest_of(self.target.largest), self.target.large_cut_short
+        early = f" ({self._large} cut short: {cut_short}, for lack of time)"
+        return sizes + early * bool(sizes and cut_short)
+
+    @property
+    def _large(self) -> str:
+        return "wide mixes" if self.target.kind == "engine" else "large histories"
+
+    @property
+    def cut_short(self) -> str:
+        """That not all examples were tried, in words; empty where they were."""
+        if not self.target.left_out:
+            return ""
+        examples = self.target.examples
+        return (
+            f"searched {examples - self.target.left_out} of {examples} examples in the time "
+            "there was (--roseinfer-search-seconds): this is less than its full strength"
+        )
+
+
+def problems_of(seen: Coverage, *, require_paths: bool) -> dict[str, list[str]]:
+    """Return the problems of each target that has any."""
+    found = {
+        name: TargetVerdict(target).problems(require_paths=require_paths)
+        for name, target in seen.targets.items()
+    }
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def searches_of(kind: str) -> str:
+    """Return what searches of a kind of target run, in words."""
+    return "mixes of requests" if kind == "engine" else "histories"
+
+
+def largest_of(sizes: Mapping[str, int]) -> str:
+    """Return the largest sizes in words; empty where nothing was given any."""
+    return "largest: " * bool(sizes) + ", ".join(f"{size} {name}" for name, size in sizes.items())
+
+
+def pairs(values: Mapping[str, object], sign: str = " ") -> str:
+    """Return names with their values, in one line."""
+    return ", ".join(f"{name}{sign}{value}" for name, value in values.items())
+
+
+# The verdict of a run, as reports have it.
 
 
 FORMAT = 2
@@ -196,7 +355,7 @@ def verdict(
         "seed": asked.seed,
         "required_paths": asked.require_paths,
         "strength": how_strong(
-            asked, cut_short=any(target.cut_short for target in seen.targets.values())
+            asked, cut_short=any(target.left_out for target in seen.targets.values())
         ),
         "versions": versions(),
         "environment": variables(),
@@ -208,7 +367,7 @@ def verdict(
 
 
 def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Target:
-    paths = [*target.paths, *target.twins]
+    paths, judged = [*target.paths, *target.twins], TargetVerdict(target)
     return {
         "name": name,
         "distribution": distribution_of(name),
@@ -220,16 +379,16 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "failed": target.failed,
         "examples": target.examples,
         "left_out": target.left_out,
-        "cut_short": target.cut_short,
+        "cut_short": judged.cut_short,
         "largest": dict(target.largest),
         "large_cut_short": target.large_cut_short,
         "problems": list(problems),
-        "warnings": target.warnings(),
+        "warnings": judged.warnings(),
         "tested": target.abilities,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),
         "batches": dict(target.batches),
-        "rows": [asdict(row) for row in target.rows()],
+        "rows": [asdict(row) for row in judged.rows()],
         "times": {path: target.counts[path] for path in paths},
         "together": {
             path: {name: target.together[path][name] for name in target.conditions}

@@ -1,4 +1,4 @@
-"""Counts how often a run reaches declared paths and conditions, and judges the run by that."""
+"""Counts of how often a run reaches declared paths and conditions, and what to aim at next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
-from pytest_roseinfer.capabilities.capability import counted_conditions
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
@@ -26,7 +25,6 @@ from pytest_roseinfer.capabilities.writes import (
     SHARED_TWICE,
 )
 from pytest_roseinfer.findings.timeline import add
-from pytest_roseinfer.words import did_you_mean, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,10 +40,6 @@ _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck."""
-NEVER = "NOT REACHED"
-"""The verdict on what no example reached of enough that could: it fails the run."""
-RARELY = "too rarely"
-"""The verdict on what was reached too few times, or by none of too few examples: a warning."""
 ENOUGH_TRIES = 1000
 """Examples that could reach something and did not, after which that it is never reached is a fact.
 
@@ -85,17 +79,6 @@ def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
         yield SHARED_TWICE
     if forks and adapter.fork_shares == "blocks":
         yield LAST_SHARED
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """One row of the verdict: a path or a condition."""
-
-    kind: str
-    name: str
-    must_equal: str
-    times: int
-    verdict: str
 
 
 @dataclass(slots=True)
@@ -172,32 +155,9 @@ class TargetCoverage:
         for name, size in sizes.items():
             self.largest[name] = max(size, self.largest.get(name, 0))
 
-    @property
-    def sizes(self) -> str:
-        """The largest sizes in words; empty where nothing was given any."""
-        if not self.largest:
-            return ""
-        of = ", ".join(f"{size} {name}" for name, size in self.largest.items())
-        early = f" ({self._large} cut short: {self.large_cut_short}, for lack of time)"
-        return f"largest: {of}{early * bool(self.large_cut_short)}"
-
     def searched_for(self, examples: int, left_out: int) -> None:
         self.examples += examples
         self.left_out += left_out
-
-    @property
-    def _large(self) -> str:
-        return "wide mixes" if self.kind == "engine" else "large histories"
-
-    @property
-    def cut_short(self) -> str:
-        """That not all examples were tried, in words; empty where they were."""
-        if not self.left_out:
-            return ""
-        return (
-            f"searched {self.examples - self.left_out} of {self.examples} examples in the time "
-            "there was (--roseinfer-search-seconds): this is less than its full strength"
-        )
 
     @property
     def twins(self) -> list[str]:
@@ -209,29 +169,10 @@ class TargetCoverage:
         """The methods that were tested, and how often each was called."""
         return {name: self.called[name] for name in self.tested}
 
-    @property
-    def searches(self) -> str:
-        """What a search runs, in words."""
-        return "mixes of requests" if self.kind == "engine" else "histories"
-
-    @property
-    def checks(self) -> str:
-        """How often each invariant was checked that was, in words."""
-        return ", ".join(f"{name} {times}" for name, times in self.checked.items() if times)
-
-    @property
-    def batch_counts(self) -> str:
-        """How often there was each kind of batch, in words."""
-        return ", ".join(f"{kind} {times}" for kind, times in self.batches.items())
-
     def note_batches(self, batches: Mapping[str, int]) -> None:
         """Add how often a history had each kind of batch."""
         for kind in self.batches:
             self.batches[kind] += batches.get(kind, 0)
-
-    def rows(self) -> list[Reached]:
-        paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
-        return paths + [self._row("condition", name, "") for name in self.conditions]
 
     def short(self, since: Mapping[str, int]) -> list[str]:
         """Name what was reached too rarely since ``since`` was counted."""
@@ -256,82 +197,11 @@ class TargetCoverage:
     def _goes_on(self, name: str) -> bool:
         """Return True where what is short needs more than its turns."""
         to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= ENOUGH_TRIES
-        return bool(self.counts[name]) or (to_a_fact and self._may_be_luck(name))
+        return bool(self.counts[name]) or (to_a_fact and self.may_be_luck(name))
 
-    def _may_be_luck(self, name: str) -> bool:
+    def may_be_luck(self, name: str) -> bool:
         """Return True where too few examples could reach something for it to be never reached."""
         return self.tried[name] < ENOUGH_TRIES and not self.large[name]
-
-    def _row(self, kind: str, name: str, twin: str) -> Reached:
-        times = self.counts[name]
-        if self.failed:
-            verdict = "see failures"
-        elif not self.searched:
-            verdict = "not searched"
-        elif times >= REQUIRED_TIMES:
-            verdict = "equal" if kind == "path" else "met"
-        elif times or self._may_be_luck(name) or self.large[name]:
-            verdict = RARELY
-        else:
-            verdict = NEVER
-        return Reached(kind, name, twin, times, verdict)
-
-    def problems(self, *, require_paths: bool) -> list[str]:
-        """Say what the run set out to check and did not, so that it is no pass."""
-        if self.failed or not self.searched:
-            return []
-        if not self.histories:
-            return ["its search ran no history: a check that did not run is no pass"]
-        if not require_paths:
-            return []
-        return [
-            f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
-            f"a check that did not run is no pass{self._early()}{self._meant(row)}"
-            for row in self.rows()
-            if row.verdict == NEVER
-        ]
-
-    def warnings(self) -> list[str]:
-        """Say what was reached too rarely, where that may be luck, and what to do about it."""
-        asked = settings.current()
-        if self.failed or not (self.searched and self.histories and asked.require_paths):
-            return []
-        return [
-            f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
-            f"{self._early()}{self._meant(row)}"
-            for row in self.rows()
-            if row.verdict == RARELY
-        ]
-
-    def _tries(self, name: str) -> str:
-        return f"{self.tried[name]} {self.searches} that could reach it"
-
-    def _how_rarely(self, row: Reached) -> str:
-        if row.times:
-            by = f" by {self._tries(row.name)}" if self.tried[row.name] else ""
-            return f"reached {some(row.times, 'time')}{by}, and should be {REQUIRED_TIMES} times"
-        if large := self.large[row.name]:
-            return f"reached by {self._large} alone, {some(large, 'time')}"
-        return f"not reached by {self._tries(row.name)}, too few for a verdict ({ENOUGH_TRIES})"
-
-    def _remedy(self, row: Reached) -> str:
-        """Say how to have it reached more often."""
-        harder = f"search harder: {settings.harder_than(settings.current().profile)}"
-        if row.kind == "condition" or row.name in self.aimed:
-            return harder
-        return (
-            "no runs_with says what it needs, so switches cannot be aimed; make that a switch of "
-            f"option_choices (a smaller least batch, say) and name it in runs_with, or {harder}"
-        )
-
-    def _early(self) -> str:
-        return f"; {self.cut_short}" if self.left_out else ""
-
-    def _meant(self, row: Reached) -> str:
-        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
-        counted = counted_conditions(KVCacheAdapter)
-        own = self.kind == "cache" and row.kind == "condition" and row.name not in counted
-        return did_you_mean(row.name, counted) if own and not row.times else ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with plain dicts for counters: workers can send no others."""
@@ -341,18 +211,15 @@ class TargetCoverage:
 
     def add(self, seen: Mapping[str, Any]) -> None:
         """Add what another process saw of the same target."""
-        self.counts.update(seen["counts"])
+        for name in ("called", "counts", "tried", "large", "checked", "batches"):
+            getattr(self, name).update(seen[name])
         for name, met in seen["together"].items():
             self.together[name].update(met)
-        for name in ("batches", "checked", "tried", "large"):
-            getattr(self, name).update(seen[name])
-        self.called.update(seen["called"])
-        self.note_largest(seen["largest"])
-        for name in ("histories", "seconds", "compiled", "large_cut_short"):
+        for name in ("histories", "seconds", "compiled", "examples", "left_out", "large_cut_short"):
             setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
-        self.searched_for(seen["examples"], seen["left_out"])
+        self.note_largest(seen["largest"])
         for found in seen["found"]:
             self.note_found(found)
 
@@ -400,13 +267,6 @@ class Coverage:
 
         for name in (*adapter.required, *adapter.abilities):
             send_through(partial(counting, name), adapter, name)
-
-    def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
-        return {
-            name: lines
-            for name, target in self.targets.items()
-            if (lines := target.problems(require_paths=require_paths))
-        }
 
     def to_json(self) -> dict[str, Any]:
         return {name: target.to_json() for name, target in self.targets.items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.report.verdict import problems_of
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.interpreter import fast_interpreter
 from pytest_roseinfer.search.search import Search
@@ -60,7 +61,7 @@ def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Fou
                     _run(getattr(tests, name))
                 except Stop as stopped:
                     return Found(tally.check, stopped.what)
-    problems = coverage.current().problems(require_paths=asked.require_paths)
+    problems = problems_of(coverage.current(), require_paths=asked.require_paths)
     for lines in problems.values():
         return Found("coverage", lines[0])
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer import conformance, settings
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.suite.engine_tests import EngineTests
 from tests.plugin.fresh_run import fresh_run
@@ -19,4 +20,4 @@ def verdicts_of(adapter: type[EngineAdapter], *, examples: int, steps: int = 8) 
         tests = conformance(adapter)()
         assert isinstance(tests, EngineTests)
         tests.test_requests_get_what_they_get_alone()
-        return [row.verdict for row in coverage.current().of(adapter).rows()]
+        return [row.verdict for row in TargetVerdict(coverage.current().of(adapter)).rows()]

@@ -26,6 +26,7 @@ import pytest
 from pytest_roseinfer import FastPath, conformance, settings
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.capabilities.cache_data import OWN_CONDITIONS
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.others.fetch import FOLDER, PROJECTS
 from tests.plugin.first_minutes import paged_kv
@@ -181,11 +182,11 @@ def run(adapter: type[Adapter], seed: int) -> Outcome:
             except Exception as failure:
                 red.append(f"{name}: {failure}".partition("\n")[0])
         (target,) = coverage.current().targets.values()
-        red += target.problems(require_paths=True)
-        fewest = min(target.rows(), key=lambda row: row.times, default=None)
+        red += TargetVerdict(target).problems(require_paths=True)
+        fewest = min(TargetVerdict(target).rows(), key=lambda row: row.times, default=None)
         rarest = f"{fewest.name} {fewest.times}" if fewest else "nothing declared"
         examples = target.histories
-        warned = target.warnings()
+        warned = TargetVerdict(target).warnings()
     return Outcome(red, warned, rarest, examples, process_time() - began)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import Divergence, KVCacheAdapter, conformance, run_history, settings
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
@@ -137,7 +138,7 @@ def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyP
         prefixes = adapter(FindsNothing).prefixes.but(finds="some")
 
     conformance(FindsSome)().test_histories()
-    (row,) = coverage.current().of(FindsSome).rows()
+    (row,) = TargetVerdict(coverage.current().of(FindsSome)).rows()
     assert (row.name, row.verdict) == ("prefix_found", "NOT REACHED")
 
 

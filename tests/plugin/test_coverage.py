@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, FastPath, settings
+from pytest_roseinfer.report.verdict import TargetVerdict, pairs
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import ENOUGH_TRIES, REQUIRED_TIMES, Coverage, TargetCoverage
 from tests.plugin.caches.list_cache import ListCache
@@ -54,12 +55,16 @@ def dev() -> Iterator[None]:
 @pytest.mark.usefixtures("dev")
 def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
     target = reached(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
-    assert target.problems(require_paths=True) == [
+    assert TargetVerdict(target).problems(require_paths=True) == [
         f"condition 'rare' was never reached, by none of {ENOUGH_TRIES} histories that could reach "
         "it: a check that did not run is no pass"
     ]
-    assert [row.verdict for row in target.rows()] == ["equal", "too rarely", "NOT REACHED"]
-    assert target.problems(require_paths=False) == []
+    assert [row.verdict for row in TargetVerdict(target).rows()] == [
+        "equal",
+        "too rarely",
+        "NOT REACHED",
+    ]
+    assert TargetVerdict(target).problems(require_paths=False) == []
 
 
 @pytest.mark.usefixtures("dev")
@@ -68,8 +73,8 @@ def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
     target.aimed = ["faster"]
     target.tried.update(faster=-1, rare=-ENOUGH_TRIES + 70)
     target.large["rare"] = 4
-    assert target.problems(require_paths=True) == []
-    assert target.warnings() == [
+    assert TargetVerdict(target).problems(require_paths=True) == []
+    assert TargetVerdict(target).warnings() == [
         f"path 'fast' was reached 2 times by {ENOUGH_TRIES} histories that could reach it, and "
         "should be 3 times: no runs_with says what it needs, so switches cannot be aimed; make "
         "that a switch of option_choices (a smaller least batch, say) and name it in runs_with, or "
@@ -80,7 +85,9 @@ def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
         "--roseinfer-profile=ci",
     ]
     target.large["faster"], target.tried["faster"] = 1, 10 * ENOUGH_TRIES
-    assert target.problems(require_paths=True) == []  # however many small ones did not
+    assert (
+        TargetVerdict(target).problems(require_paths=True) == []
+    )  # however many small ones did not
 
 
 @pytest.mark.parametrize(
@@ -93,13 +100,13 @@ def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
 )
 def test_each_profile_names_what_searches_harder(profile: str, harder: str) -> None:
     with fresh_run(settings.Settings(profile=profile)):
-        (fast, *_) = reached(fast=1).warnings()
+        (fast, *_) = TargetVerdict(reached(fast=1)).warnings()
     assert fast.endswith(f"or search harder: {harder}")
 
 
 def test_nothing_is_warned_of_where_nothing_is_required() -> None:
     with fresh_run(settings.Settings(require_paths=False)):
-        assert reached(fast=1).warnings() == []
+        assert TargetVerdict(reached(fast=1)).warnings() == []
 
 
 @pytest.mark.parametrize(
@@ -129,22 +136,22 @@ def test_an_example_counts_for_what_its_switches_allow(
 def test_what_was_not_searched_is_not_judged() -> None:
     target = reached()
     target.searched = False
-    assert target.problems(require_paths=True) == []
-    assert {row.verdict for row in target.rows()} == {"not searched"}
+    assert TargetVerdict(target).problems(require_paths=True) == []
+    assert {row.verdict for row in TargetVerdict(target).rows()} == {"not searched"}
 
 
 def test_a_search_that_ended_in_a_failure_is_not_judged_by_what_it_reached() -> None:
     target = reached()
     target.failed = True
-    assert target.problems(require_paths=True) == []
-    assert {row.verdict for row in target.rows()} == {"see failures"}
+    assert TargetVerdict(target).problems(require_paths=True) == []
+    assert {row.verdict for row in TargetVerdict(target).rows()} == {"see failures"}
 
 
 def test_a_search_without_histories_is_a_problem_whatever_is_required() -> None:
     target = reached(fast=5, faster=5, rare=5)
     target.histories = 0
     for required in (True, False):
-        (problem,) = target.problems(require_paths=required)
+        (problem,) = TargetVerdict(target).problems(require_paths=required)
         assert "ran no history" in problem
 
 
@@ -169,8 +176,8 @@ def test_workers_add_up() -> None:
     target = whole.targets["mine:Cache"]
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
-    assert target.checks == "read_back 8"
-    assert target.batch_counts == "boundary 4, shared 0"
+    assert pairs(+target.checked) == "read_back 8"
+    assert pairs(target.batches) == "boundary 4, shared 0"
     assert target.tried["faster"] == 2 * ENOUGH_TRIES
 
 

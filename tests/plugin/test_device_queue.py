@@ -13,6 +13,7 @@ from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_hi
 from pytest_roseinfer.capabilities.device_queue import Read, RunQueued
 from pytest_roseinfer.capabilities.simulated_device import DeviceQueue, Event
 from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
@@ -87,7 +88,7 @@ def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(coverage, "ENOUGH_TRIES", 3)
     settings.set_current(settings.Settings(examples=3, seed=1, require_paths=False))
     conformance(NeverSubmits)().test_histories()
-    problems = coverage.current().of(NeverSubmits).problems(require_paths=True)
+    problems = TargetVerdict(coverage.current().of(NeverSubmits)).problems(require_paths=True)
     assert any("'calls_in_flight' was never reached" in line for line in problems)
 
 

@@ -19,6 +19,7 @@ from pytest_roseinfer import (
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.large import large_histories
 from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run.coverage import current
 from pytest_roseinfer.search import shrink
 from pytest_roseinfer.suite import large_search
@@ -126,7 +127,7 @@ def search(adapter: type[KVCacheAdapter]) -> None:
 def test_a_cache_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
     search(Cache)
     target = current().of(Cache)
-    assert target.sizes == "largest: 70 rows, 130 blocks, 518 tokens"
+    assert TargetVerdict(target).sizes == "largest: 70 rows, 130 blocks, 518 tokens"
     assert target.histories == settings.current().examples
 
 
@@ -162,7 +163,7 @@ def test_a_slow_cache_is_given_as_much_as_there_is_time_for(
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
     monkeypatch.setattr(LargeHistories, "seconds", 0.4)
     search(Slow)
-    told = current().of(Slow).sizes
+    told = TargetVerdict(current().of(Slow)).sizes
     assert told.startswith("largest: 33 rows")
     assert told.endswith("(large histories cut short: 2, for lack of time)")
 
@@ -253,7 +254,7 @@ def test_one_that_says_so_gets_histories_as_large_as_that(
     adapter: type[Cache], largest: str
 ) -> None:
     search(adapter)
-    assert current().of(adapter).sizes == largest
+    assert TargetVerdict(current().of(adapter)).sizes == largest
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])

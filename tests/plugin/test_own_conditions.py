@@ -16,6 +16,7 @@ from pytest_roseinfer.capabilities.forks import Copy, Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill, Reserve
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run.coverage import ENOUGH_TRIES, TargetCoverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.list_cache import ListCache
@@ -235,6 +236,6 @@ def test_a_condition_never_met_that_is_spelled_as_one_of_the_harness_is_told_of_
     target = TargetCoverage({}, ["name_use_again", "rare", "common"], searched=True, histories=3)
     target.counts.update(common=1)
     target.tried.update(name_use_again=ENOUGH_TRIES, rare=ENOUGH_TRIES)
-    misspelt, rare = target.problems(require_paths=True)
+    misspelt, rare = TargetVerdict(target).problems(require_paths=True)
     assert misspelt.endswith("no pass; did you mean name_used_again?")
     assert rare.endswith("a check that did not run is no pass")

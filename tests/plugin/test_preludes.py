@@ -14,6 +14,7 @@ from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
@@ -128,9 +129,9 @@ def test_what_was_reached_once_is_reached_again() -> None:
     with fresh_run(settings.Settings(examples=80, seed=1)):
         conformance(RarelyFast)().test_histories()
         target = coverage.current().of(RarelyFast)
-        (row,) = target.rows()
+        (row,) = TargetVerdict(target).rows()
     assert len(RarelyFast.marked) == 1
-    assert (row.verdict, target.warnings()) == ("equal", [])
+    assert (row.verdict, TargetVerdict(target).warnings()) == ("equal", [])
 
 
 class NeverFast(RarelyFast):
@@ -141,5 +142,5 @@ class NeverFast(RarelyFast):
 def test_a_path_that_is_never_taken_fails_a_run_of_a_hundred_examples() -> None:
     with fresh_run(settings.Settings(examples=100, steps=3, seed=1)):
         conformance(NeverFast)().test_histories()
-        (problem,) = coverage.current().of(NeverFast).problems(require_paths=True)
+        (problem,) = TargetVerdict(coverage.current().of(NeverFast)).problems(require_paths=True)
     assert problem.startswith("path 'fast' was never reached, by none of 1000 histories")

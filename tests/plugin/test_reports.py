@@ -12,7 +12,7 @@ import pytest
 
 from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page, plot
-from pytest_roseinfer.report.verdict import Verdict, verdict
+from pytest_roseinfer.report.verdict import Verdict, problems_of, searches_of, verdict
 from pytest_roseinfer.run.coverage import ENOUGH_TRIES, Coverage, TargetCoverage, possible_batches
 from pytest_roseinfer.settings import Settings
 from tests.plugin.caches.paged_cache import PagedCache
@@ -39,7 +39,7 @@ def example() -> Verdict:
     seen = Coverage()
     seen._targets["mine.caches:Box<int>"] = target
     asked = Settings(seed=9)
-    problems = seen.problems(require_paths=True)
+    problems = problems_of(seen, require_paths=True)
     return verdict(seen, asked, problems, passed=False)
 
 
@@ -190,7 +190,7 @@ def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> Non
     text = page(data, {}, {})
     assert "<td>3 mixes of requests in 0 s</td>" in text
     assert text.count("step 40") == text.count("make 3") == text.count("forked") == 1
-    assert target.searches == "mixes of requests"
+    assert searches_of(target.kind) == "mixes of requests"
 
 
 def test_figures_of_gates_stand_on_the_page() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.report.verdict import Searched
+from pytest_roseinfer.report.verdict import Searched, TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyForks
@@ -72,7 +72,9 @@ def test_no_test_searches_longer_than_it_may(
     assert target.examples == examples
     assert 0 < target.left_out < examples
     left = examples - target.left_out
-    assert target.cut_short.startswith(f"searched {left} of {examples} examples in the time")
+    assert TargetVerdict(target).cut_short.startswith(
+        f"searched {left} of {examples} examples in the time"
+    )
 
 
 def test_what_fails_as_the_time_ends_is_told_all_the_same(seen: coverage.Coverage) -> None:
@@ -87,17 +89,20 @@ def test_a_search_that_may_take_any_time_leaves_nothing_out(seen: coverage.Cover
     assert settings.current().search_ends() == math.inf
     conformance(SlowCache)().test_histories()
     assert (seen.of(SlowCache).examples, seen.of(SlowCache).left_out) == (4, 0)
-    assert not seen.of(SlowCache).cut_short
+    assert not TargetVerdict(seen.of(SlowCache)).cut_short
 
 
 def test_a_path_that_was_not_reached_in_time_says_so() -> None:
     target = coverage.TargetCoverage({"fast": "slow"}, [], searched=True, histories=1)
     target.searched_for(9, 0)
-    assert "in the time there was" not in target.warnings()[0]
+    assert "in the time there was" not in TargetVerdict(target).warnings()[0]
     target.searched_for(1, 1)
-    assert "; searched 9 of 10 examples in the time there" in target.warnings()[0]
+    assert "; searched 9 of 10 examples in the time there" in TargetVerdict(target).warnings()[0]
     target.tried["fast"] = coverage.ENOUGH_TRIES
-    assert "; searched 9 of 10 examples in the time there" in target.problems(require_paths=True)[0]
+    assert (
+        "; searched 9 of 10 examples in the time there"
+        in TargetVerdict(target).problems(require_paths=True)[0]
+    )
 
 
 def test_a_strength_is_claimed_of_whole_searches_alone(seen: coverage.Coverage) -> None:

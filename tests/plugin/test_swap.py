@@ -34,6 +34,7 @@ from pytest_roseinfer.capabilities.swapping import (
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.findings.divergence import picture
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (
@@ -60,7 +61,7 @@ def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=15, steps=16, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
-    assert not coverage.current().of(cache).problems(require_paths=True)
+    assert not TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
     if cache is not SwapTextCache:

@@ -23,6 +23,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
@@ -172,7 +173,7 @@ def test_hashes_that_never_collide_fail_the_run(
     monkeypatch.setattr(coverage, "ENOUGH_TRIES", 20)
     settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
     conformance(cache)().test_histories()
-    problems = coverage.current().of(cache).problems(require_paths=True)
+    problems = TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)
     assert any("hash_collision" in line for line in problems) == missed
 
 

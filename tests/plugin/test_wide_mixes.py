@@ -10,6 +10,7 @@ import pytest
 from pytest_roseinfer import MixDivergence, conformance, settings
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run.coverage import current
 from pytest_roseinfer.search import shrink
 from pytest_roseinfer.suite import large_search
@@ -77,7 +78,7 @@ def search(adapter: type[ToyAdapter]) -> None:
 def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
     search(Wide)
     target = current().of(Wide)
-    assert target.sizes == "largest: 35 rows, 47 tokens"
+    assert TargetVerdict(target).sizes == "largest: 35 rows, 47 tokens"
     assert target.histories == 32  # those are the drawn ones
 
 
@@ -89,7 +90,7 @@ def test_rows_are_those_of_a_batch_and_not_all_requests() -> None:
         }
 
     search(Narrow)
-    assert current().of(Narrow).sizes == "largest: 8 rows, 48 tokens"
+    assert TargetVerdict(current().of(Narrow)).sizes == "largest: 8 rows, 48 tokens"
 
 
 @pytest.mark.parametrize("rows", [8, 9, 20, 35])
@@ -110,7 +111,7 @@ def test_an_engine_that_is_not_made_for_so_many_is_told_how_to_say_so() -> None:
 
 def test_one_that_says_so_gets_mixes_of_that_size() -> None:
     search(SaysSo)
-    assert current().of(SaysSo).sizes == "largest: 16 rows, 48 tokens"
+    assert TargetVerdict(current().of(SaysSo)).sizes == "largest: 16 rows, 48 tokens"
 
 
 def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
@@ -129,7 +130,7 @@ def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
     monkeypatch.setattr(WideMixes, "seconds", 0.6)
     search(IsSlow)
-    told = current().of(IsSlow).sizes
+    told = TargetVerdict(current().of(IsSlow)).sizes
     assert told.endswith("(wide mixes cut short: 2, for lack of time)")
 
 
@@ -196,7 +197,7 @@ def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
         }
 
     search(TwoBounds)
-    assert current().of(TwoBounds).sizes == "largest: 35 rows, 48 tokens"
+    assert TargetVerdict(current().of(TwoBounds)).sizes == "largest: 35 rows, 48 tokens"
 
 
 @pytest.mark.parametrize("said", [5, "many"])

@@ -30,6 +30,7 @@ from pytest_roseinfer.capabilities.writes import Append, Fill, Prefill, Reserve
 from pytest_roseinfer.findings.divergence import picture
 from pytest_roseinfer.histories.strategies import layer_windows
 from pytest_roseinfer.oracle.pages import Windows, first_live
+from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.broken_window_caches import (
@@ -69,7 +70,7 @@ def test_a_cache_that_gets_windows_right_passes(adapter: type[KVCacheAdapter]) -
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
     tests.test_fork_then_append_equals_copy_then_append()
-    (row,) = coverage.current().of(adapter).rows()
+    (row,) = TargetVerdict(coverage.current().of(adapter)).rows()
     assert (row.name, row.verdict) == ("left_a_window", "met")
 
 
