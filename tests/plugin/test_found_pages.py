@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.prefixes import FoundPages, LookUp, Take
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.texts import WHOLE
+from tests.plugin.caches.swap_cache import SwapCache
 from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
+from tests.plugin.drawn import drawn
 
 TAIL_TAKEN = (Prefill(0, 1), Free(0), LookUp(1, 1), Take(1))
 FULL = History(
@@ -38,6 +41,9 @@ def taken(length: int = 6) -> Oracle:
 def test_who_appends_to_what_was_found_needs_a_page() -> None:
     oracle = taken()
     assert oracle.pages_needed([(0, 1)]) == 1
+    oracle.capacity = 2
+    assert not oracle.fits([(0, 1)])
+    assert not oracle.blocks().append(0, 1)
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
     assert oracle.pages_needed([(0, 1)]) == 0
     assert oracle.pages_needed([(0, 2)]) == 1
@@ -71,6 +77,27 @@ def test_nothing_is_copied_where_nothing_is_kept() -> None:
     oracle = taken()
     oracle.states.clear()
     assert oracle.pages_needed([(0, 1)]) == 0
+
+
+@pytest.mark.parametrize("cache", [TailCache, SwapCache])
+def test_room_without_windows_is_as_counted_block_by_block(cache: type[KVCacheAdapter]) -> None:
+    """Room for rows is counted in a quicker way where no layer has a window."""
+    seen = Counter[bool]()
+
+    def compare(history: History) -> None:
+        oracle = Oracle.of(cache, history.spec, history.texts)
+        for step in history.operations:
+            for count in (1, oracle.block_size, 2 * oracle.block_size + 1):
+                rows = [(seq, count) for seq in oracle.sequences]
+                blocks = oracle.blocks()
+                enough = [blocks.append(*row) for row in rows]
+                assert oracle.fits(rows) is all(enough), (step, rows)
+                seen[all(enough)] += bool(rows)
+            assert oracle.pages_free() == oracle.blocks().free[None]
+            step.fitted(oracle).apply(oracle)
+
+    drawn(cache, 60, 1, compare)
+    assert min(seen[True], seen[False]) > 100, seen
 
 
 def search(cache: type[TailCache], number: int, examples: int) -> None:
