@@ -194,3 +194,7 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -14,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.environment import commit_of, differences, environment_here
+from pytest_roseinfer.environment import commit_of, differences, environment_here, is_installed
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.timing_report import entry_of, table
 
@@ -170,7 +169,7 @@ class ChangePoint:
 
 def require_library() -> None:
     """Raise ``CannotCompare`` where the library that finds changes of times is not installed."""
-    if importlib.util.find_spec("ruptures") is None:
+    if not is_installed("ruptures"):
         raise CannotCompare(_MISSING)
 
 
@@ -232,7 +231,7 @@ class History:
 
     def chart(self) -> str:
         """Return SVG with a chart for each trend, one below the other."""
-        if importlib.util.find_spec("matplotlib") is None:
+        if not is_installed("matplotlib"):
             missing = "no chart: matplotlib is not installed (pip install 'roseinfer[plot]')"
             raise CannotCompare(missing)
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -279,7 +278,7 @@ _UNDECIDED = "#999999"
 
 def draw(folder: Path, newest: Sequence[Timed], runs: Sequence[KeptRun]) -> str:
     """Draw ``timings.png`` into a folder; return why there is none, if so."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         return "no plot: matplotlib is not installed (pip install 'roseinfer[plot]')"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import chain, zip_longest
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,90 +12,11 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import gate
 from pytest_roseinfer.plugin import markers, options
-from pytest_roseinfer.settings import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Generator, Iterable
 
     from pytest_roseinfer.run.coverage import Coverage
-
-# Leaves the harness's own frames out of the traceback of an error that an adapter raised.
-
-
-_HARNESS = Path(__file__).parents[1]
-_TARGETS = _HARNESS / "targets"
-
-
-def leave_out_the_harness(error: BaseException, adapter: type) -> None:
-    """Have an error's traceback begin where the harness called the adapter, if it did.
-
-    What else the harness was handling at that time, such as a failure that it makes smaller, is no
-    context of it.
-    """
-    files, first = _files_of(adapter), error.__traceback__
-    while first and _file(first) not in files:
-        first = first.tb_next
-    error.__traceback__ = first or error.__traceback__
-    while context := error.__context__:
-        if context.__traceback__ and _is_harness(Path(_file(context.__traceback__))):
-            error.__context__ = None
-            return
-        error = context
-
-
-def _file(trace: TracebackType) -> str:
-    return trace.tb_frame.f_code.co_filename
-
-
-def _files_of(adapter: type) -> set[str]:
-    """Find the files that an adapter and its bases are in, those of the harness left out."""
-    modules = (sys.modules.get(each.__module__) for each in adapter.__mro__)
-    files = {file for module in modules if (file := getattr(module, "__file__", None))}
-    return {file for file in files if not _is_harness(Path(file))}
-
-
-def _is_harness(file: Path) -> bool:
-    """Return True for all that is shipped but the targets, which are as a user's."""
-    return file.is_relative_to(_HARNESS) and not file.is_relative_to(_TARGETS)
-
-
-# Cuts long tests of ``conformance()`` up on a GPU, where several processes share them.
-#
-# There a search waits mostly for compilers and for the GPU's answers.
-
-
-_PARAMETER = "roseinfer_part"
-
-
-def cut_up(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each part: ``test_histories[1of2]``."""
-    found: list[Part] = metafunc.cls.parts(metafunc.definition.originalname)
-    if len(found) > 1:
-        metafunc.fixturenames.append(_PARAMETER)  # no test of a user's takes it as an argument
-        metafunc.parametrize(_PARAMETER, found, ids=str)
-
-
-def long_beside_short(items: list[pytest.Item]) -> None:
-    """Order tests so that no process is handed two long ones while others have none.
-
-    A worker of pytest-xdist is told of its next test before it begins one, and keeps it.
-    """
-    at = [place for place, item in enumerate(items) if markers.is_shipped(item)]
-    shipped = [items[place] for place in at]
-    parts = [item for item in shipped if part_of(item).of > 1]
-    others = [item for item in shipped if part_of(item).of == 1]
-    pairs = chain.from_iterable(zip_longest(parts, others))
-    for place, item in zip(at, filter(None, pairs), strict=True):
-        items[place] = item
-
-
-def part_of(item: pytest.Item) -> Part:
-    """Return the part that a test is, which is the whole for most."""
-    call = getattr(item, "callspec", None)
-    part: Part = call.params.get(_PARAMETER, Part()) if call else Part()
-    return part
-
 
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
@@ -179,13 +96,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
     """Say what the header could not say before the tests were collected."""
-    shipped = [item for item in items if markers.is_shipped(item)]
-    if not shipped:
+    found = [item for item in items if markers.is_shipped(item)]
+    if not found:
         return []
     from pytest_roseinfer.run import coverage
 
     asked = settings.current()
-    names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in shipped)  # type: ignore[attr-defined]
+    names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in found)  # type: ignore[attr-defined]
     unsaid = [name for name in names if name not in asked.chosen_targets]
     return _describe(unsaid, None if options.configured(config) else asked)
 
@@ -217,9 +134,9 @@ def pytest_make_collect_report(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if settings.current().gpu and markers.is_shipped(metafunc.definition):
-        # merged
+        from pytest_roseinfer.plugin import shipped
 
-        cut_up(metafunc)
+        shipped.cut_up(metafunc)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -242,46 +159,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
     elif hasattr(config, "workerinput"):
-        # merged
+        from pytest_roseinfer.plugin import shipped
 
-        long_beside_short(items)
+        shipped.long_beside_short(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
     settings.set_current(markers.budget(item, asked))
-    searching = _searching(item) if markers.is_shipped(item) else nullcontext()
     try:
-        with searching:
+        with ExitStack() as stack:
+            if markers.is_shipped(item):
+                from pytest_roseinfer.plugin import shipped
+
+                stack.enter_context(shipped.searching(item))
             result = yield
     finally:
         settings.set_current(asked)
     gate.require_checks(item)
     return result
-
-
-@contextmanager
-def _searching(item: pytest.Item) -> Iterator[None]:
-    """Have a shipped test search its part, and end steps of it that do not come back.
-
-    Last words go past pytest's capture.
-    """
-    # merged
-    from pytest_roseinfer.run.interpreter import fast_interpreter
-    from pytest_roseinfer.run.watchdog import watching
-
-    settings.set_current(replace(settings.current(), part=part_of(item)))
-    capture = item.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled() if capture else nullcontext():
-        stderr = os.dup(2)
-    try:
-        fast = settings.current().fast_interpreter or item.cls.adapter.fast_interpreter  # type: ignore[attr-defined]
-        faster = fast_interpreter() if fast else nullcontext()
-        with watching(settings.current().step_seconds, stderr), faster:
-            yield
-    finally:
-        os.close(stderr)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -295,12 +192,12 @@ def pytest_runtest_makereport(
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
         return (yield)
-    # merged
-
     failure = call.excinfo.value
     if markers.is_shipped(item) and isinstance(failure, Exception):  # pytest skips with others
+        from pytest_roseinfer.plugin import shipped
+
         for error in filter(None, (failure, failure.__cause__)):
-            leave_out_the_harness(error, item.cls.adapter)  # type: ignore[attr-defined]
+            shipped.leave_out_the_harness(error, item.cls.adapter)  # type: ignore[attr-defined]
         call.excinfo = pytest.ExceptionInfo.from_exception(failure)
     report = yield
     if isinstance(failure, divergence.Difference):

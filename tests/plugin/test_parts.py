@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.plugin.hooks import long_beside_short
+from pytest_roseinfer.plugin.shipped import long_beside_short
 from pytest_roseinfer.settings import Part
 from pytest_roseinfer.suite.conformance import ConformanceTests
 
@@ -30,10 +30,10 @@ MANY_PATHS = """
 """
 OF_HISTORIES = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
 IN_PARTS = """
-    from pytest_roseinfer.plugin import hooks
+    from pytest_roseinfer.plugin import shipped
 
     def pytest_generate_tests(metafunc):
-        hooks.cut_up(metafunc)
+        shipped.cut_up(metafunc)
 """
 
 
