@@ -60,6 +60,11 @@ class Frame(TypedDict):
     blocks: list[Block]
 
 
+def title(frame: Frame) -> str:
+    """Say which step led to a frame."""
+    return f"{frame['step']}. {frame['words']}" if frame["step"] else frame["words"]
+
+
 # The marks that drawings are made of, as SVG.
 
 

@@ -16,6 +16,7 @@ from pytest_roseinfer.findings.frame import (
     centred,
     hatched,
     text,
+    title,
     titled,
     width_of,
 )
@@ -337,7 +338,6 @@ def _parts(found: Found) -> Iterator[tuple[str, Drawing]]:
     ):
         if at < left_out:
             continue
-        said = f"{frame['step']}. {frame['words']}" if at else frame["words"]
         refused = f"; {frame['refused']}" if frame["refused"] else ""
         before = f"(after {left_out} steps) " if at == left_out else ""
-        yield f"{before}{said}{refused}", drawing
+        yield f"{before}{title(frame)}{refused}", drawing

@@ -5,134 +5,101 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from html import escape
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.findings.frame import DRAWN, PALETTE
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pytest_roseinfer.findings.frame import DRAWN, PALETTE, title
 from pytest_roseinfer.findings.svg import draw, words
 from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, RARELY, largest_of, pairs, searches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.findings.frame import Frame
     from pytest_roseinfer.findings.timeline import Found, Timeline
     from pytest_roseinfer.report.verdict import Target, Verdict
 
-# The part of the page that shows what was found: in words, drawn step by step, and as files.
-
-
 _TYPES = {".json": "application/json", ".py": "text/x-python", ".svg": "image/svg+xml"}
 _NAMES = {".json": "trace", ".py": "script", ".svg": "drawing"}
-_LEGEND = (
-    "Each box is a token, named sequence.token and coloured by the sequence that wrote it; a dark "
-    "line is around what this step put there, and a red one around what is wrong. A thick line is "
-    "around a block that is shared, a broken one around one that is kept for later texts; a "
-    "striped one is free and overwritten with NaN."
-)
+_TONES = {"equal": "good", "met": "good", "not searched": "faint", RARELY: "faint"}
+"""The class of each verdict; the others are bad."""
+
+
+def page(verdict: Verdict, files: Mapping[str, str], figures: Mapping[str, str]) -> str:
+    """Return the page, with ``files`` to download by path and further SVG ``figures`` by title."""
+    template = _environment().get_template("page.html")
+    return template.render(run=verdict, files=files, figures=figures, style=STYLE, script=SCRIPT)
 
 
 def findings_html(findings: Sequence[Found], files: Mapping[str, str]) -> str:
     """Return a section; ``files`` are the texts of those that can be downloaded, by path."""
-    if not findings:
-        return ""
-    title = "What was found" if len(findings) > 1 else "What was found: one difference"
-    parts = [_finding(at, found, files) for at, found in enumerate(findings, 1)]
-    drawn = any(found["frames"] for found in findings)
-    legend = f"<details><summary>how to read the drawings</summary><p>{_LEGEND}</p></details>"
-    return f"<section><h2>{title}</h2>{legend * drawn}{''.join(parts)}</section>"
+    found: Any = _environment().get_template("findings.html").module
+    return str(found.section(findings, files))
 
 
-def _finding(at: int, found: Found, files: Mapping[str, str]) -> str:
-    what = found["what"].partition(": expected ")[0] if found["expected"] else found["what"]
-    name = f"finding-{at}"
-    return (
-        f'<article aria-labelledby="{name}"><h2 id="{name}" class="bad">{escape(what)}</h2>'
-        f'<p class="name faint">{escape(found["target"])}</p>'
-        f"{_beside(found)}{_strip(found)}{_timeline(found['timeline'])}{_tests(found['tests'])}"
-        f"{_downloads((found['trace'], found['script'], found['drawing']), files)}"
-        f"<details><summary>the whole message</summary><pre>{escape(found['message'])}</pre>"
-        "</details></article>"
+def _environment() -> Environment:
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
     )
+    environment.globals |= {
+        "downloads": _downloads,
+        "facts_of": _facts,
+        "pairs": pairs,
+        "plot": plot,
+        "steps": _steps,
+        "timeline_image": _timeline_image,
+        "title": title,
+        "tones": _TONES,
+    }
+    return environment
 
 
-def _beside(found: Found) -> str:
-    """Show what was expected beside what was found, if one place is known to be wrong."""
-    if not found["expected"]:
-        return ""
-    return (
-        f'<dl class="beside"><div><dt>expected</dt><dd>{escape(found["expected"])}</dd></div>'
-        f'<div class="is"><dt>found</dt><dd>{escape(found["found"])}</dd></div></dl>'
-    )
-
-
-def _tests(tests: Sequence[str]) -> str:
-    listed = "".join(f"<li><code>{escape(test)}</code></li>" for test in tests)
-    many = f"{len(tests)} tests met it" if len(tests) > 1 else "met by the test"
-    return f"<p>{many}</p><ul>{listed}</ul>" if tests else ""
-
-
-def _strip(found: Found) -> str:
-    frames = found["frames"]
-    if not frames:
-        return ""
+def _steps(found: Found) -> Iterator[tuple[Frame, dict[str, str]]]:
+    """Return each frame that is shown, with the images before and after its step."""
+    frames, layer = found["frames"], f" (layer {found['layer']})" * bool(found["layer"])
     drawn = draw(frames, found["block_size"])
-    images = [drawing.as_image(words(frame)) for frame, drawing in zip(frames, drawn, strict=True)]
-    after = frames[1:] or frames
-    befores: list[str] = images[:-1] or [""]
-    shown = [
-        _frame(frame, before, image, f" (layer {found['layer']})" * bool(found["layer"]))
-        for frame, before, image in zip(after, befores, images[-len(after) :], strict=True)
-    ]
-    picks = "".join(f'<li><button type="button">{_words(frame)}</button></li>' for frame in after)
-    return (
-        f'<div class="strip" tabindex="0" role="group" aria-label="the history, step by step">'
-        '<div class="steps scripted" hidden><button type="button" aria-label="one step back">'
-        '&#8592;</button><button type="button" aria-label="one step on">&#8594;</button>'
-        '<span class="at" aria-live="polite"></span>'
-        '<span class="faint keys">or the arrow keys</span></div>'
-        f'<ol class="history scripted" hidden>{picks}</ol>'
-        f'<ol class="frames">{"".join(shown)}</ol>'
-        "</div>"
-    )
+    images = [each.as_image(words(frame)) for frame, each in zip(frames, drawn, strict=True)]
+    if len(frames) == 1:
+        images = ["", *images]
+    for at, frame in enumerate(frames[1:] or frames):
+        yield frame, {f"before{layer}": images[at], f"after{layer}": images[at + 1]}
 
 
-def _timeline(timeline: Timeline | None) -> str:
-    if timeline is None:
-        return ""
-    requests = "".join(f"<li>{escape(line['words'])}</li>" for line in timeline["requests"])
-    image = draw_timeline(timeline).as_image(timeline_words(timeline))
-    return f'<ol class="requests" start="0">{requests}</ol><figure>{image}</figure>'
+def _timeline_image(timeline: Timeline) -> str:
+    return draw_timeline(timeline).as_image(timeline_words(timeline))
 
 
-def _frame(frame: Frame, before: str, after: str, layer: str) -> str:
-    drawn = {"before": before, "after": after}
-    figures = "".join(
-        f"<figure><figcaption>{when}{layer}</figcaption>{image}</figure>"
-        for when, image in drawn.items()
-        if image
-    )
-    return f'<li class="frame"><h3>{_words(frame)}</h3><div class="states">{figures}</div></li>'
+def _downloads(found: Found, files: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Return the name, the address and the title of each file, which the page has within itself."""
+    for path in filter(files.get, (found["trace"], found["script"], found["drawing"])):
+        suffix, data = PurePath(path).suffix, b64encode(files[path].encode()).decode()
+        yield PurePath(path).name, f"data:{_TYPES[suffix]};base64,{data}", _NAMES[suffix]
 
 
-def _words(frame: Frame) -> str:
-    number = f"{frame['step']}. " if frame["step"] else ""
-    refused = f'; <span class="bad">{escape(frame["refused"])}</span>' if frame["refused"] else ""
-    return f"{number}{escape(frame['words'])}{refused}"
-
-
-def _downloads(paths: Iterable[str], files: Mapping[str, str]) -> str:
-    """Link to the files, which the page has within itself."""
-    links = []
-    for path in filter(files.get, paths):
-        suffix, name = PurePath(path).suffix, PurePath(path).name
-        data = b64encode(files[path].encode()).decode()
-        links.append(
-            f'<a download="{escape(name)}" href="data:{_TYPES[suffix]};base64,{data}">'
-            f"{_NAMES[suffix]}</a>"
-        )
-    return f"<p>to download: {', '.join(links)}</p>" if links else ""
+def _facts(target: Target) -> dict[str, str]:
+    """Return what was done to a target, in words."""
+    state = NOT_SEARCHED
+    if target["searched"]:
+        searches = searches_of(target["kind"])
+        state = f"{target['histories']} {searches} in {target['seconds']:.0f} s"
+        state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
+    failed = "a check failed, as said above" if target["failed"] else ""
+    states = filter(None, [state, largest_of(target["largest"]), target["cut_short"], failed])
+    return {
+        "searched": "; ".join(states),
+        "tested": pairs(target["tested"]),
+        "not offered": ", ".join(target["not_offered"]),
+        "checked": pairs({name: n for name, n in target["checked"].items() if n}),
+        "batches": pairs(target["batches"]) if target["searched"] else "",
+    }
 
 
 # How the page looks, and the few lines of script that step through a strip.
@@ -280,119 +247,3 @@ def _cell(x: float, y: float, count: int, most: int, what: str) -> str:
     tone = f'text-anchor="middle" class="{"dark" if shade > 0.65 else "light"}"'
     number = _text(x + _WIDTH / 2, y + _HEIGHT / 2, str(count), tone)
     return f"<g><title>{escape(what)} {count}</title>{box}{number}</g>"
-
-
-_TONES = {"equal": "good", "met": "good", "not searched": "faint", RARELY: "faint"}
-"""The class of each verdict; the others are bad."""
-
-
-def page(verdict: Verdict, files: Mapping[str, str], figures: Mapping[str, str]) -> str:
-    """Return the page, with ``files`` to download by path and further SVG ``figures`` by title."""
-    targets = verdict["targets"]
-    tone, word = ("good", "passed") if verdict["passed"] else ("bad", "failed")
-    body = [
-        f'<h1>roseinfer: what was checked <span class="badge {tone}">{word}</span></h1>',
-        f'<p class="faint">{escape(_searched(verdict))}</p>',
-        _problems(verdict["problems"]),
-        findings_html(verdict["findings"], files),
-        *map(_target, targets),
-        "" if targets else "<p>No cache or engine was tested in this run.</p>",
-        *(_figure(title, drawn) for title, drawn in figures.items()),
-        _run(verdict),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>roseinfer: {word}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"{_lines(body)}\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
-    )
-
-
-def _searched(verdict: Verdict) -> str:
-    return (
-        f"{verdict['device']}, profile {verdict['profile']} ({verdict['examples']} examples of up "
-        f"to {verdict['steps']} steps), seed {verdict['seed']}"
-    )
-
-
-def _run(verdict: Verdict) -> str:
-    """Say what the run stood on."""
-    facts = {
-        "required paths": "on" if verdict["required_paths"] else "off",
-        "how much such a search finds": verdict["strength"],
-        "versions": pairs(verdict["versions"]),
-        "environment": pairs(verdict["environment"], "="),
-    }
-    return f"<section><h2>This run</h2>{_facts(facts)}</section>"
-
-
-def _figure(title: str, drawn: str) -> str:
-    return f"<section><h2>{escape(title)}</h2><figure>{drawn}</figure></section>"
-
-
-def _target(target: Target) -> str:
-    name, distribution = escape(target["name"]), escape(target["distribution"])
-    state = NOT_SEARCHED
-    if target["searched"]:
-        state = f"{target['histories']} {searches_of(target['kind'])} in {target['seconds']:.0f} s"
-        state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
-    if target["largest"]:
-        state += f"; {largest_of(target['largest'])}"
-    if target["cut_short"]:
-        state += f"; {target['cut_short']}"
-    if target["failed"]:
-        state += "; a check failed, as said above"
-    facts = {
-        "searched": state,
-        "tested": pairs(target["tested"]),
-        "not offered": ", ".join(target["not_offered"]),
-        "checked": pairs({name: n for name, n in target["checked"].items() if n}),
-        "batches": pairs(target["batches"]) if target["searched"] else "",
-    }
-    figure = (
-        f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "
-        "(column) was met; the first column counts all its runs.</figcaption></figure>"
-        if target["times"]
-        else '<p class="faint">It declares no paths.</p>'
-    )
-    return _lines(
-        [
-            f'<section><h2 class="name">{name} <span class="faint">{distribution}</span></h2>',
-            _facts(facts),
-            _problems(target["problems"]),
-            *(f"<p>WARNING: {escape(warning)}</p>" for warning in target["warnings"]),
-            figure,
-            _rows(target["rows"]) if target["rows"] else "",
-            "</section>",
-        ]
-    )
-
-
-def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
-    lines = [
-        f"<tr><td>{row['kind']}</td><td><code>{escape(row['name'])}</code></td>"
-        f"<td><code>{escape(row['must_equal'])}</code></td>"
-        f'<td class="number">{row["times"]}</td>'
-        f'<td class="{_TONES.get(row["verdict"], "bad")}">{row["verdict"]}</td></tr>'
-        for row in rows
-    ]
-    head = (
-        '<tr><th></th><th>name</th><th>must equal</th><th class="number">times reached</th>'
-        "<th>verdict</th></tr>"
-    )
-    return f'<div class="scrolls"><table>{head}{"".join(lines)}</table></div>'
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    lines = [
-        f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items() if fact
-    ]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _problems(problems: Iterable[str]) -> str:
-    return "".join(f'<p class="bad">FAILED: {escape(problem)}</p>' for problem in problems)
-
-
-def _lines(parts: Iterable[str]) -> str:
-    return "\n".join(filter(None, parts))
