@@ -122,7 +122,7 @@ def pytest_make_collect_report(
     report = yield
     adapters = "pytest_roseinfer.adapters.base" in sys.modules
     if adapters and report.passed and isinstance(collector, pytest.Module):
-        from pytest_roseinfer.suite.shipped_tests import warn_of_uncollected, warn_of_unused
+        from pytest_roseinfer.plugin.shipped import warn_of_uncollected, warn_of_unused
 
         try:
             warn_of_uncollected(collector, report.result)
