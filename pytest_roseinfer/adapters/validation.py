@@ -297,7 +297,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
 
 
 def _refuse_renamed(adapter: type[Adapter]) -> None:
-    """Refuse names of before, and traits that are none."""
+    """Raise ``TypeError`` for a renamed attribute, and for traits of another type."""
     for capability in adapter.capabilities:
         for old, new in capability.renamed.items():
             if hasattr(adapter, old):

@@ -82,7 +82,7 @@ class Across(Enum):
 
 
 class Ranks(Protocol):
-    """A cache in ranks, as a capability knows it that says how they do a method."""
+    """The ranks of one cache, as functions in ``Capability.sharded`` get them."""
 
     def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
         """Have every rank do something; raise what all of them raise."""
@@ -140,7 +140,7 @@ class Observer:
     any_of: ClassVar[Collection[str]] = ()
     """The caches that it is made for, as in ``OfSome``."""
     conditions: ClassVar[Mapping[str, str]] = {}
-    """When each of the conditions is met that it counts, so that a cache need not, by names."""
+    """Descriptions of the conditions that it counts, by their names; caches leave these out."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -105,7 +105,7 @@ class CacheRun:
         pictured = [view for view in self.views if view.in_pictures]
         try:
             shown = self._snapshot(pictured, Look(reads=False, copies=False))
-        except WrongAnswer:  # what was found before is told
+        except WrongAnswer:  # the first finding is the one to report
             shown = Snapshot()
         divergence = self._divergence(finding, shown)
         if also:
@@ -114,10 +114,7 @@ class CacheRun:
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
-        """Fail where it does not come back, or answers with what is no answer.
-
-        The cache is not asked for its books as well.
-        """
+        """Fail if the block hangs, or gets an answer of a wrong type; that shows no books."""
         WATCHED.began = process_time()
         try:
             yield

@@ -33,7 +33,7 @@ class Execution:
     """The tokens that it writes if all of it fits."""
     fits: bool = field(init=False)
     may_fit: bool = field(init=False)
-    """The cache may find room that the oracle knows nothing of, in blocks that hold the same."""
+    """True if equal blocks may give the cache room that the oracle does not count."""
 
     def __post_init__(self) -> None:
         step, oracle = self.step, self.run.oracle

@@ -53,6 +53,12 @@ def test_a_row_that_differs_in_its_last_bit_is_found(size: int, row: int) -> Non
     assert not same_bits_in_any_batch(model, 2112)
 
 
+def test_some_logits_of_the_largest_batches_are_compared() -> None:
+    model: Any = Rows(wrong_from=4000, wrong_row=62)
+    assert not same_bits_in_any_batch(model, 4000)
+    assert same_bits_in_any_batch(model, 3999)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_any_row_whose_keys_differ_is_found(layer: int) -> None:
     """Logits are rounded, and a layer's difference may be gone in those of the rows looked at."""

@@ -25,9 +25,9 @@ def dot(a, b, total=None):
 
 @triton.jit
 def add_after(product, added):
-    """Add to products that are complete, in every kernel and with any tile.
+    """Add to a finished product, with the same rounding for any tile size.
 
-    Of ``product + added`` Triton's compiler makes a product that begins with ``added`` where one
-    tile has all of the inputs, and that is rounded in another way.
+    Where one tile holds all inputs, Triton's compiler would turn ``product + added`` into a product
+    whose accumulator starts at ``added``, which rounds differently.
     """
     return tl.fma(product, 1.0, added)
