@@ -32,11 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
-    from pytest_roseinfer.adapters.engine import Asked as Asked
     from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
     from pytest_roseinfer.adapters.engine import RequestMix as RequestMix
+    from pytest_roseinfer.adapters.engine import RequestSpec as RequestSpec
     from pytest_roseinfer.adapters.engine import Sampling as Sampling
-    from pytest_roseinfer.adapters.engine import WiderSampling as WiderSampling
     from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
     from pytest_roseinfer.capabilities.cache_data import BadCall as BadCall
     from pytest_roseinfer.capabilities.cache_data import CacheFull as CacheFull
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
     from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
     from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
+    from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits as SamplingTraits
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
@@ -62,11 +62,10 @@ if TYPE_CHECKING:
 _NAMES = {
     "adapters.cache": ("KVCacheAdapter",),
     "adapters.engine": (
-        "Asked",
         "EngineAdapter",
         "RequestMix",
+        "RequestSpec",
         "Sampling",
-        "WiderSampling",
     ),
     "adapters.sharded": ("ShardedAdapter",),
     "capabilities.cache_data": (
@@ -81,6 +80,7 @@ _NAMES = {
     "capabilities.simulated_device": ("DeviceQueue",),
     "capabilities.truncation": ("TruncationTraits",),
     "capabilities.windows": ("WindowTraits",),
+    "engine_capabilities.sampling": ("SamplingTraits",),
     "engines.run": (
         "MixDivergence",
         "run_forks",

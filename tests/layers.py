@@ -44,7 +44,7 @@ PLUGIN_LAYERS = (
     {"settings", "words"},
     {"oracle"},
     {"environment"},
-    {"capabilities"},
+    {"capabilities", "engine_capabilities"},
     {"adapters"},
     {"histories"},
     {"findings"},

@@ -10,8 +10,6 @@ from pytest_roseinfer.capabilities.capability import capabilities_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.capabilities.capability import Capability
-
 
 class Adapter:
     """The base of adapters for caches and for engines.
@@ -37,24 +35,26 @@ class Adapter:
     Triton's own functions. Where a Triton lacks one of these names, nothing is replaced; code that
     depends on how the interpreter works inside should leave it off.
     """
-    capabilities: ClassVar[tuple[Capability, ...]] = ()
+    capabilities: ClassVar[tuple[Any, ...]] = ()
     """The capabilities among its bases, in their order."""
-    _declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """The methods that the kind and its capabilities name."""
+    _renamed: ClassVar[Mapping[str, str]] = {}
+    """Replacements for attributes and methods of before that the kind had, by their old names."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.capabilities = tuple(capabilities_of(cls))
-        cls._declared = {
+        cls.declared = {
             name: each
             for declaring in cls.declaring()
             for name, each in vars(declaring).items()
             if isfunction(each) and not name.startswith("_")
         }
         cls.optional = tuple(
-            name for name, each in cls._declared.items() if hasattr(each, "optional")
+            name for name, each in cls.declared.items() if hasattr(each, "optional")
         )
-        cls.required = tuple(name for name in cls._declared if name not in cls.optional)
+        cls.required = tuple(name for name in cls.declared if name not in cls.optional)
         cls.abilities = frozenset(filter(cls.defines, cls.optional))
 
     @classmethod
@@ -71,4 +71,4 @@ class Adapter:
     @classmethod
     def defines(cls, name: str) -> bool:
         """Return True for a method of the adapter's own, which replaces the one that names it."""
-        return getattr(cls, name) is not cls._declared[name]
+        return getattr(cls, name) is not cls.declared[name]

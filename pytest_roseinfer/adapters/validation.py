@@ -233,14 +233,6 @@ def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
 _FEWEST_REQUESTS = 6
 """Drawn mixes have so many at a time."""
 
-_ENGINE_NEEDS: dict[str, tuple[str, ...]] = {
-    "logprobs": ("logits",),
-    "top_logprobs": ("logprobs",),
-    "prompt_logprobs": ("logits",),
-    "pieces": ("decoded",),
-}
-"""For optional methods of engines, others that they are nothing without."""
-
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
@@ -265,7 +257,6 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         )
     if issubclass(adapter, EngineAdapter):
         refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
-        _refuse_what_says_too_little(adapter)
     if issubclass(adapter, KVCacheAdapter):
         refuse_shapes(adapter)
         if not isinstance(adapter.atomic_batches, bool):
@@ -276,9 +267,10 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     for capability in adapter.capabilities:
         for refuse in capability.refuse:
             refuse(adapter)
-    for needs in (_ENGINE_NEEDS, *(each.needs for each in adapter.capabilities)):
-        for method in filter(adapter.abilities.__contains__, needs):
-            if lacking := [other for other in needs[method] if not adapter.defines(other)]:
+    for capability in adapter.capabilities:
+        for method in filter(adapter.abilities.__contains__, capability.needs):
+            needed = capability.needs[method]
+            if lacking := [other for other in needed if not adapter.defines(other)]:
                 raise TypeError(
                     f"{name} defines {method} and must then define {', '.join(lacking)} too"
                 )
@@ -298,25 +290,14 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
 
 def _refuse_renamed(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a renamed attribute, and for traits of another type."""
-    for capability in adapter.capabilities:
-        for old, new in capability.renamed.items():
+    for renamed in (adapter._renamed, *(each.renamed for each in adapter.capabilities)):
+        for old, new in renamed.items():
             if hasattr(adapter, old):
                 raise TypeError(f"{adapter.__name__}.{old} was renamed: write {new}")
+    for capability in adapter.capabilities:
         for name, default in vars(capability.methods).items():
             value = getattr(adapter, name)
             if isinstance(default, Traits) and not isinstance(value, type(default)):
                 raise TypeError(
                     f"{adapter.__name__}.{name} is {value!r}: write {type(default).__name__}(...)"
                 )
-
-
-def _refuse_what_says_too_little(adapter: type[EngineAdapter]) -> None:
-    by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
-    if not by_logits and "alone" not in adapter.abilities:
-        raise TypeError(
-            f"{adapter.__name__} must define alone, or logits where takes_sampling is False"
-        )
-    if adapter.never_idles and "stage" not in adapter.abilities:
-        raise TypeError(
-            f"{adapter.__name__}.never_idles is True and must be judged by stage: define that too"
-        )

@@ -6,12 +6,17 @@ import importlib
 from typing import Any
 
 
-class _Torch:
-    """Torch, imported when it is first used: an adapter class and ``pytest --help`` need none."""
+class _Module:
+    """A module that is imported when it is first used: an adapter class needs none of these."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__[name] = getattr(importlib.import_module("torch"), name)
+        found = self.__dict__[name] = getattr(importlib.import_module(self._name), name)
         return found
 
 
-torch = _Torch()
+torch = _Module("torch")
+numpy = _Module("numpy")
+strategies = _Module("hypothesis.strategies")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeGuard, TypeVar
 
 from pytest_roseinfer.capabilities.cache_data import Ledger
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 else:
+    from pytest_roseinfer.capabilities import numpy as np
     from pytest_roseinfer.capabilities import torch
 
-# An answer of an adapter that is none, and how a failure tells it.
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+# What is wrong with an answer, and how a failure shows it.
 
 
 _MOST = 80
@@ -51,6 +57,9 @@ def in_words(shown: object) -> str:
         return f"a {type(shown).__name__} of {', '.join(map(in_words, shown))}"
     said = " ".join(repr(shown).split())
     return said if len(said) <= _MOST else f"{said[:_MOST]}..."
+
+
+# The answers of caches.
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -151,3 +160,102 @@ def reservation(shown: object, error: Exception) -> WrongAnswer | None:
             "return from reserve what fill needs"
         )
     return None
+
+
+# The answers of engines, which are declared where their methods are.
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The value that a method of an adapter must return."""
+
+    accepts: Callable[[Any], bool]
+    words: str
+    least: str
+    """Name of the adapter's attribute with its least length; empty for any length."""
+
+
+def returns(accepts: Callable[[Any], bool], words: str, least: str = "") -> Callable[..., Any]:
+    """Declare the value that a method of an adapter must return, as a check and in words."""
+
+    def declare(method: _Method) -> _Method:
+        method.__dict__["answer"] = Answer(accepts, words, least)
+        return method
+
+    return declare
+
+
+def answers_of(adapter: type[Any]) -> dict[str, Answer]:
+    """Return the declared answers of an adapter class, by the names of methods."""
+    declared = adapter.declared.items()
+    return {name: each.answer for name, each in declared if hasattr(each, "answer")}
+
+
+def checked(
+    adapter: type[Any], name: str, method: Callable[[], Any], *arguments: Any, **named: Any
+) -> Any:
+    """Call a method of an adapter; raise ``WrongAnswer`` for another answer than declared."""
+    answer: Answer = adapter.declared[name].answer
+    shown, least = method()(*arguments, **named), getattr(adapter, answer.least or "_", 0)
+    if not answer.accepts(shown) or (answer.least and len(shown) < least):
+        refuse(call_of(adapter, name), shown, answer.words.format(least=least))
+    return shown
+
+
+def call_of(adapter: type[Any], name: str) -> str:
+    """Return how the harness calls a method, for messages."""
+    _, *parameters = signature(adapter.declared[name]).parameters
+    return f"{name}({', '.join(parameters)})"
+
+
+def floats(shown: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a list of numbers as an array; raise ``TypeError`` for anything else."""
+    if isinstance(shown, torch.Tensor) and shown.is_floating_point():
+        shown = shown.detach().cpu().double()  # NumPy cannot read tensors from everywhere
+    found = np.asarray(shown)
+    if found.ndim != 1 or found.dtype.kind not in "fiu":
+        raise TypeError(f"no list of numbers: {shown!r}")
+    return found.astype(np.float64)
+
+
+def elements(shown: Any) -> list[Any] | None:
+    """Return the elements of a list, a tuple or an array; None for anything else."""
+    if isinstance(shown, str | bytes | Mapping | Set) or not isinstance(shown, Collection):
+        return None
+    try:
+        return list(shown)
+    except TypeError:  # an array without a dimension
+        return None
+
+
+def list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check of lists by a check of each element."""
+
+    def check(shown: Any) -> bool:
+        found = elements(shown)
+        return found is not None and all(map(accepts, found))
+
+    return check
+
+
+def is_text(shown: Any) -> bool:
+    return isinstance(shown, str)
+
+
+def is_truth(shown: Any) -> bool:
+    return isinstance(shown, bool | np.bool_)
+
+
+def is_float(shown: Any) -> bool:
+    return are_floats([shown])
+
+
+def are_floats(shown: Any) -> bool:
+    try:
+        floats(shown)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+are_tokens = list_of(is_number)

@@ -251,8 +251,8 @@ class Large:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Capability:
-    """A feature that a cache may offer beyond ``make``, ``append`` and ``peek``."""
+class CapabilityBase:
+    """A feature that an adapter of some kind may offer."""
 
     methods: type
     """A mixin with the adapter methods, and with the attributes by which an adapter describes them.
@@ -262,7 +262,21 @@ class Capability:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Replacements for attributes and methods of before, by their old names."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """For optional methods, the others without which no step would call them."""
+    """For optional methods, the others without which nothing would call them."""
+    refuse: Sequence[Callable[[type[Any]], None]] = ()
+    """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
+
+    def __post_init__(self) -> None:
+        _OF_METHODS[self.methods] = self
+
+
+_OF_METHODS: dict[type, CapabilityBase] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capability(CapabilityBase):
+    """A feature that a cache may offer beyond ``make``, ``append`` and ``peek``."""
+
     states: Sequence[type[State]] = ()
     """Its parts of the oracle."""
     setups: Sequence[Setup] = ()
@@ -293,14 +307,6 @@ class Capability:
     of ranks offers these methods where the adapter of one rank defines them."""
     misuse: Sequence[Misuse] = ()
     """Its kinds of bad calls, which an adapter may name in ``standard_bad_calls``."""
-    refuse: Sequence[Callable[[type[Any]], None]] = ()
-    """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
-
-    def __post_init__(self) -> None:
-        _OF_METHODS[self.methods] = self
-
-
-_OF_METHODS: dict[type, Capability] = {}
 
 
 def offered(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
@@ -325,6 +331,6 @@ def counted_conditions(adapter: type[Any]) -> dict[str, str]:
     return dict(chain.from_iterable(observer.conditions.items() for observer in every))
 
 
-def capabilities_of(adapter: type[Any]) -> list[Capability]:
+def capabilities_of(adapter: type[Any]) -> list[Any]:
     """Return the capabilities that are among the bases of an adapter class, in their order."""
     return [_OF_METHODS[each] for each in adapter.__mro__ if each in _OF_METHODS]

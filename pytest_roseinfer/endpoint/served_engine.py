@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone, Streamed
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.run.watchdog import FoundByAdapter
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
+    from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 
 # What a text must have in common with the one that its request gets alone.
 
@@ -128,24 +129,24 @@ class ServedEngine(EngineAdapter):
 
     vocabulary = len(_WORDS)
     most_tokens = 24
-    takes_sampling = False
+    sampling = SamplingTraits(greedy_only=True)
     replays = 20
     block_sizes: ClassVar[Sequence[int]] = (1,)
     _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
 
     @classmethod
     def in_words(cls, example: RequestMix) -> str:
-        lines = [f"the likeliest tokens of {settings.current().endpoint}, for the prompts"]
+        lines = [f"the greedy completions of {settings.current().endpoint}, for the prompts"]
         lines += [f"{at}. {cls.request_in_words(each)}" for at, each in enumerate(example.requests)]
         return "\n  ".join(lines)
 
     @classmethod
-    def request_in_words(cls, asked: Asked) -> str:
-        said = f"at step {asked.arrives}: {_text(asked.prompt)!r}"
-        said += f", max_tokens {asked.sampling.max_new_tokens}"
-        if asked.cancelled_after is not None:
-            said += f", left {some(asked.cancelled_after, 'step')} later"
-        return said
+    def request_in_words(cls, spec: RequestSpec) -> str:
+        words = f"at step {spec.arrival}: {_text(spec.prompt)!r}"
+        words += f", max_tokens {spec.sampling.max_new_tokens}"
+        if spec.cancel_after is not None:
+            words += f", left {some(spec.cancel_after, 'step')} later"
+        return words
 
     def make(self, mix: RequestMix) -> None:
         endpoint = settings.current().endpoint
@@ -233,10 +234,10 @@ class ServedEngine(EngineAdapter):
         text, over = self._seen_of.get(request, ("", False))
         return _characters(text, request.finish_reason if over else None)
 
-    def spelled(self, token: int) -> str:
+    def spell(self, token: int) -> str:
         return "the end of the text" if token == _END else repr(chr(token))
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         return self._seen_of.get(request, ("", False))[1]
 
     def cancel(self, request: Any) -> None:

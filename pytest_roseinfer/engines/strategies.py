@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling, WiderSampling
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
+from pytest_roseinfer.engine_capabilities.cancel import draw_cancel_after
+from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered
+from pytest_roseinfer.engine_capabilities.sampling import draw_parameters
 from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:
@@ -25,60 +28,28 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
     return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
 
 
-# Takes out of a request what an engine does not offer.
+# Has a drawn request ask for what an engine offers, and for nothing else.
 
 
-_LIKELIEST: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
-    "seed": 0,
-}
+def with_more(draw: st.DrawFn, adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
+    """Add to some requests what the capabilities of an adapter class draw."""
+    spec = for_adapter(adapter, spec)
+    for capability in offered(adapter):
+        if capability.draw:
+            spec = capability.draw(draw, adapter, spec)
+    return restricted(adapter, spec)
 
 
-def as_offered(adapter: type[EngineAdapter], asked: Asked) -> Asked:
-    """Return the request as this engine can be asked for it."""
-    if not adapter.defines("cancel"):
-        asked = replace(asked, cancelled_after=None)
-    if not adapter.takes_sampling:
-        asked = replace(asked, sampling=replace(asked.sampling, **_LIKELIEST), ends_early=False)
-    return asked
+def restricted(adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
+    """Return a request with all fields of an adapter class, and nothing that it does not offer."""
+    spec = for_adapter(adapter, spec)
+    for capability in adapter.capabilities:
+        if capability.restrict:
+            spec = capability.restrict(adapter, spec)
+    return spec
 
 
-# Draws what requests ask for beyond ``Sampling``, of an adapter that says it is offered.
-
-
-HOTTEST = 30.0
-"""The temperature at which unlikely tokens are drawn too, since nothing leaves them out."""
-_PENALTIES: tuple[dict[str, float], ...] = (
-    *({},) * 6,
-    {"presence_penalty": 2.0},
-    {"frequency_penalty": 1.0},
-    {"presence_penalty": -1.0, "frequency_penalty": 2.0},
-)
-_SPANS = st.tuples(st.integers(0, 12), st.integers(1, 4))
-
-
-def wishing(draw: st.DrawFn, adapter: type[EngineAdapter], asked: Asked) -> Asked:
-    """Add a min_p, penalties, log-probabilities and stop strings to some requests."""
-    if adapter.defines("pieces") and draw(st.sampled_from((False, False, False, True))):
-        asked = replace(asked, stops=tuple(draw(st.lists(_SPANS, min_size=1, max_size=2))))
-    wishes: dict[str, object] = {}
-    if adapter.takes_min_p and 0 < asked.sampling.temperature < HOTTEST:
-        wishes["min_p"] = draw(st.sampled_from((0.0, 0.05, 0.4)))
-    if adapter.defines("logprobs"):
-        wishes["logprobs"] = draw(st.sampled_from((False, False, False, True)))
-    if wishes.get("logprobs") and adapter.defines("top_logprobs"):
-        wishes["top_logprobs"] = draw(st.sampled_from((0, 1, 4, 20)))
-    if adapter.defines("prompt_logprobs"):
-        wishes["prompt_logprobs"] = draw(st.sampled_from((False,) * 7 + (True,)))
-    if adapter.takes_counted_penalties:
-        wishes |= draw(st.sampled_from(_PENALTIES))
-    if any(wishes.values()):
-        sampling = WiderSampling(**{**asdict(asked.sampling), **wishes})
-        asked = replace(asked, sampling=sampling)
-    return asked
+# Draws mixes of requests.
 
 
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
@@ -104,24 +75,10 @@ def prompts(
     return (common + common_text(own, vocabulary, branch))[:longest]
 
 
-_LIKELIEST_ONLY = ((0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
-"""Pairs of top_k and top_p."""
-
-
 @st.composite
 def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
-    temperature = draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, HOTTEST)))
-    top_k, top_p = draw(st.sampled_from(_LIKELIEST_ONLY)) if temperature < HOTTEST else (0, 1.0)
-    return Sampling(
-        # With one new token, the blocks of the prompt alone are left behind.
-        max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5, 4.0))),
-        seed=draw(st.integers(0, 3)),
-        ignore_eos=draw(st.booleans()),
-    )
+    """The parameters of a request that gets up to ``most`` tokens."""
+    return Sampling(**draw_parameters(draw, most))
 
 
 @st.composite
@@ -150,18 +107,18 @@ def request_mixes(
         return _with_one_more(draw, adapter, prelude, longest, new)
     kind = draw(st.sampled_from(_KINDS))
     if kind == "continued":
-        asked = _continued(draw, adapter.vocabulary, longest, new)
+        specs = _continued(draw, adapter.vocabulary, longest, new)
     elif kind == "relay":
-        asked = _relay(draw, adapter.vocabulary, longest, new)
+        specs = _relay(draw, adapter.vocabulary, longest, new)
     elif kind == "ended":
-        asked = _ended_early(draw, adapter.vocabulary, longest, new)
+        specs = _ended_early(draw, adapter.vocabulary, longest, new)
     else:
-        asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
-    asked = [as_offered(adapter, wishing(draw, adapter, each)) for each in asked]
+        specs = _crowd(draw, adapter.vocabulary, longest, new, kind)
+    specs = [with_more(draw, adapter, each) for each in specs]
     larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
     roomy = kind == "ended" and larger
     block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))
-    sizes = [each.most_tokens for each in asked]
+    sizes = [each.most_tokens for each in specs]
     room = max(sizes)
     if kind == "relay":
         room = sum(sizes) + block_size * len(sizes)
@@ -171,40 +128,42 @@ def request_mixes(
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
-    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+    return RequestMix(tuple(specs), block_size, room, device, draw(switches(adapter, aim)))
 
 
 def _with_one_more(
     draw: st.DrawFn, adapter: type[EngineAdapter], mix: RequestMix, longest: int, new: int
 ) -> RequestMix:
     prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest))
-    drawn = Asked(prompt, draw(samplings(most=new)), arrives=draw(st.integers(0, new)))
-    asked = as_offered(adapter, wishing(draw, adapter, drawn))
-    room = max(mix.cache_tokens, asked.most_tokens)
+    drawn = RequestSpec(prompt, draw(samplings(most=new)), arrival=draw(st.integers(0, new)))
+    spec = with_more(draw, adapter, drawn)
+    room = max(mix.cache_tokens, spec.most_tokens)
     # What reached something may be such a mix itself.
-    return replace(mix, requests=(*mix.requests[:_MOST_REQUESTS], asked), cache_tokens=room)
+    return replace(mix, requests=(*mix.requests[:_MOST_REQUESTS], spec), cache_tokens=room)
 
 
-def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) -> list[Asked]:
+def _crowd(
+    draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str
+) -> list[RequestSpec]:
     if kind == "anyhow":
         lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
     else:
         lengths = (["short", "long"] * _MOST_REQUESTS)[: draw(st.integers(4, _MOST_REQUESTS))]
-    asked = []
-    arrives = 0
+    specs = []
+    arrival = 0
     for length in lengths:
         if kind == "anyhow":
-            arrives += draw(st.sampled_from((0, 0, 1, 2, 5)))
+            arrival += draw(st.sampled_from((0, 0, 1, 2, 5)))
         sampling = draw(samplings(most=new))
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
         prompt = draw(prompts(vocabulary=vocabulary, longest=longest, length=length))
-        cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4, 8)))
-        asked.append(Asked(prompt, sampling, arrives, cancelled))
-    return asked
+        cancel_after = draw_cancel_after(draw)
+        specs.append(RequestSpec(prompt, sampling, arrival, cancel_after=cancel_after))
+    return specs
 
 
-def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
     """Two requests last, some between them end soon, and others come after those and last.
 
     A new request takes over what belonged to one that ended, while its neighbours still go on.
@@ -212,55 +171,57 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Ask
     soon = min(new, draw(st.integers(2, 3)))
     ends = [new, *[soon] * draw(st.integers(1, 2)), new]
     lengths, heats = st.integers(1, max(1, longest // 4)), st.sampled_from((0.0, 0.0, 3.0))
-    asked = [
-        Asked(
+    specs = [
+        RequestSpec(
             common_text(draw(lengths), vocabulary, at),
             Sampling(tokens, temperature=draw(heats), seed=at, ignore_eos=True),
         )
         for at, tokens in enumerate(ends)
     ]
-    arrives = soon
+    arrival = soon
     for at in range(draw(st.integers(2, min(3, _MOST_REQUESTS - len(ends))))):
-        arrives += draw(st.integers(0, 2))
+        arrival += draw(st.integers(0, 2))
         length = draw(st.integers(max(1, longest // 3), longest))
-        text = common_text(length, vocabulary, len(asked))
+        text = common_text(length, vocabulary, len(specs))
         lasts = Sampling(new, temperature=draw(heats), seed=at, ignore_eos=True)
         if draw(st.sampled_from((False, False, False, True))):
             lasts = replace(draw(samplings(most=new)), max_new_tokens=new)
-        asked.append(Asked(text, lasts, arrives))
-    return asked
+        specs.append(RequestSpec(text, lasts, arrival))
+    return specs
 
 
-def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
     """The model ends one or two texts early. Another, begun after them, lasts.
 
     Then comes a long prompt with a penalty, which many engines decode apart from the others. It
     takes the blocks of those that ended while their neighbour goes on.
     """
     short = st.integers(1, max(1, longest // 4))
-    asked = []
+    specs = []
     for at in range(draw(st.integers(1, 2))):
         sampling = Sampling(new, temperature=3.0, seed=draw(st.integers(0, 20)))
-        asked.append(Asked(common_text(draw(short), vocabulary, at), sampling, ends_early=True))
-    lasting = common_text(draw(short), vocabulary, len(asked))
-    asked.append(Asked(lasting, Sampling(new, ignore_eos=True)))
-    late = common_text(draw(st.integers(max(1, longest // 2), longest)), vocabulary, len(asked))
+        specs.append(
+            RequestSpec(common_text(draw(short), vocabulary, at), sampling, ends_early=True)
+        )
+    lasting = common_text(draw(short), vocabulary, len(specs))
+    specs.append(RequestSpec(lasting, Sampling(new, ignore_eos=True)))
+    late = common_text(draw(st.integers(max(1, longest // 2), longest)), vocabulary, len(specs))
     penalty = draw(st.sampled_from((1.5, 1.5, 1.0)))
     sampling = Sampling(new, repetition_penalty=penalty, ignore_eos=True)
-    return [*asked, Asked(late, sampling, arrives=draw(st.integers(1, max(1, new // 2))))]
+    return [*specs, RequestSpec(late, sampling, arrival=draw(st.integers(1, max(1, new // 2))))]
 
 
-def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
     """A prompt gets one token, and a longer prompt begins with all that was stored of it.
 
     Some are cancelled before that: what is stored then is a part of the prompt.
     """
     stored = draw(st.integers(1, longest - 2))
     more = draw(st.integers(1, 2))
-    cancelled = draw(st.sampled_from((None, 1, 2)))
+    cancel_after = draw(st.sampled_from((None, 1, 2)))
     return [
-        Asked(common_text(stored, vocabulary), Sampling(), cancelled_after=cancelled),
-        Asked(common_text(stored + more, vocabulary), draw(samplings(most=new))),
+        RequestSpec(common_text(stored, vocabulary), Sampling(), cancel_after=cancel_after),
+        RequestSpec(common_text(stored + more, vocabulary), draw(samplings(most=new))),
     ]
 
 
@@ -287,21 +248,21 @@ def large_mixes(
     longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
     drawn = [
-        Asked(
+        RequestSpec(
             common_text(draw(lengths), adapter.vocabulary, draw(st.sampled_from((0, 0, at)))),
             draw(samplings(most=new)),
-            arrives=draw(st.sampled_from((0, 0, 0, 1, 4))),
+            arrival=draw(st.sampled_from((0, 0, 0, 1, 4))),
         )
         for at in range(crowd)
     ]
-    asked = tuple(as_offered(adapter, each) for each in drawn)
+    specs = tuple(restricted(adapter, each) for each in drawn)
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))
-    needed = [each.most_tokens for each in asked]
+    needed = [each.most_tokens for each in specs]
     block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
-    return RequestMix(asked, block_size, room, device, options)
+    return RequestMix(specs, block_size, room, device, options)
 
 
 # The wide mixes that every engine gets: many requests at a time.
@@ -322,19 +283,19 @@ def wide_mix(adapter: type[EngineAdapter], options: Mapping[str, Any], device: s
     Every fourth goes on where the prompt of the one before it ends, and some are drawn or have a
     penalty. They end one by one, so that those behind them move up.
     """
-    asked: list[Asked] = []
-    for arrives, many, tokens in _WAVES:
+    specs: list[RequestSpec] = []
+    for arrival, many, tokens in _WAVES:
         for _ in range(many):
-            asked.append(_request(adapter, len(asked), arrives, tokens, asked))
-    asked = asked[: adapter.most_requests]
+            specs.append(_request(adapter, len(specs), arrival, tokens, specs))
+    specs = specs[: adapter.most_requests]
     size = min(adapter.block_sizes, key=lambda each: abs(each - 4))
-    room = sum(each.most_tokens + size for each in asked)
-    return RequestMix(tuple(asked), size, room, device, options)
+    room = sum(each.most_tokens + size for each in specs)
+    return RequestMix(tuple(specs), size, room, device, options)
 
 
 def _request(
-    adapter: type[EngineAdapter], number: int, arrives: int, tokens: int, before: list[Asked]
-) -> Asked:
+    adapter: type[EngineAdapter], number: int, arrival: int, tokens: int, before: list[RequestSpec]
+) -> RequestSpec:
     new = min(tokens - number % 3, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
     prompt = common_text(1 + number * 5 % _LONGEST, adapter.vocabulary, number)
@@ -345,9 +306,9 @@ def _request(
         temperature=float(number % 5 == 3),
         seed=number,
         repetition_penalty=1.5 if number % 7 == 5 else 1.0,
-        ignore_eos=number % 6 != 2 or arrives < _WAVES[-1][0],
+        ignore_eos=number % 6 != 2 or arrival < _WAVES[-1][0],
     )
-    return as_offered(adapter, Asked(prompt[:longest], sampling, arrives))
+    return restricted(adapter, RequestSpec(prompt[:longest], sampling, arrival))
 
 
 def wide_settings(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The lists of the documentation that are generated from the code, and the command that does it.
 
 ``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites those of a page in place.
-Without a page they are printed, and ``--adapter package.module:Class`` names another adapter class,
-whose lists have what its own capabilities add.
+Without a page they are printed, and ``--adapter package.module:Class`` names an adapter class of a
+cache or an engine, whose lists have what its own capabilities add.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ import ast
 import inspect
 import re
 import sys
+from dataclasses import MISSING, fields
+from inspect import get_annotations
 from itertools import chain
 from pathlib import Path
 from textwrap import dedent, fill
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
 from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.capability import Traits, counted_conditions
+from pytest_roseinfer.engine_capabilities.capability import SamplingCore, for_adapter
 from pytest_roseinfer.plugin import options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from pytest_roseinfer.adapters.base import Adapter
 
 COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md docs/architecture.md"
 """The command that writes the lists of this project's pages."""
@@ -77,19 +83,36 @@ def _read(file: Path) -> str:
 # The lists of an adapter class.
 
 
-def sections(adapter: type[KVCacheAdapter]) -> dict[str, str]:
+def shipped_sections() -> dict[str, str]:
+    """Return the lists of this project's pages, as Markdown, by the names of sections."""
+    both = sections(KVCacheAdapter) | sections(EngineAdapter)
+    return {"options": _joined(_options()), **both}
+
+
+def sections(adapter: type[Adapter]) -> dict[str, str]:
     """Return the lists that belong to an adapter class, as Markdown, by the names of sections."""
-    offered = adapter.capabilities
-    operations = chain.from_iterable(each.operations for each in offered)
-    invariants = chain.from_iterable(each.invariants for each in offered)
-    modules = [sys.modules[each.methods.__module__] for each in offered]
-    lists: dict[str, Iterable[str]] = {
+    engine = issubclass(adapter, EngineAdapter)
+    modules = [sys.modules[each.methods.__module__] for each in adapter.capabilities]
+    lists = {
         "capabilities": (
             _entry(f"`{each.__name__.rpartition('.')[2]}`", _first_line(each)) for each in modules
         ),
-        "options": _options(),
         "methods": _methods(adapter),
         "attributes": _attributes(adapter),
+        **(_lists_of_engine(adapter) if engine else _lists_of_cache(adapter)),
+    }
+    kind = "engine " if engine else ""
+    return {f"{kind}{name}": _joined(entries) for name, entries in lists.items()}
+
+
+def _joined(entries: Iterable[str]) -> str:
+    return "\n".join(entries) + "\n"
+
+
+def _lists_of_cache(adapter: type[Any]) -> dict[str, Iterable[str]]:
+    operations = chain.from_iterable(each.operations for each in adapter.capabilities)
+    invariants = chain.from_iterable(each.invariants for each in adapter.capabilities)
+    return {
         "operations": (
             _entry(f"`{each.trace_name}`", _first_line(each), _needs(each.needs))
             for each in operations
@@ -103,7 +126,25 @@ def sections(adapter: type[KVCacheAdapter]) -> dict[str, str]:
             for each in invariants
         ),
     }
-    return {name: "\n".join(entries) + "\n" for name, entries in lists.items()}
+
+
+def _lists_of_engine(adapter: type[Any]) -> dict[str, Iterable[str]]:
+    spec = for_adapter(adapter, RequestSpec((0,)))
+    return {
+        "mixes": _fields(RequestMix),
+        "requests": _fields(type(spec)),
+        "parameters": _fields(type(spec.sampling)),
+    }
+
+
+def _fields(kind: type[Any]) -> Iterator[str]:
+    """List the fields of a dataclass and of its bases, each once."""
+    docs: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        docs |= attribute_docs(each) if get_annotations(each) else {}
+    for own in fields(kind):
+        default = "" if own.default is MISSING else f"default `{_literal(own.default)}`"
+        yield _entry(f"`{own.name}`", docs.get(own.name, ""), default)
 
 
 def _options() -> Iterator[str]:
@@ -112,7 +153,7 @@ def _options() -> Iterator[str]:
         yield _entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.description), ini)
 
 
-def _methods(adapter: type[KVCacheAdapter]) -> Iterator[str]:
+def _methods(adapter: type[Adapter]) -> Iterator[str]:
     needs = dict(chain.from_iterable(each.needs.items() for each in adapter.capabilities))
     for declaring in adapter.declaring():
         for name, declared in vars(declaring).items():
@@ -128,10 +169,10 @@ def _methods(adapter: type[KVCacheAdapter]) -> Iterator[str]:
             yield _entry(f"`{name}({passed})`", inspect.getdoc(method) or "", note)
 
 
-def _attributes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
+def _attributes(adapter: type[Adapter]) -> Iterator[str]:
     for declaring in adapter.declaring():
         docs = attribute_docs(declaring)
-        for name in inspect.get_annotations(declaring):
+        for name in (each for each in get_annotations(declaring) if not each.startswith("_")):
             default = getattr(declaring, name)
             yield _entry(f"`{name}`", docs.get(name, ""), f"default `{_literal(default)}`")
             if isinstance(default, Traits):
@@ -176,7 +217,7 @@ def _needs(names: Iterable[str]) -> str:
 
 def _literal(value: Any) -> str:
     """Return a default as one would write it."""
-    if isinstance(value, Traits):
+    if isinstance(value, Traits | SamplingCore):
         return f"{type(value).__name__}()"
     if isinstance(value, tuple) and all(isinstance(each, type) for each in value) and value:
         return f"({', '.join(each.__name__ for each in value)},)"
@@ -198,9 +239,8 @@ def _entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
     return filled.replace(_UNBROKEN, " ")
 
 
-def write(page: Path, adapter: type[KVCacheAdapter]) -> None:
+def write(page: Path, lists: Mapping[str, str]) -> None:
     """Rewrite the sections that a page has; raise where it has none."""
-    lists = sections(adapter)
     marked = [name for name in lists if has_section(page, name)]
     for name in marked or lists:
         put_section(page, name, lists[name])
@@ -210,17 +250,15 @@ def main() -> str:
     """Rewrite pages, or print the lists; return what is wrong, in words."""
     parser = argparse.ArgumentParser(description="Generate lists of the reference.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files with marked sections")
-    parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else KVCacheAdapter itself")
+    parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else those of this package")
     arguments = parser.parse_args()
-    adapter: type[Any] = KVCacheAdapter
     try:
+        lists = shipped_sections()
         if arguments.adapter:
-            adapter = load_target(arguments.adapter)
-        if not issubclass(adapter, KVCacheAdapter):
-            return f"{arguments.adapter} is no KVCacheAdapter: name the adapter of a cache"
+            lists |= sections(load_target(arguments.adapter))
         for page in arguments.pages:
-            write(page, adapter)
-        for name, listed in sections(adapter).items() if not arguments.pages else ():
+            write(page, lists)
+        for name, listed in lists.items() if not arguments.pages else ():
             print(f"## {name.capitalize()}\n\n{listed}")
     except (NoPage, TargetError) as error:
         return str(error)

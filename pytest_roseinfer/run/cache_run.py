@@ -5,6 +5,7 @@ What the cache offers decides which views its snapshots have, and which observer
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from time import process_time
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.capabilities.capability import View
+    from pytest_roseinfer.capabilities.capability import Run, View
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.histories.history import History
 
@@ -60,7 +61,9 @@ class CacheRun:
             for setup in due((each for one in offers for each in one.setups), can):
                 setup.prepare(self)
             kinds = due((each for one in offers for each in one.observers), can)
-            self.observers = {kind: kind(self) for kind in kinds}
+            # A run that held itself would keep its cache until the next garbage collection.
+            run: Run = weakref.proxy(self)
+            self.observers = {kind: kind(run) for kind in kinds}
             self.now = self.look()
             """The cache after the latest step."""
 

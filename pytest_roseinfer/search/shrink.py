@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain, combinations, islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
+from pytest_roseinfer.engine_capabilities.capability import RequestCore, change, plain
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.oracle.oracle import Oracle
 
@@ -506,19 +507,19 @@ def passes_of_mixes(
 
 def _without_requests(mix: RequestMix) -> Iterator[RequestMix]:
     """Leave out requests: half of all, then fewer, from the end on."""
-    asked, many = mix.requests, mix.size
+    specs, many = mix.requests, mix.size
     while many := many // 2:
         for end in range(mix.size, many - 1, -many):
-            before, behind = asked[: end - many], asked[end:]
-            yield from _with_requests(mix, (*before, *behind))
+            before, after = specs[: end - many], specs[end:]
+            yield from _with_requests(mix, (*before, *after))
             # What was left out may have kept them waiting.
-            yield from _with_requests(mix, (*before, *map(_a_step_later, behind)))
+            yield from _with_requests(mix, (*before, *map(_a_step_later, after)))
 
 
-def _a_step_later(asked: Asked) -> Asked:
-    """Have a request come later, and be cancelled soon if at all."""
-    soon = None if asked.cancelled_after is None else min(1, asked.cancelled_after)
-    return replace(asked, arrives=asked.arrives + 1, cancelled_after=soon)
+def _a_step_later(spec: RequestSpec) -> RequestSpec:
+    """Have a request come later, and what becomes of it soon."""
+    soon = {name: min(1, number) for name, number in _own_numbers(spec).items()}
+    return change(spec, arrival=spec.arrival + 1, **soon)
 
 
 def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
@@ -555,41 +556,46 @@ def _with_simpler_requests(mix: RequestMix) -> Iterator[RequestMix]:
 
 def _with_all_sooner(mix: RequestMix) -> Iterator[RequestMix]:
     """Have all that are not there from the beginning come a step sooner."""
-    sooner = (replace(each, arrives=max(0, each.arrives - 1)) for each in mix.requests)
+    sooner = (replace(each, arrival=max(0, each.arrival - 1)) for each in mix.requests)
     yield from _with_requests(mix, sooner)
 
 
-def _simpler_requests(asked: Asked) -> Iterator[Asked]:
-    sampling = asked.sampling
-    if type(sampling) is not Sampling:
-        plain = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
-        yield replace(asked, sampling=Sampling(**plain))
-    for name in ("stops", "ends_early", "cancelled_after"):
-        yield from _with_the_default(asked, name)
-    for stop in asked.stops if len(asked.stops) > 1 else ():
-        yield replace(asked, stops=(stop,))
-    for each in fields(sampling):
-        for plainer in _with_the_default(sampling, each.name):
-            yield replace(asked, sampling=plainer)
-    yield from (_cut(asked, kept) for kept in smaller_numbers(len(asked.prompt), 1))
-    if len(asked.prompt) > 1:
-        yield replace(asked, prompt=asked.prompt[1:])
+def _simpler_requests(spec: RequestSpec) -> Iterator[RequestSpec]:
+    sampling = spec.sampling
+    if (simple := plain(spec)) != spec:
+        yield simple
+    yield from _plainer(spec, fields(spec)[len(fields(RequestCore)) :])
+    for plainer in _plainer(sampling, fields(sampling)):
+        yield replace(spec, sampling=plainer)
+    yield from (_cut(spec, kept) for kept in smaller_numbers(len(spec.prompt), 1))
+    if len(spec.prompt) > 1:
+        yield replace(spec, prompt=spec.prompt[1:])
     new = smaller_numbers(sampling.max_new_tokens, 1)
-    yield from (_generating(asked, tokens) for tokens in new)
-    yield from (replace(asked, arrives=step) for step in smaller_numbers(asked.arrives, 0))
-    for step in smaller_numbers(asked.cancelled_after or 0, 0):
-        yield replace(asked, cancelled_after=step)
+    yield from (_generating(spec, tokens) for tokens in new)
+    yield from (replace(spec, arrival=step) for step in smaller_numbers(spec.arrival, 0))
+    for name, number in _own_numbers(spec).items():
+        yield from (change(spec, **{name: fewer}) for fewer in smaller_numbers(number, 0))
 
 
-def _with_the_default(case: Any, name: str) -> Iterator[Any]:
-    (default,) = (each.default for each in fields(case) if each.name == name)
-    if getattr(case, name) != default:
-        yield replace(case, **{name: default})
+def _own_numbers(spec: RequestSpec) -> dict[str, int]:
+    """Return the numbers of a request that not every request has."""
+    own = {each.name: getattr(spec, each.name) for each in fields(spec)[len(fields(RequestCore)) :]}
+    return {name: number for name, number in own.items() if type(number) is int}
 
 
-def _with_requests(mix: RequestMix, asked: Iterable[Asked]) -> Iterator[RequestMix]:
+def _plainer(case: Any, names: Sequence[Field[Any]]) -> Iterator[Any]:
+    """Give each of some fields its default, or keep one of its elements."""
+    changed = [each for each in names if getattr(case, each.name) != each.default]
+    yield from (replace(case, **{each.name: each.default}) for each in changed)
+    for name in (each.name for each in changed):
+        elements = getattr(case, name)
+        if isinstance(elements, tuple) and len(elements) > 1:
+            yield from (replace(case, **{name: (element,)}) for element in elements)
+
+
+def _with_requests(mix: RequestMix, specs: Iterable[RequestSpec]) -> Iterator[RequestMix]:
     """Return a mix with other requests: in as large a cache, and in one smaller by what is gone."""
-    smaller = replace(mix, requests=tuple(asked))
+    smaller = replace(mix, requests=tuple(specs))
     yield smaller
     if gone := _tokens(mix) - _tokens(smaller):
         room = max(_least_room(smaller), mix.cache_tokens - gone)
@@ -604,14 +610,14 @@ def _least_room(mix: RequestMix) -> int:
     return max(each.most_tokens for each in mix.requests)
 
 
-def _cut(asked: Asked, kept: int) -> Asked:
-    return replace(asked, prompt=asked.prompt[:kept])
+def _cut(spec: RequestSpec, kept: int) -> RequestSpec:
+    return replace(spec, prompt=spec.prompt[:kept])
 
 
-def _begun_later(asked: Asked, gone: int) -> Asked:
-    return replace(asked, prompt=asked.prompt[gone:] or asked.prompt[-1:])
+def _begun_later(spec: RequestSpec, gone: int) -> RequestSpec:
+    return replace(spec, prompt=spec.prompt[gone:] or spec.prompt[-1:])
 
 
-def _generating(asked: Asked, tokens: int) -> Asked:
-    fewer = min(tokens, asked.sampling.max_new_tokens)
-    return replace(asked, sampling=replace(asked.sampling, max_new_tokens=fewer))
+def _generating(spec: RequestSpec, tokens: int) -> RequestSpec:
+    fewer = min(tokens, spec.sampling.max_new_tokens)
+    return replace(spec, sampling=replace(spec.sampling, max_new_tokens=fewer))

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Number of the format of traces, which rises when older ones cannot be read any more."""
-LAST_COMMITS: Mapping[int | str, str] = {}
-"""Last commit that reads what this one cannot, by format number or name of an operation."""
+LAST_COMMITS: Mapping[int | str, str] = dict.fromkeys(
+    ("arrives", "cancelled_after", "stops"), "47d57de6"
+)
+"""Last commit that reads what this one cannot, by a format number or the name of an operation or
+of a request's field."""
 TRUST = "--roseinfer-replay-trust"
 FAILED = "failed"
 """The field of what was wrong when a trace was saved; not there if the process ended before."""
@@ -110,11 +113,18 @@ def read(file: str) -> dict[str, Any]:
     return trace
 
 
-def require_operations(file: str, trace: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a trace with operations of another version, and say which one reads it."""
-    for step in trace["example"].get("operations", ()):
-        if isinstance(name := step.get("do"), str) and name not in known:
+def require_known(
+    file: str, trace: Mapping[str, Any], operations: Collection[str], of_requests: Collection[str]
+) -> None:
+    """Refuse a trace with operations or requests of another version, and say which one reads it."""
+    example = trace["example"]
+    for step in example.get("operations", ()):
+        if isinstance(name := step.get("do"), str) and name not in operations:
             raise TraceError(_unreadable(file, trace, f"the operation {name!r}", name))
+    for request in example.get("requests", ()):
+        if unknown := [name for name in request if name not in of_requests]:
+            what = f"the field {unknown[0]!r} of a request"
+            raise TraceError(_unreadable(file, trace, what, unknown[0]))
 
 
 def _unreadable(file: str, trace: Mapping[str, Any], what: str, key: object) -> str:
@@ -187,8 +197,10 @@ def replay(file: str, allowed: Allowed) -> int:
 
     import torch
 
+    from pytest_roseinfer.adapters.engine import EngineAdapter, RequestSpec
     from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.capabilities.operation import OPERATIONS
+    from pytest_roseinfer.engine_capabilities.capability import for_adapter
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.run.watchdog import watched
     from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
@@ -214,7 +226,9 @@ def replay(file: str, allowed: Allowed) -> int:
     # This may register operations of its own.
     adapter = load_target(trace["adapter"], source)
     try:
-        require_operations(file, trace, OPERATIONS)
+        engine = issubclass(adapter, EngineAdapter)
+        of_requests = fields(for_adapter(adapter, RequestSpec((0,)))) if engine else ()
+        require_known(file, trace, OPERATIONS, {each.name for each in of_requests})
         example = kind_of_example(trace["check"]).from_json(trace["example"])
     except TraceError:
         raise

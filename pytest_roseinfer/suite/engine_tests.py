@@ -82,12 +82,12 @@ class EngineTests(ShippedTests):
         for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
             left_out = self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
             target.searched_for(due, left_out)
-        # Behind the drawn ones, which show most bugs smaller.
+        # After the drawn ones, which show most bugs smaller.
         WideMixes(self.adapter).run(ends)
         missing = partial(target.still_missing, since)
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
-            if self.adapter.defines("forked"):  # which may be all that takes this path
+            if self.adapter.defines("fork"):  # which may be all that takes this path
                 self._search("run_forks", 2, aim, turn, ends=ends)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
@@ -107,11 +107,11 @@ class EngineTests(ShippedTests):
             )
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
-        if not self.adapter.defines("forked"):
-            _skip(f"{self.adapter.__name__} does not offer forked()")
-        asked = settings.current()
-        examples = max(1, round(asked.examples * _FORK_SHARE))
-        left_out = self._search("run_forks", examples, ends=asked.search_ends())
+        if not self.adapter.defines("fork"):
+            _skip(f"{self.adapter.__name__} does not offer fork()")
+        options = settings.current()
+        examples = max(1, round(options.examples * _FORK_SHARE))
+        left_out = self._search("run_forks", examples, ends=options.search_ends())
         coverage.current().of(self.adapter).searched_for(examples, left_out)
 
     def _served(self, mix: RequestMix) -> Counter[str]:
@@ -138,14 +138,14 @@ class EngineTests(ShippedTests):
         from pytest_roseinfer.search.search import Search
 
         settings.require_plugin()
-        target, asked = coverage.current().of(self.adapter), settings.current()
+        target, options = coverage.current().of(self.adapter), settings.current()
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1
-            steps = max(_LEAST_STEPS, round(asked.steps * share))
+            steps = max(_LEAST_STEPS, round(options.steps * share))
             drawn = request_mixes(
                 self.adapter,
                 most_steps=steps,
-                device=asked.device,
+                device=options.device,
                 aim=aim,
                 preludes=preludes.of(aim) if preludes else (),
             )

@@ -13,13 +13,13 @@ import tokenizers
 import torch
 from tokenizers import decoders
 
-from pytest_roseinfer.engines.twins import distribution
+from pytest_roseinfer.engine_capabilities.sampling import distribution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
-    from pytest_roseinfer.engines.twins import Floats
+    from pytest_roseinfer.engine_capabilities.capability import Floats
 
 # The shapes and traits of the small models that roseinfer's own engine is checked with.
 

@@ -16,6 +16,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets.nano_vllm import INSTALL
 from pytest_roseinfer.targets.telling_keys import key_of, likeliest, logits_of
 from pytest_roseinfer.targets.without_its_top import part_of, without
@@ -71,8 +72,8 @@ _ALONE = "all anew"
 
 
 class NanoVllmEngine(EngineAdapter):
-    end = 5
-    takes_sampling = False
+    eos_token = 5
+    sampling = SamplingTraits(greedy_only=True)
     # Its own blocks hold a multiple of 256 tokens, by the same code; 1 needs other code.
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
@@ -91,7 +92,7 @@ class NanoVllmEngine(EngineAdapter):
         self.new_params = engine.SamplingParams
         engine.Sequence.block_size = mix.block_size  # as the engine sets it, for all
         config = SimpleNamespace(
-            eos=self.end,
+            eos=self.eos_token,
             kvcache_block_size=mix.block_size,
             num_kvcache_blocks=-(-mix.cache_tokens // mix.block_size),
             **mix.options,
@@ -134,7 +135,7 @@ class NanoVllmEngine(EngineAdapter):
     def tokens(self, request: Any) -> list[int]:
         return list(request.completion_token_ids)
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         return bool(request.is_finished)
 
     def leftovers(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
 from pytest_roseinfer.targets.engine_models import alone, goes_on, text_of, tokenizer, undecided
@@ -185,7 +186,7 @@ def params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(**asdict(sampling))
 
 
-def forked(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+def fork(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
     """Return what each fork of the prompt's sequence generates; all go on together."""
     (first,), logits = sessions.prefill([list(prompt)])
     forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
@@ -235,8 +236,7 @@ class RoseinferEngine(EngineAdapter):
     lag = max(RUN_AHEAD)
     never_idles = True
     fast_interpreter = True
-    takes_min_p = True
-    takes_counted_penalties = True
+    sampling = SamplingTraits(min_p=True, presence_and_frequency=True)
     paths = PATHS
     option_choices = OPTION_CHOICES
     longest = shapes.LONG_POSITIONS
@@ -276,7 +276,7 @@ class RoseinferEngine(EngineAdapter):
     def tokens(self, request: Any) -> list[int]:
         return list(request.token_ids)
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         return request.finish_reason is not None
 
     def leftovers(self) -> str:
@@ -290,8 +290,8 @@ class RoseinferEngine(EngineAdapter):
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:
         return list(alone(mix.options["model"], mix.device, tuple(prompt), sampling))
 
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-        return forked(self.engine.sessions, prompt, samplings)
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+        return fork(self.engine.sessions, prompt, samplings)
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         return undecided(mix, tuple(tokens), sampling, self.rounding)
@@ -311,7 +311,7 @@ class RoseinferEngine(EngineAdapter):
     def pieces(self, request: Any) -> Sequence[str]:
         return self._shown[request.id]
 
-    def decoded(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return text_of(tokens, self._tokenizer)
 
     def stage(self, request: Any) -> str:

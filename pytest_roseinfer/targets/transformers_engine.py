@@ -15,6 +15,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
 
@@ -30,8 +31,8 @@ _served = lru_cache(models.network)
 class TransformersEngine(EngineAdapter):
     vocabulary = shapes.VOCABULARY
     most_tokens = shapes.POSITIONS
-    end = shapes.END
-    takes_sampling = False
+    eos_token = shapes.END
+    sampling = SamplingTraits(greedy_only=True)
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
         **dict.fromkeys(("prefix hit", "preempted", "cancelled"), FastPath("no cache")),
@@ -69,7 +70,7 @@ class TransformersEngine(EngineAdapter):
         self.cancelled: set[str] = set()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        end = -1 if sampling.ignore_eos else self.end
+        end = -1 if sampling.ignore_eos else self.eos_token
         return self.manager.add_request(
             list(prompt), max_new_tokens=sampling.max_new_tokens, eos_token_id=end, streaming=True
         )
@@ -92,7 +93,7 @@ class TransformersEngine(EngineAdapter):
         return found
 
     def cancel(self, request: Any) -> None:
-        self.counts["cancelled"] += not self.ended(request)
+        self.counts["cancelled"] += not self.is_finished(request)
         self.cancelled.add(request)
         self.manager.cancel_request(request)
 
@@ -102,7 +103,7 @@ class TransformersEngine(EngineAdapter):
     def logprobs(self, request: Any) -> Sequence[float]:
         return self.outputs[request].logprobs if request in self.outputs else []
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         over = request in self.outputs and self.outputs[request].is_finished()
         return over or request in self.cancelled
 
@@ -123,18 +124,18 @@ class TransformersEngine(EngineAdapter):
 class ForkingTransformersEngine(TransformersEngine):
     """The same with ``num_return_sequences``, which forks a request at its last token."""
 
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         """Fork a request that lasts as long as any is to, and cut each fork to what it asked."""
         self.manager.num_return_sequences = len(samplings)
         most = max(each.max_new_tokens for each in samplings)
         name = self.submit(prompt, replace(samplings[0], max_new_tokens=most, ignore_eos=True))
         names = [name, *(f"{name}__child#{at}" for at in range(len(samplings) - 1))]
-        while not all(map(self.ended, names)):
+        while not all(map(self.is_finished, names)):
             self.step()
         found = zip(map(self.tokens, names), samplings, strict=True)
         return [_cut(tokens[: own.max_new_tokens], own) for tokens, own in found]
 
 
 def _cut(new: list[int], sampling: Sampling) -> list[int]:
-    ends = TransformersEngine.end in new and not sampling.ignore_eos
-    return new[: new.index(TransformersEngine.end) + 1] if ends else new
+    ends = TransformersEngine.eos_token in new and not sampling.ignore_eos
+    return new[: new.index(TransformersEngine.eos_token) + 1] if ends else new

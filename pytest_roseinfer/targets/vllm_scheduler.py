@@ -12,6 +12,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets.telling_keys import key_of
 from pytest_roseinfer.targets.vllm_kv import vllm_part
 
@@ -221,8 +222,8 @@ _ALONE = "all anew"
 
 
 class VllmScheduler(EngineAdapter):
-    end = 5
-    takes_sampling = False
+    eos_token = 5
+    sampling = SamplingTraits(greedy_only=True)
     lag = 1
     paths: ClassVar[Mapping[str, FastPath]] = {
         "prefix hit": FastPath(_ALONE),
@@ -253,7 +254,8 @@ class VllmScheduler(EngineAdapter):
         manager.get_computed_blocks = partial(self._found, manager.get_computed_blocks)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        asked = list(prompt), sampling.max_new_tokens, None if sampling.ignore_eos else self.end
+        end = None if sampling.ignore_eos else self.eos_token
+        asked = list(prompt), sampling.max_new_tokens, end
         request = new_request(str(next(self.names)), *asked, self.scheduler.block_size)
         self.scheduler.add_request(request)
         return request
@@ -290,14 +292,14 @@ class VllmScheduler(EngineAdapter):
             self.scheduler.update_draft_token_ids(drafted)
 
     def cancel(self, request: Any) -> None:
-        self.counts["cancelled"] += not self.ended(request)
+        self.counts["cancelled"] += not self.is_finished(request)
         aborted = vllm_part("v1.request").RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request.request_id, aborted)
 
     def tokens(self, request: Any) -> list[int]:
         return list(request.output_token_ids)
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         return bool(request.is_finished())
 
     def leftovers(self) -> str:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis.strategies import just
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WANTED = Sampling(max_new_tokens=8)
-MIX = RequestMix((Asked((3, 4), WANTED), Asked((3,), WANTED)))
+MIX = RequestMix((RequestSpec((3, 4), WANTED), RequestSpec((3,), WANTED)))
 FOUND = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
 NOTHING: Any = {"message": "it was so", "what": "another text"}
 
@@ -81,7 +81,7 @@ def test_the_printed_line_fails_until_the_bug_is_gone(
     for run in (failed, passed):  # a reader can type what was asked
         run.stdout.fnmatch_lines(
             [
-                f"*the likeliest tokens of {server.url}, model tiny, for the prompts",
+                f"*the greedy completions of {server.url}, model tiny, for the prompts",
                 "  0. at step 0: 'dog elk', max_tokens 8",
                 "  1. at step 0: 'dog', max_tokens 8",
             ]

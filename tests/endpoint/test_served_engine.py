@@ -14,7 +14,7 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.endpoint.served_engine import (
     BrokenPromise,
     ServedEngine,
@@ -186,7 +186,7 @@ def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.Mo
     del endpoint
     monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.Streamed", _Counted)
     monkeypatch.setattr(_Counted, "beside", [])
-    mix = RequestMix(tuple(Asked((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
+    mix = RequestMix(tuple(RequestSpec((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
     assert _Counted.beside == [0, 1, 2, 0, 0, 0]
 
@@ -208,7 +208,7 @@ def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
 def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:
     settings.set_current(replace(settings.current(), endpoint=replace(endpoint, key="secret")))
     wanted = Sampling(max_new_tokens=2)
-    mix = RequestMix((Asked((3, 4), wanted), Asked((3,), wanted)))
+    mix = RequestMix((RequestSpec((3, 4), wanted), RequestSpec((3,), wanted)))
     found: Any = {"message": "it was so", "what": "another text"}
     saved = save(ServedEngine, mix, "run_mix", found, f"{tmp_path}/failures", "")
     script = tmp_path / saved.script
@@ -256,7 +256,7 @@ def test_the_end_of_a_text_may_be_a_near_tie(
 ) -> None:
     monkeypatch.setattr(ServedEngine, "_ask", lambda *_: served)
     monkeypatch.setattr(ServedEngine, "_alone", lambda *_: alone)
-    only = RequestMix(requests=(Asked((1, 2), Sampling(3)),))
+    only = RequestMix(requests=(RequestSpec((1, 2), Sampling(3)),))
     monkeypatch.setattr(ServedEngine, "_key", lambda *_: "only")
     monkeypatch.setattr(ServedEngine, "_right", {"only": alone})
     with pytest.raises(MixDivergence, match=wrong) if wrong else nullcontext():

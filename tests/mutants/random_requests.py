@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.engines.run import run_mix
 from tests.mutants.random_search import search_at_random
 
@@ -42,9 +42,9 @@ def random_mix(rng: random.Random, target: type[EngineAdapter]) -> RequestMix:
     )
 
 
-def _request(rng: random.Random, target: type[EngineAdapter]) -> Asked:
+def _request(rng: random.Random, target: type[EngineAdapter]) -> RequestSpec:
     length = rng.randint(1, target.most_tokens - _MOST_NEW)
-    return Asked(
+    return RequestSpec(
         tuple(rng.randrange(target.vocabulary) for _ in range(length)),
         Sampling(
             rng.randint(1, _MOST_NEW),
@@ -54,5 +54,5 @@ def _request(rng: random.Random, target: type[EngineAdapter]) -> Asked:
             ignore_eos=rng.random() < 0.5,
         ),
         rng.randint(0, _MOST_STEPS),
-        rng.randint(0, _MOST_STEPS) if rng.random() < 0.2 else None,
+        cancel_after=rng.randint(0, _MOST_STEPS) if rng.random() < 0.2 else None,
     )

@@ -9,9 +9,9 @@ import transformers
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from pytest_roseinfer import (
-    Asked,
     MixDivergence,
     RequestMix,
+    RequestSpec,
     Sampling,
     run_forks,
     run_mix,
@@ -66,7 +66,7 @@ class ReadsAWindowTooFarBack(GoesOn):
         allocator.get_read_indices = wrong
 
 
-def mix(*requests: Asked, room: int) -> RequestMix:
+def mix(*requests: RequestSpec, room: int) -> RequestMix:
     return RequestMix(requests, cache_tokens=room, options=USUAL)
 
 
@@ -82,16 +82,16 @@ def test_a_window_that_is_read_too_far_back_is_caught() -> None:
 def test_a_hash_that_forgets_what_came_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cache_allocator.compute_block_hash
     monkeypatch.setattr(cache_allocator, "compute_block_hash", lambda _, own: right(None, own))
-    behind_others = Asked((1, 2, 3, 4, 9, 17, 26, 11, 5), Sampling(2))
-    at_the_beginning = Asked((9, 17, 26, 11, 7), Sampling(8), arrives=3)
+    behind_others = RequestSpec((1, 2, 3, 4, 9, 17, 26, 11, 5), Sampling(2))
+    at_the_beginning = RequestSpec((9, 17, 26, 11, 7), Sampling(8), arrival=3)
     with pytest.raises(MixDivergence, match=WRONG_TOKEN):
         run_mix(GoesOn, mix(behind_others, at_the_beginning, room=64))
 
 
 @only_that_version
 def test_who_made_room_waits_for_ever_once_the_others_are_cancelled() -> None:
-    leaves = Asked((5,), Sampling(6), cancelled_after=5)
-    crowd = mix(leaves, Asked((1,), Sampling(5)), room=7)
+    leaves = RequestSpec((5,), Sampling(6), cancel_after=5)
+    crowd = mix(leaves, RequestSpec((1,), Sampling(5)), room=7)
     with pytest.raises(MixDivergence, match=r"requests \[1\] have not ended after \d+ steps"):
         run_mix(TransformersEngine, crowd)
     run_mix(GoesOn, crowd)
@@ -99,7 +99,7 @@ def test_who_made_room_waits_for_ever_once_the_others_are_cancelled() -> None:
 
 @only_that_version
 def test_two_answers_for_one_token_end_it() -> None:
-    one, two = (mix(*[Asked(prompt, Sampling(3))] * 2, room=16) for prompt in ((1,), (1, 2)))
+    one, two = (mix(*[RequestSpec(prompt, Sampling(3))] * 2, room=16) for prompt in ((1,), (1, 2)))
     run_forks(ForkingTransformersEngine, two)
     with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
         run_forks(ForkingTransformersEngine, one)

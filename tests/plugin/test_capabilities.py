@@ -7,6 +7,7 @@ becomes of the sequence.
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -311,6 +312,14 @@ def test_a_condition_is_counted_and_may_be_named() -> None:
         refuse_mistakes(Unpinned)
 
 
+def test_a_run_does_not_hold_its_cache() -> None:
+    run = Machine(PinningCache, History(CacheSpec(), (Append((0,)),)))
+    assert run.observers
+    cache = weakref.ref(run.adapter)
+    del run
+    assert cache() is None
+
+
 def test_a_reference_is_generated_for_it() -> None:
     lists, shipped = reference.sections(PinningCache), reference.sections(CutCache)
     added = {name: _added(lists[name], shipped[name]) for name in lists}
@@ -319,7 +328,6 @@ def test_a_reference_is_generated_for_it() -> None:
 - `test_capabilities`: A capability of a user's own is one mixin and one object: all that is generic
   goes by them.
 """,
-        "options": "",
         "methods": """
 - `pin(seq, pin)` (needs `free`, `table`): Hold the blocks of a sequence under the name `pin`, until
   that is freed. A pin reads back as the sequence did, and has a `table`. Nobody appends to it.

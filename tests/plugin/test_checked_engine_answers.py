@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pytest_roseinfer import EngineAdapter, MixDivergence, Sampling, run_forks, run_mix
-from pytest_roseinfer.adapters.engine import Asked, RequestMix, WiderSampling
-from pytest_roseinfer.engines.answers import floats, refuse_wrong_answers
+from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec
+from pytest_roseinfer.capabilities.answers import floats
+from pytest_roseinfer.engines.run import MixRun
 from tests.plugin.engines.drawing_engine import DrawingEngine
 from tests.plugin.engines.small_mixes import asked, mix
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyForks
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["engines"]
 
-TELLING = WiderSampling(2, logprobs=True, top_logprobs=1, prompt_logprobs=True)
-DRAWN = RequestMix((Asked((1, 2), TELLING),), options={"batch": 1})
+TELLING = Sampling(2, logprobs=True, top_logprobs=1, prompt_logprobs=True)
+DRAWN = RequestMix((RequestSpec((1, 2), TELLING),), options={"batch": 1})
 TOKENS = "return a list of tokens"
 TRUTH = "return True or False"
-HELD = "return a text, which is empty where nothing is held"
+HELD = 'return a text, which is "" where nothing is held'
 STAGES = "return one of waiting, prefilling, decoding, preempted"
 LOGITS = "return a list of numbers, one for each token, of which there are 8 or more"
 LOGPROBS = "return a list of numbers, one for each token"
@@ -59,14 +60,14 @@ class WrongTokens(ToyAdapter):
 @pytest.mark.parametrize(
     ("method", "answer", "said"),
     [
-        ("submit", None, "(prompt, sampling) returned None: return what stands for the request"),
+        ("submit", None, "(prompt, sampling) returned None: return an object for the request"),
         ("tokens", None, f"(request) returned None: {TOKENS}"),
         ("tokens", torch.tensor([1]), f"(request) returned a tensor of shape [1]: {TOKENS}"),
         ("tokens", "12", f"(request) returned '12': {TOKENS}"),
         ("tokens", [1.0], f"(request) returned [1.0]: {TOKENS}"),
         ("tokens", iter([1]), f"(request) returned <list_iterator object at ...>: {TOKENS}"),
         ("tokens", np.array(3), f"(request) returned array(3): {TOKENS}"),
-        ("ended", None, f"(request) returned None: {TRUTH}"),
+        ("is_finished", None, f"(request) returned None: {TRUTH}"),
         ("leftovers", None, f"() returned None: {HELD}"),
         ("leftovers", 0, f"() returned 0: {HELD}"),
         ("path_counts", None, "() returned None: return a mapping of names to how often each"),
@@ -100,7 +101,7 @@ def test_what_is_no_answer_is_told(method: str, answer: object, said: str) -> No
         ("prompt_logprobs", ["-1"], f"(request) returned ['-1']: {OF_PROMPT}"),
         ("pieces", "abc", "(request) returned 'abc': return a list of texts"),
         ("pieces", [b"a"], "(request) returned [b'a']: return a list of texts"),
-        ("decoded", b"a", "(tokens) returned b'a': return a text"),
+        ("decode", b"a", "(tokens) returned b'a': return a text"),
     ],
 )
 def test_what_is_no_answer_of_an_engine_that_tells_more_is_told(
@@ -110,8 +111,8 @@ def test_what_is_no_answer_of_an_engine_that_tells_more_is_told(
 
 
 def test_a_token_that_cannot_be_spelled_is_told() -> None:
-    wrong = _always(WrongTokens, "spelled", 5)
-    assert _what(wrong, mix(asked(1))) == "spelled(token) returned 5: return a text"
+    wrong = _always(WrongTokens, "spell", 5)
+    assert _what(wrong, mix(asked(1))) == "spell(token) returned 5: return a text"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +125,8 @@ def test_a_token_that_cannot_be_spelled_is_told() -> None:
 )
 def test_forks_that_are_none_are_told(answer: object, said: str) -> None:
     with pytest.raises(MixDivergence) as found:
-        run_forks(_always(ToyForks, "forked", answer), mix(asked(1), asked(2)))
-    assert found.value.what == f"forked(prompt, samplings) {said}"
+        run_forks(_always(ToyForks, "fork", answer), mix(asked(1), asked(2)))
+    assert found.value.what == f"fork(prompt, samplings) {said}"
 
 
 class AsksItselfInAStep(ToyAdapter):
@@ -146,7 +147,7 @@ def test_a_likeliest_token_that_is_none_is_told() -> None:
         def top_logprobs(self, request: Any) -> Any:
             return [[(99, -0.5)] for _ in request.tokens]
 
-    said = "request 0, token 0: 1 likeliest tokens were asked for, and told are [99]"
+    said = "request 0, token 0: top logprobs are of [99]; they must be of 1 different tokens"
     assert _what(Tells, DRAWN) == said
 
 
@@ -156,8 +157,8 @@ class AnswersInArrays(DrawingEngine):
     def tokens(self, request: Any) -> Any:
         return np.array(super().tokens(request), dtype=np.int32)
 
-    def ended(self, request: Any) -> Any:
-        return np.bool_(super().ended(request))
+    def is_finished(self, request: Any) -> Any:
+        return np.bool_(super().is_finished(request))
 
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> Any:
         return np.array(super().alone(prompt, sampling, mix))
@@ -179,10 +180,9 @@ def test_what_is_as_good_as_the_right_answer_passes() -> None:
 
 
 def test_an_adapter_that_is_watched_does_not_hold_itself() -> None:
-    adapter = ToyAdapter()
-    refuse_wrong_answers(adapter)
-    gone = weakref.ref(adapter)
-    del adapter
+    run = MixRun(ToyAdapter, mix(asked(1)))
+    gone = weakref.ref(run.adapter)
+    del run
     assert gone() is None
 
 

@@ -15,19 +15,19 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import (
-    Asked,
     EngineAdapter,
     MixDivergence,
     RequestMix,
+    RequestSpec,
     Sampling,
+    SamplingTraits,
     conformance,
     run_mix,
 )
-from pytest_roseinfer.adapters.engine import WiderSampling
-from pytest_roseinfer.engines.answers import shown, stop, stop_strings, up_to_stop
+from pytest_roseinfer.engine_capabilities.sampling import distribution, may_be_chosen
+from pytest_roseinfer.engine_capabilities.text import cut_text, cut_tokens, find_stop, stop_strings
 from pytest_roseinfer.engines.run import settle, timeline_of
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.engines.twins import distribution, may_be_chosen
 from pytest_roseinfer.targets.engine_models import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (
@@ -49,23 +49,24 @@ from tests.plugin.engines.drawing_engine import (
 
 RULED_OUT = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
 ENDED_BY_THEN = r"request \d, token \d+: \d; alone it has ended by then"
-WRONG_TEXT = r"request \d shows '.*'; its tokens say '.*'"
+WRONG_TEXT = r"request \d shows '.*'; its tokens decode to '.*'"
+WRONG_TOP = r"request \d, token \d+: top logprobs are of .*; by the model .*"
+MANY_TOP = r"request \d, token \d+: top logprobs are of .*; they must be of \d+ different tokens"
 REASONS: dict[type[EngineAdapter], str] = {
     IgnoresTopK: RULED_OUT,
     TakesMinPOfAll: RULED_OUT,
     CountsThePrompt: RULED_OUT,
     TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*"
     r"|request \d: token \d+ of its prompt: log-probability .*",
-    TellsOneOfTheLikeliestTwice: r"request \d, token \d+: \d+ likeliest tokens were asked for, .*",
-    LeavesTheSecondLikeliestOut: r"request \d, token \d+: \[.*\] are told as the likeliest; .*"
-    r"|request \d, token \d+: \d+ likeliest tokens were asked for, .*",
-    TellsOfTheLikeliestInItsDraws: r"request \d, token \d+: \d is told with -.*; by the model .*",
+    TellsOneOfTheLikeliestTwice: MANY_TOP,
+    LeavesTheSecondLikeliestOut: WRONG_TOP + "|" + MANY_TOP,
+    TellsOfTheLikeliestInItsDraws: r"request \d, token \d+: top log-probability of \d -.*; by .*",
     TellsOfPromptsATokenLate: r"request \d: token \d+ of its prompt: log-probability -.*",
     LosesWhatItHeldBack: WRONG_TEXT,
     ShowsHowAStopStringBegins: WRONG_TEXT,
     ShowsPartsOfCharacters: WRONG_TEXT,
     GoesOnBehindItsStopString: ENDED_BY_THEN + "|" + WRONG_TEXT,
-    TakesTextBack: r"request \d showed the pieces \[.*\] and has \[.*\] now",
+    TakesTextBack: r"request \d had shown the pieces \[.*\], and now \[.*\]",
 }
 
 
@@ -114,19 +115,19 @@ def allowed(sampling: Sampling, *tokens: int, prompted: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("sampling", "right"),
     [
-        (WiderSampling(), [0]),
-        (WiderSampling(temperature=1.0), [0, 1, 2, 3, 4]),
-        (WiderSampling(temperature=1.0, top_k=2), [0, 1]),
-        (WiderSampling(temperature=1.0, top_k=4), [0, 1, 2, 3, 4]),  # the last two tie
-        (WiderSampling(temperature=1.0, top_k=99), [0, 1, 2, 3, 4]),
-        (WiderSampling(temperature=1.0, top_p=0.4), [0]),
-        (WiderSampling(temperature=1.0, top_p=0.7), [0, 1]),
-        (WiderSampling(temperature=1.0, top_p=0.75), [0, 1, 2]),  # the sum is on the edge
-        (WiderSampling(temperature=1.0, top_k=2, top_p=0.7), [0, 1]),
-        (WiderSampling(temperature=1.0, top_k=2, top_p=0.6), [0]),
-        (WiderSampling(temperature=1.0, min_p=0.3), [0, 1]),
-        (WiderSampling(temperature=0.5, min_p=0.3), [0]),
-        (WiderSampling(temperature=1.0, min_p=1.0), [0]),
+        (Sampling(), [0]),
+        (Sampling(temperature=1.0), [0, 1, 2, 3, 4]),
+        (Sampling(temperature=1.0, top_k=2), [0, 1]),
+        (Sampling(temperature=1.0, top_k=4), [0, 1, 2, 3, 4]),  # the last two tie
+        (Sampling(temperature=1.0, top_k=99), [0, 1, 2, 3, 4]),
+        (Sampling(temperature=1.0, top_p=0.4), [0]),
+        (Sampling(temperature=1.0, top_p=0.7), [0, 1]),
+        (Sampling(temperature=1.0, top_p=0.75), [0, 1, 2]),  # the sum is on the edge
+        (Sampling(temperature=1.0, top_k=2, top_p=0.7), [0, 1]),
+        (Sampling(temperature=1.0, top_k=2, top_p=0.6), [0]),
+        (Sampling(temperature=1.0, min_p=0.3), [0, 1]),
+        (Sampling(temperature=0.5, min_p=0.3), [0]),
+        (Sampling(temperature=1.0, min_p=1.0), [0]),
     ],
     ids=str,
 )
@@ -135,15 +136,15 @@ def test_which_tokens_may_come_next(sampling: Sampling, right: list[int]) -> Non
 
 
 def test_a_penalty_is_for_all_tokens_before() -> None:
-    assert allowed(WiderSampling(repetition_penalty=3.0), 0) == [1]
+    assert allowed(Sampling(repetition_penalty=3.0), 0) == [1]
 
 
 def test_presence_and_frequency_are_those_of_the_text_alone() -> None:
     """The prompt's tokens are as likely as ever, and a token counts as often as it stands there."""
     apart = float(LOGITS[0] - LOGITS[1])
-    presence = WiderSampling(presence_penalty=1.5 * apart)
+    presence = Sampling(presence_penalty=1.5 * apart)
     assert [allowed(presence, 0, 0, prompted=own) for own in (2, 1)] == [[0], [1]]
-    frequency = WiderSampling(frequency_penalty=0.6 * apart)
+    frequency = Sampling(frequency_penalty=0.6 * apart)
     assert [allowed(frequency, 0, 0, prompted=own) for own in (2, 1, 0)] == [[0], [0], [1]]
 
 
@@ -171,7 +172,7 @@ def test_the_engine_draws_from_the_distribution_of_its_twin(
         "frequency_penalty": frequency,
         "min_p": min_p,
     }
-    sampling = WiderSampling(1, temperature, top_k, top_p, repetition, **given)
+    sampling = Sampling(1, temperature, top_k, top_p, repetition, **given)
     params = SamplingParams(temperature, top_k, top_p, repetition_penalty=repetition, **given)
     batch = SamplingBatch.of([params], [0], "cpu")
     tally = torch.zeros(1, 20, dtype=torch.int32)
@@ -199,12 +200,12 @@ def test_the_engine_draws_from_the_distribution_of_its_twin(
     ],
 )
 def test_what_is_shown_of_a_text(text: str, stops: list[str], right: str) -> None:
-    assert shown(text, stops) == right
-    assert (stop(text, stops) is None) == (right == text)
+    assert cut_text(text, stops) == right
+    assert (find_stop(text, stops) is None) == (right == text)
 
 
 def test_a_stop_string_is_a_part_of_the_text_or_begins_like_it() -> None:
-    asked = Asked((1,), stops=((1, 2), (4, 2), (3, 5), (0, 9)))
+    asked = RequestSpec((1,), stop_spans=((1, 2), (4, 2), (3, 5), (0, 9)))
     assert stop_strings(asked, "abcd") == ("bc", "ab", "d\0", "abcd\0")
     assert stop_strings(asked, "ab\N{REPLACEMENT CHARACTER}d")[0] == "ab"
 
@@ -215,9 +216,9 @@ def test_tokens_go_up_to_the_one_that_completes_a_stop_string() -> None:
     def decoded(tokens: Any) -> str:
         return "".join(texts[token] for token in tokens)
 
-    assert up_to_stop([0, 1, 2, 3], ["cd"], decoded) == [0, 1, 2]
-    assert up_to_stop([0, 1, 2, 3], ["x"], decoded) == [0, 1, 2, 3]
-    assert up_to_stop([0, 1, 2, 3], [], decoded) == [0, 1, 2, 3]
+    assert cut_tokens([0, 1, 2, 3], ["cd"], decoded) == [0, 1, 2]
+    assert cut_tokens([0, 1, 2, 3], ["x"], decoded) == [0, 1, 2, 3]
+    assert cut_tokens([0, 1, 2, 3], [], decoded) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
@@ -232,8 +233,9 @@ def test_every_token_of_the_models_has_its_own_text(byte_level: bool) -> None:
 
 def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
     adapter = DrawingEngine()
-    asked = Asked((1, 2), Sampling(12, temperature=3.0), ends_early=True)
-    sampling, expected, _ = settle(adapter, asked, RequestMix((asked,)))
+    asked = RequestSpec((1, 2), Sampling(12, temperature=3.0), ends_early=True)
+    settled, expected = settle(adapter, asked, RequestMix((asked,)))
+    sampling = settled.sampling
     assert 1 < len(expected) < 12
     assert expected == adapter.alone((1, 2), sampling, RequestMix((asked,)))
     for seed in range(sampling.seed):
@@ -246,22 +248,24 @@ def test_what_a_request_gets_alone_goes_on_behind_its_stop_string() -> None:
 
     class Watched(DrawingEngine):
         def alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
-            stops.append(getattr(sampling, "stop", ()))
+            stops.append(sampling.stop)
             return super().alone(prompt, sampling, mix)
 
-    asked = Asked((1, 3), Sampling(6, temperature=3.0, seed=1), stops=((0, 1),))
-    _, expected, (stop,) = settle(Watched(), asked, RequestMix((asked,)))
+    asked = RequestSpec((1, 3), Sampling(6, temperature=3.0, seed=1), stop_spans=((0, 1),))
+    settled, expected = settle(Watched(), asked, RequestMix((asked,)))
     assert stops == [()]
-    assert DrawingEngine().decoded(expected).endswith(stop)
+    assert DrawingEngine().decode(expected).endswith(settled.sampling.stop)
 
 
 def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
-    sampling = WiderSampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
-    mix = RequestMix((Asked((1,), sampling, stops=((1, 2),), ends_early=True), Asked((1,))))
+    sampling = Sampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
+    mix = RequestMix(
+        (RequestSpec((1,), sampling, stop_spans=((1, 2),), ends_early=True), RequestSpec((1,)))
+    )
     assert RequestMix.from_json(json.loads(json.dumps(mix.to_json()))) == mix
     for words in (
         "min_p 0.4",
-        "log-prob",
+        "with logprobs",
         "presence penalty 0.25",
         "stopped by 2 characters",
         "seed that ends",
@@ -269,13 +273,13 @@ def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
         assert words in mix.words()
 
 
-@pytest.mark.parametrize("field", [each.name for each in fields(WiderSampling)])
+@pytest.mark.parametrize("field", [each.name for each in fields(Sampling)])
 def test_whatever_a_request_asks_for_is_told(field: str) -> None:
     others: dict[str, Any] = {"stop": ("a\0",), "repetition_penalty": 1.5, "top_p": 0.25}
-    plain = WiderSampling(3, temperature=1.0, top_logprobs=2)
+    plain = Sampling(3, temperature=1.0, top_logprobs=2)
     asked = replace(plain, **{field: others.get(field, 7)})
-    assert Asked((1,), asked).words() != Asked((1,), plain).words()
-    assert "\0" not in Asked((1,), asked).words()
+    assert RequestSpec((1,), asked).words() != RequestSpec((1,), plain).words()
+    assert "\0" not in RequestSpec((1,), asked).words()
 
 
 class TakesAnotherFirst(DrawingEngine):
@@ -286,16 +290,18 @@ class TakesAnotherFirst(DrawingEngine):
 
 
 def test_a_failure_tells_the_seed_and_the_stop_string_that_were_used() -> None:
-    asked = Asked((1, 3), Sampling(12, temperature=3.0, top_k=5), stops=((1, 2),), ends_early=True)
-    later = replace(asked, arrives=9)
+    asked = RequestSpec(
+        (1, 3), Sampling(12, temperature=3.0, top_k=5), stop_spans=((1, 2),), ends_early=True
+    )
+    later = replace(asked, arrival=9)
     mix = RequestMix((asked, later), options={"batch": 1})
-    sampling, _, stops = settle(DrawingEngine(), asked, mix)
+    sampling = settle(DrawingEngine(), asked, mix)[0].sampling
     with pytest.raises(MixDivergence) as caught:
         run_mix(TakesAnotherFirst, mix)
     first, second = str(caught.value).splitlines()[3:5]
     assert f"temperature 3.0 from seed {sampling.seed}, top_k 5" in first
     assert sampling.seed > 0
-    assert first.endswith(f"stopped by {stops[0]!r}")
+    assert first.endswith(f"stopped by {sampling.stop[0]!r}")
     # Of the other nothing was settled when the first had failed.
     assert "with the next seed that ends the text early" in second
     assert caught.value.mix is mix
@@ -304,31 +310,33 @@ def test_a_failure_tells_the_seed_and_the_stop_string_that_were_used() -> None:
 
 
 def test_a_trace_from_before_is_read() -> None:
-    data = RequestMix((Asked((1,), Sampling(3)),)).to_json()
-    for field in ("stops", "ends_early"):
+    data = RequestMix((RequestSpec((1,), Sampling(3)),)).to_json()
+    for field in ("stop_spans", "ends_early"):
         del data["requests"][0][field]
-    assert RequestMix.from_json(data).requests == (Asked((1,), Sampling(3)),)
+    assert RequestMix.from_json(data).requests == (RequestSpec((1,), Sampling(3)),)
 
 
 def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
     class Plain(DrawingEngine):
-        takes_min_p = False
-        takes_counted_penalties = False
-        logprobs = EngineAdapter.logprobs  # type: ignore[assignment]
-        top_logprobs = EngineAdapter.top_logprobs  # type: ignore[assignment]
-        prompt_logprobs = EngineAdapter.prompt_logprobs  # type: ignore[assignment]
-        pieces = EngineAdapter.pieces  # type: ignore[assignment]
+        sampling = SamplingTraits()
+        logprobs = EngineAdapter.logprobs
+        top_logprobs = EngineAdapter.top_logprobs
+        prompt_logprobs = EngineAdapter.prompt_logprobs
+        pieces = EngineAdapter.pieces
 
         def submit(self, prompt: Any, sampling: Sampling) -> Any:
             assert type(sampling) is Sampling
             return super().submit(prompt, sampling)
 
-    assert run_mix(Plain, RequestMix((Asked((1,), stops=((0, 1),)),), options={"batch": 1})) == {}
+    assert (
+        run_mix(Plain, RequestMix((RequestSpec((1,), stop_spans=((0, 1),)),), options={"batch": 1}))
+        == {}
+    )
 
 
 def test_what_says_what_is_right_must_be_there() -> None:
     class Half(DrawingEngine):
-        decoded = EngineAdapter.decoded
+        decode = EngineAdapter.decode
 
-    with pytest.raises(TypeError, match="Half defines pieces and must then define decoded too"):
+    with pytest.raises(TypeError, match="Half defines pieces and must then define decode too"):
         conformance(Half)

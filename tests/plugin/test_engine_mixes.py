@@ -36,7 +36,7 @@ def test_mixes_are_what_adapters_are_promised(
         assert drawn.options.keys() == adapter.option_choices.keys()
         for name, value in drawn.options.items():
             assert value in adapter.option_choices[name]
-        arrivals = [each.arrives for each in drawn.requests]
+        arrivals = [each.arrival for each in drawn.requests]
         assert arrivals == sorted(arrivals)
         assert 0 < len(arrivals) == drawn.size <= 6
         for each in drawn.requests:
@@ -45,7 +45,7 @@ def test_mixes_are_what_adapters_are_promised(
             most = len(each.prompt) + each.sampling.max_new_tokens
             assert most <= min(adapter.most_tokens, drawn.cache_tokens)
             assert 1 <= each.sampling.max_new_tokens <= most_steps
-            assert each.cancelled_after is None or each.cancelled_after >= 0
+            assert each.cancel_after is None or each.cancel_after >= 0
 
     check()
 
@@ -66,8 +66,8 @@ def test_an_aim_sets_the_switches_its_path_needs(drawn: RequestMix) -> None:
             for a in drawn.requests
             for b in drawn.requests
         ),
-        lambda drawn: any(each.cancelled_after == 0 for each in drawn.requests),
-        lambda drawn: drawn.requests[-1].arrives > 5,
+        lambda drawn: any(each.cancel_after == 0 for each in drawn.requests),
+        lambda drawn: drawn.requests[-1].arrival > 5,
         lambda drawn: all(each.sampling.temperature for each in drawn.requests),
     ],
     ids=["crowded", "roomy", "sharing a prefix", "cancelled at once", "late", "drawn"],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def test_a_mix_that_goes_well_returns_the_paths_it_took() -> None:
-    requests = mix(asked(1, 2), asked(1, 2, 3, arrives=9), asked(7, arrives=9), prefixes=True)
+    requests = mix(asked(1, 2), asked(1, 2, 3, arrival=9), asked(7, arrival=9), prefixes=True)
     assert run_mix(ToyAdapter, requests) == {
         "from the start": 2,
         "from a prefix": 1,
@@ -42,12 +42,12 @@ def test_an_engine_is_stepped_before_and_between_its_requests() -> None:
             super().step()
             steps.append(self.engine.counts["by itself"])
 
-    run_mix(Watched, mix(asked(1, arrives=2), asked(1, arrives=8)))
+    run_mix(Watched, mix(asked(1, arrival=2), asked(1, arrival=8)))
     assert steps == [0, 0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8]
 
 
 def test_what_a_cancelled_request_got_before_must_be_right() -> None:
-    leaving = asked(1, cancelled_after=1), asked(2, cancelled_after=3)
+    leaving = asked(1, cancel_after=1), asked(2, cancel_after=3)
     assert run_mix(ToyAdapter, mix(*leaving))
     assert reason(Misrounds, mix(*leaving)).startswith("request 1, token 1: ")
 
@@ -60,7 +60,7 @@ def test_a_step_that_raised_is_to_blame() -> None:
 
 SHOWN = mix(
     asked(1, 2, sampling=Sampling(3, temperature=1.0, seed=2, repetition_penalty=1.5)),
-    asked(3, sampling=GREEDY, arrives=1, cancelled_after=2),
+    asked(3, sampling=GREEDY, arrival=1, cancel_after=2),
     room=30,
 )
 
@@ -107,7 +107,7 @@ def test_a_request_that_is_over_at_once_is_compared_too() -> None:
 
 
 def test_requests_that_end_with_a_cancelled_one_are_compared_too() -> None:
-    both = mix(asked(1, cancelled_after=2), asked(2))
+    both = mix(asked(1, cancel_after=2), asked(2))
     said = reason(EndsOthersWithTheCancelled, both)
     assert said == "request 1 ended after 2 tokens; alone it gets 4"
 
@@ -136,10 +136,10 @@ def test_a_request_that_was_cancelled_gets_nothing_more() -> None:
         def cancel(self, request: ToyRequest) -> None:
             self.left.add(request)
 
-        def ended(self, request: ToyRequest) -> bool:
+        def is_finished(self, request: ToyRequest) -> bool:
             return request.over or request in self.left
 
-    assert "request 0" in reason(Deaf, mix(asked(1, cancelled_after=1), asked(2)))
+    assert "request 0" in reason(Deaf, mix(asked(1, cancel_after=1), asked(2)))
 
 
 def test_a_path_that_its_switches_rule_out_must_not_be_counted() -> None:

@@ -68,12 +68,12 @@ def test_what_does_as_it_says_passes(adapter: type[ToyAdapter], changed: dict[st
 
 
 def test_a_step_is_not_judged_while_somebody_waits() -> None:
-    waiting = mix(asked(1, 2), asked(3, arrives=1), room=6)
+    waiting = mix(asked(1, 2), asked(3, arrival=1), room=6)
     assert run_mix(Dozes, waiting)["crowded"]
 
 
 def test_nor_before_the_first_request_or_behind_the_last() -> None:
-    assert run_mix(NeverIdles, mix(asked(1, arrives=3), asked(2, arrives=12)))
+    assert run_mix(NeverIdles, mix(asked(1, arrival=3), asked(2, arrival=12)))
 
 
 def test_it_cannot_be_said_without_stages() -> None:

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from pytest_roseinfer import (
-    Asked,
     MixDivergence,
     RequestMix,
+    RequestSpec,
     Sampling,
     conformance,
     run_mix,
@@ -24,7 +24,9 @@ from tests.mutants.queued_manager import QueuedManager
 from tests.mutants.tally import Tally
 
 MANY_STEPS_AHEAD = RequestMix(
-    tuple(Asked((1, 2, 3, each), Sampling(max_new_tokens=9), arrives=each) for each in range(3)),
+    tuple(
+        RequestSpec((1, 2, 3, each), Sampling(max_new_tokens=9), arrival=each) for each in range(3)
+    ),
     options={name: values[0] for name, values in QueuedEngine.option_choices.items()},
 )
 FEW = settings.Settings(examples=8, steps=12, seed=1, require_paths=False)

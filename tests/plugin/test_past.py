@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import Sampling
-from pytest_roseinfer.engines.run import Past
+from pytest_roseinfer.engine_capabilities.stages import Past
 from tests.plugin.engines.broken_engines import WrongPrefixEngine
 from tests.plugin.engines.small_mixes import asked, mix, reason
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
@@ -75,7 +75,7 @@ class WrongPrefixes(ToyAdapter):
 def test_a_wrong_token_behind_a_prefix_that_was_found_says_so() -> None:
     """Also where the request ends in the step in which it began."""
     one = Sampling(1)
-    wrong = mix(asked(1, 2, sampling=one), asked(3, 4, sampling=one, arrives=2), prefixes=True)
+    wrong = mix(asked(1, 2, sampling=one), asked(3, 4, sampling=one, arrival=2), prefixes=True)
     said = reason(WrongPrefixes, wrong)
     assert said.startswith("request 1, token 0: ")
     assert said.endswith("; its first 2 tokens were found in the cache")
@@ -88,7 +88,7 @@ class Scripted(ToyAdapter):
         assert request != "ended"
         return str(request)
 
-    def ended(self, request: Any) -> bool:
+    def is_finished(self, request: Any) -> bool:
         return bool(request == "ended")
 
 

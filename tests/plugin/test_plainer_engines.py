@@ -8,7 +8,14 @@ from zlib import crc32
 import pytest
 from hypothesis import given, settings
 
-from pytest_roseinfer import Asked, EngineAdapter, Sampling, conformance, run_mix
+from pytest_roseinfer import (
+    EngineAdapter,
+    RequestSpec,
+    Sampling,
+    SamplingTraits,
+    conformance,
+    run_mix,
+)
 from pytest_roseinfer.engines.strategies import large_mixes, request_mixes
 from pytest_roseinfer.search.shrink import passes_of_mixes
 from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn
@@ -26,8 +33,8 @@ FEW = settings(max_examples=30, deadline=None, database=None)
 class Plain(ToyAdapter):
     """It has no ``alone`` of its own either, but logits."""
 
-    takes_sampling = False
-    end = END
+    sampling = SamplingTraits(greedy_only=True)
+    eos_token = END
     block_sizes: ClassVar[Sequence[int]] = (3, 5)
     cancel = EngineAdapter.cancel
     alone = EngineAdapter.alone
@@ -54,9 +61,9 @@ def test_nor_is_it_among_large_mixes(drawn: RequestMix) -> None:
     assert list(drawn.requests) == [plain(each) for each in drawn.requests]
 
 
-def plain(each: Asked) -> Asked:
+def plain(each: RequestSpec) -> RequestSpec:
     most, ignore_eos = each.sampling.max_new_tokens, each.sampling.ignore_eos
-    return Asked(each.prompt, Sampling(most, ignore_eos=ignore_eos), each.arrives)
+    return RequestSpec(each.prompt, Sampling(most, ignore_eos=ignore_eos), each.arrival)
 
 
 def test_a_failing_mix_is_not_tried_with_blocks_that_there_are_not() -> None:
@@ -89,9 +96,11 @@ def test_two_tokens_that_rounding_may_swap_decide_nothing() -> None:
     assert reason(Near, both).startswith("request 1, token 0: ")
 
 
-@pytest.mark.parametrize("lacking", [{"takes_sampling": True}, {"logits": EngineAdapter.logits}])
+@pytest.mark.parametrize(
+    "lacking", [{"sampling": SamplingTraits()}, {"logits": EngineAdapter.logits}]
+)
 def test_an_adapter_without_a_slow_twin_is_refused(lacking: dict[str, object]) -> None:
     adapter = type("Lacking", (Plain,), lacking)
-    said = "Lacking must define alone, or logits where takes_sampling is False"
+    said = "Lacking must define alone, or logits where sampling.greedy_only is True"
     with pytest.raises(TypeError, match=said):
         conformance(adapter)

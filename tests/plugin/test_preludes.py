@@ -9,7 +9,15 @@ import pytest
 from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer import Asked, CacheSpec, FastPath, History, RequestMix, conformance, settings
+from pytest_roseinfer import (
+    CacheSpec,
+    FastPath,
+    History,
+    RequestMix,
+    RequestSpec,
+    conformance,
+    settings,
+)
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.engines.strategies import request_mixes
@@ -74,7 +82,9 @@ def test_histories_of_few_kinds_of_steps() -> None:
 
 
 def test_mixes_are_what_reached_it_and_one_request_more() -> None:
-    reached = RequestMix((Asked((1, 2, 3)), Asked((2,), arrives=1)), block_size=3, cache_tokens=9)
+    reached = RequestMix(
+        (RequestSpec((1, 2, 3)), RequestSpec((2,), arrival=1)), block_size=3, cache_tokens=9
+    )
     every = drawn(request_mixes(ToyAdapter, preludes=[reached]))
     again = [each for each in every if each.requests[:2] == reached.requests]
     assert 20 < len(again) < len(every)

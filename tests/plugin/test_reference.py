@@ -13,22 +13,16 @@ import pytest
 
 import pytest_roseinfer
 from pytest_roseinfer import (
-    Asked,
     BadCall,
     BlockManagerAdapter,
     CacheSpec,
-    EngineAdapter,
     FastPath,
     KVCacheAdapter,
     Ledger,
     PagedKernelsAdapter,
-    RequestMix,
-    Sampling,
     ShardedAdapter,
     Tolerance,
-    WiderSampling,
 )
-from pytest_roseinfer.adapters import engine as engine_adapter_module
 from pytest_roseinfer.capabilities.misuse import catalogue
 from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.findings.frame import Frame
@@ -88,15 +82,15 @@ def added() -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("name", reference.sections(KVCacheAdapter))
+@pytest.mark.parametrize("name", reference.shipped_sections())
 def test_generated_lists_are_those_of_the_code(name: str) -> None:
-    page = ROOT / "docs" / ("architecture.md" if name == "capabilities" else "reference.md")
+    page = ROOT / "docs" / ("architecture.md" if "capabilities" in name else "reference.md")
     stale = f"{page.name} is stale in its {name}: run {reference.COMMAND}"
-    assert read_section(page, name) == reference.sections(KVCacheAdapter)[name], stale
+    assert read_section(page, name) == reference.shipped_sections()[name], stale
 
 
 def test_every_entry_says_what_it_is() -> None:
-    for name, entries in reference.sections(KVCacheAdapter).items():
+    for name, entries in reference.shipped_sections().items():
         for entry in re.split(r"^ *- ", entries, flags=re.M)[1:]:
             assert re.search(r":\s\S", entry), f"no description among the {name}: {entry}"
 
@@ -139,30 +133,11 @@ def test_public_names() -> None:
     assert sorted(names("Public names")) == pytest_roseinfer.__all__
 
 
-def test_engine_adapter_methods() -> None:
-    real = [
-        f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
-        for declaring in EngineAdapter.declaring()
-        for name, method in vars(declaring).items()
-        if inspect.isfunction(method) and not name.startswith("_")
-    ]
-    assert names("Engine adapter methods") == real
-
-
-def test_engine_adapter_attributes_and_their_defaults() -> None:
-    known, heading = vars(engine_adapter_module), "Engine adapter attributes"
-    documented = [(name, eval(default, known)) for name, default, _ in table(heading)]
-    named = [name for each in EngineAdapter.declaring() for name in inspect.get_annotations(each)]
-    assert documented == [(name, getattr(EngineAdapter, name)) for name in named]
-
-
 def test_standard_bad_calls() -> None:
     assert names("Standard bad calls") == list(catalogue(KVCacheAdapter))
 
 
-@pytest.mark.parametrize(
-    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling, Tolerance]
-)
+@pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall, Tolerance])
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
 
@@ -188,11 +163,6 @@ def check_signatures(kind: type, methods: list[str]) -> None:
 def test_what_a_sharded_adapter_says() -> None:
     assert names("ShardedAdapter") == [*inspect.get_annotations(ShardedAdapter), "rank(at)"]
     assert list(inspect.signature(ShardedAdapter.rank).parameters) == ["self", "at"]
-
-
-def test_fields_of_a_wider_sampling() -> None:
-    more = [each.name for each in fields(WiderSampling)][len(fields(Sampling)) :]
-    assert names("WiderSampling") == more
 
 
 @pytest.mark.parametrize(
@@ -267,7 +237,7 @@ def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page.write_text("# Mine\n\n<!-- conditions -->\nold\n<!-- end -->\n\nThe end.\n")
     monkeypatch.setattr("sys.argv", ["reference", str(page)])
     assert reference.main() == ""
-    conditions = reference.sections(KVCacheAdapter)["conditions"]
+    conditions = reference.shipped_sections()["conditions"]
     assert (
         page.read_text() == f"# Mine\n\n<!-- conditions -->\n{conditions}<!-- end -->\n\nThe end.\n"
     )
@@ -281,14 +251,18 @@ def test_lists_are_printed_for_another_adapter(
     assert reference.main() == ""
     printed = capsys.readouterr().out
     assert "- `pin(seq, pin)` (needs `free`, `table`): " in printed
+    name = "tests.plugin.test_engine_capabilities:BiasedEngine"
+    monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
+    assert reference.main() == ""
+    printed = capsys.readouterr().out
+    assert "- `logit_bias` (default `()`): Pairs of a token and" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["README.md"], "README.md has no section capabilities: it is no page of this command"),
+        (["README.md"], "README.md has no section options: it is no page of this command"),
         (["none.md"], "none.md cannot be read"),
-        (["--adapter", "tests.plugin.engines.toy_engine:ToyAdapter"], "is no KVCacheAdapter"),
         (["--adapter", "nowhere:Cache"], "nowhere"),
     ],
 )

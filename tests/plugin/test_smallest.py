@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import (
-    Asked,
     CacheSpec,
     Divergence,
     History,
     Oracle,
     RequestMix,
+    RequestSpec,
     conformance,
     settings,
 )
-from pytest_roseinfer.adapters.engine import Sampling, WiderSampling
+from pytest_roseinfer.adapters.engine import Sampling
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill, Reserve
+from pytest_roseinfer.engine_capabilities.capability import change
 from pytest_roseinfer.engines.run import MixDivergence
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
@@ -267,13 +268,14 @@ def test_what_is_begun_is_ended() -> None:
 
 
 def test_every_part_of_a_request_is_left_out_that_can_be() -> None:
-    sampling = WiderSampling(9, 3.0, 5, 0.8, 1.5, 3, ignore_eos=True, min_p=0.4, logprobs=True)
-    busy = Asked((1, 2, 3), sampling, 3, 2, stops=((0, 1), (2, 1)), ends_early=True)
+    sampling = Sampling(9, 3.0, 5, 0.8, 1.5, 3, ignore_eos=True, min_p=0.4, logprobs=True)
+    busy = RequestSpec((1, 2, 3), sampling, 3, cancel_after=2, ends_early=True)
+    busy = change(busy, stop_spans=((0, 1), (2, 1)))
     mix = RequestMix((busy, busy, busy), block_size=8, cache_tokens=99, options={"batch_size": 3})
     small = Shrinker(mix, Difference("it fails", str), fail_always)
     small.shrink(passes_of_mixes(ToyAdapter))
     (asked,) = small.example.requests
-    assert asked == Asked((1,), Sampling())
+    assert asked == RequestSpec((1,), Sampling())
     assert (small.example.block_size, small.example.cache_tokens) == (1, 2)
 
 

@@ -165,6 +165,14 @@ OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
         {"example": {"spec": {}, "finite": True, "operations": [{"do": "Tidy"}]}},
         "the operation 'Tidy' can no longer be read; replay it at def456, the last commit that can",
     ),
+    "a field of a request of old": (
+        {
+            "adapter": "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
+            "check": "run_mix",
+            "example": {"requests": [{"prompt": [1], "sampling": {}, "tides": 3}]},
+        },
+        "the field 'tides' of a request can no longer be read; replay it at fed987, the last",
+    ),
 }
 
 
@@ -172,7 +180,7 @@ OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_trace_that_this_version_cannot_read_says_which_can(
     what: str, tmp_path: Path, allowed: Allowed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traces, "LAST_COMMITS", {0: "abc123", "Tidy": "def456"})
+    monkeypatch.setattr(traces, "LAST_COMMITS", {0: "abc123", "Tidy": "def456", "tides": "fed987"})
     changed, said = OF_ANOTHER[what]
     with pytest.raises(TraceError) as refused:
         replay(write(tmp_path, **changed), allowed)

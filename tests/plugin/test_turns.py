@@ -59,9 +59,9 @@ LATE_ENGINE = """
             super().make(mix)
             type(self).made += 1
 
-        def forked(self, prompt, samplings):
+        def fork(self, prompt, samplings):
             self.engine.counts["forked"] += 1
-            return super().forked(prompt, samplings)
+            return super().fork(prompt, samplings)
 
         def path_counts(self):
             return self.engine.counts + Counter(late=int(self.made >= 30))

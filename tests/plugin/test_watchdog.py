@@ -120,7 +120,7 @@ class TwinHangs(ToyForks):
 
 
 class ForksHang(ToyForks):
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:  # noqa: ARG002
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:  # noqa: ARG002
         hang()
         return []
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_roseinfer import Asked, MixDivergence, RequestMix, Sampling, run_forks, run_mix
+from pytest_roseinfer import MixDivergence, RequestMix, RequestSpec, Sampling, run_forks, run_mix
 from pytest_roseinfer.engines.run import timeline_of
 from pytest_roseinfer.findings.svg import poster
 from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 OPTIONS = {"batch_size": 2, "prefixes": False}
 MIX = RequestMix(
     (
-        Asked((1, 2), Sampling(4, ignore_eos=True)),
-        Asked((3,), Sampling(3, ignore_eos=True), arrives=1),
-        Asked((4,), Sampling(6, ignore_eos=True), arrives=1, cancelled_after=2),
+        RequestSpec((1, 2), Sampling(4, ignore_eos=True)),
+        RequestSpec((3,), Sampling(3, ignore_eos=True), arrival=1),
+        RequestSpec((4,), Sampling(6, ignore_eos=True), arrival=1, cancel_after=2),
     ),
     cache_tokens=10,
     options=OPTIONS,
@@ -101,7 +101,7 @@ def test_a_stage_is_what_the_adapter_says_or_what_can_be_seen() -> None:
 
 def test_a_request_is_shown_until_it_ends() -> None:
     class EndsLate(TellsNone):
-        def ended(self, request: Any) -> bool:
+        def is_finished(self, request: Any) -> bool:
             over: bool = request.over
             return over
 
@@ -121,7 +121,7 @@ def test_a_mix_that_shrank_under_a_search_is_drawn_too() -> None:
 
 def test_forks_are_drawn_beside_what_they_get_alone() -> None:
     drawn = Sampling(4, ignore_eos=True, temperature=1.0, seed=3)
-    both = (Asked((1, 2), drawn), Asked((1, 2), replace(drawn, seed=4)))
+    both = (RequestSpec((1, 2), drawn), RequestSpec((1, 2), replace(drawn, seed=4)))
     forks = RequestMix(both, options=OPTIONS)
     found, timeline = recorded(ForksShareTheirDraws, forks, run_forks)
     assert found["what"].startswith("fork 1")
@@ -149,7 +149,11 @@ def test_our_engine_says_who_waits_is_prefilled_and_is_preempted() -> None:
     usual = {name: values[0] for name, values in RoseinferEngine.option_choices.items()}
     options = {**usual, "prefix_cache": False, "prefill_max_tokens": 3, "max_batch_size": 2}
     long, short = Sampling(9, ignore_eos=True), Sampling(8, ignore_eos=True)
-    requests = (Asked(tuple(range(1, 8)), long), Asked((8, 9, 10), short), Asked((11,), short))
+    requests = (
+        RequestSpec(tuple(range(1, 8)), long),
+        RequestSpec((8, 9, 10), short),
+        RequestSpec((11,), short),
+    )
     mix = RequestMix(requests, cache_tokens=20, options=options)
     lines = timeline_of(RoseinferEngine, mix)["requests"]
     stages = [[stage for stage, _ in groupby(filter(None, line["stages"]))] for line in lines]

@@ -157,17 +157,17 @@ class OneDieEngine(ToyEngine):
 class ForksShareTheirDraws(ToyForks):
     """Only forks do: requests are served by another engine."""
 
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         engine, self.engine = self.engine, OneDieEngine(room=0, batch_size=1, prefixes=False)
-        found = super().forked(prompt, samplings)
+        found = super().fork(prompt, samplings)
         self.engine = engine
         return found
 
 
 class ForksKeepALease(ToyForks):
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         self.engine.leases += len(samplings) > 1
-        return super().forked(prompt, samplings)
+        return super().fork(prompt, samplings)
 
 
 class MisroundingEngine(ToyEngine):

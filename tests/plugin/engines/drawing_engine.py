@@ -12,12 +12,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
-from pytest_roseinfer import EngineAdapter, WiderSampling
+from pytest_roseinfer import EngineAdapter, Sampling, SamplingTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer import RequestMix, Sampling
+    from pytest_roseinfer import RequestMix
 
 BYTES = (b"a", b"b", b"ab", b"\xc3", b"\xa9", b"c", b" ", b"")
 END = 7
@@ -42,8 +42,7 @@ class DrawnRequest:
 
 class DrawingEngine(EngineAdapter):
     vocabulary = len(BYTES)
-    takes_min_p = True
-    takes_counted_penalties = True
+    sampling: ClassVar[SamplingTraits] = SamplingTraits(min_p=True, presence_and_frequency=True)
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batch": (4, 1)}
 
     def make(self, mix: RequestMix) -> None:
@@ -78,7 +77,7 @@ class DrawingEngine(EngineAdapter):
         return text, data[used:]
 
     def show(self, request: DrawnRequest, text: str) -> bool:
-        stops = getattr(request.sampling, "stop", ())
+        stops = request.sampling.stop
         for character in text:
             request.held += character
             complete = [len(stop) for stop in stops if self.ends_with(request, stop)]
@@ -107,8 +106,9 @@ class DrawingEngine(EngineAdapter):
             logits[token] *= penalty if logits[token] < 0 else 1 / penalty
         text = self.penalised(tokens, prompted)
         for token in {*text}:
-            logits[token] -= getattr(sampling, "presence_penalty", 0.0)
-            logits[token] -= text.count(token) * getattr(sampling, "frequency_penalty", 0.0)
+            logits[token] -= sampling.presence_penalty
+            logits[token] -= text.count(token) * sampling.frequency_penalty
+        logits = self.adjusted(logits, sampling)
         if not temperature:
             return logits.index(max(logits))
         weights = {at: exp((each - max(logits)) / temperature) for at, each in enumerate(logits)}
@@ -121,6 +121,9 @@ class DrawingEngine(EngineAdapter):
     def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:
         return [*tokens[prompted:]]
 
+    def adjusted(self, logits: list[float], sampling: Any) -> list[float]:  # noqa: ARG002
+        return logits
+
     def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
         order = sorted(weights, key=lambda token: -weights[token])
         order = order[: self.top_k(sampling) or None]
@@ -129,7 +132,7 @@ class DrawingEngine(EngineAdapter):
             if above < sampling.top_p * total:
                 kept.append(token)
             above += weights[token]
-        return [token for token in kept if weights[token] >= getattr(sampling, "min_p", 0.0)]
+        return [token for token in kept if weights[token] >= sampling.min_p]
 
     def top_k(self, sampling: Any) -> int:
         return int(sampling.top_k)
@@ -140,7 +143,7 @@ class DrawingEngine(EngineAdapter):
     def tokens(self, request: DrawnRequest) -> list[int]:
         return list(request.tokens)
 
-    def ended(self, request: DrawnRequest) -> bool:
+    def is_finished(self, request: DrawnRequest) -> bool:
         return request.over
 
     def leftovers(self) -> str:
@@ -177,7 +180,7 @@ class DrawingEngine(EngineAdapter):
         logits = logits_after(before)
         order = sorted(range(len(logits)), key=lambda token: -logits[token])
         told = [(token, self.logprob(logits, token, sampling)) for token in order]
-        return told[: getattr(sampling, "top_logprobs", 0)]
+        return told[: sampling.top_logprobs]
 
     def prompt_logprobs(self, request: DrawnRequest) -> list[float | None]:
         prompt = request.prompt
@@ -190,7 +193,7 @@ class DrawingEngine(EngineAdapter):
     def pieces(self, request: DrawnRequest) -> list[str]:
         return request.pieces
 
-    def decoded(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(BYTES[token] for token in tokens).decode(errors="replace")
 
 
@@ -226,8 +229,8 @@ class TellsOneOfTheLikeliestTwice(DrawingEngine):
 
 class LeavesTheSecondLikeliestOut(DrawingEngine):
     def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
-        asked = getattr(sampling, "top_logprobs", 0)
-        told = super().top(before, WiderSampling(top_logprobs=asked + 1))
+        asked = sampling.top_logprobs
+        told = super().top(before, Sampling(top_logprobs=asked + 1))
         return [*told[:1], *told[2 : asked + 1]] if asked < len(BYTES) else told
 
 

@@ -6,18 +6,25 @@ from typing import Any
 
 import pytest
 
-from pytest_roseinfer import Asked, EngineAdapter, MixDivergence, RequestMix, Sampling, run_mix
+from pytest_roseinfer import (
+    EngineAdapter,
+    MixDivergence,
+    RequestMix,
+    RequestSpec,
+    Sampling,
+    run_mix,
+)
 
 USUAL = {"batch_size": 2, "prefixes": False}
 GREEDY = Sampling(max_new_tokens=4, ignore_eos=True)
 
 
-def mix(*requests: Asked, room: int = 64, **options: Any) -> RequestMix:
+def mix(*requests: RequestSpec, room: int = 64, **options: Any) -> RequestMix:
     return RequestMix(requests, cache_tokens=room, options={**USUAL, **options})
 
 
-def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: Any) -> Asked:
-    return Asked(prompt, sampling, **fields)
+def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: Any) -> RequestSpec:
+    return RequestSpec(prompt, sampling, **fields)
 
 
 def reason(adapter: type[EngineAdapter], requests: RequestMix) -> str:

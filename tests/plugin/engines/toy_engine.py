@@ -152,7 +152,7 @@ class ToyAdapter(EngineAdapter):
     def tokens(self, request: ToyRequest) -> list[int]:
         return request.tokens
 
-    def ended(self, request: ToyRequest) -> bool:
+    def is_finished(self, request: ToyRequest) -> bool:
         return request.over
 
     def leftovers(self) -> str:
@@ -179,7 +179,7 @@ class ToyAdapter(EngineAdapter):
 class ToyForks(ToyAdapter):
     """This is the same adapter, with forks."""
 
-    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         first = ToyRequest(tuple(prompt), samplings[0], Random(0))
         self.engine.read_prompt(first)
         found = []
