@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
-    from pytest_roseinfer.capabilities.capability import Capability
 
 
 class KVCacheAdapter(
@@ -65,9 +64,6 @@ class KVCacheAdapter(
     class with one of them alone is refused. All stand in the order in which one would add them to
     a cache.
     """
-
-    if TYPE_CHECKING:
-        capabilities: ClassVar[tuple[Capability, ...]]
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
     """Errors of which ``append`` and others raise one, changing nothing, when there is no room."""

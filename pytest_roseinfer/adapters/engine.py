@@ -16,23 +16,20 @@ from pytest_roseinfer.capabilities.answers import (
     returns,
 )
 from pytest_roseinfer.capabilities.capability import optional
-from pytest_roseinfer.engine_capabilities.cancel import CancelFields, CancelMethods
 from pytest_roseinfer.engine_capabilities.capability import from_data
-from pytest_roseinfer.engine_capabilities.forks import ForkMethods
+from pytest_roseinfer.engine_capabilities.lifecycle import CancelFields, LifecycleMethods
 from pytest_roseinfer.engine_capabilities.logprobs import LogprobFields, LogprobMethods
 from pytest_roseinfer.engine_capabilities.sampling import (
     EarlyEndFields,
     SamplingFields,
     SamplingMethods,
 )
-from pytest_roseinfer.engine_capabilities.stages import StageMethods
 from pytest_roseinfer.engine_capabilities.text import StopFields, StopSpanFields, TextMethods
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
-    from pytest_roseinfer.engine_capabilities.capability import EngineCapability
 
 # Requests, made of the fields of all shipped capabilities; the last base's come first.
 
@@ -93,9 +90,7 @@ class EngineAdapter(
     SamplingMethods,
     LogprobMethods,
     TextMethods,
-    StageMethods,
-    CancelMethods,
-    ForkMethods,
+    LifecycleMethods,
     Adapter,
 ):
     """Override ``make``, ``submit`` and what follows up to ``path_counts``; the rest is optional.
@@ -104,8 +99,6 @@ class EngineAdapter(
     gives for it, whatever else the engine has to do.
     """
 
-    if TYPE_CHECKING:
-        capabilities: ClassVar[tuple[EngineCapability, ...]]
     _renamed: ClassVar = {"ended": "is_finished(request)", "spelled": "spell(token)"}
 
     vocabulary: ClassVar[int] = 32

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
-from pytest_roseinfer.engine_capabilities.cancel import draw_cancel_after
 from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered
+from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
 from pytest_roseinfer.engine_capabilities.sampling import draw_parameters
 from pytest_roseinfer.histories.strategies import switches
 

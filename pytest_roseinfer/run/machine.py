@@ -16,12 +16,12 @@ from pytest_roseinfer.capabilities.observation import (
     AFTER_BAD_CALL,
     AFTER_STEP,
     Finding,
+    Invariant,
     Observation,
     Outcome,
 )
 from pytest_roseinfer.run.cache_run import CacheRun
-from pytest_roseinfer.run.execution import Execution
-from pytest_roseinfer.run.misuse import left_by_bad_calls, raised_by, words_of_others
+from pytest_roseinfer.run.execution import Execution, left_by_bad_calls, raised_by, words_of_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class Machine(CacheRun):
     ) -> None:
         super().__init__(adapter_type, history)
         offers = adapter_type.capabilities
-        self.invariants = sorted(
+        self.invariants: list[Invariant] = sorted(
             (each for one in offers for each in one.invariants), key=lambda each: each.rank
         )
         self.inquiries = due((each for one in offers for each in one.inquiries), self.can) * attends

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import Sampling
-from pytest_roseinfer.engine_capabilities.stages import Past
+from pytest_roseinfer.engine_capabilities.lifecycle import Past
 from tests.plugin.engines.broken_engines import WrongPrefixEngine
 from tests.plugin.engines.small_mixes import asked, mix, reason
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine

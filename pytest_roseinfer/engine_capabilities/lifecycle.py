@@ -1,4 +1,4 @@
-"""Stages of a request: what a failure says of its past, and steps that must bring a token."""
+"""The life of a request: forks of its prompt, its stages, and cancelling it."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,24 +6,42 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.capabilities.answers import is_number, is_text, returns
+from pytest_roseinfer.capabilities.answers import are_tokens, is_number, is_text, list_of, returns
 from pytest_roseinfer.capabilities.capability import optional
-from pytest_roseinfer.engine_capabilities.capability import EngineCapability, MixObserver
+from pytest_roseinfer.engine_capabilities.capability import (
+    EngineCapability,
+    MixObserver,
+    RequestCore,
+    change,
+)
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from hypothesis import strategies as st
 
     from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
+else:
+    from pytest_roseinfer.capabilities import strategies as st
 
 STAGES = ("waiting", "prefilling", "decoding", "preempted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelFields(RequestCore):
+    """The step at which a request is cancelled."""
+
+    cancel_after: int | None = None
+    """Steps from its arrival until it is cancelled; None for one that runs to its end."""
 
 
 def _is_stage(shown: Any) -> bool:
     return is_text(shown) and shown in STAGES
 
 
-class StageMethods:
-    """The methods that say how far a request has come."""
+class LifecycleMethods:
+    """The methods about what becomes of a request."""
 
     never_idles: ClassVar[bool] = False
     """True if no more than ``lag`` steps in a row bring no token while all requests that were
@@ -45,6 +63,21 @@ class StageMethods:
 
         That is when it last began; one that was preempted begins again.
         """
+
+    @optional
+    def cancel(self, request: Any) -> None:
+        """End a request, which may have finished already. Without it, none is cancelled."""
+
+    @optional
+    @returns(list_of(are_tokens), "a list of tokens for each sampling")
+    def fork(self, prompt: Sequence[int], samplings: Sequence[Any]) -> list[list[int]]:
+        """Store the prompt once, complete it in each of these ways, and return the tokens of each.
+
+        Each must be what ``alone`` gives for it.
+        """
+
+
+# What happened to a request before it failed, and steps that bring no token.
 
 
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
@@ -151,8 +184,48 @@ def refuse_unknown_stages(adapter: type[Any]) -> None:
         )
 
 
-STAGE = EngineCapability(
-    methods=StageMethods,
-    observers=(Stages,),
+# Cancelling requests.
+
+
+class Cancellations(MixObserver):
+    """Cancels requests when their time has come, and sees that they end."""
+
+    needs = ("cancel",)
+
+    def act(self, step: int) -> str:
+        adapter = self.run.adapter
+        for each in self.run.served:
+            after = each.spec.cancel_after
+            if after is not None and each.spec.arrival + after == step:
+                each.cancelled = not adapter.is_finished(each.request)
+                adapter.cancel(each.request)
+                if not adapter.is_finished(each.request):
+                    return f"{each.name} was cancelled and goes on"
+        return ""
+
+
+def draw_cancel_after(draw: st.DrawFn) -> int | None:
+    """Draw when a request of a crowd is cancelled, if it is."""
+    after: int | None = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4, 8)))
+    return after
+
+
+def let_run(adapter: type[Any], spec: Any) -> Any:
+    """Return a request that nobody cancels, for an engine that cannot."""
+    return spec if adapter.defines("cancel") else change(spec, cancel_after=None)
+
+
+def words(spec: CancelFields) -> Iterator[str]:
+    if spec.cancel_after is not None:
+        yield f"cancelled {some(spec.cancel_after, 'step')} later"
+
+
+LIFECYCLE = EngineCapability(
+    methods=LifecycleMethods,
+    renamed={"forked": "fork(prompt, samplings)"},
+    fields=(CancelFields,),
+    restrict=let_run,
+    words=words,
+    observers=(Stages, Cancellations),
     refuse=(refuse_unknown_stages,),
 )
