@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeGuard, TypeVar
 
@@ -185,19 +186,29 @@ def returns(accepts: Callable[[Any], bool], words: str, least: str = "") -> Call
     return declare
 
 
-def answers_of(adapter: type[Any]) -> dict[str, Answer]:
-    """Return the declared answers of an adapter class, by the names of methods."""
-    declared = adapter.declared.items()
-    return {name: each.answer for name, each in declared if hasattr(each, "answer")}
+def checks_of(adapter: type[Any]) -> dict[str, Callable[..., Any]]:
+    """Return, for each method of an adapter class with a declared answer, what checks answers.
+
+    That is a function to be called with what returns the method, and the arguments.
+    """
+    return {
+        name: partial(_checked, each.answer, getattr(adapter, each.answer.least, 0), adapter, name)
+        for name, each in adapter.declared.items()
+        if hasattr(each, "answer")
+    }
 
 
-def checked(
-    adapter: type[Any], name: str, method: Callable[[], Any], *arguments: Any, **named: Any
+def _checked(
+    answer: Answer,
+    least: int,
+    adapter: type[Any],
+    name: str,
+    method: Callable[[], Any],
+    *arguments: Any,
+    **named: Any,
 ) -> Any:
-    """Call a method of an adapter; raise ``WrongAnswer`` for another answer than declared."""
-    answer: Answer = adapter.declared[name].answer
-    shown, least = method()(*arguments, **named), getattr(adapter, answer.least or "_", 0)
-    if not answer.accepts(shown) or (answer.least and len(shown) < least):
+    shown = method()(*arguments, **named)
+    if not answer.accepts(shown) or (least and len(shown) < least):
         refuse(call_of(adapter, name), shown, answer.words.format(least=least))
     return shown
 

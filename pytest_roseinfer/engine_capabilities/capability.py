@@ -118,8 +118,9 @@ class MixObserver:
     Judgements are returned in words: what is wrong, or an empty text.
     """
 
-    needs: ClassVar[Collection[str]] = ()
-    """Methods of the adapter without which it has nothing to watch."""
+    any_of: ClassVar[Collection[str]] = ()
+    """Methods of the adapter, any of which is defined where it watches; for every engine if there
+    are none."""
 
     def __init__(self, run: EngineRun) -> None:
         self.run = run

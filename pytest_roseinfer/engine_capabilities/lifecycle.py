@@ -151,6 +151,8 @@ class Idle:
 class Stages(MixObserver):
     """Remembers what happened to each request, and sees that no step is idle."""
 
+    any_of = ("stage", "cached_tokens")
+
     def __init__(self, run: EngineRun) -> None:
         super().__init__(run)
         self._pasts: dict[int, Past] = {}
@@ -190,7 +192,7 @@ def refuse_unknown_stages(adapter: type[Any]) -> None:
 class Cancellations(MixObserver):
     """Cancels requests when their time has come, and sees that they end."""
 
-    needs = ("cancel",)
+    any_of = ("cancel",)
 
     def act(self, step: int) -> str:
         adapter = self.run.adapter

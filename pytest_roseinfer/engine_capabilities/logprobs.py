@@ -96,7 +96,7 @@ _SUM_ERROR = 1e-5
 class Logprobs(MixObserver):
     """Holds logprobs to those of the model's own logits, whatever the parameters of a request."""
 
-    needs = ("logits",)
+    any_of = ("logprobs", "prompt_logprobs")
 
     def judge(self, served: ServedRequest) -> str:
         logprobs = self._of_tokens(served, "logprobs")

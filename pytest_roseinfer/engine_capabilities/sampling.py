@@ -241,7 +241,7 @@ def logits_of(adapter: Any, tokens: Sequence[int], mix: Any) -> Floats:
 class ChosenTokens(MixObserver):
     """Holds each token to those that the parameters of its request allow."""
 
-    needs = ("logits",)
+    any_of = ("logits",)
 
     def judge(self, served: ServedRequest) -> str:
         prompt, sampling = served.spec.prompt, served.spec.sampling

@@ -110,7 +110,7 @@ def cut_tokens(
 class ShownText(MixObserver):
     """Holds the pieces of a text, joined, to its tokens, and lets none be taken back."""
 
-    needs = ("pieces",)
+    any_of = ("pieces",)
 
     def __init__(self, run: EngineRun) -> None:
         super().__init__(run)

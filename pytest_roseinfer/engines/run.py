@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pytest_roseinfer.capabilities.answers import (
     WrongAnswer,
-    answers_of,
     call_of,
-    checked,
+    checks_of,
     refuse,
 )
+from pytest_roseinfer.capabilities.capability import due
 from pytest_roseinfer.engine_capabilities.capability import ServedRequest, for_adapter, offered
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
-    from pytest_roseinfer.engine_capabilities.capability import EngineRun, MixObserver
+    from pytest_roseinfer.engine_capabilities.capability import EngineRun
     from pytest_roseinfer.findings.timeline import Line, Timeline
 
 _SLACK = 20
@@ -78,9 +78,7 @@ class MixRun:
         tokens of a sequence."""
         kinds = chain.from_iterable(each.observers for each in offered(adapter_type))
         run: EngineRun = weakref.proxy(self)  # else it would keep itself, and its engine
-        self.observers: list[MixObserver] = [
-            kind(run) for kind in kinds if adapter_type.abilities.issuperset(kind.needs)
-        ]
+        self.observers = [kind(run) for kind in due(kinds, adapter_type.abilities)]
 
     def run(self) -> Counter[str]:
         """Serve all requests; return the paths that the engine took."""
@@ -202,8 +200,8 @@ class MixRun:
 
 def _made(kind: type[EngineAdapter]) -> EngineAdapter:
     adapter = kind()
-    for name in answers_of(kind):
-        coverage.send_through(partial(checked, kind, name), adapter, name)
+    for name, check in checks_of(kind).items():
+        coverage.send_through(check, adapter, name)
     coverage.current().count_calls(adapter)
     return adapter
 

@@ -110,7 +110,7 @@ def add_biases(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: i
 
 
 class BiasedTokens(MixObserver):
-    needs = ("biased_tokens",)
+    any_of = ("biased_tokens",)
 
     def judge(self, served: ServedRequest) -> str:
         found = [*self.run.adapter.biased_tokens(served.request)]

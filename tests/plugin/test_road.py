@@ -76,7 +76,7 @@ def road(test: Callable[[], None]) -> list[str]:
     [
         (Negates, "test_histories", 16),
         (NegatesTexts, "test_histories", 25),
-        (ANeighboursTokenLeaksIn, "test_requests_get_what_they_get_alone", 15),
+        (ANeighboursTokenLeaksIn, "test_requests_get_what_they_get_alone", 16),
     ],
     ids=["cache", "cache with prefixes", "engine"],
 )
