@@ -46,14 +46,29 @@ class Snapshot:
     scales: Pair | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
+    _of_layers: dict[int, Mapping[int, list[int | None]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The answers of ``tables_of`` by now."""
 
-    def tables_of(self, layer: int) -> dict[int, list[int | None]]:
+    def tables_of(self, layer: int) -> Mapping[int, list[int | None]]:
         """The blocks of every sequence in one layer."""
-        tables = self.tables or {}
-        return {seq: _shown(table) for (seq, at), table in tables.items() if at == layer}
+        if layer not in self._of_layers:
+            tables = self.tables_or_errors(layer).items()
+            self._of_layers[layer] = {seq: _shown(table) for seq, table in tables}
+        return self._of_layers[layer]
+
+    def tables_or_errors(self, layer: int) -> dict[int, list[int | None] | Exception]:
+        """The same for a picture: an error is in the place of a table that cannot be read."""
+        return {seq: table for (seq, at), table in (self.tables or {}).items() if at == layer}
 
     def ledger(self, layer: int) -> Ledger:
         return _shown(self.ledgers[layer])
+
+    def ledger_or_none(self, layer: int) -> Ledger | None:
+        """The same for a picture: None where the cache has no ledger, or it cannot be read."""
+        ledger = self.ledgers[layer] if self.ledgers else None
+        return None if isinstance(ledger, Exception) else ledger
 
     def owners(self, *layers: int) -> Counter[int]:
         """Count the tables of these layers that name each block."""

@@ -49,12 +49,11 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
 
 
 def _tables(shown: Snapshot, layer: int) -> Tables:
-    tables = {seq: table for (seq, at), table in (shown.tables or {}).items() if at == layer}
     return {
         seq: f"unreadable, {type(table).__name__}: {table}"
         if isinstance(table, Exception)
         else table
-        for seq, table in tables.items()
+        for seq, table in shown.tables_or_errors(layer).items()
     }
 
 
@@ -108,8 +107,8 @@ def _draw_tables(
 
 def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
     """Return the refcounts in the cache's books, if these can be read."""
-    ledger = shown.ledgers[layer] if shown.ledgers else None
-    return {} if ledger is None or isinstance(ledger, Exception) else ledger.refcounts
+    ledger = shown.ledger_or_none(layer)
+    return ledger.refcounts if ledger else {}
 
 
 def _name(location: Location | None, seq: int) -> str:

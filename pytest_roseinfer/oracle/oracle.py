@@ -149,7 +149,10 @@ class Oracle:
         return tokens[: len(tokens) - self.unseen[seq]] if at == len(pages) - 1 else tokens
 
     def length(self, seq: int) -> int:
-        return sum(len(page.tokens) for page in self.sequences.get(seq, [])) - self.unseen[seq]
+        """Count the tokens that a sequence sees; all its pages but the last are full."""
+        if not (pages := self.sequences.get(seq)):
+            return 0
+        return (len(pages) - 1) * self.block_size + len(pages[-1].tokens) - self.unseen[seq]
 
     def on_last(self, seq: int) -> int:
         """Count the tokens that a sequence sees of its last page; 0 if it has none."""

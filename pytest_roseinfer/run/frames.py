@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.capabilities.cache_data import Ledger
     from pytest_roseinfer.capabilities.observation import Location, Snapshot
     from pytest_roseinfer.findings.frame import Block, Frame, Row, Wrong
     from pytest_roseinfer.histories.history import History
@@ -88,8 +87,7 @@ class _Look:
         self.marked = marked
         self.compares = compares
         """What reads back is compared with what must be there."""
-        ledger = shown.ledgers[layer] if shown.ledgers else None
-        self.ledger: Ledger | None = None if isinstance(ledger, Exception) else ledger
+        self.ledger = shown.ledger_or_none(layer)
 
     def row(self, seq: int) -> Row:
         oracle, here = self.oracle, seq in self.oracle.sequences
@@ -109,11 +107,8 @@ class _Look:
 
     def _tables(self, layer: int) -> dict[int, list[int | None]]:
         """Return the tables of a layer that can be read."""
-        return {
-            seq: table
-            for (seq, at), table in (self.shown.tables or {}).items()
-            if at == layer and not isinstance(table, Exception)
-        }
+        every = self.shown.tables_or_errors(layer).items()
+        return {seq: table for seq, table in every if not isinstance(table, Exception)}
 
     def _wrong(self, seq: int) -> list[Wrong]:
         """List the tokens that read back wrong, by the first route by which any does."""

@@ -91,7 +91,8 @@ class Machine(CacheRun):
     def _try_step(self, step: Operation) -> Counter[str]:
         counted: Counter[str] = Counter()
         for observer in self.observers.values():
-            counted.update(observer.before(step))
+            if met := observer.before(step):
+                counted.update(met)
         self.done.append(step)
         outcome = Execution(self, step).do()
         if outcome.refusal:
@@ -102,7 +103,8 @@ class Machine(CacheRun):
         seen = self.observation(self.now, before=before, outcome=outcome, operation=step)
         counted.update(self._judge(AFTER_STEP, seen))
         for observer in self.observers.values():
-            counted.update(observer.after(seen))
+            if met := observer.after(seen):
+                counted.update(met)
         for inquiry in self.inquiries:
             at = self.last or len(self.done) % inquiry.every == 0
             if at and self.driven.device.idle:
