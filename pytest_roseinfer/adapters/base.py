@@ -40,7 +40,7 @@ class Adapter:
     declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """The methods that the kind and its capabilities name."""
     _renamed: ClassVar[Mapping[str, str]] = {}
-    """Replacements for attributes and methods of before that the kind had, by their old names."""
+    """Replacements for former attributes and methods of the kind, by their old names."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

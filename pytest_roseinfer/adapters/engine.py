@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
 
-# Requests, made of the fields of all shipped capabilities; the last base's come first.
+# Requests, made of the fields of all shipped capabilities, the last base first.
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ class EngineAdapter(
     LifecycleMethods,
     Adapter,
 ):
-    """Override ``make``, ``submit`` and what follows up to ``path_counts``; the rest is optional.
+    """Override ``make``, ``submit``, ``step``, ``tokens``, ``is_finished``, ``leftovers``,
+    ``path_counts`` and ``alone``; the other methods are optional.
 
-    A token is a number below ``vocabulary``. What a request gets must be what ``alone``
-    gives for it, whatever else the engine has to do.
+    A token is a number below ``vocabulary``. A request must get the tokens that ``alone`` returns
+    for it, whatever else the engine has to do. An engine that is ``greedy_only`` may define
+    ``logits`` in place of ``alone``.
     """
 
     _renamed: ClassVar = {"ended": "is_finished(request)", "spelled": "spell(token)"}

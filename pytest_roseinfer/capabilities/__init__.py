@@ -1,4 +1,4 @@
-"""What a cache may offer: a module for each capability, with all that tests it."""
+"""Capabilities of a cache: a module for each, with all that tests it."""
 
 from __future__ import annotations
 

@@ -187,9 +187,10 @@ def returns(accepts: Callable[[Any], bool], words: str, least: str = "") -> Call
 
 
 def checks_of(adapter: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return, for each method of an adapter class with a declared answer, what checks answers.
+    """Return the checks of an adapter class's answers, by the names of methods.
 
-    That is a function to be called with what returns the method, and the arguments.
+    A check calls the method: its first argument is a function that returns the method, and the
+    others are passed on.
     """
     return {
         name: partial(_checked, each.answer, getattr(adapter, each.answer.least, 0), adapter, name)

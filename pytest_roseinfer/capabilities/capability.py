@@ -260,7 +260,7 @@ class CapabilityBase:
     It has no ``__init__`` and calls no ``super()``. Methods that are marked ``optional`` are tested
     where an adapter defines them."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Replacements for attributes and methods of before, by their old names."""
+    """Replacements for former attributes and methods, by their old names."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For optional methods, the others without which nothing would call them."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()

@@ -1,1 +1,1 @@
-"""What an engine may offer: a module for each capability, with all that tests it."""
+"""Capabilities of an engine: a module for each, with all that tests it."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _Spec = TypeVar("_Spec", bound="RequestCore")
 
-# What every request has.
+# Fields of every request.
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RequestCore:
         return ", ".join(parts)
 
 
-# What is known while a mix is served, and what watches it.
+# A mix that is being served, and its observers.
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class ServedRequest:
     tokens: list[int] = field(default_factory=list)
     """Tokens that it had when it was last looked at."""
     known: int = 0
-    """Number of tokens that it had at the look before that."""
+    """Number of tokens that it had one look earlier."""
     cancelled: bool = False
     finished: bool = False
     """True if it had finished when it was last looked at."""
@@ -99,7 +99,7 @@ class ServedRequest:
 
     @property
     def new_tokens(self) -> range:
-        """The numbers of the tokens that it got since the look before."""
+        """The numbers of the tokens that it got since the previous look."""
         return range(self.known, len(self.tokens))
 
 
@@ -130,10 +130,10 @@ class MixObserver:
         return ""
 
     def note(self, served: ServedRequest) -> None:
-        """Look at a request that got new tokens or may have, before any is judged."""
+        """Look at a request after a step, before it is judged."""
 
     def judge(self, served: ServedRequest) -> str:  # noqa: ARG002
-        """Judge what a request got by now, after its tokens were compared with those alone."""
+        """Judge a request, after its tokens were compared with those that it gets alone."""
         return ""
 
     def judge_step(self) -> str:
@@ -141,7 +141,7 @@ class MixObserver:
         return ""
 
     def past(self, served: ServedRequest) -> str:  # noqa: ARG002
-        """Return what a failure of this request adds about what happened to it before."""
+        """Return the past of a request, in words that its failure ends with."""
         return ""
 
     def stage(self, served: ServedRequest) -> str:  # noqa: ARG002
@@ -149,7 +149,7 @@ class MixObserver:
         return ""
 
 
-# What a capability of engines is.
+# The capability itself, and the requests that have its fields.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ def _is_stage(shown: Any) -> bool:
 
 
 class LifecycleMethods:
-    """The methods about what becomes of a request."""
+    """The methods about a request between its submission and its end."""
 
     never_idles: ClassVar[bool] = False
     """True if no more than ``lag`` steps in a row bring no token while all requests that were
@@ -77,7 +77,7 @@ class LifecycleMethods:
         """
 
 
-# What happened to a request before it failed, and steps that bring no token.
+# The past of a request, and idle steps.
 
 
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
@@ -108,7 +108,7 @@ class Past:
             self.cached = adapter.cached_tokens(request)
 
     def words(self) -> str:
-        """Return what a failure of the request adds to what is wrong."""
+        """Return the past in words that a failure of the request ends with."""
         words = ""
         if self.cached:
             first = "token was" if self.cached == 1 else f"{self.cached} tokens were"
@@ -143,7 +143,7 @@ class Idle:
         self._before = now
 
     def words(self) -> str:
-        """Return what is wrong with that."""
+        """Describe the idle steps, for a failure."""
         many = f"{self.steps} steps in a row" if self.steps > 1 else "a step"
         return f"requests {[*self._before]} were decoding, and {many} brought none of them a token"
 

@@ -107,8 +107,8 @@ class SamplingMethods:
         after the token that completes a stop string.
         """
         new: list[int] = []
-        ends = () if sampling.ignore_eos else (self.eos_token,)
-        while len(new) < sampling.max_new_tokens and not {*ends} & {*new}:
+        goes_on = sampling.ignore_eos
+        while len(new) < sampling.max_new_tokens and (goes_on or self.eos_token not in new):
             logits = self.logits([*prompt, *new], mix)
             new.append(max(range(len(logits)), key=logits.__getitem__))
         return new
@@ -156,7 +156,7 @@ def log_probabilities(logits: Floats) -> Floats:
 
 
 def distribution(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:
-    """Return the logarithm of what each token is drawn with; -infinity for one that never is."""
+    """Return the log-probability that each token is drawn with; -infinity for one that is not."""
     scaled = _scaled(logits, sampling, tokens, prompted)
     kept = _kept(scaled, sampling, room=0.0)
     if sampling.temperature == 0:
@@ -259,7 +259,7 @@ class ChosenTokens(MixObserver):
         return ""
 
 
-# Draws, words, and what a mix leaves open.
+# Drawing requests, describing them, and settling their seeds.
 
 
 HOTTEST = 30.0
