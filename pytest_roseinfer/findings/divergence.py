@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.findings.frame import Look
 from pytest_roseinfer.oracle.pages import token_label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.observation import Finding, Location, Snapshot
+    from pytest_roseinfer.findings.frame import Frame, Row
     from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
-Tables = dict[int, "list[int | None] | str"]
-"""The table of each sequence, or why it cannot be read."""
 
 
 def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
@@ -28,108 +28,93 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     Where the location is known, only its layer and the sequences it has to do with are drawn.
     """
     layers = [location.layer] if location else range(num_layers)
-    tables = {layer: _tables(shown, layer) for layer in layers if shown.tables is not None}
-    seqs = list(oracle.sequences)
-    lines = []
-    if location:
-        seqs = _involved(oracle, location, tables.get(location.layer, {}))
-        lines.append(_legend(location))
+    frames = {layer: Look(oracle, shown, layer, location).frame() for layer in layers}
+    everyone = next(iter(frames.values()))["sequences"]
+    here = [row for row in everyone if row["pages"]]
+    rows = _involved(here, location) if location else here
+    lines = [_legend(location)] if location else []
     named = "t and text.token" if oracle.texts else "sequence.token"
     lines.append(f"what should be stored, page by page ({named}, x holders where shared):")
-    for seq in seqs:
-        pages = (_page(location, seq, at, oracle) for at in range(len(oracle.sequences[seq])))
-        lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
-    lines += [f"  sequence {seq} is {how.words}" for seq, how in oracle.absent.items()]
-    if others := len(oracle.sequences) - len(seqs):
+    for row in rows:
+        pages = (_page(location, row, at, oracle.block_size) for at in range(len(row["pages"])))
+        lines.append(f"  {_name(location, row)}: {' '.join(pages)}")
+    lines += [f"  sequence {row['name']} is {row['state']}" for row in everyone if row["state"]]
+    if others := len(here) - len(rows):
         lines.append(f"  other sequences, not drawn: {others}")
-    for layer, of_layer in tables.items():
-        own = {seq: of_layer[seq] for seq in seqs}
-        lines += _draw_tables(location, layer, own, _refcounts(shown, layer))
+    names = {row["name"] for row in rows}
+    for layer, frame in frames.items() if shown.tables is not None else ():
+        lines.append(f"tables of layer {layer} (block, x its refcount):")
+        lines += _draw_tables(location, frame, names)
     return "\n".join(lines)
 
 
-def _tables(shown: Snapshot, layer: int) -> Tables:
-    return {
-        seq: f"unreadable, {type(table).__name__}: {table}"
-        if isinstance(table, Exception)
-        else table
-        for seq, table in shown.tables_or_errors(layer).items()
-    }
-
-
-def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
+def _involved(rows: Sequence[Row], location: Location) -> list[Row]:
     """List the place's holders, who shares a block with them, and who wrote what is there."""
-    everyone = oracle.sequences
 
-    def held(seq: int) -> set[tuple[str, int]]:
-        pages = {("page", id(page)) for page in everyone[seq]}
-        table = tables.get(seq, ())
-        blocks = () if isinstance(table, str) else table
-        return pages | {("block", each) for each in blocks if each is not None}
+    def held(row: Row) -> set[tuple[str, int]]:
+        pages = {("page", page["number"]) for page in row["pages"]}
+        return pages | {("block", each) for each in row["blocks"] or () if each is not None}
 
-    wrong = {each for seq in location.holders for each in held(seq)}
+    wrong = {each for row in rows if row["name"] in location.holders for each in held(row)}
     token = location.contents.token if location.contents else None
+    label = None if token is None else token_label(token)
     involved = [
-        seq
-        for seq in everyone
-        if seq in location.holders or held(seq) & wrong or token in oracle.tokens(seq)
+        row
+        for row in rows
+        if row["name"] in location.holders or held(row) & wrong or label in row["tokens"]
     ]
-    return involved or list(everyone)
+    return involved or list(rows)
 
 
 def _legend(location: Location) -> str:
     """Say what the mark means, and where what it marks is."""
-    said = f"> < marks what is wrong in layer {location.layer}"
+    legend = f"> < marks what is wrong in layer {location.layer}"
     if location.block is not None:
-        said += f", block {location.block}"
+        legend += f", block {location.block}"
     if contents := location.contents:
-        said += f", head {contents.head}, {contents.kind}"
-    return said
+        legend += f", head {contents.head}, {contents.kind}"
+    return legend
 
 
-def _draw_tables(
-    location: Location | None, layer: int, tables: Tables, refcounts: Mapping[int, int]
-) -> list[str]:
+def _draw_tables(location: Location | None, frame: Frame, names: Collection[int]) -> Iterator[str]:
+    refcounts = {block["number"]: block["refcount"] for block in frame["blocks"]}
+
     def drawn(block: int | None, wrong: bool) -> str:
-        shown = "none" if block is None else f"{block}x{refcounts.get(block, '?')}"
-        return _marked(shown, wrong)
+        if block is None:
+            return _marked("none", wrong)
+        count = refcounts.get(block)
+        return _marked(f"{block}x{'?' if count is None else count}", wrong)
 
-    lines = [f"tables of layer {layer} (block, x its refcount):"]
-    for seq, table in tables.items():
-        if isinstance(table, list):
-            wrong = location.holders.get(seq) if location else None
-            table = " ".join(drawn(block, at == wrong) for at, block in enumerate(table))
-        lines.append(f"  {_name(location, seq)}: {table}")
+    for row in frame["sequences"]:
+        if row["name"] not in names:
+            continue
+        wrong = location.holders.get(row["name"]) if location else None
+        blocks = (drawn(block, at == wrong) for at, block in enumerate(row["blocks"] or ()))
+        table = f"unreadable, {row['unreadable']}" if row["unreadable"] else " ".join(blocks)
+        yield f"  {_name(location, row)}: {table}"
     if location and location.block is not None and not location.holders:
-        lines.append(f"  of no sequence: {drawn(location.block, wrong=True)}")
-    return lines
+        yield f"  of no sequence: {drawn(location.block, wrong=True)}"
 
 
-def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
-    """Return the refcounts in the cache's books, if these can be read."""
-    ledger = shown.ledger_or_none(layer)
-    return ledger.refcounts if ledger else {}
-
-
-def _name(location: Location | None, seq: int) -> str:
+def _name(location: Location | None, row: Row) -> str:
     """Name a sequence, marked if its wrong block is unknown."""
-    wrong = location is not None and location.holders.get(seq, 0) is None
-    return _marked(f"sequence {seq}", wrong)
+    wrong = location is not None and location.holders.get(row["name"], 0) is None
+    return _marked(f"sequence {row['name']}", wrong)
 
 
-def _page(location: Location | None, seq: int, at: int, oracle: Oracle) -> str:
-    is_wrong = location is not None and location.holders.get(seq) == at
-    if location and at < oracle.given_back(seq, location.layer):
+def _page(location: Location | None, row: Row, at: int, block_size: int) -> str:
+    is_wrong = location is not None and location.holders.get(row["name"]) == at
+    if location and at < row["given_back"]:
         return _marked("[given back]", is_wrong)
     slot = location.slot if location and is_wrong else None
-    seen = enumerate(oracle.tokens_on(seq, at))
-    tokens = [_marked(token_label(token), position == slot) for position, token in seen]
+    stored = enumerate(row["tokens"][at * block_size : (at + 1) * block_size])
+    tokens = [_marked(token, position == slot) for position, token in stored]
     if slot is not None and slot >= len(tokens):
         tokens.append(_marked("nothing"))
-    shown = f"[{' '.join(_shortened(tokens, slot))}]"
-    holders = oracle.sequences[seq][at].holders
-    shown += f"x{holders}" if holders > 1 else ""
-    return _marked(shown, is_wrong and slot is None)
+    drawn = f"[{' '.join(_shortened(tokens, slot))}]"
+    holders = row["pages"][at]["holders"]
+    drawn += f"x{holders}" if holders > 1 else ""
+    return _marked(drawn, is_wrong and slot is None)
 
 
 def _shortened(tokens: list[str], slot: int | None) -> list[str]:

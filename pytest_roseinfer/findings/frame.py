@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+from pytest_roseinfer.oracle.pages import token_label
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from pytest_roseinfer.capabilities.observation import Location, Snapshot
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 class Wrong(TypedDict):
@@ -14,6 +22,15 @@ class Wrong(TypedDict):
     found: str
     """What is there, as short as tokens are named."""
     words: str
+
+
+class Page(TypedDict):
+    """One block of a sequence by the oracle."""
+
+    number: int
+    """Number that only pages have in common which are one."""
+    holders: int
+    """Number of sequences that hold it."""
 
 
 class Row(TypedDict):
@@ -26,8 +43,12 @@ class Row(TypedDict):
     """What it must hold, by position, as in ``sequence.token``."""
     unwritten: int
     """How many of the last tokens have room and are not written yet."""
+    pages: list[Page]
+    """The blocks that it must have; none where it is away."""
     blocks: list[int | None] | None
     """Its table, with None for a block that was given back; None if no table can be read."""
+    unreadable: str
+    """The error in place of its table; empty where there was none."""
     given_back: int
     """How many of its first blocks left the window of this layer."""
     wrong: list[Wrong]
@@ -63,6 +84,93 @@ class Frame(TypedDict):
 def title(frame: Frame) -> str:
     """Say which step led to a frame."""
     return f"{frame['step']}. {frame['words']}" if frame["step"] else frame["words"]
+
+
+class Look:
+    """One layer of a cache at one moment, beside what it must hold."""
+
+    scratch_blocks: Collection[int] = ()
+    """Blocks that are left out."""
+    poisons_free = False
+    """True where free blocks hold poison."""
+
+    def __init__(
+        self, oracle: Oracle, shown: Snapshot, layer: int, marked: Location | None
+    ) -> None:
+        self.oracle, self.shown, self.layer, self.marked = oracle, shown, layer, marked
+        self.ledger = shown.ledger_or_none(layer)
+        self.tables = shown.tables_or_errors(layer)
+        self._numbers: dict[int, int] = {}
+
+    def frame(self, step: int = 0, words: str = "", refused: str = "") -> Frame:
+        return {
+            "step": step,
+            "words": words,
+            "refused": refused,
+            "sequences": [self._row(seq) for seq in sorted(self.oracle.named)],
+            "blocks": list(self._blocks()),
+        }
+
+    def wrong(self, seq: int) -> list[Wrong]:  # noqa: ARG002
+        """List the tokens of a sequence that read back wrong, where they are compared."""
+        return []
+
+    def _row(self, seq: int) -> Row:
+        oracle, here = self.oracle, seq in self.oracle.sequences
+        absence, table = oracle.absent.get(seq), self.tables.get(seq) if here else []
+        wrong = self.wrong(seq) if here else []
+        tokens = absence.tokens if absence and not here else oracle.tokens(seq)
+        error = f"{type(table).__name__}: {table}" if isinstance(table, Exception) else ""
+        return {
+            "name": seq,
+            "state": absence.words if absence else "",
+            "tokens": list(map(token_label, tokens)),
+            "unwritten": oracle.unwritten(seq) if here else 0,
+            "pages": list(self._pages(seq)) if here else [],
+            "blocks": None if isinstance(table, Exception) else table,
+            "unreadable": error,
+            "given_back": oracle.given_back(seq, self.layer) if here else 0,
+            "wrong": wrong,
+            "marked": self.marked is not None and seq in self.marked.holders and not wrong,
+        }
+
+    def _pages(self, seq: int) -> Iterator[Page]:
+        for page in self.oracle.sequences[seq]:
+            number = self._numbers.setdefault(id(page), len(self._numbers))
+            yield {"number": number, "holders": page.holders}
+
+    def _blocks(self) -> Iterator[Block]:
+        ledger, holders = self.ledger, self._holders()
+        free, cached = (ledger.free, ledger.cached) if ledger else ((), ())
+        refcounts = ledger.refcounts if ledger else {}
+        wrong = self.marked.block if self.marked else None
+        numbers = {*holders, *free, *cached, *refcounts, *([] if wrong is None else [wrong])}
+        for number in sorted(numbers - {*self.scratch_blocks}):
+            own = holders.get(number, [])
+            yield {
+                "number": number,
+                "states": self._states(len(own), number in free, number in cached),
+                "refcount": refcounts.get(number),
+                "holders": own,
+                "marked": number == wrong,
+            }
+
+    def _states(self, holders: int, free: bool, cached: bool) -> list[str]:
+        states = ["shared" if holders > 1 else "held"] if holders else []
+        states += ["free"] * free + ["cached"] * cached
+        if states == ["free"] and self.poisons_free:
+            states.append("poisoned")
+        return states or ["counted"]
+
+    def _holders(self) -> dict[int, list[int]]:
+        """Return, for each block of the layer's pool, the sequences whose tables name it."""
+        found: dict[int, list[int]] = {}
+        for layer in self.oracle.pool_of(self.layer):
+            for seq, table in self.shown.tables_or_errors(layer).items():
+                for block in () if isinstance(table, Exception) else table:
+                    if block is not None and seq not in found.setdefault(block, []):
+                        found[block].append(seq)
+        return found
 
 
 # The marks that drawings are made of, as SVG.

@@ -133,7 +133,7 @@ def _key(timeline: Timeline, y: float, width: float) -> tuple[list[str], float, 
 
 def _tokens(line: Line, y: float) -> tuple[list[str], float, float]:
     """Draw the tokens that a request got below those it gets alone."""
-    rows = {"alone": line["expected"], f"request {line['number']}": line["found"]}
+    rows = {"generate_alone": line["expected"], f"request {line['number']}": line["found"]}
     cell = 12 + max(width_of(str(token)) for row in (*rows.values(), [0]) for token in row)
     marks, width = [], 0.0
     for name, row in rows.items():

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.capabilities.payload import as_bits
 from pytest_roseinfer.capabilities.reading import beyond
 from pytest_roseinfer.capabilities.storage import Storage
+from pytest_roseinfer.findings.frame import Look
 from pytest_roseinfer.oracle.pages import token_label
 from pytest_roseinfer.run.machine import Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.capabilities.observation import Location, Snapshot
-    from pytest_roseinfer.findings.frame import Block, Frame, Row, Wrong
+    from pytest_roseinfer.findings.frame import Frame, Wrong
     from pytest_roseinfer.histories.history import History
 
 _NO_TOKEN = ("poison", "zeros", "NaN")
@@ -61,18 +62,12 @@ def _frame(
     machine: Machine, shown: Snapshot, location: Location | None, words: str, *, last: bool = False
 ) -> Frame:
     layer, step = location.layer if location else 0, len(machine.done)
-    at = _Look(machine, shown, layer, location if last else None, last)
-    return {
-        "step": step,
-        "words": words,
-        "refused": machine.refused.get(step, ""),
-        "sequences": [at.row(seq) for seq in sorted(machine.oracle.named)],
-        "blocks": list(at.blocks()),
-    }
+    look = _Look(machine, shown, layer, location if last else None, last)
+    return look.frame(step, words, machine.refused.get(step, ""))
 
 
-class _Look:
-    """What one layer of the cache shows at one moment."""
+class _Look(Look):
+    """What one layer of the cache shows at one moment, with what reads back wrong."""
 
     def __init__(
         self,
@@ -82,36 +77,17 @@ class _Look:
         marked: Location | None,
         compares: bool,
     ) -> None:
-        self.machine, self.shown, self.layer = machine, shown, layer
-        self.oracle, self.payload = machine.oracle, machine.payload
-        self.marked = marked
+        super().__init__(machine.oracle, shown, layer, marked)
+        self.machine, self.payload = machine, machine.payload
+        self.scratch_blocks = machine.adapter.scratch_blocks
+        self.poisons_free = bool(machine.observer(Storage)) and "table" in machine.can
         self.compares = compares
         """What reads back is compared with what must be there."""
-        self.ledger = shown.ledger_or_none(layer)
 
-    def row(self, seq: int) -> Row:
-        oracle, here = self.oracle, seq in self.oracle.sequences
-        absence = oracle.absent.get(seq)
-        wrong = list(self._wrong(seq)) if here and self.compares else []
-        tokens = absence.tokens if absence and not here else oracle.tokens(seq)
-        return {
-            "name": seq,
-            "state": absence.words if absence else "",
-            "tokens": list(map(token_label, tokens)),
-            "unwritten": oracle.unwritten(seq) if here else 0,
-            "blocks": self._tables(self.layer).get(seq) if here else [],
-            "given_back": oracle.given_back(seq, self.layer) if here else 0,
-            "wrong": wrong,
-            "marked": self.marked is not None and seq in self.marked.holders and not wrong,
-        }
-
-    def _tables(self, layer: int) -> dict[int, list[int | None]]:
-        """Return the tables of a layer that can be read."""
-        every = self.shown.tables_or_errors(layer).items()
-        return {seq: table for seq, table in every if not isinstance(table, Exception)}
-
-    def _wrong(self, seq: int) -> list[Wrong]:
+    def wrong(self, seq: int) -> list[Wrong]:
         """List the tokens that read back wrong, by the first route by which any does."""
+        if not self.compares:
+            return []
         for (_, name, at), pair in self.shown.reads.items():
             if (name, at) != (seq, self.layer) or isinstance(pair, Exception):
                 continue
@@ -144,43 +120,6 @@ class _Look:
             yield {"position": start + row, "found": short, "words": words}
         for row in range(len(got), len(written)):
             yield {"position": start + row, "found": "none", "words": "it is not read back"}
-
-    def blocks(self) -> Iterator[Block]:
-        holders, (free, cached, refcounts) = self._holders(), self._books()
-        wrong = self.marked.block if self.marked else None
-        numbers = {*holders, *free, *cached, *refcounts, *([] if wrong is None else [wrong])}
-        for number in sorted(numbers - {*self.machine.adapter.scratch_blocks}):
-            own = holders.get(number, [])
-            yield {
-                "number": number,
-                "states": self._states(len(own), number in free, number in cached),
-                "refcount": refcounts.get(number),
-                "holders": own,
-                "marked": number == wrong,
-            }
-
-    def _states(self, holders: int, free: bool, cached: bool) -> list[str]:
-        states = ["shared" if holders > 1 else "held"] if holders else []
-        states += ["free"] * free + ["cached"] * cached
-        if states == ["free"] and self.machine.observer(Storage) and "table" in self.machine.can:
-            states.append("poisoned")
-        return states or ["counted"]
-
-    def _books(self) -> tuple[set[int], set[int], Mapping[int, int]]:
-        """Return what is free, what of that is kept for later texts, and refcounts."""
-        if self.ledger is None:
-            return set(), set(), {}
-        return {*self.ledger.free}, {*self.ledger.cached}, self.ledger.refcounts
-
-    def _holders(self) -> dict[int, list[int]]:
-        """Return, for each block of the layer's pool, the sequences whose tables name it."""
-        found: dict[int, list[int]] = {}
-        for layer in self.oracle.pool_of(self.layer):
-            for seq, table in self._tables(layer).items():
-                for block in table:
-                    if block is not None and seq not in found.setdefault(block, []):
-                        found[block].append(seq)
-        return found
 
 
 def _short(found: str, token: int | None, right: int) -> str:

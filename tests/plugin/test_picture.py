@@ -73,12 +73,12 @@ def test_a_write_past_the_end_of_a_block_is_marked_in_all_who_hold_it() -> None:
     first = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
     assert rest == [
         f"sequence 0: {first} [0.16 0.17 >nothing<]x2",
-        "sequence 7: [7.0 7.1 7.2]",
         f"sequence 1: {first} [0.16 0.17 >nothing<]x2",
+        "sequence 7: [7.0 7.1 7.2]",
         "tables of layer 0 (block, x its refcount):",
         "sequence 0: 1x2 >2x2<",
-        "sequence 7: 3x1",
         "sequence 1: 1x2 >2x2<",
+        "sequence 7: 3x1",
     ]
 
 
@@ -143,8 +143,8 @@ def test_everything_is_drawn_of_a_failure_without_a_place() -> None:
     lines = str(raised.value).split("\n\n")[-1].splitlines()
     assert [line.split(":")[0].strip() for line in lines if "sequence " in line] == [
         "sequence 0",
-        "sequence 7",
         "sequence 1",
+        "sequence 7",
     ] * 3
     assert [line for line in lines if line.startswith("tables")] == [
         "tables of layer 0 (block, x its refcount):",
