@@ -64,7 +64,7 @@ class Adapter:
         return [*kinds, *(each.methods for each in cls.capabilities)]
 
     @classmethod
-    def in_words(cls, example: Any) -> str:
+    def describe(cls, example: Any) -> str:
         """Return a history or a mix of requests as a failure tells it."""
         return str(example.words())
 

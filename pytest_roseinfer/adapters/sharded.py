@@ -80,8 +80,8 @@ class ShardedAdapter(KVCacheAdapter):
         return replace(spec, num_heads=spec.num_heads // cls.ranks)
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
-        return cls.of.trimmable(cls.share(spec), stored, length)
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+        return cls.of.can_truncate(cls.share(spec), stored, length)
 
     def shards(self) -> Sequence[KVCacheAdapter]:
         return self.caches

@@ -141,7 +141,7 @@ def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
 
 
 @invariant(rank=32)
-def refused(seen: Observation) -> Finding | None:
+def refusals(seen: Observation) -> Finding | None:
     """A refused step must leave the books as they were.
 
     Where a cache admits row by row, and rows were admitted, or one gave back what left its windows
@@ -154,7 +154,7 @@ def refused(seen: Observation) -> Finding | None:
     return Finding("a step that found no room changed the books")
 
 
-BOOK_METHODS = frozenset({"table", "ledger", "kept_in"})
+BOOK_METHODS = frozenset({"table", "ledger", "container"})
 """The methods that show a part of them."""
 
 
@@ -169,8 +169,8 @@ def books_of(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str, Any]:
         }
     if "ledger" in can:
         shown["ledgers"] = [asked(_copied, adapter, layer) for layer in layers]
-    if "kept_in" in can:
-        shown["kept"] = {seq: asked(adapter.kept_in, seq) for seq in oracle.readable}
+    if "container" in can:
+        shown["kept"] = {seq: asked(adapter.container, seq) for seq in oracle.readable}
     return shown
 
 
@@ -244,7 +244,7 @@ BOOKS = Capability(
     needs={"ledger": ("table",)},
     invariants=(
         ownership,
-        refused,
+        refusals,
     ),
     observers=(FreeBlocks,),
 )

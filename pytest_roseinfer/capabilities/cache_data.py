@@ -209,16 +209,16 @@ USED_AGAIN: Mapping[str, ReuseCondition] = {
         "since. Needs ``reserve``.",
     ),
     "slot_used_again": ReuseCondition(
-        "kept_in",
-        "A sequence begins in the slot that ``kept_in`` showed of another one, which has left it. "
-        "Needs ``kept_in``.",
+        "container",
+        "A sequence begins in the slot that ``container`` showed of another one, which has left "
+        "it. Needs ``container``.",
     ),
     "list_used_again": ReuseCondition(
-        "kept_in",
-        "A sequence begins in the list object that ``kept_in`` showed of another one, which has "
-        "left it. Needs ``kept_in``.",
+        "container",
+        "A sequence begins in the list object that ``container`` showed of another one, which has "
+        "left it. Needs ``container``.",
     ),
-    "block_used_while_away": ReuseCondition(
+    "block_used_while_absent": ReuseCondition(
         "table",
         "A sequence gets a block that another one gave up, which was preempted or swapped out and "
         "is not back; counted for each such block of the first layer. Needs ``table``.",
@@ -247,6 +247,6 @@ OWN_CONDITIONS: Mapping[str, str] = {
 }
 """The harness counts each of them where an adapter names it."""
 FINDS_PREFIXES = frozenset(
-    ("texts", "matched", "prefill", "table", "ledger", "prefixes.shares=equal prefixes")
+    ("use_tokens", "match_prefix", "prefill", "table", "ledger", "prefixes.shares=equal prefixes")
 )
 """What shows that a sequence began with what was found of its text."""

@@ -232,7 +232,7 @@ class UsedAgain(Observer):
             "handle_used_again": self._handles.again(handles),
             "slot_used_again": self._slots.again(each for each in kept if isinstance(each, int)),
             "list_used_again": self._lists.again(each for each in kept if isinstance(each, list)),
-            "block_used_while_away": self._blocks.met(away, seen.after.tables_of(0)),
+            "block_used_while_absent": self._blocks.met(away, seen.after.tables_of(0)),
         }
         return {name: times for name, times in met.items() if name in seen.declared.conditions}
 

@@ -20,8 +20,9 @@ class FreeingMethods:
     def free(self, seq: int) -> None:
         """Forget a sequence; its name is used again for new ones.
 
-        It may be preempted, or anywhere between ``swap_out`` and ``swapped_in``. All that it held
-        is free then, in swap space too, and what was returned for it is passed to no other call.
+        It may be preempted, or anywhere between ``swap_out`` and ``finish_swap_in``. All that it
+        held is free then, in swap space too, and what was returned for it is passed to no other
+        call.
         """
 
 

@@ -114,7 +114,7 @@ def released_of(
     return found
 
 
-@invariant(rank=30, needs=("texts", "table", "ledger"))
+@invariant(rank=30, needs=("use_tokens", "table", "ledger"))
 def evictions(seen: Observation) -> Finding | None:
     """Cached blocks must be evicted in the order that the cache declares."""
     if seen.declared.prefixes.evicts == "any":
@@ -171,11 +171,11 @@ def note_of(seen: Observation) -> KeptNote:
 class KeptTexts(Observer):
     """Knows what blocks hold, and what of that is kept for texts that come."""
 
-    any_of = ("matched", "prefixes.evicts=least recent")
+    any_of = ("match_prefix", "prefixes.evicts=least recent")
     conditions: ClassVar = {
-        "prefix_found": "A sequence begins with what a full block held before, and lookups find "
-        'something. Required of a cache that shares ``"equal prefixes"`` and defines ``matched`` '
-        "and ``prefill``."
+        "prefix_hit": "A sequence begins with what a full block held before, and lookups find "
+        'something. Required of a cache that shares ``"equal prefixes"`` and defines '
+        "``match_prefix`` and ``prefill``."
     }
 
     def __init__(self, run: Run) -> None:
@@ -195,13 +195,13 @@ class KeptTexts(Observer):
         if written and self.run.can >= FINDS_PREFIXES:
             found = self._begun_with_found(seen.after, written.rows)
         self._note(seen.before, seen.after)
-        return {"prefix_found": found}
+        return {"prefix_hit": found}
 
     def notes(self, after: Snapshot) -> KeptNote:
-        return KeptNote(self.contents_after(after) if after.matched else {}, self.released)
+        return KeptNote(self.contents_after(after) if after.matches else {}, self.released)
 
     def _note(self, before: Snapshot, after: Snapshot) -> None:
-        self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
+        self.finds |= any(isinstance(found, int) and found > 0 for found in after.matches.values())
         if self.run.declared.prefixes.evicts != "any":
             kept, step = (before.tables_of(0), after.ledger(0).cached), len(self.run.done)
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)

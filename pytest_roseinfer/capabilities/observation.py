@@ -38,7 +38,7 @@ class Snapshot:
     """By layer."""
     shards: Sequence[Snapshot] = ()
     """The tables and ledgers of each rank."""
-    matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
+    matches: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
     """How many tokens of a text the cache finds, by text and by how many it was asked for."""
     collided: frozenset[tuple[int, int]] = frozenset()
     """The lookups, by the same, that may have missed a block since its hash is another one's."""

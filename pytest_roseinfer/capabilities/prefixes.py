@@ -50,24 +50,24 @@ class PrefixTraits(Traits):
     """The blocks that sequences share, what is found of a text, and the order of evictions."""
 
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
-    """Blocks that sequences share: those that ``fork`` shares, ``"exact"``; with ``texts``,
+    """Blocks that sequences share: those that ``fork`` shares, ``"exact"``; with ``use_tokens``,
     ``table`` and ``ledger``, any whose tokens and all before them are equal, ``"equal prefixes"``;
     or ``"none"``."""
     granularity: Literal["block", "token"] = "block"
-    """Unit in which ``matched`` finds tokens: whole blocks, or single tokens."""
-    leaves: Literal[0, 1] = 0
-    """Last tokens of a text that are never found: 1 where one must be left to compute."""
+    """Unit in which ``match_prefix`` finds tokens: whole blocks, or single tokens."""
+    recomputed_tokens: Literal[0, 1] = 0
+    """Last tokens of a text that are never found, since the model computes them again."""
     finds: Literal["all", "some"] = "all"
-    """Part of the stored tokens of a text that ``matched`` must find. With ``use_hash`` it may find
-    less where a hash that it needs is also that of another thing, which a step hashed, or where it
-    hashes fewer things than it looks for."""
+    """Part of the stored tokens of a text that ``match_prefix`` must find. With ``use_hash`` it may
+    find less where a hash that it needs is also that of another thing, which a step hashed, or
+    where it hashes fewer things than it looks for."""
     evicts: Literal["any", "least recent"] = "any"
     """Block that is evicted first among those that a ledger has as ``cached``. ``"least recent"``
     is the one that its last holder released longest ago, and of those that one sequence released
     at once, the one nearest to its end. A lookup does not renew a block; a sequence that begins
     with it does, when it releases it. Free blocks that are not ``cached`` may go before and after.
-    Needs ``texts``, ``table`` and ``ledger``."""
-    keeps_found: bool = False
+    Needs ``use_tokens``, ``table`` and ``ledger``."""
+    keeps_prefix: bool = False
     """True if what ``begin_with`` found can be found as long as the sequence holds it. Where the
     sequence writes into such a block, or cuts one, it gets a copy as if others held the block, and
     there must be room for that."""
@@ -80,7 +80,7 @@ class PrefixMethods:
     """The blocks that sequences share, what is found of a text, and the order of evictions."""
 
     @optional
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Receive the token ids of the next write, or of the next ``reserve``.
 
         A list for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
@@ -89,34 +89,34 @@ class PrefixMethods:
         """
 
     @optional
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
         """Count the first tokens of a text that a sequence could begin with, since they are stored.
 
         The lookup holds nothing and changes nothing.
         """
 
     @optional
-    def look_up(self, said: Sequence[int]) -> object:
+    def look_up(self, token_ids: Sequence[int]) -> object:
         """Look up a text for a sequence that begins later; return what ``begin_with`` gets.
 
         The lookup holds nothing: until then, others may take what was found.
         """
 
     @optional
-    def begin_with(self, found: Any, seq: int) -> int:
+    def begin_with(self, prefix: Any, seq: int) -> int:
         """Begin ``seq`` with what was found and is still there; return how many tokens that is."""
 
     @optional
-    def namespaces(self, names: Sequence[int]) -> None:
-        """Receive the namespace of each row of the next ``texts``, or of the next lookup's text.
+    def use_namespaces(self, namespaces: Sequence[int]) -> None:
+        """Receive the namespace of each row of the next write, or of the text that is looked up.
 
-        That is an adapter of the model's weights, say, or a salt. Equal texts in two namespaces
-        store different things, and one is not found where the other is looked up. A fork lies in
-        the namespace of its parent.
+        It is passed before ``use_tokens``, or before the lookup. A namespace is an adapter of the
+        model's weights, say, or a salt. Equal texts in two namespaces store different things, and
+        one is not found where the other is looked up. A fork lies in the namespace of its parent.
         """
 
     @optional
-    def use_hash(self, hashed: Callable[[object], int]) -> None:
+    def use_hash(self, hash_function: Callable[[object], int]) -> None:
         """Hash with this function from now on; it is called right after ``make``.
 
         The function returns one of four values, so that different things often have one hash.
@@ -141,7 +141,7 @@ def looked_up(oracle: Oracle) -> dict[int, int]:
 class FoundPages(State):
     """The pages that sequences began with, where a cache keeps what was found as it is."""
 
-    where: ClassVar = {"prefixes.keeps_found": True}
+    where: ClassVar = {"prefixes.keeps_prefix": True}
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -171,7 +171,7 @@ class LookUp(operation.Operation):
     seq: int
     count: int
 
-    needs = frozenset({"texts", "look_up", "begin_with"})
+    needs = frozenset({"use_tokens", "look_up", "begin_with"})
 
     def words(self) -> str:
         tokens = some(self.count, "token")
@@ -199,13 +199,13 @@ class LookUp(operation.Operation):
             yield operation.Move(90, 3, drawn)
 
 
-@operation.register("Take")
-class Take(operation.Operation):
+@operation.register("BeginWith")
+class BeginWith(operation.Operation):
     """Begin a sequence with what a lookup found, as far as it is still there."""
 
     seq: int
 
-    needs = frozenset({"texts", "look_up", "begin_with"})
+    needs = frozenset({"use_tokens", "look_up", "begin_with"})
 
     def words(self) -> str:
         return f"begin sequence {self.seq} with what was found for it"
@@ -240,13 +240,13 @@ class Take(operation.Operation):
             yield from floods(writer)
 
 
-@invariant(rank=31, needs=("matched", "texts", "table", "ledger"))
+@invariant(rank=31, needs=("match_prefix", "use_tokens", "table", "ledger"))
 def lookups(seen: Observation) -> Finding | None:
     """A lookup must find the stored tokens of a text, and no others."""
-    for (text, count), found in seen.after.matched.items():
+    for (text, count), found in seen.after.matches.items():
         namespace = seen.oracle.texts.namespace(text) if seen.oracle.texts else 0
         within = f" (namespace {namespace})" if namespace else ""
-        asked = f"matched() of text {text}{within}, {count} tokens long,"
+        asked = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(found, Exception):
             return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
         most = _stored(seen, text, count)
@@ -277,7 +277,7 @@ def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
 def _stored(seen: Observation, text: int, count: int) -> int:
     """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
     size = seen.spec.block_size
-    wanted = seen.oracle.text_tokens(text, count - seen.declared.prefixes.leaves)
+    wanted = seen.oracle.text_tokens(text, count - seen.declared.prefixes.recomputed_tokens)
     blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
     full = len(wanted) // size
     while full and not all(_holds(seen, layer, blocks[:full]) for layer in note_of(seen).contents):
@@ -328,7 +328,7 @@ class LookupHashes:
 class ToldTexts(Observer):
     """Tells a cache the texts that come next."""
 
-    any_of = ("texts", "namespaces")
+    any_of = ("use_tokens", "use_namespaces")
 
     def driving(self, step: operation.Operation, said: Sequence[Said]) -> None:
         if said:
@@ -389,10 +389,10 @@ class Collisions(Observer):
 
 def tell(adapter: Any, said: Sequence[Said], *, written: bool) -> None:
     """Tell a cache what comes next: rows of a write, or a text that is looked up."""
-    if "namespaces" in adapter.abilities:
-        adapter.namespaces([each.namespace for each in said])
-    if written and "texts" in adapter.abilities:
-        adapter.texts([each.tokens for each in said])
+    if "use_namespaces" in adapter.abilities:
+        adapter.use_namespaces([each.namespace for each in said])
+    if written and "use_tokens" in adapter.abilities:
+        adapter.use_tokens([each.tokens for each in said])
 
 
 def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
@@ -406,22 +406,24 @@ def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
 
     def find(text: Said) -> int:
         tell(adapter, [text], written=False)
-        return answers.count(f"matched({list(text.tokens)})", adapter.matched(text.tokens))
+        return answers.count(
+            f"match_prefix({list(text.tokens)})", adapter.match_prefix(text.tokens)
+        )
 
-    matched: dict[tuple[int, int], int | Exception] = {}
+    matches: dict[tuple[int, int], int | Exception] = {}
     collided = set()
     for key in product(range(len(texts.drawn)), counts):
         text, count = key
         with collisions.lookup() if collisions else nullcontext() as hashes:
-            found = matched[key] = asked(find, texts.said(text, 0, count))
+            found = matches[key] = asked(find, texts.said(text, 0, count))
         if hashes and isinstance(found, int) and hashes.may_miss(found // size):
             collided.add(key)
-    return {"matched": matched, "collided": frozenset(collided)}
+    return {"matches": matches, "collided": frozenset(collided)}
 
 
 def refuse_sharing(adapter: type[Any]) -> None:
     """Raise ``TypeError`` for traits that cannot be judged without methods that are not offered."""
-    lacking = {"texts", "table", "ledger"} - adapter.abilities
+    lacking = {"use_tokens", "table", "ledger"} - adapter.abilities
     for trait, needing in (("shares", "equal prefixes"), ("evicts", "least recent")):
         if lacking and getattr(adapter.prefixes, trait) == needing:
             raise TypeError(
@@ -454,7 +456,7 @@ def _walk(at: Walk) -> Iterator[operation.Operation]:
         yield from starmap(Prefill, product(at.names, counts))
     if at.oracle.texts and (at.oracle.sequences or at.oracle.lives):
         yield from starmap(LookUp, product(at.names, (size, 2 * size)))
-    yield from map(Take, looked_up(at.oracle))
+    yield from map(BeginWith, looked_up(at.oracle))
 
 
 # First steps of histories.
@@ -505,17 +507,17 @@ def cut_what_is_found(writer: operation.Writer) -> None:
 
 
 def _cut_what_is_found(writer: operation.Writer) -> Iterator[operation.Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
+    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
     (first,) = writer.fresh(1)
-    yield Prefill(first, full + leaves, writer.layout())
-    second = writer.repeater(full + leaves)
-    yield Prefill(second, full + leaves, writer.layout())
+    yield Prefill(first, full + recomputed, writer.layout())
+    second = writer.repeater(full + recomputed)
+    yield Prefill(second, full + recomputed, writer.layout())
     cut, other = writer.shuffled((first, second))
     yield Truncate(cut, writer.between(full - size + 1, full - 1))
     write, let_go = Append((cut,), writer.layout()), Free(other)
     yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
-    yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
+    yield Prefill(writer.repeater(full + recomputed), full + recomputed, writer.layout())
 
 
 def may_evict_in_order(writer: operation.Writer) -> bool:
@@ -533,13 +535,13 @@ def let_two_texts_go(writer: operation.Writer) -> None:
 
 
 def _let_two_texts_go(writer: operation.Writer) -> Iterator[operation.Operation]:
-    size, leaves = writer.oracle.block_size, writer.adapter.prefixes.leaves
+    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     (first,) = writer.fresh(1)
-    yield Prefill(first, size + leaves, writer.layout())
+    yield Prefill(first, size + recomputed, writer.layout())
     second = writer.parting(size)
     if second is None:
         return
-    yield Prefill(second, size + leaves, writer.layout())
+    yield Prefill(second, size + recomputed, writer.layout())
     for seq in writer.shuffled((first, second)):
         yield Free(seq)
     (third,) = writer.fresh(1)
@@ -559,34 +561,37 @@ def _open(writer: operation.Writer) -> None:
 
 PREFIXES = Capability(
     methods=PrefixMethods,
-    preludes=(Prelude(("texts",), 10, _open),),
+    preludes=(Prelude(("use_tokens",), 10, _open),),
     renamed={
+        "texts": "use_tokens(token_ids)",
+        "matched": "match_prefix(token_ids)",
+        "namespaces": "use_namespaces(namespaces)",
         "sharing": "prefixes = PrefixTraits(shares=...)",
         "match_granularity": "prefixes = PrefixTraits(granularity=...)",
-        "match_leaves": "prefixes = PrefixTraits(leaves=...)",
+        "match_leaves": "prefixes = PrefixTraits(recomputed_tokens=...)",
         "match_finds": "prefixes = PrefixTraits(finds=...)",
         "evicts": "prefixes = PrefixTraits(evicts=...)",
-        "keeps_found": "prefixes = PrefixTraits(keeps_found=...)",
+        "keeps_found": "prefixes = PrefixTraits(keeps_prefix=...)",
     },
     walk=_walk,
     sharded={
-        "texts": Across.SAME,
-        "matched": Across.SAME,
+        "use_tokens": Across.SAME,
+        "match_prefix": Across.SAME,
         "use_hash": Across.SAME,
         "look_up": Across.EACH,
         "begin_with": _begin_with,
     },
     states=(FoundPages, LookedUp),
-    endings=lambda oracle: map(Take, [*looked_up(oracle)]),
+    endings=lambda oracle: map(BeginWith, [*looked_up(oracle)]),
     needs={
-        "matched": ("texts",),
-        "look_up": ("begin_with", "texts"),
+        "match_prefix": ("use_tokens",),
+        "look_up": ("begin_with", "use_tokens"),
         "begin_with": ("look_up",),
-        "namespaces": ("texts",),
+        "use_namespaces": ("use_tokens",),
     },
     operations=(
         LookUp,
-        Take,
+        BeginWith,
     ),
     invariants=(
         lookups,
@@ -594,5 +599,5 @@ PREFIXES = Capability(
     ),
     refuse=(refuse_sharing,),
     observers=(ToldTexts, Collisions, KeptTexts, SharedByPrefix),
-    views=(View(("matched",), _look_up_all),),
+    views=(View(("match_prefix",), _look_up_all),),
 )

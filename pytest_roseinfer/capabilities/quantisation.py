@@ -44,7 +44,7 @@ class QuantisationMethods:
 
 
 @invariant(rank=41, needs=("tolerance",), after=(AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL))
-def untouched(seen: Observation) -> Finding | None:
+def unwritten_positions(seen: Observation) -> Finding | None:
     """Where a step did not write, a quantised cache must read back the same bits as before."""
     return _changed_reads(seen) or _changed_scales(seen)
 
@@ -137,6 +137,6 @@ def refuse_tolerance(adapter: type[Any]) -> None:
 QUANTISATION = Capability(
     methods=QuantisationMethods,
     sharded={"scales": Across.STORED},
-    invariants=(untouched,),
+    invariants=(unwritten_positions,),
     refuse=(refuse_tolerance,),
 )

@@ -48,7 +48,7 @@ class StorageMethods:
         """
 
     @optional
-    def kept_in(self, seq: int) -> int | list[Any]:
+    def container(self, seq: int) -> int | list[Any]:
         """Return the number of the slot of a sequence, or the list in which its blocks are kept.
 
         It is the list itself and not a copy. No two sequences may have the same; when one is freed
@@ -232,13 +232,13 @@ def _shown(adapter: Any, name: str) -> Pair | None:
     return answers.storage(f"{name}()", getattr(adapter, name)(), STORED[name])
 
 
-@invariant(rank=21, needs=("kept_in",))
-def kept_apart(seen: Observation) -> Finding | None:
+@invariant(rank=21, needs=("container",))
+def separate_containers(seen: Observation) -> Finding | None:
     """No two sequences may be kept in one slot, or in one list."""
     holders: dict[tuple[type, int], int] = {}
     for seq, kept in seen.after.kept.items():
         if isinstance(kept, Exception):
-            what = f"kept_in({seq}) raised {type(kept).__name__}: {kept}"
+            what = f"container({seq}) raised {type(kept).__name__}: {kept}"
             return Finding(what, Location(0, {seq: None}), kept)
         identity, shared = id(kept), "the same list"
         if isinstance(kept, int):
@@ -260,9 +260,10 @@ def _show_storage(run: Run, look: Look) -> Mapping[str, Any]:
 
 STORAGE = Capability(
     methods=StorageMethods,
-    sharded={"kept_in": Across.FIRST, "arena": Across.STORED},
+    renamed={"kept_in": "container(seq)"},
+    sharded={"container": Across.FIRST, "arena": Across.STORED},
     needs={"arena": ("table",)},
-    invariants=(arena, kept_apart),
+    invariants=(arena, separate_containers),
     observers=(Storage,),
     views=(View(STORED.keys(), _show_storage),),
 )

@@ -23,12 +23,12 @@ class SwappingMethods:
     """The methods that swap sequences out and in."""
 
     swap_out_holds: ClassVar[bool] = True
-    """True if a sequence holds its blocks until ``swapped_out``; False if they are free as soon as
-    ``swap_out`` returns, since they were copied by then."""
+    """True if a sequence holds its blocks until ``finish_swap_out``; False if they are free as soon
+    as ``swap_out`` returns, since they were copied by then."""
 
     @optional
     def swap_out(self, seq: int) -> object:
-        """Begin to copy a sequence out of the cache; return what ``swapped_out`` gets.
+        """Begin to copy a sequence out of the cache; ``finish_swap_out`` gets the result.
 
         Until then the sequence reads back as before, unless ``swap_out_holds`` is False, and no
         step uses it but ``free``. Swap space for ``spec.num_blocks`` blocks of each layer is
@@ -36,7 +36,7 @@ class SwappingMethods:
         """
 
     @optional
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, swap: Any) -> None:
         """Wait until the copy is done; from here on the sequence holds no block.
 
         Blocks that others hold are copied too, and have a holder less.
@@ -44,14 +44,14 @@ class SwappingMethods:
 
     @optional
     def swap_in(self, seq: int) -> object:
-        """Take blocks for a sequence and begin to copy it back; return what ``swapped_in`` gets.
+        """Take blocks for a sequence and begin to copy it back; ``finish_swap_in`` gets the result.
 
         They are in its ``table`` from here on, none of them shared. It is not read before
-        ``swapped_in``.
+        ``finish_swap_in``.
         """
 
     @optional
-    def swapped_in(self, coming: Any) -> None:
+    def finish_swap_in(self, swap: Any) -> None:
         """Wait until the copy is done; the sequence reads back as before it was swapped out."""
 
 
@@ -113,7 +113,7 @@ def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
     return swapped(oracle).stages.get(seq) is stage
 
 
-_TOGETHER = ("swap_out", "swapped_out", "swap_in", "swapped_in")
+_TOGETHER = ("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")
 """Methods that are nothing without each other."""
 
 
@@ -167,8 +167,8 @@ class SwapOut(_Move):
             yield operation.Move(130, 6, lambda: cls(writer.pick(fitting)))
 
 
-@operation.register("SwappedOut")
-class SwappedOut(_Move):
+@operation.register("FinishSwapOut")
+class FinishSwapOut(_Move):
     """Finish copying a sequence out; its blocks are free for others from here on."""
 
     seq: int
@@ -185,7 +185,7 @@ class SwappedOut(_Move):
             oracle.give_up(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
-        cache.adapter.swapped_out(cache.moving.pop(self.seq))
+        cache.adapter.finish_swap_out(cache.moving.pop(self.seq))
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
@@ -228,8 +228,8 @@ class SwapIn(_Move):
             yield from floods(writer)
 
 
-@operation.register("SwappedIn")
-class SwappedIn(_Move):
+@operation.register("FinishSwapIn")
+class FinishSwapIn(_Move):
     """Finish copying a sequence back; it can be read and appended to from here on."""
 
     seq: int
@@ -247,7 +247,7 @@ class SwappedIn(_Move):
         swapped(oracle).freed(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
-        cache.adapter.swapped_in(cache.moving.pop(self.seq))
+        cache.adapter.finish_swap_in(cache.moving.pop(self.seq))
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
@@ -269,7 +269,7 @@ def swap_space(seen: Observation) -> Finding | None:
     return None
 
 
-_NEXT = {Stage.LEAVING: SwappedOut, Stage.OUT: SwapIn, Stage.COMING: SwappedIn}
+_NEXT = {Stage.LEAVING: FinishSwapOut, Stage.OUT: SwapIn, Stage.COMING: FinishSwapIn}
 
 
 def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
@@ -296,15 +296,19 @@ def append_to_swapped_out(at: Situation) -> Iterator[Call]:
 
 SWAPPING = Capability(
     methods=SwappingMethods,
+    renamed={
+        "swapped_out": "finish_swap_out(swap)",
+        "swapped_in": "finish_swap_in(swap)",
+    },
     misuse=(gather_swapped_out, append_to_swapped_out),
     states=(Swapped,),
     way_back=_way_back,
     needs=dict.fromkeys(_TOGETHER, _TOGETHER),
     operations=(
         SwapOut,
-        SwappedOut,
+        FinishSwapOut,
         SwapIn,
-        SwappedIn,
+        FinishSwapIn,
     ),
     invariants=(swap_space,),
 )

@@ -25,7 +25,7 @@ class TruncationTraits(Traits):
     shared until it is written to. A sequence that alone holds a block keeps it. Blocks that are
     given back make room for the copy, and for those of later rows."""
     errors: tuple[type[BaseException], ...] = ()
-    """Errors of which ``truncate`` raises one, changing nothing, where ``trimmable`` returns
+    """Errors of which ``truncate`` raises one, changing nothing, where ``can_truncate`` returns
     False."""
 
 
@@ -40,7 +40,7 @@ class TruncationMethods:
         """Keep the first ``length`` tokens of a sequence, which may be none or all of them.
 
         One that is cut to nothing is not freed: it reads back as empty, and can be appended to.
-        ``matched`` no longer finds what was cut off a block that it alone held.
+        ``match_prefix`` no longer finds what was cut off a block that it alone held.
         """
 
     @optional
@@ -48,7 +48,7 @@ class TruncationMethods:
         """Truncate ``seqs[i]`` to ``lengths[i]``, one after the other; all of them or none."""
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
         """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
 
         Nothing but these numbers may matter.
@@ -177,6 +177,7 @@ class TruncateMany(_Cut):
 TRUNCATION = Capability(
     methods=TruncationMethods,
     renamed={
+        "trimmable": "can_truncate(spec, stored, length)",
         "truncate_copies": "truncation = TruncationTraits(copies=...)",
         "untrimmable_errors": "truncation = TruncationTraits(errors=...)",
     },

@@ -116,7 +116,10 @@ def _held_from(seen: Observation, seq: int, layer: int) -> int:
 
 def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
     """Say where no beginning of a text explains what a sequence left out that found it."""
-    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.declared.prefixes.leaves
+    size, most = (
+        seen.spec.block_size,
+        seen.oracle.length(seq) - seen.declared.prefixes.recomputed_tokens,
+    )
     left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.windows.groups}
 
     def explains(found: int) -> bool:
@@ -158,7 +161,7 @@ def refuse_windows(adapter: type[Any]) -> None:
     name, windows = adapter.__name__, adapter.windows
     if not windows.groups:
         return
-    told = "texts" in adapter.abilities
+    told = "use_tokens" in adapter.abilities
     others = _WITH_TEXTS if told else ("preempt",)
     for method in ("swap_out", *others):
         if method in adapter.abilities:
@@ -208,12 +211,12 @@ class LeftWindows(Observer):
 
     any_of = ("windows",)
     conditions: ClassVar = {
-        "left_a_window": "A block has left its window and must be given back. Required of a cache "
-        "whose layers have windows."
+        "block_left_window": "A block has left its window and must be given back. Required of a "
+        "cache whose layers have windows."
     }
 
     def after(self, seen: Observation) -> Mapping[str, int]:
-        return {"left_a_window": seen.oracle.windows.take_left()}
+        return {"block_left_window": seen.oracle.windows.take_left()}
 
 
 WINDOWS = Capability(

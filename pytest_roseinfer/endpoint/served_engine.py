@@ -135,13 +135,13 @@ class ServedEngine(EngineAdapter):
     _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
 
     @classmethod
-    def in_words(cls, example: RequestMix) -> str:
+    def describe(cls, example: RequestMix) -> str:
         lines = [f"the greedy completions of {settings.current().endpoint}, for the prompts"]
-        lines += [f"{at}. {cls.request_in_words(each)}" for at, each in enumerate(example.requests)]
+        lines += [f"{at}. {cls.describe_request(each)}" for at, each in enumerate(example.requests)]
         return "\n  ".join(lines)
 
     @classmethod
-    def request_in_words(cls, spec: RequestSpec) -> str:
+    def describe_request(cls, spec: RequestSpec) -> str:
         words = f"at step {spec.arrival}: {_text(spec.prompt)!r}"
         words += f", max_tokens {spec.sampling.max_new_tokens}"
         if spec.cancel_after is not None:
@@ -245,7 +245,7 @@ class ServedEngine(EngineAdapter):
         request.leave()
         self._seen_of[request] = self._seen_of.get(request, ("", False))[0], True
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         """Say what the server still holds; what ended behind the last step is checked first."""
         for stream in self._open:
             stream.wait()
@@ -255,11 +255,16 @@ class ServedEngine(EngineAdapter):
     def path_counts(self) -> Mapping[str, int]:
         return {}
 
-    def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:  # noqa: ARG002
+    def generate_alone(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        mix: RequestMix,  # noqa: ARG002
+    ) -> list[int]:
         right = self._alone(prompt, sampling)
         return _characters(right.text, right.finish_reason)
 
-    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+    def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         """Return True where the prompt and what came behind it were a near tie alone."""
         prompts = {each.prompt for each in mix.requests}
         own = [prompt for prompt in prompts if tuple(tokens[: len(prompt)]) == prompt]

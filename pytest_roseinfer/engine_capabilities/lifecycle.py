@@ -44,9 +44,9 @@ class LifecycleMethods:
     """The methods about a request between its submission and its end."""
 
     never_idles: ClassVar[bool] = False
-    """True if no more than ``lag`` steps in a row bring no token while all requests that were
-    submitted and go on are ``decoding`` by ``stage``, before the step and after it. A step with one
-    that waits, is prefilled or was preempted is never judged."""
+    """True if no more than ``extra_steps`` steps in a row bring no token while all requests that
+    were submitted and go on are ``decoding`` by ``stage``, before the step and after it. A step
+    with one that waits, is prefilled or was preempted is never judged."""
 
     @optional
     @returns(_is_stage, f"one of {', '.join(STAGES)}")
@@ -73,7 +73,7 @@ class LifecycleMethods:
     def fork(self, prompt: Sequence[int], samplings: Sequence[Any]) -> list[list[int]]:
         """Store the prompt once, complete it in each of these ways, and return the tokens of each.
 
-        Each must be what ``alone`` gives for it.
+        Each must be what ``generate_alone`` gives for it.
         """
 
 
@@ -169,7 +169,11 @@ class Stages(MixObserver):
         decoding = all(self._pasts[each.number].stage == "decoding" for each in going)
         self._idle.note({each.number: len(each.tokens) for each in going if decoding})
         adapter = self.run.adapter
-        return self._idle.words() if adapter.never_idles and self._idle.steps > adapter.lag else ""
+        return (
+            self._idle.words()
+            if adapter.never_idles and self._idle.steps > adapter.extra_steps
+            else ""
+        )
 
     def past(self, served: ServedRequest) -> str:
         return self._pasts[served.number].words()

@@ -80,7 +80,7 @@ class SamplingTraits(Traits):
 
     greedy_only: bool = False
     """True if every request gets the argmax of the logits, so that nothing but its length and
-    ``ignore_eos`` is drawn; ``logits`` will then do for ``alone``."""
+    ``ignore_eos`` is drawn; ``logits`` will then do for ``generate_alone``."""
     min_p: bool = False
     """True if requests may set ``min_p``."""
     presence_and_frequency: bool = False
@@ -93,13 +93,14 @@ class SamplingMethods:
     sampling: ClassVar[SamplingTraits] = SamplingTraits()
     """Parameters that it takes."""
     eos_token: ClassVar[int | None] = None
-    """Token that ends a text, for an adapter without an ``alone`` of its own; None if none does."""
+    """Token that ends a text, for an adapter without an ``generate_alone`` of its own; None if none
+    does."""
     rounding: ClassVar[float] = 3e-5
     """Difference between the engine's logits and ``logits``, at most, relative to the largest."""
 
     @optional
     @returns(are_tokens, "a list of tokens")
-    def alone(self: Any, prompt: Sequence[int], sampling: Any, mix: Any) -> list[int]:
+    def generate_alone(self: Any, prompt: Sequence[int], sampling: Any, mix: Any) -> list[int]:
         """Return what the slow twin generates: this request alone, on no fast path.
 
         Only where ``sampling.greedy_only`` is True may it be left out: then each token is the
@@ -115,12 +116,12 @@ class SamplingMethods:
 
     @optional
     @returns(is_truth, "True or False")
-    def undecided(self: Any, tokens: Sequence[int], sampling: Any, mix: Any) -> bool:  # noqa: ARG002
+    def is_near_tie(self: Any, tokens: Sequence[int], sampling: Any, mix: Any) -> bool:  # noqa: ARG002
         """Return True if rounding could change the token after these.
 
-        It is called where a token differs from ``alone``; if True, the rest of that request is not
-        compared with it. Where ``sampling.greedy_only`` is True it may be left out: then two
-        logits within ``rounding`` could be swapped.
+        It is called where a token differs from ``generate_alone``; if True, the rest of that
+        request is not compared with it. Where ``sampling.greedy_only`` is True it may be left out:
+        then two logits within ``rounding`` could be swapped.
         """
         if not (self.sampling.greedy_only and self.defines("logits")):
             return False
@@ -334,21 +335,24 @@ def settle_seed(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple
         if 1 < len(expected) < spec.sampling.max_new_tokens:
             break
         spec = change(spec, seed=spec.sampling.seed + 1)
-        expected = [*adapter.alone(spec.prompt, spec.sampling, mix)]
+        expected = [*adapter.generate_alone(spec.prompt, spec.sampling, mix)]
     return change(spec, ends_early=False), expected
 
 
 def refuse_no_twin(adapter: type[Any]) -> None:
     by_logits = "logits" in adapter.abilities and adapter.sampling.greedy_only
-    if not by_logits and "alone" not in adapter.abilities:
+    if not by_logits and "generate_alone" not in adapter.abilities:
         raise TypeError(
-            f"{adapter.__name__} must define alone, or logits where sampling.greedy_only is True"
+            f"{adapter.__name__} must define generate_alone, or logits where "
+            "sampling.greedy_only is True"
         )
 
 
 SAMPLING = EngineCapability(
     methods=SamplingMethods,
     renamed={
+        "alone": "generate_alone(prompt, sampling, mix)",
+        "undecided": "is_near_tie(tokens, sampling, mix)",
         "takes_sampling": "sampling = SamplingTraits(greedy_only=True) for False, else nothing",
         "takes_min_p": "sampling = SamplingTraits(min_p=True)",
         "takes_counted_penalties": "sampling = SamplingTraits(presence_and_frequency=True)",

@@ -47,7 +47,7 @@ class MixDivergence(Difference):
         settled: RequestMix | None = None,
     ) -> None:
         """``settled`` is the mix with what it left open, where that is known."""
-        super().__init__(what, partial(adapter.in_words, settled or mix))
+        super().__init__(what, partial(adapter.describe, settled or mix))
         self.mix = mix
 
 
@@ -56,7 +56,7 @@ def settle(
 ) -> tuple[RequestSpec, list[int]]:
     """Return a request with nothing left open, and the tokens that it gets alone."""
     spec = for_adapter(type(adapter), spec)
-    expected = [*adapter.alone(spec.prompt, spec.sampling, mix)]
+    expected = [*adapter.generate_alone(spec.prompt, spec.sampling, mix)]
     for capability in offered(type(adapter)):
         if capability.settle:
             spec, expected = capability.settle(adapter, spec, expected, mix)
@@ -88,7 +88,7 @@ class MixRun:
 
     def finish(self) -> Counter[str]:
         """Look at what is left after all requests; return the paths that the engine took."""
-        if left := self.adapter.leftovers():
+        if left := self.adapter.find_leaks():
             self.fail(f"every request has ended, and the engine still holds {left}")
         return _paths(self.adapter, self.mix)
 
@@ -97,7 +97,7 @@ class MixRun:
         specs = self.mix.requests
         # A request that is preempted is computed again, at worst for each token of the others.
         tokens = sum(each.most_tokens for each in specs) * len(specs)
-        late = self.adapter.lag * len(specs)
+        late = self.adapter.extra_steps * len(specs)
         most = max(each.arrival for each in specs) + tokens + late + _SLACK
         for step in range(most + 1):
             WATCHED.began = process_time()
@@ -173,7 +173,7 @@ class MixRun:
             if token == wanted:
                 continue
             before = [*each.spec.prompt, *each.tokens[:at]]
-            if not self.adapter.undecided(before, each.spec.sampling, self.mix):
+            if not self.adapter.is_near_tie(before, each.spec.sampling, self.mix):
                 gets = "" if wanted is None else f"it gets {self.adapter.spell(wanted)}"
                 right = gets or "it has ended by then"
                 wrong = f"{each.name}, token {at}: {self.adapter.spell(token)}; alone {right}"
@@ -252,7 +252,7 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
             if fork.parted is not None:
                 got = f"got {fork.found}; alone it gets {fork.expected}"
                 raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {got}")
-        if left := engine.leftovers():
+        if left := engine.find_leaks():
             raise MixDivergence(
                 adapter, mix, f"every fork was released, and the engine still holds {left}"
             )
@@ -288,10 +288,10 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
         refuse(call_of(type(engine), "fork"), forks, due)
     for found, sampling in zip(map(list, forks), samplings, strict=True):
         WATCHED.began = process_time()
-        expected = [*engine.alone(prompt, sampling, mix)]
+        expected = [*engine.generate_alone(prompt, sampling, mix)]
         same = enumerate(zip(expected, found, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)
-        if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
+        if at is not None and engine.is_near_tie([*prompt, *found[:at]], sampling, mix):
             at = None
         elif at is None and len(found) != len(expected):
             at = min(len(found), len(expected))
@@ -316,7 +316,7 @@ def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
         if run.comparing:
             lines[run.comparing.number]["wrong"] = True
     for line, spec in zip(lines, run.settled().requests, strict=True):
-        line["words"] = adapter.request_in_words(spec)
+        line["words"] = adapter.describe_request(spec)
     return {"steps": step + 1, "requests": lines}
 
 

@@ -245,7 +245,7 @@ def large_mixes(
     """
     crowd = draw(st.sampled_from((1, 2, 5, 20, 100)))
     new = min(8, max(1, _MOST_GENERATED // crowd))
-    longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
+    longest = min(adapter.large_mix_tokens - new, _MOST_PROMPTED // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
     drawn = [
         RequestSpec(

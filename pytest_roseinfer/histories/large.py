@@ -121,7 +121,7 @@ def _most_blocks(size: int, steps: Sequence[Operation]) -> int:
 
 def _texts(adapter: type[KVCacheAdapter], size: int) -> tuple[Branch, ...]:
     """Have sequences say three texts, of which two begin alike, where the cache is told."""
-    if "texts" not in adapter.abilities:
+    if "use_tokens" not in adapter.abilities:
         return ()
     texts = ((0, 0), (0, size + 1), (0, 0))
-    return in_two_namespaces(texts) if "namespaces" in adapter.abilities else texts
+    return in_two_namespaces(texts) if "use_namespaces" in adapter.abilities else texts

@@ -50,7 +50,7 @@ def append_in_batches(writer: Writer) -> None:
 
 def _append_in_batches(writer: Writer) -> Iterator[Operation]:
     size, abilities = writer.oracle.block_size, writer.adapter.abilities
-    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.prefixes.leaves))
+    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.prefixes.recomputed_tokens))
     if Prefill.needs <= abilities:
         (first,) = writer.fresh(1)
         yield Prefill(first, length, writer.layout())

@@ -401,13 +401,13 @@ def histories(
     """
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     prelude = draw(begins)
-    told = "texts" in adapter.abilities
+    told = "use_tokens" in adapter.abilities
     if prelude:
         spec, texts = prelude.spec, prelude.texts
     else:
         spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
         texts = draw(text_branches(block_size=spec.block_size)) if told else ()
-        if "namespaces" in adapter.abilities:
+        if "use_namespaces" in adapter.abilities:
             texts = in_two_namespaces(texts)
     oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
@@ -459,7 +459,7 @@ def _draw_spec(
     in_batches: bool,
 ) -> CacheSpec:
     """Draw a cache that the adapter can be built as, with windows where it has any."""
-    pools: Sequence[int] = _POOLS_OF_TEXTS if "texts" in adapter.abilities else _POOLS
+    pools: Sequence[int] = _POOLS_OF_TEXTS if "use_tokens" in adapter.abilities else _POOLS
     block_sizes = adapter.block_sizes
     if in_batches:
         pools = _POOLS_OF_BATCHES

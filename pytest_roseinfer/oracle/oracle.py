@@ -76,7 +76,7 @@ class Oracle:
     texts: Texts | None = field(init=False)
     truncate_copies: bool = False
     """As ``TruncationTraits.copies``."""
-    trimmable: Callable[[int, int], bool] = always
+    can_truncate: Callable[[int, int], bool] = always
     """Whether a sequence of so many tokens may be cut to so many."""
     finds_blocks: bool = False
     """A cache may share blocks that hold the same, so that it may have more room than is known."""
@@ -108,7 +108,7 @@ class Oracle:
             adapter.fork_shares,
             branches,
             adapter.truncation.copies,
-            partial(adapter.trimmable, spec),
+            partial(adapter.can_truncate, spec),
             adapter.prefixes.shares == "equal prefixes",
             adapter.atomic_batches,
             windows=Windows(spec.windows, shared, adapter.windows.gives_back),
@@ -412,7 +412,7 @@ class Oracle:
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
     def may_cut(self, seq: int, length: int) -> bool:
-        return self.trimmable(self.length(seq), length)
+        return self.can_truncate(self.length(seq), length)
 
     def cuts_fit(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Return True if there is a page for every copy that cutting these rows in order takes.

@@ -244,8 +244,8 @@ class Coverage:
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
                 [
                     *adapter.conditions,
-                    *["left_a_window"] * _has_windows(adapter),
-                    *["prefix_found"] * finds_prefixes(adapter),
+                    *["block_left_window"] * _has_windows(adapter),
+                    *["prefix_hit"] * finds_prefixes(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.observation import Finding, Location, find_change
 from pytest_roseinfer.capabilities.payload import same_bits
-from pytest_roseinfer.capabilities.prefixes import Collisions, Take, looked_up
+from pytest_roseinfer.capabilities.prefixes import BeginWith, Collisions, looked_up
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.pages import Windows
 from pytest_roseinfer.run.machine import Machine
@@ -80,10 +80,10 @@ def _allowed_by_all(
     What is about a sequence that others of these steps would have changed is left out, too.
     """
 
-    def trimmable(stored: int, length: int) -> bool:
-        return all(adapter.trimmable(spec, stored, length) for spec in specs)
+    def can_truncate(stored: int, length: int) -> bool:
+        return all(adapter.can_truncate(spec, stored, length) for spec in specs)
 
-    oracle = replace(Oracle.of(adapter, history.spec), trimmable=trimmable)
+    oracle = replace(Oracle.of(adapter, history.spec), can_truncate=can_truncate)
     shows_room = "ledger" in adapter.abilities
     steps = []
     for step in history.operations:
@@ -111,11 +111,11 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     blocks = 1
     for step in steps:
         rows = step.unshared(endless).rows()
-        if isinstance(step, Take):  # of which all may be found
+        if isinstance(step, BeginWith):  # of which all may be found
             rows = [(step.seq, looked_up(endless)[step.seq])]
         blocks += endless.pages_needed(rows)
         step.apply(endless)
-        if isinstance(step, Take):
+        if isinstance(step, BeginWith):
             endless.append(rows, endless.new_tokens(rows))
     # Groups of layers with different windows may share one pool.
     blocks *= max(1, len({*spec.windows}))

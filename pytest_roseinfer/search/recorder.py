@@ -56,7 +56,7 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
         "check": check,
         "tests": _test(),
         "what": failure.what if isinstance(failure, Difference) else repr(failure),
-        "message": str(failure) if said else f"{failure!r}\non {adapter.in_words(example)}",
+        "message": str(failure) if said else f"{failure!r}\non {adapter.describe(example)}",
         "expected": contents.expected if contents else "",
         "found": contents.found if contents else "",
         "example": json.loads(json.dumps(example.to_json())),

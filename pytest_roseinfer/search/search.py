@@ -190,7 +190,7 @@ class Search(Generic[_Example]):
             difference.added.append(saved)
             return difference
         # This takes the place of Hypothesis's own note.
-        words = f"\non {self.adapter.in_words(example)}\n\n{raised if ended else ''}\n{saved}"
+        words = f"\non {self.adapter.describe(example)}\n\n{raised if ended else ''}\n{saved}"
         vars(failure)["__notes__"] = [words.rstrip()]
         return failure
 

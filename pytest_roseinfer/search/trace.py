@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Number of the format of traces, which rises when older ones cannot be read any more."""
-LAST_COMMITS: Mapping[int | str, str] = dict.fromkeys(
-    ("arrives", "cancelled_after", "stops"), "47d57de6"
-)
+LAST_COMMITS: Mapping[int | str, str] = {
+    **dict.fromkeys(("arrives", "cancelled_after", "stops"), "47d57de6"),
+    **dict.fromkeys(("SwappedOut", "SwappedIn", "Take"), "a1e4ba7e"),
+}
 """Last commit that reads what this one cannot, by a format number or the name of an operation or
 of a request's field."""
 TRUST = "--roseinfer-replay-trust"
@@ -245,7 +246,7 @@ def replay(file: str, allowed: Allowed) -> int:
     except Exception as error:
         _say_if_otherwise(trace, repr(error))
         raise
-    print(f"{adapter.in_words(example)}\n\n{repetition.words()}")
+    print(f"{adapter.describe(example)}\n\n{repetition.words()}")
     _say_if_otherwise(trace, "")
     return 0
 

@@ -41,11 +41,11 @@ SEQUENCES = 2
 
 def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
     """List what two sequences may say: the same, or what parts after one token or a few."""
-    if "texts" not in adapter.abilities:
+    if "use_tokens" not in adapter.abilities:
         return [()]
     parting: list[tuple[Branch, ...]] = [((0, 0), (0, length)) for length in (2, 1, 3)]
     apart: list[tuple[Branch, ...]] = [((0, 0), (0, WHOLE, 1))]
-    return [((0, 0),), *(apart if "namespaces" in adapter.abilities else ()), *parting]
+    return [((0, 0),), *(apart if "use_namespaces" in adapter.abilities else ()), *parting]
 
 
 def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]:

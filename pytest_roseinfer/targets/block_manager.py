@@ -99,32 +99,32 @@ class BlockStore:
         return slots // self.block_size, slots % self.block_size
 
 
-class ComingTexts(KVCacheAdapter):
-    """Keeps what the rows of the next write say, and in which namespaces they lie."""
+class RowRecorder(KVCacheAdapter):
+    """Keeps the token ids and the namespaces of the rows of the next write."""
 
-    coming: Sequence[Sequence[int]] = ()
-    """What each row says."""
-    names_coming: Sequence[int] = ()
-    """The namespace of each row; none where the cache knows none."""
+    row_tokens: Sequence[Sequence[int]] = ()
+    """Token ids of each row."""
+    row_namespaces: Sequence[int] = ()
+    """Namespace of each row; empty where the cache has no namespaces."""
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = token_ids
 
-    def hear_namespaces(self, names: Sequence[int]) -> None:
-        self.names_coming = names
+    def record_namespaces(self, namespaces: Sequence[int]) -> None:
+        self.row_namespaces = namespaces
 
     def namespace(self, row: int) -> int:
-        return self.names_coming[row] if self.names_coming else 0
+        return self.row_namespaces[row] if self.row_namespaces else 0
 
 
-class BlockManagerAdapter(ComingTexts):
+class BlockManagerAdapter(RowRecorder):
     """Override ``manage``, ``begin``, ``extend``, ``release`` and ``table``.
 
-    ``ledger``, ``matched`` and ``namespaces`` are worth adding; keys and values are kept here, by
-    the tables. ``namespaces`` is ``hear_namespaces`` where the manager knows any.
+    ``ledger``, ``match_prefix`` and ``use_namespaces`` are worth adding; keys and values are kept
+    here, by the tables. ``use_namespaces`` is ``record_namespaces`` where the manager knows any.
     """
 
-    prefixes = ComingTexts.prefixes.but(shares="equal prefixes", leaves=1)
+    prefixes = RowRecorder.prefixes.but(shares="equal prefixes", recomputed_tokens=1)
     atomic_batches: ClassVar[bool] = False
     spare_blocks: ClassVar[int] = 0
     """Blocks that the manager has beside those for sequences."""
@@ -133,13 +133,15 @@ class BlockManagerAdapter(ComingTexts):
         """Build the manager."""
         raise NotImplementedError(f"{type(self).__name__} must define manage(spec)")
 
-    def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:
+    def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
         """Give a sequence blocks for all that it says; return how many tokens were found.
 
         One of ``preempted`` begins again. Raise ``CacheFull`` where there is no room, with nothing
         changed; and so does ``extend``.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define begin(seq, said, namespace)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define begin(seq, token_ids, namespace)"
+        )
 
     def extend(self, seq: int, token: int) -> None:
         """Give a sequence room for one more token."""
@@ -156,7 +158,7 @@ class BlockManagerAdapter(ComingTexts):
         self.spec = spec
         self.store = BlockStore(spec, spec.num_blocks + self.spare_blocks)
         self.window_of = list(spec.windows) or [None] * spec.num_layers
-        self.said: dict[int, tuple[list[int], int]] = {}
+        self.stored_tokens: dict[int, tuple[list[int], int]] = {}
         """What each sequence says, and in which namespace."""
         self.preempted: set[int] = set()
         """Sequences that gave up their blocks and are to begin again."""
@@ -165,25 +167,25 @@ class BlockManagerAdapter(ComingTexts):
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         for row, seq in enumerate(seqs):
             keys, values = key[:, row : row + 1], value[:, row : row + 1]
-            if seq in self.said:
-                self.extend(seq, *self.coming[row])
-                said, _ = self.said[seq]
-                said += self.coming[row]
-                self._store(seq, len(said) - 1, keys, values)
+            if seq in self.stored_tokens:
+                self.extend(seq, *self.row_tokens[row])
+                token_ids, _ = self.stored_tokens[seq]
+                token_ids += self.row_tokens[row]
+                self._store(seq, len(token_ids) - 1, keys, values)
             else:
-                self._begin(seq, list(self.coming[row]), self.namespace(row), keys, values)
+                self._begin(seq, list(self.row_tokens[row]), self.namespace(row), keys, values)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._begin(seq, list(self.coming[0]), self.namespace(0), key, value)
+        self._begin(seq, list(self.row_tokens[0]), self.namespace(0), key, value)
 
     def _begin(
-        self, seq: int, said: list[int], namespace: int, key: torch.Tensor, value: torch.Tensor
+        self, seq: int, token_ids: list[int], namespace: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        found: Any = self.begin(seq, said, namespace)
+        found: Any = self.begin(seq, token_ids, namespace)
         if not isinstance(found, int):
             own = f"{type(self).__name__}.begin()"
             raise TypeError(f"{own} must return how many tokens were found, and returned {found!r}")
-        self.said[seq] = said, namespace
+        self.stored_tokens[seq] = token_ids, namespace
         self._store(seq, found, key[:, found:], value[:, found:])
 
     def _store(self, seq: int, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -193,7 +195,7 @@ class BlockManagerAdapter(ComingTexts):
         self.stored(seq, key.shape[1])
 
     def free(self, seq: int) -> None:
-        del self.said[seq]
+        del self.stored_tokens[seq]
         if seq not in self.preempted:
             self.release(seq)
         self.preempted.discard(seq)
@@ -203,13 +205,13 @@ class BlockManagerAdapter(ComingTexts):
         self.preempted.add(seq)
 
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._begin(seq, *self.said[seq], key, value)
+        self._begin(seq, *self.stored_tokens[seq], key, value)
         self.preempted.remove(seq)
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        (said, _), window = self.said[seq], self.window_of[layer]
-        live = max(0, len(said) - window + 1) if window else 0
-        return self.store.read(self.table(seq, layer), layer, len(said), live)
+        (token_ids, _), window = self.stored_tokens[seq], self.window_of[layer]
+        live = max(0, len(token_ids) - window + 1) if window else 0
+        return self.store.read(self.table(seq, layer), layer, len(token_ids), live)
 
     def arena(self) -> KeysAndValues:
         return self.store.arena

@@ -150,7 +150,7 @@ class DynamicCacheAdapter(KVCacheAdapter):
         self.attended[child] = list(self.attended[parent])
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
         """A window that is full has forgotten what stood in front of it."""
         slides = spec.options["layers"] == "sliding_attention"
         return length == stored or not slides or stored < spec.options["window"]

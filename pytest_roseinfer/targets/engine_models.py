@@ -221,7 +221,9 @@ def _scrambled(number: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+def generate_alone(
+    name: str, device: str, prompt: tuple[int, ...], sampling: Sampling
+) -> tuple[int, ...]:
     """Compute each token from all that comes before it."""
     tokens = list(prompt)
     positions = LONG_POSITIONS if name in OF_MANY_SHAPES else POSITIONS
@@ -238,7 +240,7 @@ def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     return len(new) < sampling.max_new_tokens and not ended
 
 
-def undecided(
+def is_near_tie(
     mix: RequestMix, tokens: tuple[int, ...], sampling: Sampling, rounding: float
 ) -> bool:
     """Return True if logits that are off by so much could lead to another token.

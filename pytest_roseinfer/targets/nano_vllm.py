@@ -33,9 +33,9 @@ class NanoVllmAdapter(BlockManagerAdapter):
         self.manager = manager.BlockManager(spec.num_blocks, spec.block_size)
         self.sequences: dict[int, Any] = {}
 
-    def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:  # noqa: ARG002
+    def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:  # noqa: ARG002
         again = seq in self.preempted
-        sequence = self.sequences[seq] if again else self.new_sequence(list(said))
+        sequence = self.sequences[seq] if again else self.new_sequence(list(token_ids))
         blocks = self.manager.can_allocate(sequence)
         if blocks == -1:
             raise CacheFull
@@ -62,13 +62,13 @@ class NanoVllmAdapter(BlockManagerAdapter):
     def release(self, seq: int) -> None:
         self.manager.deallocate(self.sequences[seq])
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
         # It says what is found only where there is room for the rest.
         with mock.patch.object(self.manager, "free_block_ids", range(1 << 20)):
-            blocks = self.manager.can_allocate(self.new_sequence(list(said)))
+            blocks = self.manager.can_allocate(self.new_sequence(list(token_ids)))
         return int(blocks) * self.spec.block_size
 
-    def kept_in(self, seq: int) -> list[int]:
+    def container(self, seq: int) -> list[int]:
         return self.table(seq, 0)
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all
@@ -85,8 +85,8 @@ class NanoVllmAdapter(BlockManagerAdapter):
 class WeaklyHashedNanoVllmAdapter(NanoVllmAdapter):
     """Its hashes collide, which takes luck or intent with those of its own."""
 
-    def use_hash(self, hashed: Callable[[object], int]) -> None:
+    def use_hash(self, hash_function: Callable[[object], int]) -> None:
         def compute_hash(tokens: Sequence[int], prefix: int = -1) -> int:
-            return hashed((prefix, tuple(tokens)))
+            return hash_function((prefix, tuple(tokens)))
 
         self.manager.compute_hash = compute_hash

@@ -138,7 +138,7 @@ class NanoVllmEngine(EngineAdapter):
     def is_finished(self, request: Any) -> bool:
         return bool(request.is_finished)
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         held = self.engine.scheduler.block_manager.used_block_ids
         return f"{len(held)} blocks" if held else ""
 

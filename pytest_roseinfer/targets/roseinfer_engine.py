@@ -14,7 +14,13 @@ from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
-from pytest_roseinfer.targets.engine_models import alone, goes_on, text_of, tokenizer, undecided
+from pytest_roseinfer.targets.engine_models import (
+    generate_alone,
+    goes_on,
+    is_near_tie,
+    text_of,
+    tokenizer,
+)
 from pytest_roseinfer.targets.roseinfer_manager import held_blocks
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
@@ -233,13 +239,13 @@ class RoseinferEngine(EngineAdapter):
 
     vocabulary = shapes.VOCABULARY
     most_tokens = shapes.POSITIONS
-    lag = max(RUN_AHEAD)
+    extra_steps = max(RUN_AHEAD)
     never_idles = True
     fast_interpreter = True
     sampling = SamplingTraits(min_p=True, presence_and_frequency=True)
     paths = PATHS
     option_choices = OPTION_CHOICES
-    longest = shapes.LONG_POSITIONS
+    large_mix_tokens = shapes.LONG_POSITIONS
     sizes = SIZES
 
     def make(self, mix: RequestMix) -> None:
@@ -279,7 +285,7 @@ class RoseinferEngine(EngineAdapter):
     def is_finished(self, request: Any) -> bool:
         return request.finish_reason is not None
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         if self.engine.prefixes is not None:
             self.engine.prefixes.clear()
         return held_blocks(self.engine.sessions.kv)
@@ -287,14 +293,16 @@ class RoseinferEngine(EngineAdapter):
     def path_counts(self) -> Mapping[str, int]:
         return {str(name): count for name, count in self.engine.path_counts.items()}
 
-    def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:
-        return list(alone(mix.options["model"], mix.device, tuple(prompt), sampling))
+    def generate_alone(
+        self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix
+    ) -> list[int]:
+        return list(generate_alone(mix.options["model"], mix.device, tuple(prompt), sampling))
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         return fork(self.engine.sessions, prompt, samplings)
 
-    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        return undecided(mix, tuple(tokens), sampling, self.rounding)
+    def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+        return is_near_tie(mix, tuple(tokens), sampling, self.rounding)
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
         return [*map(float, models.logits(mix.options["model"], mix.device, tuple(tokens)))]

@@ -163,7 +163,7 @@ class WindowedManager(ReadManager):
         del self.lengths[seq]
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
         """Cut where the next token sees nothing that was given back, or that may have been."""
         return not length or all(
             _first_live(window, length) // spec.block_size

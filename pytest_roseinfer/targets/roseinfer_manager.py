@@ -157,7 +157,7 @@ class BlockLists(KVCacheAdapter):
     def new_lists(self) -> list[list[int]]:
         return self.spare.pop() if self.spare else [[] for _ in self.first_layers]
 
-    def kept_in(self, seq: int) -> list[list[int]]:
+    def container(self, seq: int) -> list[list[int]]:
         return self.lists[seq]
 
     def block_ids(self, seq: int, layer: int) -> list[int]:

@@ -154,7 +154,7 @@ def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
 
 
 class SglangAdapter(KVCacheAdapter):
-    prefixes = PrefixTraits(shares="equal prefixes", leaves=1, finds="some")
+    prefixes = PrefixTraits(shares="equal prefixes", recomputed_tokens=1, finds="some")
     option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
         "tree_core_backend": ("rust", "python")
     }
@@ -172,14 +172,14 @@ class SglangAdapter(KVCacheAdapter):
     def kind(self, spec: CacheSpec) -> dict[str, Any]:
         return {"tree_components": (self.sgl.ComponentType.FULL,), **spec.options}
 
-    def namespaces(self, names: Sequence[int]) -> None:
+    def use_namespaces(self, names: Sequence[int]) -> None:
         self.extra_keys = [f"of {name}" if name else None for name in names]
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = token_ids
 
     def _request(self, row: int = 0) -> Any:
-        return new_request(self.sgl, self.coming[row], self.extra_keys[row])
+        return new_request(self.sgl, self.row_tokens[row], self.extra_keys[row])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._begin(seq, self._request(), key, value)
@@ -205,7 +205,7 @@ class SglangAdapter(KVCacheAdapter):
             if seq in new:
                 self.sgl.checkpoint_kv_cache(new[seq], self.tree)
             else:
-                self.requests[seq].output_ids.extend(self.coming[row])
+                self.requests[seq].output_ids.extend(self.row_tokens[row])
 
     def _slots(self, seq: int) -> torch.Tensor:
         return slots_of(self.tree, self.requests[seq])
@@ -222,8 +222,8 @@ class SglangAdapter(KVCacheAdapter):
     def preempt(self, seq: int) -> None:
         retract(self.sgl, self.tree, self.requests[seq])
 
-    def matched(self, said: Sequence[int]) -> int:
-        key = self.sgl.RadixKey(array("q", said[:-1]), self.extra_keys[0])
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
+        key = self.sgl.RadixKey(array("q", token_ids[:-1]), self.extra_keys[0])
         return int(self.tree.match_prefix(self.sgl.MatchPrefixParams(key)).device_prefix_len)
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all

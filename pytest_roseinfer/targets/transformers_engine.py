@@ -107,7 +107,7 @@ class TransformersEngine(EngineAdapter):
         over = request in self.outputs and self.outputs[request].is_finished()
         return over or request in self.cancelled
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         self.step()  # what was cancelled last leaves now
         self.cache.evict_cached_blocks()
         self.cache.pool.try_to_free_sectors()

@@ -32,7 +32,7 @@ class VllmAdapter(BlockManagerAdapter):
 
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     spare_blocks: ClassVar[int] = 1  # the first stands for those that were given back
-    namespaces = BlockManagerAdapter.hear_namespaces
+    use_namespaces = BlockManagerAdapter.record_namespaces
 
     def manage(self, spec: CacheSpec) -> None:
         utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
@@ -56,21 +56,21 @@ class VllmAdapter(BlockManagerAdapter):
     def configured(self, config: Any, spec: CacheSpec) -> Any:  # noqa: ARG002
         return config
 
-    def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:
+    def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
         again = seq in self.preempted
-        request = self.requests[seq] if again else self._request(said, namespace)
+        request = self.requests[seq] if again else self._request(token_ids, namespace)
         found, count, _ = self.manager.get_computed_blocks(request)
-        if self.manager.allocate_slots(request, len(said) - count, count, found) is None:
+        if self.manager.allocate_slots(request, len(token_ids) - count, count, found) is None:
             raise CacheFull
         request.num_computed_tokens = count
         self.requests[seq] = request
         return int(count)
 
-    def _request(self, said: Sequence[int], namespace: int) -> Any:
+    def _request(self, token_ids: Sequence[int], namespace: int) -> Any:
         name, salt = str(next(self.numbers)), str(namespace)
         own = self.sampling, None  # nothing that pools
         return vllm_part("v1.request").Request(
-            name, list(said), *own, cache_salt=salt, block_hasher=self.hasher
+            name, list(token_ids), *own, cache_salt=salt, block_hasher=self.hasher
         )
 
     def extend(self, seq: int, token: int) -> None:
@@ -90,8 +90,8 @@ class VllmAdapter(BlockManagerAdapter):
         self.manager.free(self.requests[seq])
         self.requests[seq].num_computed_tokens = 0
 
-    def matched(self, said: Sequence[int]) -> int:
-        return int(self.manager.get_computed_blocks(self._request(said, self.namespace(0)))[1])
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
+        return int(self.manager.get_computed_blocks(self._request(token_ids, self.namespace(0)))[1])
 
     def table(self, seq: int, layer: int) -> list[int | None]:
         tables = self.manager.get_block_ids(self.requests[seq].request_id)

@@ -224,7 +224,7 @@ _ALONE = "all anew"
 class VllmScheduler(EngineAdapter):
     eos_token = 5
     sampling = SamplingTraits(greedy_only=True)
-    lag = 1
+    extra_steps = 1
     paths: ClassVar[Mapping[str, FastPath]] = {
         "prefix hit": FastPath(_ALONE),
         "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
@@ -302,7 +302,7 @@ class VllmScheduler(EngineAdapter):
     def is_finished(self, request: Any) -> bool:
         return bool(request.is_finished())
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         self.step()  # what was cancelled last leaves now
         pool = self.scheduler.kv_cache_manager.block_pool
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()

@@ -202,7 +202,7 @@ def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
     engine._open = {} if cold else {_stream(ended): (0, right)}
     engine._seen_of = {}
     with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
-        engine.leftovers()
+        engine.find_leaks()
 
 
 def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -40,7 +40,11 @@ class PrefixCachedManager(KVCacheAdapter):
     full_errors = (OutOfBlocks,)
     scratch_blocks = frozenset({0})
     prefixes = PrefixTraits(
-        shares="equal prefixes", granularity="token", leaves=1, finds="some", keeps_found=True
+        shares="equal prefixes",
+        granularity="token",
+        recomputed_tokens=1,
+        finds="some",
+        keeps_prefix=True,
     )
     conditions: ClassVar[Sequence[str]] = (
         "block_found",
@@ -69,14 +73,14 @@ class PrefixCachedManager(KVCacheAdapter):
 
     # ------------------------------------------------------------------------------ texts
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
+    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = said
 
     def hashing(self) -> AbstractContextManager[object]:
         """Return a context in which the prefix cache hashes as it is to."""
         return nullcontext()
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, said: Sequence[int]) -> int:
         """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
         unused = [*self.prefix_cache.unused]
         request = self.started(said)
@@ -102,13 +106,13 @@ class PrefixCachedManager(KVCacheAdapter):
         """Append as a step does that has sequences which decode, or chunks of prompts."""
         requests = [self.requests.get(seq) or self.started([]) for seq in seqs]
         self.take_blocks(requests, counts)
-        for request, said in zip(requests, self.coming, strict=True):
+        for request, said in zip(requests, self.row_tokens, strict=True):
             request.session.token_ids += said
         self.requests.update(zip(seqs, requests, strict=True))
         self.store(requests, counts, key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        (said,) = self.coming
+        (said,) = self.row_tokens
         self.requests[seq] = self.store_prompt(self.request(said), key, value)
 
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:

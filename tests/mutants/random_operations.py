@@ -14,7 +14,7 @@ from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.payload import LAYOUTS
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import (
@@ -69,7 +69,7 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
         dtype=rng.choice(target.dtypes),
         options=_options(rng, target),
     )
-    texts = _texts(rng) if "texts" in target.abilities else ()
+    texts = _texts(rng) if "use_tokens" in target.abilities else ()
     writer = _Writer(rng, target, Oracle.of(target, spec, texts))
     for _ in range(_STEPS):
         writer.take(rng.choice(writer.moves())())
@@ -110,7 +110,7 @@ class _Writer:
             ("look_up", lambda: LookUp(self._new(), self._count())),
         ]
         if self.oracle.promised:
-            offered.append(("begin_with", lambda: Take(self.rng.choice(self.oracle.promised))))
+            offered.append(("begin_with", lambda: BeginWith(self.rng.choice(self.oracle.promised))))
         if self._live():
             offered += [
                 ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE
@@ -71,16 +71,16 @@ def test_room_is_made_by_evicting() -> None:
 
 
 def test_a_tail_that_was_found_is_copied_or_the_append_refused() -> None:
-    taken = (*KEPT, LookUp(1, 4), Take(1))
+    taken = (*KEPT, LookUp(1, 4), BeginWith(1))
     assert ran(*taken, AppendMany((1,), (2,)), Append((1,)))["tail_found"] == 1
     ran(*taken, Prefill(2, 4), Append((1,)))
 
 
 class SaysNothingOfTails(PrefixCachedManager):
-    prefixes = PrefixCachedManager.prefixes.but(keeps_found=False)
+    prefixes = PrefixCachedManager.prefixes.but(keeps_prefix=False)
 
 
 def test_that_it_copies_must_be_said() -> None:
-    steps = (*KEPT, LookUp(1, 4), Take(1), Prefill(2, 4), Append((1,)))
+    steps = (*KEPT, LookUp(1, 4), BeginWith(1), Prefill(2, 4), Append((1,)))
     with pytest.raises(Divergence, match="refused a write that fits"):
         run_history(SaysNothingOfTails, History(SPEC, steps, texts=ALIKE))

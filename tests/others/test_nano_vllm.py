@@ -47,7 +47,9 @@ def test_it_conforms_but_for_what_it_does_not_find() -> None:
 
 @needs_it
 def test_a_text_that_stays_is_not_found_any_more() -> None:
-    with pytest.raises(Divergence, match=r"matched\(\) of text .* found .*, though .* are stored"):
+    with pytest.raises(
+        Divergence, match=r"match_prefix\(\) of text .* found .*, though .* are stored"
+    ):
         conformance(NanoVllmAdapter)().test_histories()
 
 

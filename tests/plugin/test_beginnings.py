@@ -66,7 +66,7 @@ BY_0 = "; sequence 0 was the first to write it"
             DoesNotCompare,
             (Prefill(0, 4), Prefill(1, 4), Prefill(2, 4)),
             (*PARTING, (0, 2)),
-            "matched() of text 2, 4 tokens long, found 4, and only 2 of them may be found now",
+            "match_prefix() of text 2, 4 tokens long, found 4, and only 2 of them may be found now",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyP
 
     conformance(FindsSome)().test_histories()
     (row,) = TargetVerdict(coverage.current().of(FindsSome)).rows()
-    assert (row.name, row.verdict) == ("prefix_found", "NOT REACHED")
+    assert (row.name, row.verdict) == ("prefix_hit", "NOT REACHED")
 
 
 def test_a_begin_that_counts_nothing_is_told() -> None:

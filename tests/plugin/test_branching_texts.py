@@ -64,7 +64,7 @@ def test_a_block_under_the_key_of_who_let_go_of_it_is_found(number: int) -> None
 
 
 def test_a_cut_block_under_its_old_text_is_found() -> None:
-    said = r"matched\(\) of text 0, 2 tokens long, found 2, and"
+    said = r"match_prefix\(\) of text 0, 2 tokens long, found 2, and"
     with pytest.raises(Divergence, match=said) as found:
         run_history(KeepsTheKeyOfWhatWasCut, CUT)
     assert "page by page (t and text.token, x holders where shared):" in str(found.value)

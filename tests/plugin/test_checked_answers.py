@@ -191,8 +191,8 @@ def test_what_was_wrong_before_is_told() -> None:
 
 
 def test_a_lookup_that_does_not_count_is_told() -> None:
-    said = _what(TextCache, "matched", None, texts=((0, 0), (0, 0)))
-    assert said == "matched([1, 1]) returned None: return a number of tokens"
+    said = _what(TextCache, "match_prefix", None, texts=((0, 0), (0, 0)))
+    assert said == "match_prefix([1, 1]) returned None: return a number of tokens"
 
 
 class Reserves(ListCache):
@@ -235,7 +235,7 @@ def test_what_is_as_good_as_the_right_answer_passes() -> None:
     assert answers.table("table()", numbers) == [3, None]
     keys, values = answers.pair("peek()", torch.stack([KEYS, KEYS + 1]))
     assert (keys.shape, values.shape) == (KEYS.shape, KEYS.shape)
-    assert answers.count("matched()", np.int32(2)) == 2
+    assert answers.count("match_prefix()", np.int32(2)) == 2
 
 
 class AttendsElsewhere(PagedCache):

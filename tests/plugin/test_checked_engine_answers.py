@@ -68,19 +68,19 @@ class WrongTokens(ToyAdapter):
         ("tokens", iter([1]), f"(request) returned <list_iterator object at ...>: {TOKENS}"),
         ("tokens", np.array(3), f"(request) returned array(3): {TOKENS}"),
         ("is_finished", None, f"(request) returned None: {TRUTH}"),
-        ("leftovers", None, f"() returned None: {HELD}"),
-        ("leftovers", 0, f"() returned 0: {HELD}"),
+        ("find_leaks", None, f"() returned None: {HELD}"),
+        ("find_leaks", 0, f"() returned 0: {HELD}"),
         ("path_counts", None, "() returned None: return a mapping of names to how often each"),
         ("path_counts", {"together": "3"}, "() returned {'together': '3'}: return a mapping"),
-        ("alone", None, f"(prompt, sampling, mix) returned None: {TOKENS}"),
+        ("generate_alone", None, f"(prompt, sampling, mix) returned None: {TOKENS}"),
         ("stage", "running", f"(request) returned 'running': {STAGES}"),
         ("stage", None, f"(request) returned None: {STAGES}"),
         ("cached_tokens", None, "(request) returned None: return a number of tokens"),
-        ("undecided", None, f"(tokens, sampling, mix) returned None: {TRUTH}"),
+        ("is_near_tie", None, f"(tokens, sampling, mix) returned None: {TRUTH}"),
     ],
 )
 def test_what_is_no_answer_is_told(method: str, answer: object, said: str) -> None:
-    base = WrongTokens if method == "undecided" else ToyAdapter
+    base = WrongTokens if method == "is_near_tie" else ToyAdapter
     wrong = _always(base, method, answer)
     expected, _, _ = f"{method}{said}".partition("...")
     assert _what(wrong, mix(asked(1, 2))).startswith(expected)
@@ -160,8 +160,8 @@ class AnswersInArrays(DrawingEngine):
     def is_finished(self, request: Any) -> Any:
         return np.bool_(super().is_finished(request))
 
-    def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> Any:
-        return np.array(super().alone(prompt, sampling, mix))
+    def generate_alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> Any:
+        return np.array(super().generate_alone(prompt, sampling, mix))
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
         return torch.tensor(super().logits(tokens, mix), requires_grad=True)

@@ -286,17 +286,17 @@ def test_workers_spread_over_the_gpus(project: Project) -> None:
 def test_calls_are_counted_and_a_cache_is_gone_with_its_last_user() -> None:
     class Counted(ListCache):
         @staticmethod
-        def matched(said: Sequence[int]) -> int:
+        def match_prefix(said: Sequence[int]) -> int:
             return len(said)
 
     seen = Coverage()
     cache = Counted()
     seen.count_calls(cache)
     cache.make(CacheSpec())
-    assert cache.matched((1, 2)) == 2
-    assert cache.matched((1,)) == 1
+    assert cache.match_prefix((1, 2)) == 2
+    assert cache.match_prefix((1,)) == 1
     abilities = seen.of(Counted).abilities
-    assert (abilities["make"], abilities["matched"], abilities["append"]) == (1, 2, 0)
+    assert (abilities["make"], abilities["match_prefix"], abilities["append"]) == (1, 2, 0)
     gone = weakref.ref(cache)
     gc.disable()
     try:

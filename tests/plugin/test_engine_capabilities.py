@@ -98,7 +98,7 @@ def settle_ban(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple[
     if spec.banned is not None:
         biases = (*spec.sampling.logit_bias, (spec.banned, -100.0))
         spec = change(spec, logit_bias=biases, banned=None)
-        expected = adapter.alone(spec.prompt, spec.sampling, mix)
+        expected = adapter.generate_alone(spec.prompt, spec.sampling, mix)
     return spec, expected
 
 

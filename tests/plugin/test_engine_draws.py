@@ -237,9 +237,9 @@ def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
     settled, expected = settle(adapter, asked, RequestMix((asked,)))
     sampling = settled.sampling
     assert 1 < len(expected) < 12
-    assert expected == adapter.alone((1, 2), sampling, RequestMix((asked,)))
+    assert expected == adapter.generate_alone((1, 2), sampling, RequestMix((asked,)))
     for seed in range(sampling.seed):
-        before = adapter.alone((1, 2), replace(sampling, seed=seed), RequestMix((asked,)))
+        before = adapter.generate_alone((1, 2), replace(sampling, seed=seed), RequestMix((asked,)))
         assert len(before) in (1, 12)
 
 
@@ -247,9 +247,9 @@ def test_what_a_request_gets_alone_goes_on_behind_its_stop_string() -> None:
     stops: list[object] = []
 
     class Watched(DrawingEngine):
-        def alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
+        def generate_alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
             stops.append(sampling.stop)
-            return super().alone(prompt, sampling, mix)
+            return super().generate_alone(prompt, sampling, mix)
 
     asked = RequestSpec((1, 3), Sampling(6, temperature=3.0, seed=1), stop_spans=((0, 1),))
     settled, expected = settle(Watched(), asked, RequestMix((asked,)))

@@ -93,13 +93,13 @@ def test_an_engine_that_is_right_passes_on_all_its_paths(engines: Project) -> No
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyAdapter *=*",
             "96 mixes of requests of *",
             "largest: 3 rows, 48 tokens",
-            "tested: make 98, submit *, step *, tokens *, is_finished *, leftovers *",
+            "tested: make 98, submit *, step *, tokens *, is_finished *, find_leaks *",
             "path * together * by itself * equal",
             "path * from a prefix * from the start * equal",
             "condition * crowded * met",
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyForks *=*",
             "105 mixes of requests of *",
-            "tested: *, alone *, fork *",
+            "tested: *, generate_alone *, fork *",
             "SKIPPED * ToyAdapter does not offer fork()",
         ]
     )
@@ -162,7 +162,7 @@ def test_it_says_what_an_adapter_lacks() -> None:
 
         def step(self) -> None: ...
 
-    said = "Lacking must define submit, tokens, is_finished, leftovers, path_counts"
+    said = "Lacking must define submit, tokens, is_finished, find_leaks, path_counts"
     with pytest.raises(TypeError, match=said):
         conformance(Lacking)
 

@@ -229,8 +229,8 @@ def test_a_trace_of_before_still_runs(project: Project) -> None:
     """It was saved when all operations stood in one file, and has each that there was."""
     file = Path(__file__).parent / "traces" / "every_operation.json"
     steps = json.loads(file.read_text())["example"]["operations"]
-    later = {"LookUp", "Read", "RunQueued", "Take", "Truncate", "TruncateMany"}
-    later |= {"Preempt", "Resume", "SwapOut", "SwappedOut", "SwapIn", "SwappedIn"}
+    later = {"LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
+    later |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn"}
     every = [kind for own in KVCacheAdapter.capabilities for kind in own.operations]
     assert {step["do"] for step in steps} == {kind.__name__ for kind in every} - later
     result = project.pytest("--roseinfer-replay", str(file))

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import FoundPages, LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import BeginWith, FoundPages, LookUp
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
@@ -20,7 +20,7 @@ from tests.plugin.caches.swap_cache import SwapCache
 from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
 from tests.plugin.drawn import drawn
 
-TAIL_TAKEN = (Prefill(0, 1), Free(0), LookUp(1, 1), Take(1))
+TAIL_TAKEN = (Prefill(0, 1), Free(0), LookUp(1, 1), BeginWith(1))
 FULL = History(
     CacheSpec(block_size=2, num_blocks=2),
     (*TAIL_TAKEN, Prefill(2, 1), Append((1,))),

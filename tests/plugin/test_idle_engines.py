@@ -43,7 +43,7 @@ class Dozes(NeverIdles):
 
 class Sleeps(NeverIdles):
     engine_type: ClassVar[type[ToyEngine]] = SleepingEngine
-    lag = 1
+    extra_steps = 1
 
 
 TWO = mix(asked(1, 2), asked(3))
@@ -61,7 +61,12 @@ def test_of_several_in_a_row_it_is_told_how_many() -> None:
 
 @pytest.mark.parametrize(
     ("adapter", "changed"),
-    [(NeverIdles, {}), (Dozes, {"never_idles": False}), (Dozes, {"lag": 1}), (Sleeps, {"lag": 2})],
+    [
+        (NeverIdles, {}),
+        (Dozes, {"never_idles": False}),
+        (Dozes, {"extra_steps": 1}),
+        (Sleeps, {"extra_steps": 2}),
+    ],
 )
 def test_what_does_as_it_says_passes(adapter: type[ToyAdapter], changed: dict[str, Any]) -> None:
     assert run_mix(type("Right", (adapter,), changed), TWO)

@@ -104,7 +104,7 @@ def test_what_is_drawn(few: int | None) -> None:
     def draw(drawn: RequestMix) -> None:
         seen.append(drawn)
         lengths = [len(each.prompt) + each.sampling.max_new_tokens for each in drawn.requests]
-        assert max(lengths) <= min(Sized.longest, drawn.cache_tokens)
+        assert max(lengths) <= min(Sized.large_mix_tokens, drawn.cache_tokens)
 
     draw()
     assert {drawn.options["batch_size"] for drawn in seen} == set(Sized.sizes["batch_size"][:few])

@@ -9,7 +9,7 @@ import pytest
 from pytest_roseinfer import CacheSpec, Divergence, History
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
@@ -58,7 +58,7 @@ def test_a_history_is_run_again_if_there_is_something_to_compare(
 
 def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
     """The first tokens of texts 0 and 4 have one hash, and the cache keeps one block for it."""
-    steps = (Append((4, 0)), LookUp(5, 1), Take(5))
+    steps = (Append((4, 0)), LookUp(5, 1), BeginWith(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     check_permuted(HashedTextCache, history)
 
@@ -75,7 +75,7 @@ class FindsNothingOutOfOrder(HashedTextCache):
 
 
 def test_what_is_found_may_not_depend_on_the_order_where_no_hashes_are_equal() -> None:
-    steps = (Append((0, 1)), LookUp(5, 1), Take(5))
+    steps = (Append((0, 1)), LookUp(5, 1), BeginWith(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     with pytest.raises(Divergence, match="differs from the run without its batches in reverse"):
         check_permuted(FindsNothingOutOfOrder, history)
@@ -84,7 +84,7 @@ def test_what_is_found_may_not_depend_on_the_order_where_no_hashes_are_equal() -
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_a_copy_has_as_many_tokens_as_were_found(times: int) -> None:
     """How many that is nobody knows before the run, and a copy shares no block."""
-    begun = (LookUp(0, times), Take(0), Append((0,)), Fork(0, 1), Append((0, 1)))
+    begun = (LookUp(0, times), BeginWith(0), Append((0,)), Fork(0, 1), Append((0, 1)))
     steps = (*(Append((0,)),) * times, Free(0), *begun)
     same = (0, 0), (0, 1 << 16)
     check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=same))

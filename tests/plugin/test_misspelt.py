@@ -33,7 +33,7 @@ def _refused(name: str, value: object, meant: str, base: type[Any] = ListCache) 
         ("Truncate", "truncate"),
         ("lookup", "look_up"),
         ("legder", "ledger"),
-        ("swapedOut", "swapped_out"),
+        ("finishSwapOut", "finish_swap_out"),
         ("trucate_many", "truncate_many"),
         ("use_queues", "use_queue"),
     ],
@@ -111,12 +111,12 @@ def test_a_misspelt_name_is_found_in_a_base_of_the_users() -> None:
         ("fill", "reserve"),
         ("preempt", "resume"),
         ("resume", "preempt"),
-        ("look_up", "begin_with, texts"),
-        ("matched", "texts"),
+        ("look_up", "begin_with, use_tokens"),
+        ("match_prefix", "use_tokens"),
         ("arena", "table"),
         ("ledger", "table"),
-        ("swap_out", "swapped_out, swap_in, swapped_in"),
-        ("swapped_in", "swap_out, swapped_out, swap_in"),
+        ("swap_out", "finish_swap_out, swap_in, finish_swap_in"),
+        ("finish_swap_in", "swap_out, finish_swap_out, swap_in"),
     ],
 )
 def test_a_method_that_is_nothing_without_another_is_refused(defined: str, lacking: str) -> None:
@@ -130,8 +130,10 @@ def test_a_method_that_is_nothing_without_another_is_refused(defined: str, lacki
         (
             "match_leaves",
             1,
-            r"match_leaves was renamed: write prefixes = PrefixTraits\(leaves=",
+            r"match_leaves was renamed: write prefixes = PrefixTraits\(recomputed_tokens=",
         ),
+        ("texts", method, r"texts was renamed: write use_tokens\(token_ids\)"),
+        ("swapped_out", method, r"swapped_out was renamed: write finish_swap_out\(swap\)"),
         ("window_groups", 2, r"renamed: write windows = WindowTraits\(groups=...\)"),
         ("prefixes", "equal prefixes", r"Own.prefixes is 'equal prefixes': write PrefixTraits\("),
     ],
@@ -141,3 +143,8 @@ def test_names_of_before_are_refused_with_what_to_write(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         refuse_mistakes(type("Own", (ListCache,), {name: value}))
+
+
+def test_an_engines_names_of_before_are_refused_too() -> None:
+    with pytest.raises(TypeError, match=r"^Own.leftovers was renamed: write find_leaks\(\)$"):
+        refuse_mistakes(type("Own", (ToyAdapter,), {"leftovers": method}))

@@ -78,9 +78,11 @@ def test_a_history_says_and_saves_its_namespaces() -> None:
 
 
 class Unheard(PagedCache):
-    def namespaces(self, names: object) -> None: ...
+    def use_namespaces(self, names: object) -> None: ...
 
 
 def test_namespaces_of_no_texts_are_refused() -> None:
-    with pytest.raises(TypeError, match="defines namespaces and must then define texts too"):
+    with pytest.raises(
+        TypeError, match="defines use_namespaces and must then define use_tokens too"
+    ):
         conformance(Unheard)

@@ -33,7 +33,7 @@ def methods(*names: str) -> dict[str, Any]:
 
 BOOKS = methods("table", "ledger")
 EQUAL = PrefixTraits(shares="equal prefixes")
-SOME_TEXTS = {**BOOKS, **methods("texts", "matched"), "prefixes": EQUAL.but(finds="some")}
+SOME_TEXTS = {**BOOKS, **methods("use_tokens", "match_prefix"), "prefixes": EQUAL.but(finds="some")}
 WINDOWS = {"windows": WindowTraits(groups=2)}
 OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "books": [BOOKS],
@@ -44,18 +44,18 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "switches": [{**methods("set_options"), "option_choices": {"fast": (True, False)}}],
     "counting": [{**methods("path_counts"), "paths": {"fast": FastPath(equals="slow")}}],
     "attention": [methods("attend")],
-    "storage": [methods("table", "arena", "kept_in")],
+    "storage": [methods("table", "arena", "container")],
     "truncation": [methods("truncate", "truncate_many")],
     "prefixes": [
         {
             **SOME_TEXTS,
-            **methods("look_up", "begin_with", "namespaces", "use_hash"),
+            **methods("look_up", "begin_with", "use_namespaces", "use_hash"),
             "prefixes": EQUAL,
         },
         SOME_TEXTS,
     ],
     "preemption": [methods("preempt", "resume")],
-    "swapping": [methods("swap_out", "swapped_out", "swap_in", "swapped_in")],
+    "swapping": [methods("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")],
     "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
     "device_queue": [methods("use_queue")],
     "quantisation": [

@@ -31,13 +31,13 @@ FEW = settings(max_examples=30, deadline=None, database=None)
 
 
 class Plain(ToyAdapter):
-    """It has no ``alone`` of its own either, but logits."""
+    """It has no ``generate_alone`` of its own either, but logits."""
 
     sampling = SamplingTraits(greedy_only=True)
     eos_token = END
     block_sizes: ClassVar[Sequence[int]] = (3, 5)
     cancel = EngineAdapter.cancel
-    alone = EngineAdapter.alone
+    generate_alone = EngineAdapter.generate_alone
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:  # noqa: ARG002
         likeliest = crc32(bytes(tokens)) % VOCABULARY
@@ -75,8 +75,8 @@ def test_a_failing_mix_is_not_tried_with_blocks_that_there_are_not() -> None:
 def test_the_likeliest_tokens_by_logits_are_what_a_request_gets() -> None:
     for prompt in ((1,), (2,), (3, 7), (4, 4, 4)):
         for sampling in (Sampling(9), Sampling(9, ignore_eos=True)):
-            right = ToyAdapter().alone(prompt, sampling, mix())
-            assert Plain().alone(prompt, sampling, mix()) == right
+            right = ToyAdapter().generate_alone(prompt, sampling, mix())
+            assert Plain().generate_alone(prompt, sampling, mix()) == right
     both = mix(asked(1, 2), asked(4, 2))
     run_mix(Plain, both)
     assert reason(Leaking, both).startswith("request 1, token 0: ")
@@ -101,6 +101,6 @@ def test_two_tokens_that_rounding_may_swap_decide_nothing() -> None:
 )
 def test_an_adapter_without_a_slow_twin_is_refused(lacking: dict[str, object]) -> None:
     adapter = type("Lacking", (Plain,), lacking)
-    said = "Lacking must define alone, or logits where sampling.greedy_only is True"
+    said = "Lacking must define generate_alone, or logits where sampling.greedy_only is True"
     with pytest.raises(TypeError, match=said):
         conformance(adapter)

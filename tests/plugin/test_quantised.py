@@ -128,7 +128,7 @@ def test_what_is_untouched_is_checked_of_quantised_caches_alone() -> None:
     for cache, dtype in ((Int8Tokens, "int8"), (CutCache, "float32")):
         machine = Machine(cache, History(replace(SPEC, dtype=dtype), tuple(appends(2))))
         machine.run()
-        checked[cache] = machine.checked["untouched"]
+        checked[cache] = machine.checked["unwritten_positions"]
     assert checked == {Int8Tokens: 2, CutCache: 0}
 
 

@@ -99,7 +99,7 @@ class RunsOut(PagedCache):
 class RunsOutOfWhatItMayFind(RunsOut):
     prefixes = RunsOut.prefixes.but(shares="equal prefixes")
 
-    def texts(self, said: object) -> None:
+    def use_tokens(self, said: object) -> None:
         """Find nothing by them."""
 
 

@@ -36,7 +36,7 @@ class TextsOfLongBlocks(TextsOfWindows):
 
 @pytest.mark.parametrize(("cache", "few"), [(Texts, 4), (TextsOfWindows, 5)])
 def test_one_beginning_in_a_few_finds_something(cache: type[KVCacheAdapter], few: int) -> None:
-    """As ``prefix_found`` counts them. At least one of each history finds nothing: the first.
+    """As ``prefix_hit`` counts them. At least one of each history finds nothing: the first.
 
     In the long run it is one in 2.8, and in 3.4 with windows.
     """
@@ -47,7 +47,7 @@ def test_one_beginning_in_a_few_finds_something(cache: type[KVCacheAdapter], few
         for met in machine.steps():
             rows, length = machine.done[-1].rows(), machine.oracle.length
             counted["begun"] += sum(times == length(seq) for seq, times in rows)
-            counted["found"] += met["prefix_found"]
+            counted["found"] += met["prefix_hit"]
 
     for number in range(20):
         drawn(cache, 5, number, count)

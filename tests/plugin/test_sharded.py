@@ -73,7 +73,7 @@ def test_a_rank_gets_its_heads() -> None:
     assert cache.head_counts == (3, 6, 9, 120)
     cache.make(CacheSpec(num_heads=6, head_dim=1))
     key = torch.arange(6.0).view(1, 1, 6, 1)
-    cache.texts([[1]])
+    cache.use_tokens([[1]])
     cache.append([0], key, -key)
     found = [rank.peek(0, 0)[0].flatten().tolist() for rank in cache.shards()]
     assert found == [[0, 1], [2, 3], [4, 5]]

@@ -24,11 +24,11 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import Snapshot
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.swapping import (
+    FinishSwapIn,
+    FinishSwapOut,
     Stage,
     SwapIn,
     SwapOut,
-    SwappedIn,
-    SwappedOut,
     swapped,
 )
 from pytest_roseinfer.capabilities.truncation import Truncate
@@ -104,10 +104,10 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
                 met[f"freed while {absent[step.seq].words}"] += 1
             elif isinstance(step, (Resume, SwapIn)):
                 met["room to come back" if fits else "no room to come back"] += 1
-            elif isinstance(step, (Preempt, SwappedOut)):
+            elif isinstance(step, (Preempt, FinishSwapOut)):
                 shared = any(page.holders > 1 for page in oracle.sequences[step.seq])
                 met[f"{type(step).__name__} with shared blocks"] += shared
-            elif isinstance(step, SwappedIn):
+            elif isinstance(step, FinishSwapIn):
                 met["back"] += 1
             step.apply(oracle)
 
@@ -116,7 +116,7 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
     assert len(met) == 4 * 3 + 2 + 2 + 1, met
 
 
-OUT, BACK = (SwapOut(0), SwappedOut(0)), (SwapIn(0), SwappedIn(0))
+OUT, BACK = (SwapOut(0), FinishSwapOut(0)), (SwapIn(0), FinishSwapIn(0))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class TrimsByOption(SwapCache):
     truncation = SwapCache.truncation.but(errors=(ValueError,))
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
         return bool(spec.options["trims"])
 
 
@@ -171,7 +171,7 @@ def test_a_picture_says_what_is_away() -> None:
 def test_blocks_used_while_away_are_counted(last: Operation) -> None:
     """One block comes to sequence 1 while 0 is away, unless 0 is back first."""
     counted = run_history(SwapCache, History(SPEC, (Prefill(0, 2), *OUT, last, Append((1,)))))
-    assert counted["block_used_while_away"] == isinstance(last, Append)
+    assert counted["block_used_while_absent"] == isinstance(last, Append)
 
 
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:

@@ -125,8 +125,11 @@ class EvictsWithoutTexts(PagedCache):
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        (SharesWithoutTexts, "cannot be judged without texts: define it"),
-        (EvictsWithoutTexts, "'least recent', which cannot be judged without texts: define it"),
+        (SharesWithoutTexts, "cannot be judged without use_tokens: define it"),
+        (
+            EvictsWithoutTexts,
+            "'least recent', which cannot be judged without use_tokens: define it",
+        ),
     ],
 )
 def test_a_policy_that_cannot_be_judged_is_refused(

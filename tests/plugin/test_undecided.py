@@ -24,7 +24,7 @@ class Undecided(Misrounds):
 
     questions: ClassVar[list[Question]]
 
-    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+    def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         assert mix.size
         self.questions.append((tuple(tokens), sampling))
         return tokens[0] == 1
@@ -38,7 +38,7 @@ def questions() -> list[Question]:
 
 def first_tokens(*prompt: int) -> tuple[int, ...]:
     """Return a prompt and the tokens that must follow."""
-    (token,) = ToyAdapter().alone(prompt, Sampling(1), mix())
+    (token,) = ToyAdapter().generate_alone(prompt, Sampling(1), mix())
     return (*prompt, token)
 
 
@@ -78,14 +78,14 @@ def test_undecided_excuses_only_what_follows(questions: list[Question]) -> None:
     class FromTheSecondOn(Undecided):
         engine_type = WrongFromTheStart
 
-        def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-            return super().undecided(tokens, sampling, mix) and len(tokens) > 2
+        def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+            return super().is_near_tie(tokens, sampling, mix) and len(tokens) > 2
 
     assert reason(FromTheSecondOn, mix(asked(1, 2))).startswith("request 0, token 0: ")
     assert questions == [((1, 2), GREEDY)]
 
     class Leftover(Undecided):
-        def leftovers(self) -> str:
+        def find_leaks(self) -> str:
             return "a block"
 
     said = reason(Leftover, mix(asked(1, 2)))

@@ -114,7 +114,7 @@ class EngineHangs(ToyAdapter):
 
 
 class TwinHangs(ToyForks):
-    def alone(self, *_: object) -> list[int]:
+    def generate_alone(self, *_: object) -> list[int]:
         hang()
         return []
 

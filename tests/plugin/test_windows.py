@@ -71,7 +71,7 @@ def test_a_cache_that_gets_windows_right_passes(adapter: type[KVCacheAdapter]) -
     tests.test_one_batch_equals_its_split_in_two()
     tests.test_fork_then_append_equals_copy_then_append()
     (row,) = TargetVerdict(coverage.current().of(adapter)).rows()
-    assert (row.name, row.verdict) == ("left_a_window", "met")
+    assert (row.name, row.verdict) == ("block_left_window", "met")
 
 
 @pytest.mark.usefixtures("short_run")
@@ -291,7 +291,7 @@ def test_a_picture_shows_what_was_given_back() -> None:
 
 
 class HearsTextsOfForks(WindowCache):
-    def texts(self, said: object) -> None: ...
+    def use_tokens(self, said: object) -> None: ...
 
 
 class FindsAll(WindowedTextCache):

@@ -39,7 +39,7 @@ class BranchingTextCache(TextCache):
                 needed += 1
         if needed > len(self.unused):
             raise CacheFull(f"{needed} blocks needed, {len(self.unused)} free")
-        for row, (seq, said) in enumerate(zip(seqs, self.coming, strict=True)):
+        for row, (seq, said) in enumerate(zip(seqs, self.row_tokens, strict=True)):
             self.write(seq, said, key[:, row : row + 1], value[:, row : row + 1])
 
     def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class WritesUnderAKeptKey(CutsWithoutCopies):
     """
 
     fork: Any = KVCacheAdapter.fork
-    matched: Any = KVCacheAdapter.matched
+    match_prefix: Any = KVCacheAdapter.match_prefix
     look_up: Any = KVCacheAdapter.look_up
     begin_with: Any = KVCacheAdapter.begin_with
 

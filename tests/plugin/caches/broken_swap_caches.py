@@ -43,7 +43,7 @@ class CopiesWhatIsFree(EagerSwapCache):
         self.give_back(self.away[seq])
         return leaving
 
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, leaving: Any) -> None:
         self.copy_out(leaving)
 
 
@@ -104,13 +104,13 @@ class FindsWhatIsNotBack(SwapTextCache):
 class SharesWhatWasThere(SwapTextCache):
     """S8: it takes for granted that the cache still holds what is not written there again."""
 
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, leaving: Any) -> None:
         self.was = self.tables[leaving]
-        super().swapped_out(leaving)
+        super().finish_swap_out(leaving)
 
-    def swapped_in(self, coming: Any) -> None:
+    def finish_swap_in(self, coming: Any) -> None:
         seq, found = coming
-        super().swapped_in((seq, max(found, min(1, len(self.tables[seq])))))
+        super().finish_swap_in((seq, max(found, min(1, len(self.tables[seq])))))
 
 
 class FreesUnderOthers(SwapCache):
@@ -172,9 +172,9 @@ class KeepsTheBlocksOfTheCancelled(SwapCache):
 class GivesNoSpaceBack(SwapCache):
     """What is back keeps its swap space."""
 
-    def swapped_in(self, coming: Any) -> None:
+    def finish_swap_in(self, coming: Any) -> None:
         space = list(self.space)
-        super().swapped_in(coming)
+        super().finish_swap_in(coming)
         self.space = space
 
 

@@ -69,7 +69,7 @@ class ForgetsToCountHits(TextCache):
     """3: blocks that a prompt finds, and nobody holds, are counted as room as well."""
 
     def prefill(self, seq, key, value):  # type: ignore[no-untyped-def]
-        size, (said,) = self.spec.block_size, self.coming
+        size, (said,) = self.spec.block_size, self.row_tokens
         found = self.found(said)
         if -(-len(said) // size) - len(found) <= len(self.unused):
             for block in found:
@@ -93,10 +93,10 @@ class RevivesWithoutItsKey(TextCache):
 class FindsWhatIsNotWritten(TextCache):
     """S2: it says that the last block of a text is there as soon as it is begun."""
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, said: Sequence[int]) -> int:
         size = self.spec.block_size
         begun = any(said[: len(known)] == known for known in self.said.values() if known)
-        return max(super().matched(said), size if begun and len(said) >= size else 0)
+        return max(super().match_prefix(said), size if begun and len(said) >= size else 0)
 
 
 class DoesNotCompare(HashedTextCache):

@@ -225,11 +225,11 @@ class CutsWhatItGaveBack(WindowCache):
     """It does not refuse to roll back to where blocks are missing."""
 
     def truncate(self, seq: int, length: int) -> None:
-        trimmable, self.trimmable = self.trimmable, lambda *_: True  # type: ignore[method-assign]
+        can_truncate, self.can_truncate = self.can_truncate, lambda *_: True  # type: ignore[method-assign]
         try:
             super().truncate(seq, length)
         finally:
-            self.trimmable = trimmable  # type: ignore[method-assign]
+            self.can_truncate = can_truncate  # type: ignore[method-assign]
 
 
 class SlidesThoughItRefuses(LazyCache):

@@ -62,7 +62,7 @@ class LeavesOutWhatThePromptLeaves(WindowedTextCache):
     """What is found is left out as if the whole prompt had been, and not only what was found."""
 
     def begin(self, seq: int, said: Sequence[int]) -> None:
-        self.prompt = len(self.coming[0])
+        self.prompt = len(self.row_tokens[0])
         super().begin(seq, said)
         for group in self.groups:
             table = group.tables[seq]
@@ -89,7 +89,7 @@ class ForgetsThatFoundBlocksNeedRoom(WindowedTextCache):
     def begin(self, seq: int, said: Sequence[int]) -> None:
         free = len(self.groups[0].pool.unused)
         super().begin(seq, said)
-        new = -(-len(self.coming[0]) // self.spec.block_size) * len(self.groups)
+        new = -(-len(self.row_tokens[0]) // self.spec.block_size) * len(self.groups)
         if new > free:
             raise CacheFull
 

@@ -190,12 +190,12 @@ class StateCache(CutCache):
     truncation = CutCache.truncation.but(errors=(CannotTrim,))
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
         return length == stored or stored <= spec.block_size
 
     def refuse(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
         for seq, length in zip(seqs, lengths, strict=True):
-            if not self.trimmable(self.spec, self.lengths[seq], length):
+            if not self.can_truncate(self.spec, self.lengths[seq], length):
                 raise CannotTrim
 
     def truncate(self, seq: int, length: int) -> None:

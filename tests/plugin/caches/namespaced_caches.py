@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class NamespacedCache(TextCache):
     """Each token is known together with its namespace."""
 
-    def namespaces(self, names: Sequence[int]) -> None:
+    def use_namespaces(self, names: Sequence[int]) -> None:
         self.names = names
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        super().texts([self.named(*row) for row in zip(said, self.names, strict=True)])
+    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
+        super().use_tokens([self.named(*row) for row in zip(said, self.names, strict=True)])
 
-    def matched(self, said: Sequence[int]) -> int:
-        return super().matched(self.named(said, *self.names))
+    def match_prefix(self, said: Sequence[int]) -> int:
+        return super().match_prefix(self.named(said, *self.names))
 
     def look_up(self, said: Sequence[int]) -> object:
         return self.named(said, *self.names)
@@ -53,12 +53,14 @@ class LooksUpInAll(NamespacedCache):
         super().make(spec)
         self.names_of_all: set[int] = set()
 
-    def namespaces(self, names: Sequence[int]) -> None:
-        super().namespaces(names)
+    def use_namespaces(self, names: Sequence[int]) -> None:
+        super().use_namespaces(names)
         self.names_of_all.update(names)
 
-    def matched(self, said: Sequence[int]) -> int:
-        return max(TextCache.matched(self, self.named(said, name)) for name in self.names_of_all)
+    def match_prefix(self, said: Sequence[int]) -> int:
+        return max(
+            TextCache.match_prefix(self, self.named(said, name)) for name in self.names_of_all
+        )
 
 
 BROKEN = (LeavesTheNamespaceOut, NamesTheFirstBlockAlone, LooksUpInAll)

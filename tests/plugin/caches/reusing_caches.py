@@ -117,7 +117,7 @@ class ReusesSlots(PagedCache):
     def clear(self, slot: int) -> None:
         self.of_slot[slot] = 0
 
-    def kept_in(self, seq: int) -> int | list[Any]:
+    def container(self, seq: int) -> int | list[Any]:
         return self.slots[seq]
 
 
@@ -165,7 +165,7 @@ class ReusesLists(PagedCache):
         table.clear()
         self.spare.append(table)
 
-    def kept_in(self, seq: int) -> int | list[Any]:
+    def container(self, seq: int) -> int | list[Any]:
         return self.tables[seq]
 
 

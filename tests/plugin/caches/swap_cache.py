@@ -30,7 +30,7 @@ class Transfer:
 class SwapCache(CutCache):
     """It copies as late as it may. Its swap space is as large as the cache."""
 
-    conditions = ("block_used_while_away",)
+    conditions = ("block_used_while_absent",)
     head_counts = (1, 2)
     head_dims = (4,)
     block_sizes = (2, 4, 1, 3)
@@ -85,7 +85,7 @@ class SwapCache(CutCache):
         self.away[seq] = Transfer(seq, self.lengths[seq], blocks, space)
         return self.away[seq]
 
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, leaving: Any) -> None:
         self.copy_out(leaving)
         self.give_back(leaving)
 
@@ -102,7 +102,7 @@ class SwapCache(CutCache):
         coming.blocks = self.tables[seq] = self.take_for(coming.length)
         return coming
 
-    def swapped_in(self, coming: Any) -> None:
+    def finish_swap_in(self, coming: Any) -> None:
         self.copy_in(coming)
         self.lengths[coming.seq] = coming.length
         self.space += self.away.pop(coming.seq).space
@@ -129,10 +129,10 @@ class EagerSwapCache(SwapCache):
 
     def swap_out(self, seq: int) -> object:
         leaving = super().swap_out(seq)
-        super().swapped_out(leaving)
+        super().finish_swap_out(leaving)
         return leaving
 
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, leaving: Any) -> None:
         """All is done by now."""
 
 
@@ -160,7 +160,7 @@ class SwapTextCache(TextCache):
     def swap_out(self, seq: int) -> object:
         return seq
 
-    def swapped_out(self, leaving: Any) -> None:
+    def finish_swap_out(self, leaving: Any) -> None:
         table = self.tables[leaving]
         self.out[leaving] = self.said[leaving], self.keys[:, table], self.values[:, table]
         super().free(leaving)
@@ -175,7 +175,7 @@ class SwapTextCache(TextCache):
         self.tables[seq] = [*found, *(self.open() for _ in range(missing))]
         return seq, len(found)
 
-    def swapped_in(self, coming: Any) -> None:
+    def finish_swap_in(self, coming: Any) -> None:
         seq, found = coming
         said, keys, values = self.out.pop(seq)
         table = self.tables[seq]

@@ -17,7 +17,7 @@ class TailCache(BranchingTextCache):
     """A partial block is known once its sequence is gone; who begins with it writes into a copy."""
 
     prefixes = BranchingTextCache.prefixes.but(
-        granularity="token", finds="some", keeps_found=True, evicts="any"
+        granularity="token", finds="some", keeps_prefix=True, evicts="any"
     )
     head_counts = (1, 2)
     head_dims = (4,)
@@ -42,7 +42,7 @@ class TailCache(BranchingTextCache):
                 return [*full, tail], stop
         return full, end
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, said: Sequence[int]) -> int:
         return self.find_all(said)[1]
 
     def begin_with(self, found: Any, seq: int) -> int:
@@ -85,7 +85,7 @@ class CountsNoCopy(TailCache):
     def append(self, seqs, key, value):  # type: ignore[no-untyped-def]
         size = self.spec.block_size
         if sum(len(self.said.get(seq, ())) % size == 0 for seq in seqs) <= len(self.unused):
-            for row, (seq, said) in enumerate(zip(seqs, self.coming, strict=True)):
+            for row, (seq, said) in enumerate(zip(seqs, self.row_tokens, strict=True)):
                 self.write(seq, said, key[:, row : row + 1], value[:, row : row + 1])
             return
         super().append(seqs, key, value)
@@ -94,4 +94,4 @@ class CountsNoCopy(TailCache):
 class SaysNothingOfIt(TailCache):
     """It is right, but does not say that what is found stays as it is."""
 
-    prefixes = TailCache.prefixes.but(keeps_found=False)
+    prefixes = TailCache.prefixes.but(keeps_prefix=False)

@@ -35,20 +35,20 @@ class TextCache(KVCacheAdapter):
         self.tables: dict[int, list[int]] = {}
         self.said: dict[int, list[int]] = {}
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
+    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = said
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         size = self.spec.block_size
         needed = sum(len(self.said.get(seq, ())) % size == 0 for seq in seqs)
         if needed > len(self.unused):
             raise CacheFull(f"{needed} blocks needed, {len(self.unused)} free")
-        for row, (seq, said) in enumerate(zip(seqs, self.coming, strict=True)):
+        for row, (seq, said) in enumerate(zip(seqs, self.row_tokens, strict=True)):
             self.write(seq, said, key[:, row : row + 1], value[:, row : row + 1])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write what is not found; blocks that are found need no room if somebody holds them."""
-        (said,) = self.coming
+        (said,) = self.row_tokens
         found = self.hold_found(said)
         begin = len(found) * self.spec.block_size
         self.tables[seq], self.said[seq] = found, list(said[:begin])
@@ -75,19 +75,19 @@ class TextCache(KVCacheAdapter):
             found.append(block)
         return found
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, said: Sequence[int]) -> int:
         return len(self.found(said)) * self.spec.block_size
 
-    def look_up(self, said: Sequence[int]) -> object:
-        return list(said)
+    def look_up(self, token_ids: Sequence[int]) -> object:
+        return list(token_ids)
 
-    def begin_with(self, found: Any, seq: int) -> int:
+    def begin_with(self, prefix: Any, seq: int) -> int:
         """What was there when it was looked up may be gone, so it is looked up again."""
-        self.tables[seq] = self.found(found)
+        self.tables[seq] = self.found(prefix)
         for block in self.tables[seq]:
             self.hold(block)
         tokens = len(self.tables[seq]) * self.spec.block_size
-        self.said[seq] = list(found[:tokens])
+        self.said[seq] = list(prefix[:tokens])
         return tokens
 
     def find(self, said: Sequence[int]) -> int | None:

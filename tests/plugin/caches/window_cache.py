@@ -190,7 +190,7 @@ class WindowCache(KVCacheAdapter):
             group.pool.drop(group.tables.pop(seq))
 
     @classmethod
-    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+    def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
         """Cut where no block is needed that was given back, or may have been."""
         size = spec.block_size
         for window in spec.windows:
@@ -200,7 +200,7 @@ class WindowCache(KVCacheAdapter):
         return True
 
     def truncate(self, seq: int, length: int) -> None:
-        if not self.trimmable(self.spec, self.lengths[seq], length):
+        if not self.can_truncate(self.spec, self.lengths[seq], length):
             raise CannotTrim
         self.lengths[seq] = length
         kept = -(-length // self.spec.block_size)

@@ -52,7 +52,9 @@ class KeepingPool(Pool):
 class WindowedTextCache(SharedPoolCache):
     """A prompt begins with what every group still has of its window there. It is right."""
 
-    prefixes = SharedPoolCache.prefixes.but(shares="equal prefixes", leaves=1, finds="some")
+    prefixes = SharedPoolCache.prefixes.but(
+        shares="equal prefixes", recomputed_tokens=1, finds="some"
+    )
     fork: Any = KVCacheAdapter.fork  # not offered
     truncate: Any = KVCacheAdapter.truncate  # not offered
     reserve: Any = KVCacheAdapter.reserve  # not offered
@@ -65,14 +67,14 @@ class WindowedTextCache(SharedPoolCache):
     def new_pool(self) -> KeepingPool:
         return KeepingPool(list(range(self.spec.num_blocks)))
 
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
+    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = said
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         super().fill(super().reserve(seqs, counts), key, value)
-        for seq, said in zip(seqs, self.coming, strict=True):
+        for seq, said in zip(seqs, self.row_tokens, strict=True):
             self.said.setdefault(seq, []).extend(said)
             self.register(seq)
 
@@ -89,11 +91,11 @@ class WindowedTextCache(SharedPoolCache):
         return group.pool
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        (said,) = self.coming
+        (said,) = self.row_tokens
         books = deepcopy((self.groups, self.lengths, self.said))
-        found = self.matched(said)
+        found = self.match_prefix(said)
         self.begin(seq, said[:found])
-        self.coming = [said[found:]]
+        self.row_tokens = [said[found:]]
         try:
             self.append_many([seq], [len(said) - found], key[:, found:], value[:, found:])
         except CacheFull:
@@ -118,7 +120,7 @@ class WindowedTextCache(SharedPoolCache):
         pool = self.pool_of(self.groups[at])
         return [pool.block_of.get((at, tuple(said[:end]))) for end in ends]
 
-    def matched(self, said: Sequence[int]) -> int:
+    def match_prefix(self, said: Sequence[int]) -> int:
         size = self.spec.block_size
         for found in range((len(said) - 1) // size * size, 0, -size):
             blocks = [
@@ -141,7 +143,7 @@ class WindowedTextCache(SharedPoolCache):
         super().free(seq)
 
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.coming = [self.said[seq]]
+        self.row_tokens = [self.said[seq]]
         self.prefill(seq, key, value)
 
     def ledger(self, layer: int) -> Ledger:

@@ -146,13 +146,13 @@ class DrawingEngine(EngineAdapter):
     def is_finished(self, request: DrawnRequest) -> bool:
         return request.over
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         return ""
 
     def path_counts(self) -> Mapping[str, int]:
         return {}
 
-    def alone(
+    def generate_alone(
         self,
         prompt: Sequence[int],
         sampling: Sampling,

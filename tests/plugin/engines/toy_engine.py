@@ -155,13 +155,13 @@ class ToyAdapter(EngineAdapter):
     def is_finished(self, request: ToyRequest) -> bool:
         return request.over
 
-    def leftovers(self) -> str:
+    def find_leaks(self) -> str:
         return f"{self.engine.leases} leases" if self.engine.leases else ""
 
     def path_counts(self) -> Mapping[str, int]:
         return self.engine.counts
 
-    def alone(
+    def generate_alone(
         self,
         prompt: Sequence[int],
         sampling: Sampling,

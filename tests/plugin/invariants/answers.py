@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_roseinfer import BadCall, Ledger, Oracle, PrefixTraits
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
-from pytest_roseinfer.capabilities.books import refused
+from pytest_roseinfer.capabilities.books import refusals
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
 from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
@@ -58,7 +58,7 @@ def looking_up(
     said = Oracle(SPEC.block_size, SPEC.num_blocks, branches=((0, 0),))
     held = said.text_tokens(0, 3)
     return replace(
-        after(matched={(0, count): found}, collided=frozenset([(0, count)] * collided)),
+        after(matches={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
         notes={KeptTexts: KeptNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})},
         declared=declaring(prefixes=PrefixTraits(shares="equal prefixes", **declared)),
@@ -74,7 +74,7 @@ def calling(
 
 
 RIGHT: Right = {
-    refused: [
+    refusals: [
         observed(),
         refusing(),
         refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)]),
@@ -91,24 +91,32 @@ RIGHT: Right = {
         looking_up(0, finds="some"),
         looking_up(0, collided=True),
         looking_up(3, granularity="token"),
-        looking_up(2, 4, granularity="block", leaves=1),
-        looking_up(0, 2, leaves=1),
+        looking_up(2, 4, granularity="block", recomputed_tokens=1),
+        looking_up(0, 2, recomputed_tokens=1),
     ],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
 WRONG: Wrong = [
-    (lookups, looking_up(KeyError(3)), "matched() of text 0, 3 tokens long, raised KeyError: 3"),
+    (
+        lookups,
+        looking_up(KeyError(3)),
+        "match_prefix() of text 0, 3 tokens long, raised KeyError: 3",
+    ),
     (lookups, looking_up(4, 4), "found 4, and only 2 of them may be found now"),
     (lookups, looking_up(0), "found 0, though 2 of them are stored"),
     (lookups, looking_up(4, 4, collided=True), "found 4, and only 2 of them may be found now"),
-    (lookups, looking_up(2, 2, leaves=1), "found 2, and only 0 of them may be found now"),
+    (
+        lookups,
+        looking_up(2, 2, recomputed_tokens=1),
+        "found 2, and only 0 of them may be found now",
+    ),
     (lookups, looking_up(1, finds="some"), "found 1, which are no whole blocks"),
     (
         lookups,
         looking_up(2, granularity="token"),
         "found 2, though 3 of them are stored",
     ),
-    (refused, refusing(tables=observed().after.tables), "found no room changed the books"),
+    (refusals, refusing(tables=observed().after.tables), "found no room changed the books"),
     (
         counts,
         counting(fast=5, fresh=2, full=1, odd=1),

@@ -11,7 +11,7 @@ from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts, Relea
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
 from pytest_roseinfer.capabilities.shards import shards
-from pytest_roseinfer.capabilities.storage import kept_apart
+from pytest_roseinfer.capabilities.storage import separate_containers
 from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
 from pytest_roseinfer.capabilities.windows import windows
 from pytest_roseinfer.oracle.oracle import Oracle
@@ -94,7 +94,7 @@ RIGHT: Right = {
         evicting(Released(2, 0, tokens=(NEW,)), Released(1, 0)),
         evicting(Released(2, 0, tokens=OTHERS), Released(1, 0), evicts="any"),
     ],
-    kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
+    separate_containers: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
 }
 WRONG: Wrong = [
     (windows, windowed({(0, 0): [0, 1]}, 2), "block 0 of its table is 0, and must be None"),
@@ -175,7 +175,11 @@ WRONG: Wrong = [
         "was released with it and lies nearer to the tail: 1 is behind 0",
     ),
     (swap_space, taking(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
-    (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
-    (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
-    (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),
+    (separate_containers, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (
+        separate_containers,
+        after(kept={0: SAME, 1: SAME}),
+        "sequences 0 and 1 are kept in the same list",
+    ),
+    (separate_containers, after(kept={0: 1, 1: KeyError(1)}), "container(1) raised KeyError: 1"),
 ]

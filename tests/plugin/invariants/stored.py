@@ -10,7 +10,7 @@ import torch
 from pytest_roseinfer import Ledger, PrefixTraits, Tolerance
 from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
 from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
-from pytest_roseinfer.capabilities.quantisation import untouched
+from pytest_roseinfer.capabilities.quantisation import unwritten_positions
 from pytest_roseinfer.capabilities.reading import read_back
 from pytest_roseinfer.capabilities.storage import arena
 from pytest_roseinfer.capabilities.swapping import Stage, swapped
@@ -98,7 +98,7 @@ RIGHT: Right = {
         cached(value=NEW),
         copied_back(Stage.COMING),
     ],
-    untouched: [
+    unwritten_positions: [
         quantised(by=0.1),
         quantised("block", block=2, position=1),
         replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),
@@ -125,17 +125,17 @@ WRONG: Wrong = [
         "V: position 2, head 1 (1 of 6 wrong): expected sequence 0, token 2",
     ),
     (
-        untouched,
+        unwritten_positions,
         quantised(token=1, by=0.001),
         "peek: sequence 0, layer 0, V: position 1, head 1 reads back",
     ),
     (
-        untouched,
+        unwritten_positions,
         replace(quantised(token=0, by=0.001), outcome=WROTE_TWO),
         "peek: sequence 0, layer 0, V: position 0, head 1 reads back",
     ),
     (
-        untouched,
+        unwritten_positions,
         quantised(block=1, position=1),
         "layer 0, V, block 1, head 1: the scale is 2, and was 1 before the step",
     ),
