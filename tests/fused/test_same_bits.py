@@ -124,14 +124,15 @@ def test_drafted_texts_and_their_log_probabilities(device: str, kin: str) -> Non
 
 PLANTED = {
     "a mask one wide": Planted(
-        "reads", "k_cache", "chunks", "seen = distance > 0\n", "seen = distance > 1\n"
+        "reads", "k_cache", "chunks", "_chunk_kernel", "seen = distance > 0", "seen = distance > 1"
     ),
     "a dropped tail": Planted(
         "reads",
         "k_cache",
         "attend",
-        "stored = (tokens >= begin) & (tokens < end)\n",
-        "stored = (tokens >= begin) & (tokens < end - (end % 64 == 63))\n",
+        "_decode_kernel",
+        "stored = (tokens >= begin) & (tokens < end)",
+        "stored = (tokens >= begin) & (tokens < end - (end % 64 == 63))",
     ),
 }
 _WHERE = {

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class Planted(NamedTuple):
-    """Text of a kernel's file, what takes its place, and the call that then is out of bounds."""
+    """Statements of a kernel, their replacement, and the call that then is out of bounds."""
 
     verb: str
     parameter: str
     call: str
+    function: str
     find: str
     replace: str
 
@@ -34,17 +35,33 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "key",
             "append in order",
-            "    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)\n",
-            "    k = tl.load(\n"
-            "        key + (rows * k_r + heads * k_h + dims * k_d), (heads < H) & (dims < D)\n"
-            "    )\n",
+            "_move_tokens",
+            "k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)",
+            """
+            k = tl.load(
+                key + (rows * k_r + heads * k_h + dims * k_d), (heads < H) & (dims < D)
+            )
+            """,
         ),
         Planted(
             "writes",
             "v_cache",
             "append",
-            "heads * vc_h + dims * vc_d), v, inside)",
-            "heads * vc_h + dims * vc_d), v, (dims < D) & exist[:, None, None])",
+            "_move_tokens",
+            """
+            tl.store(
+                v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d),
+                v,
+                inside,
+            )
+            """,
+            """
+            tl.store(
+                v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d),
+                v,
+                (dims < D) & exist[:, None, None],
+            )
+            """,
         ),
     ),
     "clone": (
@@ -52,25 +69,49 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "k_from",
             "clone between pools",
-            "t * kf_t + d * kf_d, inside)",
-            "t * kf_t + d * kf_d)",
+            "_clone_kernel",
+            """
+            k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)
+            """,
+            "k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d)",
         ),
-        Planted("writes", "v_to", "clone", "d * vt_d, v, inside)", "d * vt_d, v)"),
+        Planted(
+            "writes",
+            "v_to",
+            "clone",
+            "_clone_kernel",
+            """
+            tl.store(v_to + layer * vt_l + new * vt_b + h * vt_h + t * vt_t + d * vt_d, v, inside)
+            """,
+            "tl.store(v_to + layer * vt_l + new * vt_b + h * vt_h + t * vt_t + d * vt_d, v)",
+        ),
     ),
     "attend_decode": (
         Planted(
             "reads",
             "tables",
             "attend",
-            "tl.load(table + tokens // BLOCK, stored, other=0)",
-            "tl.load(table + tokens // BLOCK)",
+            "_decode_kernel",
+            "blocks = tl.load(table + tokens // BLOCK, stored, other=0).to(tl.int64)",
+            "blocks = tl.load(table + tokens // BLOCK).to(tl.int64)",
         ),
         Planted(
             "writes",
             "out",
             "attend",
-            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), q_inside,",
-            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), d_inside[None, :],",
+            "_decode_kernel",
+            """
+            tl.store(
+                out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
+                (all_sums / all_total[:, None]).to(out.dtype.element_ty), q_inside,
+            )
+            """,
+            """
+            tl.store(
+                out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
+                (all_sums / all_total[:, None]).to(out.dtype.element_ty), d_inside[None, :],
+            )
+            """,
         ),
     ),
     "attend_parts": (
@@ -78,15 +119,27 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "weights_sum",
             "combine",
-            "tl.load(weights_sum + row + at + one, there, other=0.0)",
-            "tl.load(weights_sum + row + at + one)",
+            "_combine_kernel",
+            "total = tl.load(weights_sum + row + at + one, there, other=0.0)",
+            "total = tl.load(weights_sum + row + at + one)",
         ),
         Planted(
             "writes",
             "out",
             "combine",
-            "out.dtype.element_ty), inside,",
-            "out.dtype.element_ty), dims >= 0,",
+            "_combine_kernel",
+            """
+            tl.store(
+                out + sequence * o_s + head * o_h + dims * o_d,
+                result.to(out.dtype.element_ty), inside,
+            )
+            """,
+            """
+            tl.store(
+                out + sequence * o_s + head * o_h + dims * o_d,
+                result.to(out.dtype.element_ty), dims >= 0,
+            )
+            """,
         ),
     ),
     "attend_chunks": (
@@ -94,15 +147,27 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "tables",
             "chunks",
-            "tokens // BLOCK, inside, other=0).to(",
-            "tokens // BLOCK).to(",
+            "_stored",
+            "blocks = tl.load(table + tokens // BLOCK, inside, other=0).to(tl.int64)",
+            "blocks = tl.load(table + tokens // BLOCK).to(tl.int64)",
         ),
         Planted(
             "writes",
             "out",
             "chunks",
-            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,",
-            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), real[:, None] & d_inside,",
+            "_chunk_kernel",
+            """
+            tl.store(
+                out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
+                (all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,
+            )
+            """,
+            """
+            tl.store(
+                out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
+                (all_sums / all_total[:, None]).to(out.dtype.element_ty), real[:, None] & d_inside,
+            )
+            """,
         ),
     ),
     "linear": (
@@ -110,15 +175,25 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "bias",
             "linear",
-            "tl.load(bias + n, n < N, other=0.0)",
-            "tl.load(bias + n)",
+            "_whole_kernel",
+            "b = tl.load(bias + n, n < N, other=0.0).to(tl.float32)",
+            "b = tl.load(bias + n).to(tl.float32)",
         ),
         Planted(
             "writes",
             "out",
             "linear in parts",
-            "total, x_in & (n < N)[None, :]",
-            "total, (n < N)[None, :]",
+            "_parts_kernel",
+            """
+            tl.store(
+                out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
+            )
+            """,
+            """
+            tl.store(
+                out + part * o_p + r[:, None] * o_r + n[None, :], total, (n < N)[None, :]
+            )
+            """,
         ),
     ),
     "streamed": (
@@ -126,15 +201,27 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "x",
             "streamed",
-            "tl.load(x_rows + k[:, None], x_tile, other=0.0)",
-            "tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
+            "_streamed_kernel",
+            "a = tl.load(x_rows + k[:, None], x_tile, other=0.0)",
+            "a = tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
         ),
         Planted(
             "writes",
             "out",
             "streamed in parts",
-            "total.to(out.dtype.element_ty), w_in & x_in,",
-            "total.to(out.dtype.element_ty), w_in,",
+            "_streamed_kernel",
+            """
+            tl.store(
+                out + part * o_p + r[None, :] * o_r + n[:, None],
+                total.to(out.dtype.element_ty), w_in & x_in,
+            )
+            """,
+            """
+            tl.store(
+                out + part * o_p + r[None, :] * o_r + n[:, None],
+                total.to(out.dtype.element_ty), w_in,
+            )
+            """,
         ),
     ),
     "gated": (
@@ -142,15 +229,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "x",
             "gated",
-            "tl.load(x_rows + k[:, None], x_tile, other=0.0)",
-            "tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
+            "_gated_kernel",
+            "a = tl.load(x_rows + k[:, None], x_tile, other=0.0)",
+            "a = tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
         ),
         Planted(
             "writes",
             "out",
             "gated at once",
-            "gated(gate, up, out.dtype.element_ty), n < N)",
-            "gated(gate, up, out.dtype.element_ty))",
+            "_multiply_kernel",
+            "tl.store(out + row * o_r + n, gated(gate, up, out.dtype.element_ty), n < N)",
+            "tl.store(out + row * o_r + n, gated(gate, up, out.dtype.element_ty))",
         ),
     ),
     "choice": (
@@ -158,15 +247,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "parts",
             "choose experts",
-            "tl.load(parts + part * p_p + row * p_r + n, inside, other=0.0)",
-            "tl.load(parts + part * p_p + row * p_r + n)",
+            "_choose_kernel",
+            "total += tl.load(parts + part * p_p + row * p_r + n, inside, other=0.0)",
+            "total += tl.load(parts + part * p_p + row * p_r + n)",
         ),
         Planted(
             "writes",
             "weights",
             "choose experts",
-            "counts.to(weights.dtype.element_ty), m < MOST)",
-            "counts.to(weights.dtype.element_ty))",
+            "_choose_kernel",
+            "tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty), m < MOST)",
+            "tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty))",
         ),
     ),
     "visiting": (
@@ -174,15 +265,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "weight",
             "visit experts by many rows",
-            "tl.load(w_rows + k[None, :], w_tile, other=0.0)",
-            "tl.load(w_rows + k[None, :], (k < K)[None, :], other=0.0)",
+            "_visit_weighed_kernel",
+            "w = tl.load(w_rows + k[None, :], w_tile, other=0.0)",
+            "w = tl.load(w_rows + k[None, :], (k < K)[None, :], other=0.0)",
         ),
         Planted(
             "writes",
             "out",
             "visit experts by many rows",
-            "gated(gate, up, out.dtype.element_ty), w_in & x_in",
-            "gated(gate, up, out.dtype.element_ty), x_in & (n >= 0)[:, None]",
+            "_visit_gated_kernel",
+            "tl.store(places, gated(gate, up, out.dtype.element_ty), w_in & x_in)",
+            "tl.store(places, gated(gate, up, out.dtype.element_ty), x_in & (n >= 0)[:, None])",
         ),
     ),
     "norm": (
@@ -190,17 +283,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "gain",
             "norm",
-            "    g = tl.load(gain + n, inside, other=0.0)",
-            "    g = tl.load(gain + n)",
+            "_add_norm_kernel",
+            "g = tl.load(gain + n, inside, other=0.0).to(tl.float32)",
+            "g = tl.load(gain + n).to(tl.float32)",
         ),
         Planted(
             "writes",
             "normed",
             "embed",
-            "    scaled += tl.load(shift + n, inside, other=0.0).to(tl.float32)\n"
-            "    tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)\n",
-            "    scaled += tl.load(shift + n, inside, other=0.0).to(tl.float32)\n"
-            "    tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty))\n",
+            "_embed_norm_kernel",
+            "tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)",
+            "tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty))",
         ),
     ),
     "rms_norm": (
@@ -208,16 +301,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "residual",
             "norm by the root mean square behind",
-            "    x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)\n"
-            "    x = x + total.to(dtype)",
-            "    x = tl.load(residual + row * r_r + n).to(tl.float32)\n    x = x + total.to(dtype)",
+            "_behind_kernel",
+            "x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)",
+            "x = tl.load(residual + row * r_r + n).to(tl.float32)",
         ),
         Planted(
             "writes",
             "residual",
             "embed by the root mean square",
-            "    tl.store(residual + row * r_r + n, x, inside)\n    g = ",
-            "    tl.store(residual + row * r_r + n, x)\n    g = ",
+            "_embed_kernel",
+            "tl.store(residual + row * r_r + n, x, inside)",
+            "tl.store(residual + row * r_r + n, x)",
         ),
     ),
     "rotary": (
@@ -225,15 +319,31 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "key",
             "rotate",
-            "tl.load(heads[:, None] + dims[None, :], inside, other=0.0)",
-            "tl.load(heads[:, None] + dims[None, :], (at < HEADS)[:, None], other=0.0)",
+            "load_rotated",
+            "x = tl.load(heads[:, None] + dims[None, :], inside, other=0.0).to(tl.float32)",
+            """
+            x = tl.load(
+                heads[:, None] + dims[None, :], (at < HEADS)[:, None], other=0.0
+            ).to(tl.float32)
+            """,
         ),
         Planted(
             "writes",
             "query",
             "rotate",
-            "        (q < Q_HEADS)[:, None] & whole,\n",
-            "        (q < Q_HEADS)[:, None],\n",
+            "_rotate_kernel",
+            """
+            tl.store(
+                queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+                (q < Q_HEADS)[:, None] & whole,
+            )
+            """,
+            """
+            tl.store(
+                queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+                (q < Q_HEADS)[:, None],
+            )
+            """,
         ),
     ),
     "likeliest": (
@@ -241,11 +351,17 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "place",
             "choose",
-            "tl.load(place + row * strips + strip, inside, other=N)",
-            "tl.load(place + row * strips + strip)",
+            "_advance_kernel",
+            "first = tl.load(place + row * strips + strip, inside, other=N)",
+            "first = tl.load(place + row * strips + strip)",
         ),
         Planted(
-            "writes", "chosen", "choose", "tl.store(chosen + row,", "tl.store(chosen + row + 1,"
+            "writes",
+            "chosen",
+            "choose",
+            "_advance_kernel",
+            "tl.store(chosen + row, tl.where(usable, token, -1))",
+            "tl.store(chosen + row + 1, tl.where(usable, token, -1))",
         ),
     ),
 }
@@ -255,7 +371,7 @@ def module_with(planted: Planted, family: str, folder: Path) -> ModuleType:
     """Import a copy of a family's file with the access in it; Triton reads its kernels there."""
     module = getattr(calls, family).__name__
     wrong = f"It {planted.verb} outside of {planted.parameter}."
-    mutant = Mutant(family, wrong, module, planted.find, planted.replace)
+    mutant = Mutant(family, wrong, module, planted.function, planted.find, planted.replace)
     file = folder / f"{family}.py"
     file.write_text(mutant.applied_to(source_of(module).read_text()))
     spec = spec_from_file_location(f"planted_{family}", file)

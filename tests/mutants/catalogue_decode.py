@@ -20,9 +20,15 @@ _HEAD = "roseinfer.models.padded_head"
 
 
 def _mutant(
-    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[str, ...] = ()
+    name: str,
+    wrong: str,
+    module: str,
+    function: str,
+    find: str,
+    replace: str,
+    rows: tuple[str, ...] = (),
 ) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
+    return Mutant(name, wrong, module, function, find, replace, rows, targets=(ENGINE,))
 
 
 MUTANTS = (
@@ -30,113 +36,200 @@ MUTANTS = (
         "new-block-not-uploaded",
         "The device is not told of the block that a resident sequence was given.",
         _RESIDENT,
-        "            self.slots.touch(each.slot)\n",
-        "            pass\n",
+        "ResidentDecode._reserve",
+        "self.slots.touch(each.slot)",
+        "pass",
     ),
     _mutant(
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _ROWS,
-        "*SlotFields(), *[SCRATCH] * (width",
-        "*SlotFields(), *[SCRATCH + 1] * (width",
+        "SlotRows.__init__",
+        "self.padding = [*SlotFields(), *[SCRATCH] * (width * groups)]",
+        "self.padding = [*SlotFields(), *[SCRATCH + 1] * (width * groups)]",
         ("6", "S15"),
     ),
     _mutant(
         "slot-freed-twice",
         "A slot that is given back enters the free ones twice, and two sequences get it.",
         _SLOTS,
-        "        heappush(self._free, slot)\n",
-        "        heappush(self._free, slot)\n        heappush(self._free, slot)\n",
+        "DecodeSlots.give_back",
+        "heappush(self._free, slot)",
+        """
+        heappush(self._free, slot)
+        heappush(self._free, slot)
+        """,
         ("12",),
     ),
     _mutant(
         "slot-left-active",
         "The slot of a request that ended before its last token stays active on the device.",
         _RUNNER,
-        "        self.give_up_slot(request)\n        forget_tokens_in_flight(request)\n",
-        "        left = request.resident\n"
-        "        self.give_up_slot(request)\n"
-        "        if self._resident is not None and left is not None:\n"
-        "            self._resident.slots._changed.pop(left.slot, None)\n"
-        "        forget_tokens_in_flight(request)\n",
+        "StepRunner.withdraw",
+        "self.give_up_slot(request)",
+        """
+        left = request.resident
+        self.give_up_slot(request)
+        if self._resident is not None and left is not None:
+            self._resident.slots._changed.pop(left.slot, None)
+        """,
         ("12",),
     ),
     _mutant(
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
         _ROWS,
-        "            top_p=_bits(params.top_p),\n            min_p=_bits(params.min_p),\n",
-        "            top_p=_bits(params.min_p),\n            min_p=_bits(params.top_p),\n",
+        "SlotFields.of",
+        """
+        return cls(
+            active=1,
+            seed=signed64(seed),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.top_p),
+            min_p=_bits(params.min_p),
+        )
+        """,
+        """
+        return cls(
+            active=1,
+            seed=signed64(seed),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.min_p),
+            min_p=_bits(params.top_p),
+        )
+        """,
     ),
     _mutant(
         "seed-cut-to-a-bit",
         "Rows on the device keep the lowest bit of a seed.",
         _ROWS,
-        "        seed=signed64(seed),\n",
-        "        seed=signed64(seed & 1),\n",
+        "SlotFields.of",
+        """
+        return cls(
+            active=1,
+            seed=signed64(seed),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.top_p),
+            min_p=_bits(params.min_p),
+        )
+        """,
+        """
+        return cls(
+            active=1,
+            seed=signed64(seed & 1),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.top_p),
+            min_p=_bits(params.min_p),
+        )
+        """,
     ),
     _mutant(
         "tally-of-the-sequence-before",
         "A slot's tally is not cleared when another sequence gets it.",
         _PENALTIES,
-        "        row.zero_()\n",
+        "SlotPenalties.begin",
+        "row.zero_()",
         "",
     ),
     _mutant(
         "penalties-left-behind",
         "A slot keeps its penalties when its sequence leaves.",
         _PENALTIES,
-        "        self.rows[slot].copy_(self._none)\n",
-        "        pass\n",
+        "SlotPenalties.end",
+        "self.rows[slot].copy_(self._none)",
+        "pass",
     ),
     _mutant(
         "newest-token-not-tallied",
         "Resident steps do not count the tokens that they store.",
         _PENALTIES,
-        "tallies.scatter_add_(1, tokens[:, None], active[:, None].int())",
-        "tallies",
+        "SlotPenalties.tally",
+        "return tallies.scatter_add_(1, tokens[:, None], active[:, None].int())",
+        "return tallies",
     ),
     _mutant(
         "told-of-others-tokens",
         "What a resident step tells is read as if its requests stood in the first slots.",
         _FLIGHT,
-        "own = told[row * each : (row + 1) * each]",
-        "at = self.requests.index(request); own = told[at * each : (at + 1) * each]",
+        "Flight.land",
+        "own = told[row * each : (row + 1) * each] if request.params.logprobs else None",
+        """
+        at = self.requests.index(request)
+        own = told[at * each : (at + 1) * each] if request.params.logprobs else None
+        """,
     ),
     _mutant(
         "slots-packed-when-read",
         "Tokens are read as if residents stood in the first slots, one after another.",
         _RUNNER,
-        "        rows = [each.slot for each in residents]\n",
-        "        rows = list(range(len(residents)))\n",
+        "StepRunner._launch_residents",
+        "rows = [each.slot for each in residents]",
+        "rows = list(range(len(residents)))",
     ),
     _mutant(
         "entered-with-anothers-token",
         "Of a prefill, the first tokens go to those who become resident, whosever they are.",
         _RUNNER,
-        "else self._sessions.picked(chosen, own_rows),\n",
-        "else chosen[: len(own_rows)],\n",
+        "StepRunner._enter",
+        """
+        residents = self._resident.enter(
+            [
+                Entrant(
+                    request.session,
+                    request.params,
+                    request.seed,
+                    request.full_length - 1,
+                    request.prompt_length,
+                    request.guide,
+                )
+                for _, request in entering
+            ],
+            chosen if len(own_rows) == len(chosen) else self._sessions.picked(chosen, own_rows),
+        )
+        """,
+        """
+        residents = self._resident.enter(
+            [
+                Entrant(
+                    request.session,
+                    request.params,
+                    request.seed,
+                    request.full_length - 1,
+                    request.prompt_length,
+                    request.guide,
+                )
+                for _, request in entering
+            ],
+            chosen if len(own_rows) == len(chosen) else chosen[: len(own_rows)],
+        )
+        """,
     ),
     _mutant(
         "greedy-as-the-first-is",
         "A step is greedy for all where the first of the residents is.",
         _RESIDENT,
-        "        self.steps.run(count, kind)\n",
-        "        self.steps.run("
-        "count, kind._replace(greedy=residents[0].params.temperature == 0))\n",
+        "ResidentDecode.launch",
+        "self.steps.run(count, kind)",
+        "self.steps.run(count, kind._replace(greedy=residents[0].params.temperature == 0))",
         ("S18",),
     ),
     _mutant(
         "drawn-from-the-position-before",
         "A resident step draws with the noise of the position of the token it stores.",
         _STEPS,
-        ".choose(logits, lengths + 1, tally)",
-        ".choose(logits, lengths, tally)",
+        "RowSteps._choose",
+        "chosen = batch.choose(logits, lengths + 1, tally)",
+        "chosen = batch.choose(logits, lengths, tally)",
     ),
     _mutant(
         "block-taken-a-token-late",
         "A resident sequence is given a block when its last one has been written past.",
         _RESIDENT,
+        "ResidentDecode._due",
         "due = [each for each in soon if each.session.stored >= each.session.room]",
         "due = [each for each in soon if each.session.stored > each.session.room]",
     ),
@@ -144,13 +237,15 @@ MUTANTS = (
         "due-blocks-given-early",
         "Blocks that a step needs are given to sequences that will need one later.",
         _RUNNER,
-        "        return max(0, kv.num_free_blocks(0) - step.blocks)\n",
-        "        return kv.num_free_blocks(0)\n",
+        "StepRunner._early_blocks",
+        "return max(0, kv.num_free_blocks(0) - step.blocks)",
+        "return kv.num_free_blocks(0)",
     ),
     _mutant(
         "blocks-given-early-to-all-that-ask",
         "More sequences are given a block early than there are blocks for.",
         _RESIDENT,
+        "ResidentDecode._due",
         "most = min(-(-len(residents) // _SOON), early_blocks // len(self._kv.groups))",
         "most = -(-len(residents) // _SOON)",
     ),
@@ -158,44 +253,73 @@ MUTANTS = (
         "left-a-step-early",
         "A sequence leaves its slot one step before its last.",
         _RUNNER,
-        "            if coming == request.full_length:\n",
-        "            if coming == request.full_length - 1:\n",
+        "StepRunner._launch_residents",
+        """
+        if coming == request.full_length:
+            ...
+        """,
+        """
+        if coming == request.full_length - 1:
+            ...
+        """,
     ),
     _mutant(
         "in-flight-for-ever",
         "Tokens that were read still count as on their way.",
         _FLIGHT,
-        "request.in_flight -= 1\n                    yield request, tokens[row], None",
-        "yield request, tokens[row], None",
+        "Flight.land",
+        """
+        if request.finish_reason is None:
+            request.in_flight -= 1
+            yield request, tokens[row], None
+        """,
+        """
+        if request.finish_reason is None:
+            yield request, tokens[row], None
+        """,
     ),
     _mutant(
         "token-behind-the-end",
         "What a step that was launched before an end brings is given to the request all the same.",
         _FLIGHT,
-        "                if request.finish_reason is None:\n",
-        "                if request.session is not None:\n",
+        "Flight.land",
+        """
+        for request, row in zip(self.requests, self.rows, strict=True):
+            if request.finish_reason is None:
+                ...
+        """,
+        """
+        for request, row in zip(self.requests, self.rows, strict=True):
+            if request.session is not None:
+                ...
+        """,
         ("12",),
     ),
     _mutant(
         "buffer-used-while-it-fills",
         "Tokens are copied to a buffer that another step's tokens are still in.",
         _READBACK,
-        "        return Arrival(buffer, count, self._buffers.append)\n",
-        "        self._buffers.append(buffer)\n"
-        "        return Arrival(buffer, count, lambda _: None)\n",
+        "Readback.start",
+        "return Arrival(buffer, count, self._buffers.append)",
+        """
+        self._buffers.append(buffer)
+        return Arrival(buffer, count, lambda _: None)
+        """,
     ),
     _mutant(
         "new-token-seen-twice",
         "The context that the decode kernel goes through ends behind the new token.",
         _DECODE,
-        "    end = tl.minimum(part_begin(last_part), own)\n",
-        "    end = tl.minimum(part_begin(last_part), own + 1)\n",
+        "_decode_kernel",
+        "end = tl.minimum(part_begin(last_part), own)",
+        "end = tl.minimum(part_begin(last_part), own + 1)",
     ),
     Mutant(
         "captured-on-live-rows",
         "Graphs are captured on the rows of sequences that live, whose blocks are written to.",
         _ROWS,
-        "        self._rows.zero_()\n",
+        "SlotRows.emptied",
+        "self._rows.zero_()",
         "",
         rows=("30",),
         targets=(),
@@ -205,7 +329,8 @@ MUTANTS = (
         "tokens-lost-to-a-capture",
         "After a graph was captured, sequences go on from what was computed meanwhile.",
         _ROWS,
-        "            self.tokens.copy_(tokens)\n",
+        "SlotRows.emptied",
+        "self.tokens.copy_(tokens)",
         "",
         rows=("30",),
         targets=(),
@@ -215,28 +340,32 @@ MUTANTS = (
         "likeliest-stays-where-it-is",
         "The kernel that ends a greedy step chooses a token and goes on from the same position.",
         _LIKELIEST,
-        "length + tl.load(active + row * a_r))",
-        "length)",
+        "_advance_kernel",
+        "tl.store(lengths + row * l_r, length + tl.load(active + row * a_r))",
+        "tl.store(lengths + row * l_r, length)",
     ),
     _mutant(
         "likeliest-not-handed-on",
         "The kernel that ends a greedy step hands on the token before the one that it chose.",
         _LIKELIEST,
-        "    tl.store(tokens + row, tl.where(usable, token, 0))\n",
-        "    tl.store(tokens + row, tl.where(usable, tl.maximum(token - 1, 0), 0))\n",
+        "_advance_kernel",
+        "tl.store(tokens + row, tl.where(usable, token, 0))",
+        "tl.store(tokens + row, tl.where(usable, tl.maximum(token - 1, 0), 0))",
     ),
     _mutant(
         "padding-of-the-head-chosen",
         "A padded head returns the logits of its padding too, as if they were tokens.",
         _HEAD,
-        "[..., : self._outputs]",
-        "",
+        "PaddedHead.forward",
+        "return linear(x, self._weight, self._bias)[..., : self._outputs]",
+        "return linear(x, self._weight, self._bias)",
     ),
     _mutant(
         "head-padded-in-front",
         "A head's padding stands before its weights, and every logit is another token's.",
         _HEAD,
-        "pad(head.weight.detach(), (0, 0, 0, more))",
-        "pad(head.weight.detach(), (0, 0, more, 0))",
+        "PaddedHead.__init__",
+        "self._weight = pad(head.weight.detach(), (0, 0, 0, more))",
+        "self._weight = pad(head.weight.detach(), (0, 0, more, 0))",
     ),
 )

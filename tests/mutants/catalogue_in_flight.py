@@ -17,7 +17,8 @@ MUTANTS = (
         "index-buffer-filled-early",
         "An index buffer is filled again though the device may not have copied it.",
         _STORAGE,
-        _WAIT,
+        "IndexStaging._next_slot",
+        "self._half_left[entered].synchronize()",
         "",
         targets=(QUEUED,),
     ),
@@ -25,16 +26,26 @@ MUTANTS = (
         "half-a-ring-marked-on-entry",
         "Half of the index buffers count as copied that were when the first of them was filled.",
         _STORAGE,
-        "            self._half_left[1 - entered].record(self._transfers.stream())\n" + _WAIT,
-        "            self._half_left[entered].synchronize()\n"
-        "            self._half_left[entered].record(self._transfers.stream())\n",
+        "IndexStaging._next_slot",
+        """
+        self._half_left[1 - entered].record(self._transfers.stream())
+        self._half_left[entered].synchronize()
+        """,
+        """
+        self._half_left[entered].synchronize()
+        self._half_left[entered].record(self._transfers.stream())
+        """,
         targets=(QUEUED,),
     ),
     Mutant(
         "tokens-read-before-they-land",
         "The host does not wait for the tokens of a step that is in flight.",
         _READBACK,
-        "        if done is not None:\n            done.synchronize()\n",
+        "Arrival.wait",
+        """
+        if done is not None:
+            done.synchronize()
+        """,
         "",
         targets=(QUEUED_ENGINE,),
     ),
@@ -42,12 +53,17 @@ MUTANTS = (
         "tokens-land-when-the-step-is-done",
         "Tokens count as landed when the step is done, though the copy to the host is behind it.",
         _READBACK,
-        "        host[:count].copy_(vector, non_blocking=True)\n"
-        "        if done is not None:\n"
-        "            done.record(self._transfers.stream())\n",
-        "        if done is not None:\n"
-        "            done.record(self._transfers.stream())\n"
-        "        host[:count].copy_(vector, non_blocking=True)\n",
+        "Readback.start",
+        """
+        host[:count].copy_(vector, non_blocking=True)
+        if done is not None:
+            done.record(self._transfers.stream())
+        """,
+        """
+        if done is not None:
+            done.record(self._transfers.stream())
+        host[:count].copy_(vector, non_blocking=True)
+        """,
         targets=(QUEUED_ENGINE,),
     ),
 )

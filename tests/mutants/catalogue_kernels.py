@@ -12,8 +12,17 @@ MUTANTS = (
         "append-offsets-of-32-bits",
         "The append kernels multiply block index and stride in 32 bits.",
         _APPEND,
-        "    blocks = blocks.to(tl.int64)[:, None, None]\n",
-        "    blocks = blocks.to(tl.int32)[:, None, None]\n",
+        "_move_tokens",
+        """
+        rows = rows.to(tl.int64)[:, None, None]
+        blocks = blocks.to(tl.int64)[:, None, None]
+        positions = positions.to(tl.int64)[:, None, None]
+        """,
+        """
+        rows = rows.to(tl.int64)[:, None, None]
+        blocks = blocks.to(tl.int32)[:, None, None]
+        positions = positions.to(tl.int64)[:, None, None]
+        """,
         rows=("4", "S16"),
         targets=(),
         directed="far_appends",
@@ -22,8 +31,9 @@ MUTANTS = (
         "clone-offsets-of-32-bits",
         "The clone kernel multiplies the target's index and stride in 32 bits.",
         _CLONE,
-        "    new = tl.load(target + copy).to(tl.int64)\n",
-        "    new = tl.load(target + copy).to(tl.int32)\n",
+        "_clone_kernel",
+        "new = tl.load(target + copy).to(tl.int64)",
+        "new = tl.load(target + copy).to(tl.int32)",
         rows=("4", "S16"),
         targets=(),
         directed="far_clones",
@@ -32,17 +42,58 @@ MUTANTS = (
         "positions-read-as-32-bits",
         "64-bit positions are read as if they had 32 bits.",
         _APPEND,
-        "        tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,\n",
-        "        tokens, blocks,\n"
-        "        tl.load(positions.to(tl.pointer_type(tl.int32)) + tokens, exist, other=0), exist,\n",  # noqa: E501
+        "_identity_pos_kernel",
+        """
+        _move_tokens(
+            k_cache, v_cache, key, value,
+            tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
+            kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+            k_r, k_h, k_d, v_r, v_h, v_d,
+            H, D, TILE_H, TILE_D,
+        )
+        """,
+        """
+        _move_tokens(
+            k_cache, v_cache, key, value,
+            tokens, blocks,
+            tl.load(positions.to(tl.pointer_type(tl.int32)) + tokens, exist, other=0), exist,
+            kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+            k_r, k_h, k_d, v_r, v_h, v_d,
+            H, D, TILE_H, TILE_D,
+        )
+        """,
         rows=("18",),
     ),
     Mutant(
         "cache-strides-ignored",
         "The append kernels take the cache to be contiguous.",
         _APPEND,
-        "        (*k_cache.stride(), *v_cache.stride(),",
-        "        (*k_cache.contiguous().stride(), *v_cache.contiguous().stride(),",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (
+                *k_cache.contiguous().stride(),
+                *v_cache.contiguous().stride(),
+                *key.stride(),
+                *value.stride(),
+                tile_n,
+                *tile,
+            ),
+            num_warps,
+        )
+        """,
         rows=("16",),
         targets=(KERNELS,),
     ),
@@ -50,8 +101,25 @@ MUTANTS = (
         "value-cache-at-key-cache-strides",
         "The append kernels write values at the strides of the key cache.",
         _APPEND,
-        "        (*k_cache.stride(), *v_cache.stride(),",
-        "        (*k_cache.stride(), *k_cache.stride(),",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *k_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
         rows=("16", "34"),
         targets=(KERNELS,),
     ),
@@ -59,87 +127,180 @@ MUTANTS = (
         "values-at-key-strides",
         "The append kernels read new values at the strides of the new keys.",
         _APPEND,
-        "*key.stride(), *value.stride(),",
-        "*key.stride(), *key.stride(),",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *key.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
         rows=("34",),
     ),
     Mutant(
         "last-stride-ignored",
         "The append kernels take the last dimension of new keys to be contiguous.",
         _APPEND,
-        "    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)\n",
-        "    k = tl.load(key + (rows * k_r + heads * k_h + dims), inside)\n",
+        "_move_tokens",
+        "k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)",
+        "k = tl.load(key + (rows * k_r + heads * k_h + dims), inside)",
         rows=("16",),
     ),
     Mutant(
         "head-mask-missing",
         "The append kernels write heads that do not exist when their number is no power of two.",
         _APPEND,
-        "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
-        "    inside = (dims < D) & exist[:, None, None]\n",
+        "_move_tokens",
+        "inside = (heads < H) & (dims < D) & exist[:, None, None]",
+        "inside = (dims < D) & exist[:, None, None]",
         rows=("17",),
     ),
     Mutant(
         "head-size-mask-missing",
         "The append kernels write past a head whose size is no power of two.",
         _APPEND,
-        "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
-        "    inside = (heads < H) & exist[:, None, None]\n",
+        "_move_tokens",
+        "inside = (heads < H) & (dims < D) & exist[:, None, None]",
+        "inside = (heads < H) & exist[:, None, None]",
         rows=("9",),
     ),
     Mutant(
         "token-mask-missing",
         "The append kernels write the rows that fill up a tile, to block 0.",
         _APPEND,
-        "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
-        "    inside = (heads < H) & (dims < D) & (exist | True)[:, None, None]\n",
+        "_move_tokens",
+        "inside = (heads < H) & (dims < D) & exist[:, None, None]",
+        "inside = (heads < H) & (dims < D) & (exist | True)[:, None, None]",
         rows=("6",),
     ),
     Mutant(
         "head-cut-at-the-tile",
         "The append kernels move the first 128 elements of a head, the most that a tile is given.",
         _APPEND,
-        "    tile_d = 1 << (head_dim - 1).bit_length()\n",
-        "    tile_d = min(128, 1 << (head_dim - 1).bit_length())\n",
+        "_tile",
+        "tile_d = 1 << (head_dim - 1).bit_length()",
+        "tile_d = min(128, 1 << (head_dim - 1).bit_length())",
         rows=("9",),
     ),
     Mutant(
         "head-size-rounded-down",
         "The append kernels move a head's first elements, up to a power of two.",
         _APPEND,
-        "    tile_d = 1 << (head_dim - 1).bit_length()\n",
-        "    tile_d = 1 << (head_dim.bit_length() - 1)\n",
+        "_tile",
+        "tile_d = 1 << (head_dim - 1).bit_length()",
+        "tile_d = 1 << (head_dim.bit_length() - 1)",
         rows=("9",),
     ),
     Mutant(
         "grid-rounded-down",
         "The grid has one program for every full tile of heads: few heads get none.",
         _APPEND,
-        "-(-num_heads // tile_h), 1),",
-        "num_heads // tile_h, 1),",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (-(-num_tokens // tile_n), num_heads // tile_h, 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
         rows=("17",),
     ),
     Mutant(
         "one-tile-of-heads",
         "Heads beyond the first tile are not written.",
         _APPEND,
-        "-(-num_heads // tile_h), 1),",
-        "1, 1),",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (-(-num_tokens // tile_n), 1, 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
         rows=("17",),
     ),
     Mutant(
         "one-tile-of-tokens",
         "Tokens beyond the first tile are not written.",
         _APPEND,
-        "        (-(-num_tokens // tile_n),",
-        "        (1,",
+        "_launch",
+        """
+        launcher(
+            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
+        """
+        launcher(
+            (1, -(-num_heads // tile_h), 1),
+            (k_cache, v_cache, key, value, *indices[::-1]),
+            (num_tokens, *pos),
+            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+            num_warps,
+        )
+        """,
     ),
     Mutant(
         "gather-takes-rows-in-order",
         "The gather kernel reads the first rows instead of the rows it is given.",
         _APPEND,
-        "        tl.load(rows + tokens, exist, other=0), blocks,\n",
-        "        tokens, blocks,\n",
+        "_gather_kernel",
+        """
+        _move_tokens(
+            k_cache, v_cache, key, value,
+            tl.load(rows + tokens, exist, other=0), blocks,
+            tl.load(positions + tokens, exist, other=0), exist,
+            kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+            k_r, k_h, k_d, v_r, v_h, v_d,
+            H, D, TILE_H, TILE_D,
+        )
+        """,
+        """
+        _move_tokens(
+            k_cache, v_cache, key, value,
+            tokens, blocks,
+            tl.load(positions + tokens, exist, other=0), exist,
+            kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+            k_r, k_h, k_d, v_r, v_h, v_d,
+            H, D, TILE_H, TILE_D,
+        )
+        """,
         rows=("31",),
         targets=(PER_LAYER, KERNELS),
     ),
@@ -147,48 +308,128 @@ MUTANTS = (
         "keys-stored-as-values",
         "The append kernels write the new keys to both caches.",
         _APPEND,
-        "heads * vc_h + dims * vc_d), v, inside)",
-        "heads * vc_h + dims * vc_d), k, inside)",
+        "_move_tokens",
+        """
+        tl.store(
+            v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside
+        )
+        """,
+        """
+        tl.store(
+            v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), k, inside
+        )
+        """,
         rows=("34",),
     ),
     Mutant(
         "first-chunk-cloned",
         "The clone kernel copies the first chunk of a large block.",
         _CLONE,
-        "layers, -(-elements // chunk)),",
-        "layers, 1),",
+        "launch_clone",
+        """
+        _clone(
+            (source.shape[0], layers, -(-elements // chunk)),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
+        """
+        _clone(
+            (source.shape[0], layers, 1),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
         rows=("8",),
     ),
     Mutant(
         "first-layer-cloned",
         "The clone kernel copies the first layer of a group.",
         _CLONE,
-        "        (source.shape[0], layers, -(",
-        "        (source.shape[0], 1, -(",
+        "launch_clone",
+        """
+        _clone(
+            (source.shape[0], layers, -(-elements // chunk)),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
+        """
+        _clone(
+            (source.shape[0], 1, -(-elements // chunk)),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
         rows=("8",),
     ),
     Mutant(
         "clone-mask-missing",
         "The clone kernel writes past a block whose size is no power of two.",
         _CLONE,
-        "t * kt_t + d * kt_d, k, inside)",
-        "t * kt_t + d * kt_d, k)",
+        "_clone_kernel",
+        "tl.store(k_to + layer * kt_l + new * kt_b + h * kt_h + t * kt_t + d * kt_d, k, inside)",
+        "tl.store(k_to + layer * kt_l + new * kt_b + h * kt_h + t * kt_t + d * kt_d, k)",
         rows=("9", "17"),
     ),
     Mutant(
         "clone-of-another-layout",
         "The clone kernel reads blocks as if a token's heads lay side by side.",
         _CLONE,
-        "    k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)\n",  # noqa: E501
-        "    k = tl.load(k_from + layer * kf_l + old * kf_b + (t * H + h) * kf_t + d * kf_d, inside)\n",  # noqa: E501
+        "_clone_kernel",
+        "k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)",
+        "k = tl.load(k_from + layer * kf_l + old * kf_b + (t * H + h) * kf_t + d * kf_d, inside)",
         rows=("8",),
     ),
     Mutant(
         "clone-values-at-key-strides",
         "The clone kernel copies values at the strides of the key cache.",
         _CLONE,
-        "*k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),",
-        "*k_from.stride(), *k_from.stride(), *k_to.stride(), *k_to.stride(),",
+        "launch_clone",
+        """
+        _clone(
+            (source.shape[0], layers, -(-elements // chunk)),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
+        """
+        _clone(
+            (source.shape[0], layers, -(-elements // chunk)),
+            (k_from, v_from, k_to, v_to, source, target),
+            (),
+            (
+                *k_from.stride(), *k_from.stride(), *k_to.stride(), *k_to.stride(),
+                heads, block_size, head_dim, chunk,
+            ),
+            num_warps=4,
+        )
+        """,
         rows=("16", "34"),
         targets=(KERNELS,),
     ),
@@ -196,8 +437,15 @@ MUTANTS = (
         "chain-cloned-one-by-one",
         "Blocks that are both source and target are copied in turn, not all at once.",
         _CLONE,
-        "    if not torch.isin(source, target).any():\n",
-        "    if source.numel():\n",
+        "kv_clone_triton",
+        """
+        if not torch.isin(source, target).any():
+            ...
+        """,
+        """
+        if source.numel():
+            ...
+        """,
         rows=("10",),
         targets=(COMPACTED,),
     ),

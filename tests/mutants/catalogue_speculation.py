@@ -11,8 +11,8 @@ _SPECULATION = "roseinfer.engine.speculation"
 _SEQUENCE = "roseinfer.kv.sequence"
 
 
-def _mutant(name: str, wrong: str, module: str, find: str, replace: str) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, targets=(ENGINE,))
+def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:
+    return Mutant(name, wrong, module, function, find, replace, targets=(ENGINE,))
 
 
 MUTANTS = (
@@ -20,22 +20,27 @@ MUTANTS = (
         "last-draft-taken-unseen",
         "Of drafts of which all others are right the last is accepted, whatever it is.",
         _FLIGHT,
-        "enumerate(drafts) if tokens[first + at] != draft",
-        "enumerate(drafts[:-1]) if tokens[first + at] != draft",
+        "Flight._verify",
+        "wrong = (at for at, draft in enumerate(drafts) if tokens[first + at] != draft)",
+        "wrong = (at for at, draft in enumerate(drafts[:-1]) if tokens[first + at] != draft)",
     ),
     _mutant(
         "rolled-back-one-short",
         "The cache keeps one token of those that are rolled back.",
         _SEQUENCE,
-        "        self.cut(kv, most)\n",
-        "        kept, self.stored = min(self.stored, most), min(self.stored, most + 1)\n"
-        "        self.cut(kv, self.stored)\n"
-        "        self.stored = kept\n",
+        "InferenceSession.roll_back",
+        "self.cut(kv, most)",
+        """
+        kept, self.stored = min(self.stored, most), min(self.stored, most + 1)
+        self.cut(kv, self.stored)
+        self.stored = kept
+        """,
     ),
     _mutant(
         "row-of-another-draft",
         "Tokens are read as if each request had one row, though some have one for each draft too.",
         _RUNNER,
+        "StepRunner._choose",
         "rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]",
         "rows = [*range(len(sizes))]",
     ),
@@ -43,28 +48,42 @@ MUTANTS = (
         "slot-left-with-its-room",
         "What a slot reserved counts as stored when drafts are stored behind it.",
         _SPECULATION,
-        "        session.roll_back(self._kv, session.stored)\n",
+        "Speculation._leave_slot",
+        "session.roll_back(self._kv, session.stored)",
         "",
     ),
     _mutant(
         "drafts-at-one-position",
         "All rows of a request's drafts have the position of the first.",
         _ROWS,
-        "*fields._replace(length=length)]",
-        "*fields._replace(length=session.stored)]",
+        "TokenRows._upload",
+        "flat += [len(tokens) + length - session.stored, *fields._replace(length=length)]",
+        "flat += [len(tokens) + length - session.stored, *fields._replace(length=session.stored)]",
     ),
     _mutant(
         "rows-of-the-step-before",
         "Rows that a step does not need keep the drafts of the step before, and store them again.",
         _ROWS,
-        "        for row in range(self._taken, before):\n",
-        "        for row in range(before, before):\n",
+        "TokenRows._upload",
+        """
+        for row in range(self._taken, before):
+            ...
+        """,
+        """
+        for row in range(before, before):
+            ...
+        """,
     ),
     _mutant(
         "drafts-in-one-groups-blocks",
         "Drafts go to the blocks of the first group of layers in every group.",
         _ROWS,
-        "rows.table_of(session, width)",
-        "rows.table_of(type(session)(session.block_lists[:1] * len(session.block_lists)), width)",
+        "TokenRows._upload",
+        "table = rows.table_of(session, width)",
+        """
+        table = rows.table_of(
+            type(session)(session.block_lists[:1] * len(session.block_lists)), width
+        )
+        """,
     ),
 )

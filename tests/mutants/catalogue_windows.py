@@ -13,19 +13,24 @@ _REFERENCE = "roseinfer.attention.reference"
 _CHUNK = "roseinfer.kernels.attend_chunks"
 _DECODE = "roseinfer.kernels.attend_decode"
 _SCORES = "roseinfer.kernels.scores"
-_FIRST_GIVEN_BACK = "        at = group.first_seen(stored) // self.block_size - 1\n"
 
 
-def _of_a_cache(name: str, wrong: str, module: str, find: str, replace: str) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, targets=(WINDOWED,))
+def _of_a_cache(
+    name: str, wrong: str, module: str, function: str, find: str, replace: str
+) -> Mutant:
+    return Mutant(name, wrong, module, function, find, replace, targets=(WINDOWED,))
 
 
-def _of_a_supply(name: str, wrong: str, module: str, find: str, replace: str) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, targets=(WINDOWED_PREFIXES, ENGINE))
+def _of_a_supply(
+    name: str, wrong: str, module: str, function: str, find: str, replace: str
+) -> Mutant:
+    return Mutant(name, wrong, module, function, find, replace, targets=(WINDOWED_PREFIXES, ENGINE))
 
 
-def _of_attention(name: str, wrong: str, module: str, find: str, replace: str) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, targets=(ENGINE,))
+def _of_attention(
+    name: str, wrong: str, module: str, function: str, find: str, replace: str
+) -> Mutant:
+    return Mutant(name, wrong, module, function, find, replace, targets=(ENGINE,))
 
 
 MUTANTS = (
@@ -33,105 +38,185 @@ MUTANTS = (
         "window-a-token-short",
         "A window is taken to begin one token later: the block with its first one is given back.",
         _GROUPS,
-        "max(0, stored - self.window + 1)\n",
-        "max(0, stored - self.window + 2)\n",
+        "LayerGroup.first_seen",
+        "return 0 if self.window is None else max(0, stored - self.window + 1)",
+        "return 0 if self.window is None else max(0, stored - self.window + 2)",
     ),
     _of_a_cache(
         "nothing-kept-taken-for-all",
         "A list of which every block was given back counts as one of which none was.",
         _GROUPS,
-        "if block_id != SCRATCH), len(block_ids)\n",
-        "if block_id != SCRATCH), 0\n",
+        "given_back",
+        """
+        return next(
+            (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
+        )
+        """,
+        """
+        return next(
+            (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), 0
+        )
+        """,
     ),
     _of_a_cache(
         "given-back-and-still-listed",
         "Blocks are given back, and the scratch block takes their places in a copy of the list.",
         _GROUP_CALLS,
-        _FIRST_GIVEN_BACK,
-        _FIRST_GIVEN_BACK + "        block_ids = [*block_ids]\n",
+        "GroupCalls.give_back",
+        "at = group.first_seen(stored) // self.block_size - 1",
+        """
+        at = group.first_seen(stored) // self.block_size - 1
+        block_ids = [*block_ids]
+        """,
     ),
     _of_a_cache(
         "need-of-the-neediest-group",
         "A pool that groups share is asked for the blocks of the group that needs most.",
         _GROUP_CALLS,
-        "require(sum(seen.blocks_needed for seen in surveys))",
-        "require(max(seen.blocks_needed for seen in surveys))",
+        "GroupCalls.plan_groups",
+        "self._pools[0].require(sum(seen.blocks_needed for seen in surveys))",
+        "self._pools[0].require(max(seen.blocks_needed for seen in surveys))",
     ),
     _of_a_cache(
         "cut-to-what-was-given-back",
         "A sequence may be cut to where the next token sees a block that was given back.",
         _TRUNCATION,
-        "        if length and group.first_seen(length) // pool.block_size < gone:\n",
-        "        if length and -(-length // pool.block_size) < gone:\n",
+        "check",
+        """
+        if length and group.first_seen(length) // pool.block_size < gone:
+            ...
+        """,
+        """
+        if length and -(-length // pool.block_size) < gone:
+            ...
+        """,
     ),
     _of_a_supply(
         "given-back-of-the-wrong-group",
         "Lists are counted by windows, not by groups: another list's blocks are given back.",
         _SUPPLY,
-        "        for at, group in self._windows:\n            left =",
-        "        for at, (_, group) in enumerate(self._windows):\n            left =",
+        "BlockSupply.note_stored",
+        """
+        for at, group in self._windows:
+            ...
+        """,
+        """
+        for at, (_, group) in enumerate(self._windows):
+            ...
+        """,
     ),
     _of_a_supply(
         "hit-with-a-gap",
         "A prefix is found though the first block that the next token sees in it is gone.",
         _PREFIXES,
-        "            if all(gap <= begin for gap",
-        "            if all(gap <= begin + 1 for gap",
+        "PrefixCache._seen_whole",
+        """
+        if all(gap <= begin for gap, begin in zip(gaps, begins, strict=True)):
+            ...
+        """,
+        """
+        if all(gap <= begin + 1 for gap, begin in zip(gaps, begins, strict=True)):
+            ...
+        """,
     ),
     _of_a_supply(
         "lent-and-counted-as-unused",
         "A block that completes a prefix can be evicted while the sequence that has it lives.",
         _PREFIXES,
-        "            self._lent.add(own[group])\n",
+        "PrefixCache._complete",
+        "self._lent.add(own[group])",
         "",
     ),
     _of_attention(
         "chunk-begins-where-its-last-token-sees",
         "A tile of a chunk starts at what its last token sees, and its first one sees more.",
         _CHUNK,
-        "tl.maximum(position - WINDOW + 1, 0)",
-        "tl.maximum(position + count - WINDOW, 0)",
+        "_chunk_kernel",
+        "first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0",
+        "first = tl.maximum(position + count - WINDOW, 0) if WINDOW else 0",
     ),
     _of_attention(
         "new-token-outside-its-window",
         "A kernel that stores the new token lets it see a window of tokens, and itself.",
         _DECODE,
-        "tl.maximum(own - WINDOW + 1, 0)",
-        "tl.maximum(length - WINDOW, 0)",
+        "_decode_kernel",
+        "first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0",
+        "first = tl.maximum(length - WINDOW, 0) if WINDOW else 0",
     ),
     _of_attention(
         "sink-lost-where-tokens-are-stored",
         "The sinks take no weight in a kernel that stores the new token.",
         _DECODE,
-        "        CAPPED, SLOPED, SINKING,\n    )",
-        "        CAPPED, SLOPED, SINKING and not APPENDS,\n    )",
+        "_take_own",
+        """
+        return own_token(
+            tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
+            CAPPED, SLOPED, SINKING,
+        )
+        """,
+        """
+        return own_token(
+            tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
+            CAPPED, SLOPED, SINKING and not APPENDS,
+        )
+        """,
     ),
     _of_attention(
         "cap-in-powers-of-e",
         "Scores are made for powers of two, and the cap that keeps them in bounds for those of e.",
         _SCORES,
-        "cap * _LOG2_E,\n",
-        "cap,\n",
+        "score_arguments",
+        """
+        return ScoreArguments(
+            traits.scale * _LOG2_E if cap is None else traits.scale / cap,
+            0.0 if cap is None else cap * _LOG2_E,
+            unused if traits.sinks is None else traits.sinks,
+            unused if traits.slopes is None else traits.slopes,
+            traits.window or 0,
+            cap is not None,
+            traits.sinks is not None,
+            traits.slopes is not None,
+        )
+        """,
+        """
+        return ScoreArguments(
+            traits.scale * _LOG2_E if cap is None else traits.scale / cap,
+            0.0 if cap is None else cap,
+            unused if traits.sinks is None else traits.sinks,
+            unused if traits.slopes is None else traits.slopes,
+            traits.window or 0,
+            cap is not None,
+            traits.sinks is not None,
+            traits.slopes is not None,
+        )
+        """,
     ),
     _of_attention(
         "slopes-in-powers-of-e",
         "Scores are made for powers of two, and what distance takes off them for those of e.",
         _SCORES,
-        "other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS\n        scores -=",
-        "other=0.0).to(tl.float32)\n        scores -=",
+        "shape_scores",
+        "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS",
+        "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32)",
     ),
     _of_attention(
         "masked-within-the-cap",
         "Scores are capped behind the mask: what is not seen gets the least score, and a weight.",
         _REFERENCE,
-        '    scores = scores.masked_fill(hidden, float("-inf"))\n',
-        '    scores = scores.masked_fill(hidden, -(traits.cap or float("inf")))\n',
+        "_attend",
+        """
+        scores = scores.masked_fill(hidden, float("-inf"))
+        """,
+        """
+        scores = scores.masked_fill(hidden, -(traits.cap or float("inf")))
+        """,
     ),
     _of_attention(
         "scratch-block-weighed-by-zero",
         "Of what left a window only the weights are zero, and zero times NaN is NaN.",
         _REFERENCE,
-        "    unused = _hidden(distance, traits)[:, None, :, None]\n",
-        "    unused = (distance < 0)[:, None, :, None]\n",
+        "append_and_attend_reference",
+        "unused = _hidden(distance, traits)[:, None, :, None]",
+        "unused = (distance < 0)[:, None, :, None]",
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.mutants.syntax import NoMatch, replaced
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -27,7 +29,7 @@ class StaleMutant(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Replace the only occurrence of ``find`` in ``module`` by ``replace``.
+    """Replace the statements of a module that match ``find`` (``syntax.replaced``) by ``replace``.
 
     Without a module nothing is replaced: its only target is itself broken.
     """
@@ -36,6 +38,8 @@ class Mutant:
     wrong: str
     """What is wrong then, in one sentence."""
     module: str = ""
+    function: str = ""
+    """Qualified name of the function or class that has the statements."""
     find: str = ""
     replace: str = ""
     rows: tuple[str, ...] = ()
@@ -51,11 +55,11 @@ class Mutant:
         return cls(**{**data, **lists})
 
     def applied_to(self, source: str) -> str:
-        """The module's source with the bug in it."""
-        times = source.count(self.find)
-        if times != 1:
+        """Return the module's source with the bug in it."""
+        try:
+            return replaced(source, self.function, self.find, self.replace)
+        except NoMatch as error:
             raise StaleMutant(
-                f"mutant {self.name!r} replaces text that must occur once in {self.module} and "
-                f"occurs {times} times:\n{self.find}"
-            )
-        return source.replace(self.find, self.replace)
+                f"mutant {self.name!r} replaces statements of {self.function or self.module}: "
+                f"{error}\n{self.find}"
+            ) from None

@@ -9,15 +9,16 @@ from tests.mutants.mutant import Mutant
 
 DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
 POOL = "roseinfer.kv.pool"
-RELEASE = "        self.refcounts[index] -= 1\n"
-EQUIVALENT = Mutant(
-    "equivalent", "Nothing.", POOL, RELEASE, "        self.refcounts[index] += -1\n"
-)
+RELEASE = "self.refcounts[index] -= 1"
+_HERE = (POOL, "BlockPool.drop", RELEASE)
+EQUIVALENT = Mutant("equivalent", "Nothing.", *_HERE, "self.refcounts[index] += -1")
 CRASH = Mutant(
-    "crash", "Freeing ends the process.", POOL, RELEASE,
-    "        import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
-)  # fmt: skip
-BROKEN = Mutant("broken", "It is no Python.", POOL, RELEASE, "        self.refcounts[index] -=\n")
+    "crash",
+    "Freeing ends the process.",
+    *_HERE,
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+)
+BROKEN = Mutant("broken", "It does not compile.", *_HERE, "nonlocal bound_nowhere")
 
 
 def outcome(seed: int, *, killed: bool, kind: str = HUNT, examples: int = 3) -> Outcome:
