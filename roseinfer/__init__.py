@@ -20,18 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
-    from roseinfer.attention.paths import AttentionPath as AttentionPath
     from roseinfer.attention.reference import paged_attention_reference as paged_attention_reference
     from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
-    from roseinfer.engine_paths import EnginePath as EnginePath
     from roseinfer.errors import *  # noqa: F403
     from roseinfer.guided.guide import Guide as Guide
     from roseinfer.interrupts import interrupts_kill as interrupts_kill
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
-    from roseinfer.kv.paths import Condition as Condition
-    from roseinfer.kv.paths import Path as Path
     from roseinfer.kv.plan import AppendPlan as AppendPlan
     from roseinfer.kv.pool import KVBlockInfo as KVBlockInfo
     from roseinfer.layer_traits import LayerTraits as LayerTraits
@@ -40,31 +36,33 @@ if TYPE_CHECKING:
     from roseinfer.models.tiny import TinyGPT2 as TinyGPT2
     from roseinfer.models.tiny import byte_tokenizer as byte_tokenizer
     from roseinfer.models.tiny import tiny_gpt2 as tiny_gpt2
-    from roseinfer.sampling.sampling_batch import SamplingBatch as SamplingBatch
+    from roseinfer.paths import AttentionPath as AttentionPath
+    from roseinfer.paths import Condition as Condition
+    from roseinfer.paths import EnginePath as EnginePath
+    from roseinfer.paths import Path as Path
+    from roseinfer.sampling.batch import SamplingBatch as SamplingBatch
     from roseinfer.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     name: f"roseinfer.{home}"
     for home, names in {
         "async_llm": "AsyncLLM",
-        "attention.paths": "AttentionPath",
         "attention.reference": "paged_attention_reference",
         "attention.triton": "load_attention_kernels",
         "config": "AppendPolicy EngineConfig",
-        "engine_paths": "EnginePath",
+        "paths": "AttentionPath Condition EnginePath Path",
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
         "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
         "TooBusy TritonUnavailable UnsupportedModel did_you_mean",
         "guided.guide": "Guide",
         "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",
-        "kv.paths": "Condition Path",
         "kv.plan": "AppendPlan",
         "kv.pool": "KVBlockInfo",
         "layer_traits": "LayerTraits",
         "llm": "LLM RequestOutput",
         "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
-        "sampling.sampling_batch": "SamplingBatch",
+        "sampling.batch": "SamplingBatch",
         "sampling_params": "SamplingParams",
     }.items()
     for name in names.split()

@@ -2,7 +2,7 @@
 
 import sys
 
-from roseinfer.bench.serving.commands import benchmark_scheduler as main
+from roseinfer.bench.command import benchmark_scheduler as main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from roseinfer.bench.serving.commands import benchmark_streaming as main
+from roseinfer.bench.command import benchmark_streaming as main
 
 if __name__ == "__main__":
     sys.exit(main())

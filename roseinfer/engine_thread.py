@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
     from roseinfer.errors import RoseinferError
-    from roseinfer.guided.guide_progress import GuideProgress
+    from roseinfer.guided.compiler import GuideProgress
     from roseinfer.llm import LLM
     from roseinfer.sampling_params import SamplingParams
     from roseinfer.text.request_text import RequestText

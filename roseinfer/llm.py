@@ -24,17 +24,17 @@ from roseinfer.errors import (
     RoseinferError,
     did_you_mean,
 )
-from roseinfer.how_far import counting
 from roseinfer.models.loading import load
+from roseinfer.progress import counting
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
     from types import FrameType
 
+    from roseinfer.distributed.ranks import LeadingRank
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
-    from roseinfer.ranks.ranks import LeadingRank
 
     Prompt = str | Sequence[int]
 
@@ -83,7 +83,7 @@ class LLM:
         self.ranks: LeadingRank | None = None
         """The processes that compute the model together, where there are several."""
         if self.config.tensor_parallel_size > 1:
-            from roseinfer.parallel.start import lead
+            from roseinfer.distributed.follower import lead
 
             self.ranks = lead(model, self.config, device, dtype)
             weakref.finalize(self, self.ranks.let_go)

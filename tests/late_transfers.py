@@ -11,7 +11,7 @@ import torch
 
 from pytest_roseinfer.capabilities.simulated_device import Event
 from roseinfer.kv import storage, transfers
-from roseinfer.kv.lasting import lasting
+from roseinfer.kv.transfers import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,30 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 ENGINE_LAYERS = (
-    {"errors", "engine_paths"},
+    {"errors", "paths"},
     {
         "config",
         "guided",
         "sampling_params",
         "text",
         "histogram",
-        "how_far",
+        "progress",
         "interrupts",
         "layer_traits",
-        "rotation",
     },
     {"kernels"},
     {"kv"},
     {"attention"},
-    {"ranks"},
-    {"models", "sampling"},
+    {"distributed"},
+    {"models", "sampling", "distributed.sharding"},
     {"decode"},
     {"engine"},
-    {"parallel"},
+    {"distributed.follower"},
     {"llm"},
     {"engine_thread"},
     {"async_llm"},
-    {"cli", "server", "engine_process", "replicas", "bench", "__main__"}
+    {"cli", "server", "engine_client", "replicas", "bench", "__main__"}
     | {"benchmark_scheduler", "benchmark_streaming"},
 )
 PLUGIN_LAYERS = (
@@ -61,9 +60,10 @@ RANKS = {
     package: {module: rank for rank, layer in enumerate(layers) for module in layer}
     for package, layers in (("roseinfer", ENGINE_LAYERS), ("pytest_roseinfer", PLUGIN_LAYERS))
 }
-"""The rooms of each package; a room imports from its own layer and those before it."""
+"""The rooms of each package, and files with a layer of their own; each imports from its own layer
+and those before it."""
 TOP = len(ENGINE_LAYERS) - 1
-TORCH_FREE = {f"roseinfer/kv/{name}.py" for name in ("pool", "plan", "paths")}
+TORCH_FREE = {f"roseinfer/{name}.py" for name in ("kv/pool", "kv/plan", "paths")}
 HEAVY = {"torch", "triton", "transformers"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READS_ENVIRONMENT = "roseinfer/config.py"
@@ -79,11 +79,12 @@ class Import:
 
 def missing_rooms(paths: Iterable[str]) -> set[str]:
     """Return what has a layer although its package has no such room or file."""
-    parts = [PurePath(path).with_suffix("").parts for path in paths]
+    there = {".".join(PurePath(path).with_suffix("").parts) for path in paths}
     return {
         room
         for package, ranks in RANKS.items()
-        for room in ranks.keys() - {inside for own, inside, *_ in parts if own == package}
+        for room in ranks
+        if not any(f"{path}.".startswith(f"{package}.{room}.") for path in there)
     }
 
 
@@ -131,7 +132,7 @@ def _against_the_layers(package: str, module: str, target: str) -> str | None:
         return f"{module} imports the plugin, which stands above roseinfer"
     if root != package:
         return None
-    room = rest[0] if rest else ""
+    room = room_of(package, rest)
     if room not in ranks:
         above = package == "roseinfer" and ranks[module] == TOP
         return None if above else f"{module} imports {package}'s front door"
@@ -161,7 +162,14 @@ def _environment_reasons(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def module_of(path: str) -> str:
     """``roseinfer/kv/pool.py`` -> ``kv``; ``roseinfer/llm.py`` -> ``llm``."""
-    return path.removesuffix(".py").split("/")[1]
+    package, *rest = path.removesuffix(".py").split("/")
+    return room_of(package, rest)
+
+
+def room_of(package: str, rest: Sequence[str]) -> str:
+    """Return the room of a module, or the module where that has a layer of its own."""
+    own = ".".join(rest[:2])
+    return own if own in RANKS.get(package, ()) else "".join(rest[:1])
 
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:

@@ -18,9 +18,9 @@ from roseinfer import (
     cli,
 )
 from roseinfer.bench import __main__ as bench
-from roseinfer.bench.appends import append_bench
-from roseinfer.bench.appends.append_rig import POLICIES
-from roseinfer.bench.serving.commands import benchmark_streaming
+from roseinfer.bench import append
+from roseinfer.bench.append import POLICIES
+from roseinfer.bench.command import benchmark_streaming
 from roseinfer.config import TRITON_FULL_BATCH_MIN_BATCH as FULL_BATCH
 from roseinfer.config import TRITON_MIN_BATCH as MIN_BATCH
 from roseinfer.config import TRITON_SWITCH as SWITCH
@@ -122,7 +122,7 @@ def test_the_switch_beats_what_the_device_does_best(
 
 
 def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append_bench, "why_triton_cannot_be_timed", lambda _: "")
+    monkeypatch.setattr(append, "why_triton_cannot_be_timed", lambda _: "")
     assert not any(left_out(4).values())
     monkeypatch.setenv(SWITCH, "off")
     assert left_out(4) == {
@@ -133,7 +133,7 @@ def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.Monkey
 def test_bench_append_leaves_out_batches_below_the_thresholds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(append_bench, "why_triton_cannot_be_timed", lambda _: "")
+    monkeypatch.setattr(append, "why_triton_cannot_be_timed", lambda _: "")
     monkeypatch.setenv(MIN_BATCH, "3")
     monkeypatch.setenv(FULL_BATCH, "5")
     full_batch = Path.TRITON_FULL_BATCH
@@ -146,4 +146,4 @@ def test_bench_append_leaves_out_batches_below_the_thresholds(
 
 def left_out(batch: int) -> dict[Path, str]:
     device = torch.device("cpu")
-    return {path: append_bench.why_left_out(path, batch, device) for path in POLICIES}
+    return {path: append.why_left_out(path, batch, device) for path in POLICIES}

@@ -13,19 +13,20 @@ COMPILE = """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from roseinfer.kernels.attend_chunks import _chunk_kernel
-    from roseinfer.kernels.attend_decode import _decode_kernel, _warps
-    from roseinfer.kernels.attend_parts import _combine_kernel
-    from roseinfer.kernels.weighing import tile_of_tokens
-    from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
-    from roseinfer.kernels.products.linear import _gelu_kernel, _parts_kernel, _whole_kernel
-    from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
-    from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel, _norm_kernel
-    from roseinfer.kernels.experts.choice import _choose_kernel
-    from roseinfer.kernels.experts.visiting import _visit_gated_kernel, _visit_weighed_kernel
-    from roseinfer.kernels.products.gated import _gated_kernel, _multiply_kernel
-    from roseinfer.kernels.products.streamed import _streamed_kernel
-    from roseinfer.kernels.rotary import _rotate_kernel
+    from roseinfer.kernels.triton.prefill_attention import _chunk_kernel
+    from roseinfer.kernels.triton.decode_attention import _decode_kernel, _warps
+    from roseinfer.kernels.triton.decode_attention import _combine_kernel
+    from roseinfer.kernels.triton.softmax import tile_of_tokens
+    from roseinfer.kernels.triton.greedy import _advance_kernel, _strip_kernel
+    from roseinfer.kernels.triton.linear import _gelu_kernel, _parts_kernel, _whole_kernel
+    from roseinfer.kernels.triton.norm import _add_norm_kernel, _embed_norm_kernel
+    from roseinfer.kernels.triton.norm import _add_kernel, _behind_kernel
+    from roseinfer.kernels.triton.norm import _embed_kernel, _norm_kernel
+    from roseinfer.kernels.triton.experts import _choose_kernel
+    from roseinfer.kernels.triton.experts import _visit_gated_kernel, _visit_weighed_kernel
+    from roseinfer.kernels.triton.streamed import _gated_kernel, _multiply_kernel
+    from roseinfer.kernels.triton.streamed import _streamed_kernel
+    from roseinfer.kernels.triton.rope import _rotate_kernel
 
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())

@@ -6,8 +6,8 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
-from roseinfer import how_far
-from roseinfer.how_far import counted
+from roseinfer import progress
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import pytest
@@ -24,7 +24,7 @@ def test_a_line_at_the_begin_and_then_one_in_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(how_far, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     for _ in counted(range(12), "rungs", "climbed"):
         clock.now += 4
     assert capsys.readouterr().err.splitlines() == [

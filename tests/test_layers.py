@@ -249,13 +249,15 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_importing_the_planning_loads_nothing_heavy() -> None:
-    statement = "import roseinfer.kv.plan, roseinfer.kv.pool, roseinfer.kv.paths"
+    statement = "import roseinfer.kv.plan, roseinfer.kv.pool, roseinfer.paths"
     assert loaded_by(statement, "torch", "triton", "transformers", "numpy") == []
 
 
 def test_importing_the_cache_loads_torch_and_no_transformers() -> None:
     statement = "from roseinfer import KVBlockManager, AppendPolicy"
-    assert loaded_by(statement, "torch", "transformers", "roseinfer.kernels.append") == ["torch"]
+    assert loaded_by(statement, "torch", "transformers", "roseinfer.kernels.triton.append") == [
+        "torch"
+    ]
 
 
 def test_importing_an_adapter_class_loads_nothing_heavy() -> None:
@@ -271,8 +273,8 @@ IMPORT_KERNELS = """
         raise SystemExit("a kernel was compiled by importing it")
 
     triton.compile = triton.compiler.compile = triton.compiler.compiler.compile = compile
-    from roseinfer.kernels import append as append_triton
-    from roseinfer.kernels import clone as clone_triton
+    from roseinfer.kernels.triton import append as append_triton
+    from roseinfer.kernels.triton import clone as clone_triton
 
     from roseinfer.kernels.runtime import is_interpreted
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kv.manager import KVBlockManager, StepAppend
     from roseinfer.kv.storage import IndexStaging
-    from roseinfer.layer_traits import LayerTraits
-    from roseinfer.rotation import Rotation
+    from roseinfer.layer_traits import LayerTraits, Rotation
 
 
 @dataclass(frozen=True, slots=True)

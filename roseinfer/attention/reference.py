@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
-from roseinfer.attention.paths import AttentionPath
 from roseinfer.layer_traits import ALL_TRAITS
+from roseinfer.paths import AttentionPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

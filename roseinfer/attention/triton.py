@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
-from roseinfer.attention.paths import AttentionPath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
-from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.layer_traits import ALL_TRAITS
+from roseinfer.paths import AttentionPath, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from roseinfer.rotation import Rotation
+    from roseinfer.layer_traits import Rotation
 
 _MOST_ROWS = 64
 """A program takes at most so many query tokens times heads, or one token where heads are more."""
@@ -59,16 +58,16 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
     """Return the kernels, or None where they cannot run. This imports Triton."""
     if why_unusable(device):
         return None
-    from roseinfer.kernels.append import launch_identity_pos
-    from roseinfer.kernels.attend_chunks import paged_attention_chunks
-    from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
-    from roseinfer.kernels.rotary import rotate
-    from roseinfer.kernels.warpgroups.prompt_attention import (
+    from roseinfer.kernels.cuda.decode_attention import attend_rows, attends_rows
+    from roseinfer.kernels.cuda.prefill_attention import (
         attend_prompts,
         prompt_tile,
         rotates_queries,
     )
-    from roseinfer.kernels.warpgroups.row_attention import attend_rows, attends_rows
+    from roseinfer.kernels.triton.append import launch_identity_pos
+    from roseinfer.kernels.triton.decode_attention import append_and_attend, paged_attention_decode
+    from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
+    from roseinfer.kernels.triton.rope import rotate
 
     return AttentionKernels(
         decode=paged_attention_decode,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from roseinfer.bench.command import run_command
-from roseinfer.bench.subcommands import add_all
-from roseinfer.cli.parser import Parser
+from roseinfer.bench.command import add_all, run_command
+from roseinfer.cli.model_options import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

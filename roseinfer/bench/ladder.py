@@ -10,27 +10,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.bench import arguments
-from roseinfer.bench.equal_requests import asked, engine_of_equal_requests
-from roseinfer.bench.model_source import ModelSource, collect
-from roseinfer.bench.peers import measure_peers
-from roseinfer.bench.peers.peer_job import PeerJob
-from roseinfer.bench.reporting import Report, Table, unavailable_table
-from roseinfer.bench.serving.driving import (
+from roseinfer.bench import cases, peers
+from roseinfer.bench.cases import asked, engine_of_equal_requests, offline
+from roseinfer.bench.driving import (
+    LatencyRow,
+    MemoryFloor,
+    ThroughputRow,
     Work,
+    median_row,
+    memory_floor,
     perform,
     random_prompts,
     require_positions,
+    throughput,
 )
-from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
-from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
-from roseinfer.bench.serving.ways import offline
+from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.peers import PeerJob
+from roseinfer.bench.report import Report, Table, unavailable_table
 from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import ConfigError, RoseinferError
-from roseinfer.how_far import counted
-from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
+from roseinfer.paths import Path
+from roseinfer.progress import counted
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from roseinfer.bench.serving.record import RunRecord
+    from roseinfer.bench.driving import RunRecord
     from roseinfer.llm import LLM
 
 _RUNGS = """\
@@ -98,8 +100,8 @@ def run(args: argparse.Namespace) -> Report:
     if ladder.best is None or shared is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
     job = PeerJob.of(args, ladder.source, shared.work, args.batch)
-    names = arguments.peers_named(args.peers)
-    compared = measure_peers.compare(names, job, ladder.best, shared.floor)
+    names = cases.peers_named(args.peers)
+    compared = peers.compare(names, job, ladder.best, shared.floor)
     return Report(
         "ladder",
         args.command,
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> Report:
         (
             Table("rungs", _RUNGS, rows, headings=_HEADINGS),
             unavailable_table((row.rung, row.not_available) for row in rows if row.not_available),
-            Table("peers", measure_peers.CAPTION, compared),
+            Table("peers", peers.CAPTION, compared),
         ),
         {"floor_ms": job.floor_ms(shared.floor), **shared.floor.facts()},
     )

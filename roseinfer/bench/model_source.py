@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roseinfer.bench.architectures import architecture
+from roseinfer.bench.cases import architecture
 from roseinfer.llm import LLM
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.loading import resolve_device, resolve_dtype

@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from roseinfer.errors import RoseinferError
-from roseinfer.how_far import counted
 from roseinfer.kernels.runtime import is_interpreted, why_unusable
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Protocol
 
 from roseinfer.cli import generate
-from roseinfer.cli.parser import Parser
+from roseinfer.cli.model_options import Parser
 
 if TYPE_CHECKING:
     import argparse

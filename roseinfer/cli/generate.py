@@ -26,7 +26,7 @@ from roseinfer.errors import (
     did_you_mean,
 )
 from roseinfer.guided.guide import Guide
-from roseinfer.how_far import let_go_of_the_result, say
+from roseinfer.progress import let_go_of_the_result, say
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -15,13 +16,14 @@ from roseinfer.config import (
     require_device,
     require_dtype,
 )
-from roseinfer.how_far import say
+from roseinfer.distributed.processes import started_early
+from roseinfer.errors import did_you_mean
 from roseinfer.interrupts import interrupts_kill
 from roseinfer.models.source import locate
-from roseinfer.ranks.rank_processes import started_early
+from roseinfer.progress import say
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
     from roseinfer.llm import LLM
 
@@ -98,3 +100,21 @@ def load_llm(args: argparse.Namespace, command: str) -> LLM:
             say(f"{command}: loading {args.model}")
             config = given_of(args, EngineConfig)
             return LLM(args.model, device=args.device, dtype=args.dtype, **config)
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of every command: an option that it does not know is refused with what was
+    close."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuse what is left here already: who called a subcommand's parser knows none of it."""
+        given = sys.argv[1:] if args is None else list(args)
+        found, unknown = super().parse_known_args(given, namespace)
+        if unknown:
+            named = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            known = [word[2:] for word in self._option_string_actions if word.startswith("--")]
+            alike = did_you_mean(named[0].lstrip("-"), known, "--") if named else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{alike}")
+        return found, unknown

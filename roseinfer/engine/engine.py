@@ -11,14 +11,13 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.step import ResidentDecode
+from roseinfer.distributed.ranks import leader_of
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import BlockSupply, FinishReason, Request, token_ids_of
-from roseinfer.engine.request_room import RequestRoom
+from roseinfer.engine.request import BlockSupply, FinishReason, Request, RequestRoom, token_ids_of
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
-from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import (
     BadArgument,
     NoDistribution,
@@ -27,22 +26,20 @@ from roseinfer.errors import (
 )
 from roseinfer.guided.compiler import GuideCompiler
 from roseinfer.histogram import STEP_BOUNDS, Histogram
-from roseinfer.ranks.ranks import leader_of
+from roseinfer.paths import EnginePath
 from roseinfer.sampling_params import SamplingParams
-from roseinfer.text.request_text import RequestText, detokenizers
-from roseinfer.text.stop_strings import StopStrings
+from roseinfer.text.request_text import RequestText, StopStrings, detokenizers
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
     from roseinfer.config import EngineConfig
-    from roseinfer.engine.flight import Flight
-    from roseinfer.engine.prompt_flight import PromptFlight
+    from roseinfer.engine.flight import Flight, PromptFlight
     from roseinfer.engine.scheduler import Step
-    from roseinfer.guided.guide_progress import GuideProgress
+    from roseinfer.guided.compiler import GuideProgress
     from roseinfer.models.loading import Loaded
-    from roseinfer.sampling.log_probabilities import Told
+    from roseinfer.sampling.logprobs import Told
 
 
 class Occupancy(NamedTuple):

@@ -11,33 +11,165 @@ import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.decode.readback import Readback
-from roseinfer.decode.resident import Entrant
-from roseinfer.decode.token_rows import Span, TokenRows
+from roseinfer.decode.step import Entrant, Span, TokenRows
+from roseinfer.distributed.orders import Copies, Forward
+from roseinfer.distributed.ranks import leader_of
 from roseinfer.engine.drafter import MOST_DRAFTS
-from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
-from roseinfer.engine.prompt_flight import tell_prompts
-from roseinfer.engine.prompt_rows import PromptRows
-from roseinfer.engine.token_choice import TokenChoice
-from roseinfer.engine_paths import EnginePath
+from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight, tell_prompts
 from roseinfer.errors import BadArgument
 from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.ranks.orders import Copies, Forward
-from roseinfer.ranks.ranks import leader_of
+from roseinfer.paths import EnginePath
+from roseinfer.sampling.batch import SamplingBatch
+from roseinfer.sampling.logits import AllowedRows, only_allowed, tally_of
+from roseinfer.sampling.logprobs import rows_without_a_distribution, tell
+from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from torch import Tensor
+
     from roseinfer.config import EngineConfig
-    from roseinfer.decode.resident import ResidentDecode
-    from roseinfer.engine.flight import Settle
-    from roseinfer.engine.prompt_flight import PromptFlight
+    from roseinfer.decode.readback import Arrival
+    from roseinfer.decode.step import ResidentDecode
+    from roseinfer.engine.flight import PromptFlight, Settle
     from roseinfer.engine.request import Request
     from roseinfer.engine.scheduler import Step
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.models.causal import CausalModel
+
+# Prompts of few tokens stored as rows that decode, so that their step can be a graph.
+#
+# Launching the kernels of a short prompt one by one takes longer than they do.
+
+
+_LONGEST = 1024
+"""Tokens of a text. Each row reads the keys and values of all in front of it."""
+
+
+class PromptRows:
+    """Stores the prompts of a step, if they are short and ask for nothing that rows lack."""
+
+    def __init__(self, rows: TokenRows, most: int) -> None:
+        self._rows = rows
+        self._most = most
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens that the last step chooses, row by row, on the device."""
+        return self._rows.tokens
+
+    def fit(self, chunks: Sequence[tuple[Request, int]]) -> bool:
+        return 0 < sum(count for _, count in chunks) <= self._most and all(
+            request.session.stored + count <= _LONGEST
+            and request.guide is None
+            and not request.params.penalised
+            and not request.wants_prompt
+            for request, count in chunks
+        )
+
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]]
+    ) -> tuple[list[Request], list[int], Arrival, Arrival | None]:
+        """Store so many more tokens of each request.
+
+        This returns those whose prompts are whole, the rows of their next tokens, those tokens and
+        what is told of them.
+        """
+        spans: list[Span] = []
+        due: list[Request] = []
+        rows: list[int] = []
+        end = 0
+        for request, count in chunks:
+            session = request.session
+            tokens = session.token_ids[session.stored : session.stored + count]
+            spans.append(Span(session, request.params, request.seed, tokens))
+            end += count
+            if request.pending == count:
+                due.append(request)
+                rows.append(end - 1)
+        return due, rows, *self._rows.launch(spans)
+
+    def clear(self) -> None:
+        """Upload all rows anew, since nobody knows what the device has of them."""
+        self._rows.clear()
+
+
+# Chooses tokens for requests that decode without slots, and for those whose prompts end.
+
+
+class TokenChoice:
+    """Remembers the parameters of the last step's requests, which are mostly the next one's."""
+
+    def __init__(self, staging: IndexStaging, most_rows: int) -> None:
+        self._staging = staging
+        self._most_rows = most_rows
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self.guided = False
+        """Some of those requests have guides."""
+        self._guides: AllowedRows | None = None
+        """Made when the first request with a guide comes."""
+        numbers = most_rows * (1 + 2 * MOST_TOP_LOGPROBS)
+        self._told = Readback(numbers, torch.float64, staging.device)
+
+    def forget(self) -> None:
+        """Forget the parameters, since one of the requests has ended."""
+        self._sampling = None
+
+    def choose(
+        self, owners: list[Request], positions: Sequence[int], logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Arrival | None]:
+        """Return the token of each row of logits, which is a request's for a position.
+
+        It is -1 where there is none to choose. Beside them comes what is told of them.
+        """
+        batch = self._sampling_batch(owners, logits.device)
+        tally = self._tally(owners, logits) if batch.penalties else None
+        staged = self._staging.stage([list(positions)]).columns[0]
+        if self.guided:
+            logits = only_allowed(logits.float(), self._allowed(owners, logits.shape[-1]))
+        chosen = batch.choose(logits, staged, tally)
+        told = None
+        if any(request.params.logprobs for request in owners):
+            most = max(request.params.top_logprobs for request in owners)
+            told = self._told.start(tell(logits, chosen, most).flatten())
+        return torch.where(rows_without_a_distribution(logits), -1, chosen), told
+
+    def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
+        """Return the parameters as columns, which are kept while the requests are the same."""
+        if self._sampling is None or self._sampling[0] != requests:
+            batch = SamplingBatch.of(
+                [request.params for request in requests],
+                [request.seed for request in requests],
+                device,
+            )
+            self._sampling = (requests, batch)
+            self.guided = any(request.guide for request in requests)
+        return self._sampling[1]
+
+    def _allowed(self, requests: list[Request], vocabulary: int) -> torch.Tensor:
+        """Return the bits of the tokens that each request may get next."""
+        if self._guides is None:
+            self._guides = AllowedRows(self._most_rows, vocabulary, self._staging.device)
+        return self._guides.write([request.guide for request in requests])
+
+    def _tally(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Tally the tokens of the requests that have penalties, anew in every step."""
+        tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+        rows: list[int] = []
+        tokens: list[int] = []
+        counts: list[int] = []
+        for row, request in enumerate(requests):
+            if request.params.penalised:
+                own = tally_of(request.session.token_ids, request.prompt_length)
+                rows += [row] * len(own)
+                tokens += own
+                counts += own.values()
+        at_rows, at_tokens, numbers = self._staging.stage([rows, tokens, counts]).columns
+        return tally.index_put_((at_rows, at_tokens), numbers.int())
 
 
 class SequenceRunner:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roseinfer.engine.drafter import MOST_DRAFTS, Drafter
-from roseinfer.engine_paths import EnginePath
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from collections import Counter

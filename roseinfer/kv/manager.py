@@ -11,13 +11,11 @@ from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument, wrong_kind
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
-from roseinfer.kv.cache_arguments import check_policy, checked_device, checked_size
-from roseinfer.kv.group_calls import GroupCalls
-from roseinfer.kv.groups import arrange, given_back
-from roseinfer.kv.paths import Condition, PathCounts, Work
-from roseinfer.kv.per_layer import PerLayerCalls
+from roseinfer.kv.calls import GroupCalls, PerLayerCalls
+from roseinfer.kv.groups import arrange, check_policy, checked_device, checked_size, given_back
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import DataMover, KVStorage
+from roseinfer.paths import Condition, PathCounts, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

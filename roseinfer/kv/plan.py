@@ -13,8 +13,8 @@ from operator import index as whole
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, BadRefcount, wrong_kind
-from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
+from roseinfer.paths import Condition, Path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ import torch
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv import transfers
-from roseinfer.kv.cache_arguments import check_dtype
-from roseinfer.kv.lasting import lasting
-from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
+from roseinfer.kv.groups import check_dtype
 from roseinfer.kv.plan import StagedIndices
+from roseinfer.kv.transfers import lasting
+from roseinfer.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.config import AppendPolicy
-    from roseinfer.kv.paths import PathCounts
     from roseinfer.kv.plan import AppendPlan
+    from roseinfer.paths import PathCounts
 
 _SLOTS = 64
 _FIRST_CAPACITY = 256
@@ -253,7 +253,7 @@ class DataMover:
         if reason := why_unusable(self._storage.device):
             _warn_once(reason)
             return
-        from roseinfer.kernels import append, clone  # this imports Triton
+        from roseinfer.kernels.triton import append, clone
 
         self._kernels = {
             Path.TRITON_FULL_BATCH: append.launch_full_batch,

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kv.lasting import lasting
-
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Sequence
+
+# Tensors that outlive the call that makes them.
+
+
+lasting = partial(torch.inference_mode, mode=False)
+"""In this context tensors are made that may be written to at any time.
+
+One made in inference mode could be written to in inference mode alone, and a buffer is made or
+grown wherever its first use happens to be.
+"""
 
 
 class Transfers:

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
-from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
-from roseinfer.models.doors import use_attention
-from roseinfer.models.running import RUNNING
+from roseinfer.models.attention_patches import RUNNING, use_attention
+from roseinfer.models.checks import Trial
 from roseinfer.models.shape import shape_of
-from roseinfer.models.trial import Trial
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention, AttentionBackend
-    from roseinfer.kernels.sums.exchange import Exchange
-    from roseinfer.ranks.ranks import Ranks
+    from roseinfer.distributed.ranks import Ranks
+    from roseinfer.kernels.exchange import Exchange
 
 ATTENTION = "roseinfer_paged"
 _HARMLESS = frozenset(

@@ -10,30 +10,66 @@ from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roseinfer.attention.backend import find_backend
 from roseinfer.config import require_device, require_dtype
-from roseinfer.engine_paths import EnginePath
+from roseinfer.distributed.memory import open_exchange
+from roseinfer.distributed.sharding import shard
 from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.groups import by_window
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.models.batch_trial import same_bits_in_any_batch
 from roseinfer.models.causal import CausalModel, compile_layers
-from roseinfer.models.checkpoint import fetch
+from roseinfer.models.checkpoint import fetch, load_tokenizer
 from roseinfer.models.families import fused_family
-from roseinfer.models.fused_trial import agrees_with_its_modules
-from roseinfer.models.padded_head import PaddedHead, pad_head
-from roseinfer.models.sharding import shard
+from roseinfer.models.fused_checks import agrees_with_its_modules, same_bits_in_any_batch
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
-from roseinfer.models.tokenizer_files import load_tokenizer
-from roseinfer.ranks.opened_exchange import open_exchange
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
-    from roseinfer.ranks.ranks import Ranks
+    from roseinfer.distributed.ranks import Ranks
+
+# A language-model head that is wider than its vocabulary, where that makes it faster.
+
+
+_WIDTH = 64
+"""The outputs of a padded head are a multiple of this."""
+_NEEDED = 8
+"""8 outputs of two bytes are 16 bytes. Where rows of logits do not begin at a multiple of that,
+matrix products fall back to kernels several times slower."""
+
+
+class PaddedHead(torch.nn.Module):
+    """Computes more outputs than the model has tokens, and returns those that it has."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self._outputs = head.out_features
+        more = -self._outputs % _WIDTH
+        self._weight = pad(head.weight.detach(), (0, 0, 0, more))
+        self._bias = None if head.bias is None else pad(head.bias.detach(), (0, more))
+        # An embedding that is tied to the head stays in the same memory.
+        head.weight.data = self._weight[: self._outputs]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Weight without the padding, as fused kernels take it."""
+        return self._weight[: self._outputs]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias)[..., : self._outputs]
+
+
+def pad_head(model: Any) -> None:
+    """Give a transformers model a padded head if its vocabulary is of an odd size."""
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear) and head.out_features % _NEEDED:
+        model.set_output_embeddings(PaddedHead(head))
+
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MEMORY = 0.85

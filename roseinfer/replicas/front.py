@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -13,21 +14,79 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from roseinfer.replicas.asked import Asked, ReplicaLost, is_last
-from roseinfer.replicas.one_page import one_page
 from roseinfer.server.access_log import AccessLog, Note, noted, write_line
-from roseinfer.server.admission import Admission
 from roseinfer.server.app import refuse
-from roseinfer.server.gatekeeper import Gatekeeper
-from roseinfer.server.refusals import Refused
+from roseinfer.server.auth import Admission, Gatekeeper
+from roseinfer.server.refusals import LATER, Refused
 from roseinfer.server.streaming import event, unless_gone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
     from starlette.types import Message, Receive, Scope, Send
 
     from roseinfer.config import ServerConfig
+
+# A request as it goes to a replica, and what is told of one that a replica lost.
+
+
+_KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
+"""What a replica gets of a scope. The rest belongs to the process that listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One HTTP request: all of it, since nothing is handed on before its body was read."""
+
+    id: str
+    scope: dict[str, Any] = field(repr=False)
+    body: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, scope: Scope, body: bytes) -> Asked:
+        return cls(name, {key: scope[key] for key in _KEPT if key in scope}, body)
+
+
+def is_last(messages: Sequence[Message]) -> bool:
+    """Return whether an answer ends with these."""
+    if not messages:
+        return False
+    last = messages[-1]
+    return bool(last["type"] == "http.response.body" and not last.get("more_body", False))
+
+
+class ReplicaLost(Refused):
+    """A replica ended with a request in it, or none is there to take one."""
+
+    def __init__(self) -> None:
+        why = "the replica that had this request has ended: ask again, and another will take it"
+        super().__init__(503, why, code="replica_lost", headers=LATER)
+
+
+# The metrics of all replicas as one page, on which each is told by its label ``engine``.
+
+
+_OWN = "engine="
+"""What every number of a replica's has for a label; those of its process have none."""
+
+
+def one_page(pages: Iterable[bytes]) -> bytes:
+    """Return pages in Prometheus' format as one: what a name means is said once, before all."""
+    meant: dict[str, list[str]] = {}
+    numbers: dict[str, list[str]] = {}
+    for page in pages:
+        name = ""
+        for line in page.decode().splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                meant[name], numbers[name] = [line], numbers.get(name, [])
+            elif line.startswith("# "):
+                meant[name].append(line)
+            elif _OWN in line:
+                numbers[name].append(line)
+    lines = (line for name in meant if numbers[name] for line in (*meant[name], *numbers[name]))
+    return "".join(f"{line}\n" for line in lines).encode()
+
 
 _NO_LIMIT = 1 << 62
 """Each replica has its own limit, and says so when it is reached."""

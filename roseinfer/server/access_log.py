@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from roseinfer.errors import RoseinferError
-from roseinfer.how_far import let_go_of_the_result, say
+from roseinfer.progress import let_go_of_the_result, say
 from roseinfer.server.refusals import Refused, refusal_of
 from roseinfer.server.streaming import ClientGone
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from roseinfer.server.generation import Usage
-    from roseinfer.server.metrics.http_counts import HttpCounts
+    from roseinfer.server.metrics import HttpCounts
 
 NOTE = "roseinfer.note"
 """What a scope calls its note. Who hands a request on may have begun one."""

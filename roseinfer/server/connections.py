@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from roseinfer.how_far import say
-from roseinfer.server.gatekeeper import REFUSAL
+from roseinfer.progress import say
+from roseinfer.server.auth import REFUSAL
 from roseinfer.server.refusals import LATER, Refused
 
 if TYPE_CHECKING:

@@ -8,15 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roseinfer.server.metrics.text_counts import Ended
+from roseinfer.server.metrics import Ended
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from roseinfer.engine_process.any_process import ServedEngine, Texts
-    from roseinfer.engine_process.part import Likeliest, Part, Start
+    from roseinfer.engine_client.protocol import Likeliest, Part, ServedEngine, Start, Texts
     from roseinfer.sampling_params import SamplingParams
-    from roseinfer.server.metrics.text_counts import TextCounts
+    from roseinfer.server.metrics import TextCounts
     from roseinfer.server.prompts import Prompt
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
-from roseinfer.engine_process.standard_streams import exit_now
+from roseinfer.engine_client.standard_streams import exit_now
 from roseinfer.errors import ConfigError
-from roseinfer.how_far import say
+from roseinfer.progress import say
 from roseinfer.server.connections import MOST_BACKLOG, Connection, Connections, Limits
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from roseinfer.config import ServerConfig
-    from roseinfer.server.admission import Admission
+    from roseinfer.server.auth import Admission
 
 _LAST_WORDS_S = 5
 """So long a client may take to read what is left for it when no text runs any more."""

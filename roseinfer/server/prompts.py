@@ -18,7 +18,7 @@ from roseinfer.server.refusals import Refused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roseinfer.engine_process.any_process import Facts
+    from roseinfer.engine_client.protocol import Facts
 
 _SHORT = 1000
 """Characters, or tokens, of prompts that are read at once: a thread would take longer to wake."""

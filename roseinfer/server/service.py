@@ -6,24 +6,22 @@ import time
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, ConfigError
-from roseinfer.server.admission import Admission
+from roseinfer.server.auth import Admission
 from roseinfer.server.generation import Generation
-from roseinfer.server.metrics.http_counts import HttpCounts
-from roseinfer.server.metrics.metrics_page import MetricsPage
-from roseinfer.server.metrics.text_counts import TextCounts
+from roseinfer.server.metrics import HttpCounts, MetricsPage, TextCounts
 from roseinfer.server.prompts import Prompts
 from roseinfer.server.refusals import Refused
-from roseinfer.server.shapes.token_texts import TokenTexts
+from roseinfer.server.schemas.choices import TokenTexts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import ServerConfig
-    from roseinfer.engine_process.any_process import ServedEngine
+    from roseinfer.engine_client.protocol import ServedEngine
     from roseinfer.guided.guide import Guide
     from roseinfer.sampling_params import SamplingParams
     from roseinfer.server.prompts import Prompt
-    from roseinfer.server.shapes.bodies import Asked
+    from roseinfer.server.schemas.validation import Asked
 
 
 MOST_LOGPROBS = 1 << 21

@@ -4,14 +4,104 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass
+from json import JSONEncoder
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roseinfer.server.json_parts import encode_any, parts_of
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from starlette.types import Receive, Send
+
+if TYPE_CHECKING:
+    Encode = Callable[[Any], str]
+
+
+# JSON of answers, which is made and sent in parts: others have the loop's turn between them.
+
+
+encode_any = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+encode_finite = JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""The same, but it raises for a number that JSON does not have."""
+AT_ONCE = 256
+"""Log-probabilities that are written between two turns of the loop: 1 or 2 ms."""
+BYTES_AT_ONCE = 1 << 16
+"""Bytes that are sent between two turns of the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A value that is encoded already, in parts."""
+
+    parts: Sequence[bytes]
+
+
+def items(values: list[Any], encode: Encode) -> bytes:
+    """Return the items of a list as JSON, without the brackets around them."""
+    return encode(values)[1:-1].encode()
+
+
+def list_of(*encoded: bytes | None) -> Json:
+    """Return a list of such items."""
+    parts = [b"["]
+    for each in encoded:
+        if each:
+            parts += (b",", each) if len(parts) > 1 else (each,)
+    return Json([*parts, b"]"])
+
+
+def parts_of(value: Any, encode: Encode) -> Iterator[bytes]:
+    """Yield the JSON of a value, in which may be values that are encoded already."""
+    if isinstance(value, Json):
+        yield from value.parts
+        return
+    try:
+        yield encode(value).encode()
+    except TypeError:
+        if isinstance(value, dict):
+            ends, named = b"{}", [(f"{encode(name)}:".encode(), value[name]) for name in value]
+        elif isinstance(value, list):
+            ends, named = b"[]", [(b"", each) for each in value]
+        else:
+            raise
+    else:
+        return
+    lead = ends[:1]
+    for name, each in named:
+        yield lead + name
+        yield from parts_of(each, encode)
+        lead = b","
+    yield ends[1:]
+
+
+class Turns:
+    """Counts log-probabilities, and lets others have the loop's turn after some of them."""
+
+    def __init__(self) -> None:
+        self._since = 0
+
+    async def after(self, logprobs: int) -> None:
+        self._since += logprobs
+        if self._since >= AT_ONCE:
+            self._since = 0
+            await asyncio.sleep(0)
+
+
+async def send_json(send: Send, parts: Iterable[bytes]) -> None:
+    """Send an answer with status 200."""
+    parts = [*parts]
+    size = str(sum(map(len, parts))).encode()
+    headers = [(b"content-length", size), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    held = bytearray()
+    for part in parts:
+        held += part
+        if len(held) >= BYTES_AT_ONCE:
+            await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
+            await asyncio.sleep(0)
+            held.clear()
+    await send({"type": "http.response.body", "body": bytes(held), "more_body": False})
+
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [

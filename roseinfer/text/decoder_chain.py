@@ -7,17 +7,16 @@ change, and nothing else. Decoders that may change all of a text are refused.
 from __future__ import annotations
 
 import json
+import re
+from codecs import utf_8_decode
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Regex, decoders
 
 from roseinfer.errors import UnsupportedModel
-from roseinfer.text.byte_level import ByteLevelJoin, TokenPieces, WrittenPieces
-from roseinfer.text.joins import PlainJoin, SpacedJoin, WordEndJoin
-from roseinfer.text.text_steps import Replacement, Strip
-from roseinfer.text.token_steps import ByteRuns, EachToken, Repeats, WordEnds
-from roseinfer.text.written import WrittenTokens
+from roseinfer.text.detokenizer import ByteLevelJoin, TokenPieces, WrittenPieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,12 +24,269 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from roseinfer.text.detokenizer import DecodesInPieces
-    from roseinfer.text.joins import Join
-    from roseinfer.text.text_steps import TextStep
-    from roseinfer.text.token_steps import TokenStep
 
+# Joins tokens to one text, token by token. ``byte_level.py`` has the one for bytes.
+
+
+class Join(Protocol):
+    """Makes one text of the tokens of one request."""
+
+    def add(self, token: str, /) -> str:
+        """Take one more token, and return the text that became certain with it."""
+
+    def flush(self) -> str:
+        """Return the rest, now that no token follows."""
+
+
+class PlainJoin:
+    """Puts nothing between tokens."""
+
+    def add(self, token: str) -> str:
+        return token
+
+    def flush(self) -> str:
+        return ""
+
+
+class SpacedJoin:
+    """Puts a space between tokens, as a tokenizer without a decoder does."""
+
+    def __init__(self) -> None:
+        self._space = ""
+
+    def add(self, token: str) -> str:
+        space, self._space = self._space, " "
+        return space + token
+
+    def flush(self) -> str:
+        return ""
+
+
+class WordEndJoin:
+    """Writes a space for the mark that ends a word (``BPEDecoder``), but none after the last."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._if_more, self._if_last = "", ""
+        """What the newest token adds if another follows, and if none does."""
+
+    def add(self, token: str) -> str:
+        marked = token.find(self._mark)
+        certain, rest = (token, "") if marked < 0 else (token[:marked], token[marked:])
+        text = self._if_more + certain
+        self._if_more, self._if_last = rest.replace(self._mark, " "), rest.replace(self._mark, "")
+        return text
+
+    def flush(self) -> str:
+        text, self._if_more, self._if_last = self._if_last, "", ""
+        return text
+
+
+# What decoders do to a text after its tokens were joined, as it grows.
+
+
+class TextStep(Protocol):
+    """Changes the text of one request as it comes."""
+
+    def add(self, text: str, /) -> str:
+        """Take more text, and return what became certain with it."""
+
+    def flush(self) -> str:
+        """Return the rest, now that the text has ended."""
+
+
+class Replacement:
+    """Replaces a text wherever it stands."""
+
+    def __init__(self, find: str, by: str) -> None:
+        self._find = find
+        self._by = by
+        self._held = ""
+        """The end of the text, if it begins what is to be replaced."""
+
+    def add(self, text: str) -> str:
+        *before, rest = (self._held + text).split(self._find)
+        begun = min(len(rest), len(self._find) - 1)
+        while not rest.endswith(self._find[:begun]):
+            begun -= 1
+        certain = len(rest) - begun
+        self._held = rest[certain:]
+        return self._by.join([*before, rest[:certain]])
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Strip:
+    """Drops a character up to ``left`` times at the beginning, and ``right`` times at the end."""
+
+    def __init__(self, character: str, left: int, right: int) -> None:
+        self._character = character
+        self._left = left
+        self._right = right
+        self._begun = False
+        """True when it is known which of the text is dropped at the beginning."""
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        self._held += text
+        if not self._begun:
+            rest = self._held.lstrip(self._character)
+            if not rest and len(self._held) < self._left + self._right:
+                return ""
+            self._begun = True
+            self._held = self._held[min(self._left, len(self._held) - len(rest)) :]
+        strippable = len(self._held) - len(self._held.rstrip(self._character))
+        certain = len(self._held) - min(self._right, strippable)
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        if self._begun:  # what is held back is what is dropped at the end
+            return ""
+        # Both ends meet. tokenizers panics at some of these texts.
+        text: str = decoders.Strip(self._character, self._left, self._right).decode([held])
+        return text
+
+
+# What decoders do to tokens before these are joined, token by token.
+
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+"""One that stands for a byte. Rust reads a plus sign in a number."""
+
+
+class TokenStep(Protocol):
+    """Changes the tokens of one request as they come."""
+
+    def add(self, token: str, /) -> Sequence[str]:
+        """Take one more token, and return those that became certain with it."""
+
+    def flush(self) -> Sequence[str]:
+        """Return the rest, now that no token follows."""
+
+
+@dataclass(slots=True)
+class EachToken:
+    """Changes every token by itself; the first one may be changed otherwise."""
+
+    _first: Callable[[str], str]
+    _later: Callable[[str], str]
+    _begun: bool = False
+
+    def add(self, token: str) -> Sequence[str]:
+        if self._begun:
+            return (self._later(token),)
+        self._begun = True
+        return (self._first(token),)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class ByteRuns:
+    """Makes a text of every run of byte tokens, like ``<0xC3>`` and ``<0xA9>`` (``ByteFallback``).
+
+    One byte that is not UTF-8 spoils its whole run: each byte of it becomes U+FFFD. So a run is
+    held back until it ends, or is spoilt.
+    """
+
+    def __init__(self) -> None:
+        self._run = b""
+        self._spoilt = False
+
+    def add(self, token: str) -> Sequence[str]:
+        if not (found := BYTE_TOKEN.fullmatch(token)):
+            return (*self.flush(), token)
+        if self._spoilt:
+            return (_REPLACEMENT,)
+        self._run += bytes([int(found[1], 16)])
+        try:
+            utf_8_decode(self._run, "strict", False)
+        except UnicodeDecodeError:
+            run, self._run, self._spoilt = self._run, b"", True
+            return (_REPLACEMENT,) * len(run)
+        return ()
+
+    def flush(self) -> Sequence[str]:
+        run, self._run, self._spoilt = self._run, b"", False
+        try:
+            return (run.decode(),) if run else ()
+        except UnicodeDecodeError:  # the last character is incomplete
+            return (_REPLACEMENT,) * len(run)
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Drops a token that repeats the one before it, and then those without text (``CTC``)."""
+
+    _text: Callable[[str], str]
+    _before: str | None = None
+
+    def add(self, token: str) -> Sequence[str]:
+        repeated = token == self._before
+        self._before = token
+        text = "" if repeated else self._text(token)
+        return (text,) if text else ()
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+@dataclass(slots=True)
+class WordEnds:
+    """Writes a space for the mark that ends a word (``BPEDecoder``), but none in the last token."""
+
+    _mark: str
+    _newest: str | None = None
+
+    def add(self, token: str) -> Sequence[str]:
+        before, self._newest = self._newest, token
+        return () if before is None else (before.replace(self._mark, " "),)
+
+    def flush(self) -> Sequence[str]:
+        last, self._newest = self._newest, None
+        return () if last is None else (last.replace(self._mark, ""),)
+
+
+# What a tokenizer's vocabulary has for each token.
+
+
+class WrittenTokens(dict[int, str | None]):
+    """Maps each token to what it is written as, or to None if it adds nothing to a text.
+
+    That is found when a token is first asked for.
+    """
+
+    def __init__(self, backend: Any, changes: Sequence[Callable[[str], str]]) -> None:
+        """``changes`` are made to every token by itself, whatever stands before or behind it."""
+        super().__init__()
+        self._backend = backend
+        self._changes = changes
+        added = backend.get_added_tokens_decoder().values()
+        self._special = {each.content for each in added if each.special}
+
+    def __missing__(self, token: int) -> str | None:
+        written: str | None = self._backend.id_to_token(token)  # None beyond the vocabulary
+        if written in self._special:
+            written = None
+        if written is not None:
+            for change in self._changes:
+                written = change(written)
+        self[token] = written
+        return written
+
+
+if TYPE_CHECKING:
     Decoder = dict[str, Any]
-    """A decoder as it is saved."""
+
+
+if TYPE_CHECKING:
+    "A decoder as it is saved."
+
 
 _JOINS = ("Fuse", "ByteLevel")
 _ALONE = ("Replace", "Strip")

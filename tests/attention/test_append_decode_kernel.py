@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import BadArgument
 from roseinfer.attention.reference import append_and_attend_reference
-from roseinfer.kernels import attend_decode as decode_triton
-from roseinfer.kernels.attend_decode import append_and_attend
+from roseinfer.kernels.triton import decode_attention as decode_triton
+from roseinfer.kernels.triton.decode_attention import append_and_attend
 from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
 from tests.kv.harness import assert_same_bits
 

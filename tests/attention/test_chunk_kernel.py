@@ -12,7 +12,7 @@ from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
 from roseinfer.attention.backend import StepBatch
 from roseinfer.attention.reference import paged_attention_reference
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.attend_chunks import paged_attention_chunks
+from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.layer_traits import LayerTraits

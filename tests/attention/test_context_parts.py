@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.context_parts import num_parts, part_begin, part_of
+from roseinfer.kernels.triton.softmax import num_parts, part_begin, part_of
 
 EDGES = [edge + by for edge in (128, 2048, 4096, 8192, 131072, 1 << 24) for by in (-1, 0, 1)]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer.kernels import attend_decode as decode_triton
-from roseinfer.kernels.attend_decode import _num_splits, _warps
-from roseinfer.kernels.context_parts import num_parts
-from roseinfer.kernels.weighing import tile_of_tokens
+from roseinfer.kernels.triton import decode_attention as decode_triton
+from roseinfer.kernels.triton.decode_attention import _num_splits, _warps
+from roseinfer.kernels.triton.softmax import num_parts, tile_of_tokens
 
 
 @pytest.fixture(autouse=True)

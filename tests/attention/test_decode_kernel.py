@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
 from roseinfer.attention.reference import paged_attention_reference
-from roseinfer.kernels import attend_decode as decode_triton
-from roseinfer.kernels.attend_decode import paged_attention_decode
+from roseinfer.kernels.triton import decode_attention as decode_triton
+from roseinfer.kernels.triton.decode_attention import paged_attention_decode
 from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from roseinfer.kernels import attend_decode
-from roseinfer.kernels.attend_decode import append_and_attend
-from roseinfer.kernels.rotary import rotate
-from roseinfer.layer_traits import LayerTraits
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.triton import decode_attention
+from roseinfer.kernels.triton.decode_attention import append_and_attend
+from roseinfer.kernels.triton.rope import rotate
+from roseinfer.layer_traits import LayerTraits, Rotation
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -32,7 +31,7 @@ def test_bits_are_those_of_rotating_before(
     keys, values = torch.randn(2, 31, kv_heads, 16, dim, device=device).bfloat16()
     same_keys, same_values = keys.clone(), values.clone()
     given = tables, lengths, LayerTraits(dim**-0.5)
-    with mock.patch.object(attend_decode, "_num_splits", return_value=splits):
+    with mock.patch.object(decode_attention, "_num_splits", return_value=splits):
         got = append_and_attend(query, key, value, keys, values, *given, rotation)
         rotated, own_key = query.clone(), key.clone()
         rotate(rotated, own_key, lengths, rotation)

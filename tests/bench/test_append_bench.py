@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, Path
+from roseinfer.bench import append
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.appends import append_work
-from roseinfer.bench.appends.append_bench import StepRow, WriteRow
-from roseinfer.bench.appends.append_rig import NO_TRITON, POLICIES, AppendConfig, Rig
-from roseinfer.bench.appends.append_work import only
-from roseinfer.bench.reporting import UnavailableRow
+from roseinfer.bench.append import NO_TRITON, POLICIES, AppendConfig, Rig, StepRow, WriteRow, only
+from roseinfer.bench.report import UnavailableRow
 from roseinfer.bench.timing import WrongPath, busy_us_per_call, in_rounds, one_thread, time_calls
 
 if TYPE_CHECKING:
@@ -140,13 +138,11 @@ def test_a_gpu_has_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
     assert all(row["device_us"] > 0 for row in outcome.tables["clones"])
 
 
-@pytest.mark.parametrize(
-    "build", [append_work.layer_write, append_work.grouped_step, append_work.per_layer_step]
-)
+@pytest.mark.parametrize("build", [append.layer_write, append.grouped_step, append.per_layer_step])
 def test_a_series_that_takes_another_path_raises(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers_per_group = 1 if build is append_work.per_layer_step else CONFIG.layers
+    layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
     rig = Rig(CONFIG, 2, layers_per_group)
     assert build(rig, Path.TORCH_SCALAR).sampler(wait=True)() > 0
     monkeypatch.setitem(POLICIES, Path.TORCH_VECTOR, NO_TRITON)
@@ -157,14 +153,14 @@ def test_a_series_that_takes_another_path_raises(
 def test_plans_that_lead_to_another_path_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Path.TORCH_GATHER, NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_gather .*torch_scalar"):
-        append_work.plan_us(Rig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
+        append.plan_us(Rig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
 
 
 def test_copies_that_are_not_batched_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one = AppendPolicy(triton=False, batched_copy_on_write=False)
     monkeypatch.setitem(POLICIES, Path.CLONE_TORCH, one_by_one)
     with pytest.raises(WrongPath, match=r"clone_torch .* nothing"):
-        append_work.clone_us(Rig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
+        append.clone_us(Rig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
 
 
 def test_the_command_stops_when_a_policy_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.attention.attention_shape import Shape
-from roseinfer.bench.attention.decode_attention import Rig
+from roseinfer.bench.attention import Rig
+from roseinfer.bench.cases import Shape
 from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:

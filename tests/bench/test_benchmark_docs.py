@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.bench import charts, subcommands
+from roseinfer.bench import charts, command
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.arguments import PEERS
+from roseinfer.bench.cases import PEERS
+from roseinfer.bench.command import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.ladder import rungs
-from roseinfer.bench.serving import commands
-from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ def test_the_commands_are_understood(
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
     for name in ("ladder", "peers", "trace", "start", "attention", "speculation", "endpoint"):
-        monkeypatch.setattr(subcommands, f"_{name}", reached.append)
+        monkeypatch.setattr(command, f"_{name}", reached.append)
     for name in ("_schedule", "_stream"):
-        monkeypatch.setattr(commands, name, reached.append)
+        monkeypatch.setattr(command, name, reached.append)
     monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
     python, dash_m, module_name, *words = shlex.split(line)
     assert (python, dash_m) == ("python", "-m")

@@ -9,28 +9,28 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.bench.serving.driving import (
+from roseinfer.bench.cases import naive, offline, online, paced
+from roseinfer.bench.driving import (
+    LatencyRow,
+    MemoryFloor,
     RequestFailed,
+    RunRecord,
+    StepRecord,
+    ThroughputRow,
+    Timeline,
     Work,
     coming,
-    perform,
-)
-from roseinfer.bench.serving.figures import (
-    LatencyRow,
-    ThroughputRow,
     decode_floor_s,
     latencies,
     median_row,
+    perform,
 )
-from roseinfer.bench.serving.memory_floor import MemoryFloor
-from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
-from roseinfer.bench.serving.ways import naive, offline, online, paced
 from tests.bench.clock import every_step_takes_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.bench.serving.driving import Run
+    from roseinfer.bench.driving import Run
     from roseinfer.engine.engine import Update
 
 FOUR = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_a_token_that_is_not_handed_over_is_missed(
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "roseinfer.engine.token_choice.rows_without_a_distribution",
+        "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
     )
     with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):

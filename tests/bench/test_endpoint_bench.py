@@ -12,7 +12,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.endpoint.streamed_answer import Answer, Client
+from roseinfer.bench.endpoint import Answer, Client
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:

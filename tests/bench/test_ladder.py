@@ -15,11 +15,11 @@ import torch
 from roseinfer import AppendPolicy, EngineConfig, Path
 from roseinfer.bench import charts, ladder
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.equal_requests import engine_of_equal_requests
+from roseinfer.bench.cases import engine_of_equal_requests
+from roseinfer.bench.driving import RunRecord, Timeline
 from roseinfer.bench.ladder import Rung, RungRow, boundary_gaps, rungs
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.reporting import Table
-from roseinfer.bench.serving.record import RunRecord, Timeline
+from roseinfer.bench.report import Table
 from tests.bench.test_serving_bench import is_chart
 
 if TYPE_CHECKING:

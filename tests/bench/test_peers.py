@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
+from roseinfer.bench import peers
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.arguments import PEERS, peers_named
+from roseinfer.bench.cases import PEERS, peers_named
+from roseinfer.bench.command import benchmark_scheduler
+from roseinfer.bench.driving import MemoryFloor
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.peers import measure_peers, peer_systems, peers_bench
-from roseinfer.bench.peers.isolation import in_process
-from roseinfer.bench.peers.measure_peers import PeerRow, measure_peer
-from roseinfer.bench.peers.peer_job import PeerJob
-from roseinfer.bench.serving.commands import benchmark_scheduler
-from roseinfer.bench.serving.memory_floor import MemoryFloor
+from roseinfer.bench.peers import PeerJob, PeerRow, in_process, measure_peer
 from tests.bench.sleeper import begin_and
 from tests.bench.test_serving_bench import ONCE, SMALL
 
@@ -105,7 +103,7 @@ def test_a_peer_is_given_the_work(
     source = replace(TINY, random_weights=random_weights)
     if random_weights:
         monkeypatch.setattr(ModelSource, "network", lambda _source: tiny_gpt2().model)
-    assert peer_systems.SET_UP[name](replace(JOB, source=source))(4) == 3 * 4
+    assert peers.SET_UP[name](replace(JOB, source=source))(4) == 3 * 4
 
 
 def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +119,7 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network, "generate", note)
     monkeypatch.setattr(ModelSource, "network", lambda _source: network)
-    assert peer_systems.transformers_static(JOB)(4) == 12
+    assert peers.transformers_static(JOB)(4) == 12
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
     ours = LLM("tiny", device="cpu").generate(JOB.prompts, greedy)
     assert made == [output.token_ids for output in ours]
@@ -129,7 +127,7 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        peer_systems.SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
+        peers.SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
     )
     with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
         measure_peer("transformers-static", JOB, 1.0)
@@ -138,8 +136,8 @@ def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(job: PeerJob, begin_s: float, token_s: float, mp: pytest.MonkeyPatch) -> PeerRow:
     """The row of a system whose call takes so long, and so much more for every new token."""
     taken = lambda _generate, new, _job: begin_s + token_s * new  # noqa: E731
-    mp.setattr(measure_peers, "_seconds", taken)
-    return measure_peers.measure("it", "1", lambda new: new, job, floor_ms=500.0)
+    mp.setattr(peers, "_seconds", taken)
+    return peers.measure("it", "1", lambda new: new, job, floor_ms=500.0)
 
 
 def test_the_time_of_a_step_leaves_the_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +211,7 @@ def test_the_command_runs_all_peers_unless_some_are_named(
         run.append(names)
         return []
 
-    monkeypatch.setattr(peers_bench, "others", note)
+    monkeypatch.setattr(peers, "others", note)
     assert bench([*RUN, *asked]) == 0
     assert run == [wanted]
 

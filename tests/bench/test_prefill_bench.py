@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.attention.attention_shape import Shape
-from roseinfer.bench.attention.prefill_attention import (
-    PrefillRig,
-    Speeds,
-    floor,
-    operations,
-    time_prefill,
-)
+from roseinfer.bench.attention import PrefillRig, Speeds, floor, operations, time_prefill
+from roseinfer.bench.cases import Shape
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from roseinfer import LLM, ConfigError, SamplingParams
-from roseinfer.bench import architectures
-from roseinfer.bench.architectures import architecture
+from roseinfer.bench import cases
+from roseinfer.bench.cases import architecture
+from roseinfer.bench.driving import MemoryFloor, memory_floor, values_read
 from roseinfer.bench.model_source import ModelSource, random_model
-from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor, values_read
 from roseinfer.models.families import fused_family
 
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000}
@@ -22,9 +22,9 @@ _SMALLER = {"gpt2": _GPT2, "pythia-410m": _PYTHIA}
 """Fewer and narrower layers, of all others those of Llama."""
 
 
-@pytest.fixture(params=architectures.ARCHITECTURES)
+@pytest.fixture(params=cases.ARCHITECTURES)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    known = architectures.ARCHITECTURES
+    known = cases.ARCHITECTURES
     own, fewer = known[request.param], _SMALLER.get(request.param, _LLAMA)
     monkeypatch.setitem(known, request.param, own._replace(sizes=own.sizes | fewer))
     return str(request.param)
@@ -96,7 +96,7 @@ def test_experts_that_one_row_does_not_visit_are_not_read() -> None:
     assert values_read(olmoe) == 50304 * 2048 + 16 * layer + 2048
 
 
-@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+@pytest.mark.parametrize("name", cases.ARCHITECTURES)
 def test_all_but_one_have_fused_kernels(name: str) -> None:
     network = ModelSource(name, random_weights=True, device=None, dtype=None).skeleton()
     assert (fused_family(network.bfloat16()) is None) == (name == "pythia-410m")

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.bench import charts
+from roseinfer.bench import charts, command
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.arguments import engine_settings
+from roseinfer.bench.cases import engine_settings
+from roseinfer.bench.command import benchmark_scheduler, benchmark_streaming
+from roseinfer.bench.driving import LatencyRow, ThroughputRow
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.serving import commands
-from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
-from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
         given.append(engine_settings(args))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(commands, "_serve", note)
+    monkeypatch.setattr(command, "_serve", note)
     words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
     for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
         with pytest.raises(SystemExit):

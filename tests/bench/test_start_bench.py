@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from roseinfer.bench import start
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.starting import one_start, start_bench
-from roseinfer.bench.starting.one_start import Start
-from roseinfer.bench.starting.start_bench import rows_of
+from roseinfer.bench.start import Start, rows_of
 from roseinfer.models import loading
 
 if TYPE_CHECKING:
@@ -50,13 +49,13 @@ def test_a_peak_is_that_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
     monkeypatch.setattr(loading, "KVBlockManager", lambda *given, **named: (given, named))
     peaks: dict[str, int] = {}
-    with one_start._noted_peak("KVBlockManager", torch.device("cuda"), peaks):
+    with start._noted_peak("KVBlockManager", torch.device("cuda"), peaks):
         made = vars(loading)["KVBlockManager"]
         assert made(1, of=2) == ((1,), {"of": 2})
         assert peaks == {"KVBlockManager": 5}
 
 
-@pytest.mark.parametrize("name", [one_start._ARRANGED, one_start._TRIED])
+@pytest.mark.parametrize("name", [start._ARRANGED, start._TRIED])
 def test_loading_calls_what_is_listened_to(name: str) -> None:
     assert callable(getattr(loading, name))
 
@@ -68,7 +67,7 @@ def test_kernels_are_kept_where_they_are_told(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
     with knobs.cache.scope():
-        one_start._keep_kernels_in(str(tmp_path))
+        start._keep_kernels_in(str(tmp_path))
         assert knobs.cache.dir == tempfile.gettempdir() == str(tmp_path)
 
 
@@ -85,8 +84,8 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept: list[str] = []
-    monkeypatch.setattr(start_bench, "in_process", at_once)
-    monkeypatch.setattr(one_start, "_keep_kernels_in", kept.append)
+    monkeypatch.setattr(start, "in_process", at_once)
+    monkeypatch.setattr(start, "_keep_kernels_in", kept.append)
     saved = tmp_path / "start.json"
     words = ["--hf-model-id", "tiny", "--device", device, "--repeat-runs", "2"]
     assert bench(["start", *words, "--max-batch-size", "3", "--json", str(saved)]) == 0
@@ -106,7 +105,7 @@ def test_the_command(
 def test_a_process_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start_bench, "in_process", lambda *_, **__: "OSError: the disk is full")
+    monkeypatch.setattr(start, "in_process", lambda *_, **__: "OSError: the disk is full")
     with pytest.raises(SystemExit) as left:
         bench(["start", "--hf-model-id", "tiny", "--device", "cpu"])
     assert left.value.code == 2

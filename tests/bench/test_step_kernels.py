@@ -9,8 +9,8 @@ import pytest
 
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder
 from roseinfer import LLM, SamplingParams
-from roseinfer.bench import step_kernels
-from roseinfer.bench.step_kernels import (
+from roseinfer.bench import trace
+from roseinfer.bench.trace import (
     PROFILED,
     declared_bytes,
     kernel_rows,
@@ -18,8 +18,7 @@ from roseinfer.bench.step_kernels import (
     measure_kernels,
     short_name,
 )
-from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.step_kind import StepKind
+from roseinfer.decode.graphs import StepGraphs, StepKind
 from tests.gates.byte_steps import FUSED, NARROW, narrow_gpt2, second_token
 from tests.interpreted import interpreted
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     ("full", "short"),
     [
         ("_decode_kernel", "_decode_kernel"),
-        ("roseinfer.kernels.norm._add_norm_kernel", "_add_norm_kernel"),
+        ("roseinfer.kernels.triton.norm._add_norm_kernel", "_add_norm_kernel"),
         ("nvjet_tst_64x8_64x16_2x1_v_bz_TNT", "nvjet_tst_64x8_64x16_2x1_v_bz_TNT"),
         ("void at::native::elementwise_kernel<128, at::native::f(int)>(int)", "elementwise_kernel"),
         ("void at::native::(anonymous namespace)::softmax<4, float>(float*)", "softmax"),
@@ -95,8 +94,8 @@ def test_the_steps_that_are_profiled_are_not_those_whose_bytes_are_noted(
         calls["profiled"] += count
         return [("_decode_kernel", 2.0)] * count
 
-    monkeypatch.setattr(step_kernels, "device_events", listened)
-    params = SamplingParams(max_new_tokens=step_kernels.STEPS + 4, ignore_eos=True)
+    monkeypatch.setattr(trace, "device_events", listened)
+    params = SamplingParams(max_new_tokens=trace.STEPS + 4, ignore_eos=True)
     request = llm.engine.submit([1, 2, 3], params)
     while not request.num_generated:
         llm.engine.step()

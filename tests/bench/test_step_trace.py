@@ -10,17 +10,10 @@ import pytest
 import torch
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.bench import step_trace
+from roseinfer.bench import trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.serving.memory_floor import MemoryFloor
-from roseinfer.bench.step_kernels import STEPS
-from roseinfer.bench.step_trace import (
-    covered,
-    noted_replays,
-    noted_waits,
-    row_of,
-    spans_of,
-)
+from roseinfer.bench.driving import MemoryFloor
+from roseinfer.bench.trace import STEPS, covered, noted_replays, noted_waits, row_of, spans_of
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +89,7 @@ class Graph:
 
 
 def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_trace, "device_mark", Mark)
+    monkeypatch.setattr(trace, "device_mark", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     before = time.perf_counter()
@@ -116,7 +109,7 @@ def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPa
 def test_all_is_itself_again_whatever_happens(
     noted: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_trace, "device_mark", Mark)
+    monkeypatch.setattr(trace, "device_mark", Mark)
     real = torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay
     with pytest.raises(KeyError), noted():
         raise KeyError
@@ -183,7 +176,7 @@ def test_all_sequences_decode_in_every_step_timed(
 
     monkeypatch.setattr(llm.engine, "step", counted)
     monkeypatch.setattr(llm.engine, "submit", noted)
-    step_trace.measure(llm, 16, 100, 20, FLOOR)
+    trace.measure(llm, 16, 100, 20, FLOOR)
     assert brought[-20:] == [16] * 20
     assert min(asked) >= len(brought) + STEPS
     assert not llm.engine.has_work
@@ -192,5 +185,5 @@ def test_all_sequences_decode_in_every_step_timed(
 def test_sequences_that_the_cache_cannot_hold() -> None:
     llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
     with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --steps"):
-        step_trace.measure(llm, 8, 100, 60, FLOOR)
+        trace.measure(llm, 8, 100, 60, FLOOR)
     assert not llm.engine.has_work

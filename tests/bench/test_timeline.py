@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.serving.figures import latencies
-from roseinfer.bench.serving.record import Timeline
+from roseinfer.bench.driving import Timeline, latencies
 
 KNOWN = Timeline(arrived=10.0, started=11.0, tokens=(13.0, 14.0, 16.0, 19.0))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.decode.resident import Entrant, Resident, ResidentDecode
+from roseinfer.decode.step import Entrant, Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import greedy_step, tiny

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from roseinfer import EnginePath, SamplingParams
-from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.row_steps import RowSteps
-from roseinfer.decode.step_kind import StepKind
+from roseinfer.decode.graphs import StepGraphs, StepKind
+from roseinfer.decode.step import RowSteps
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
-from roseinfer.decode.resident import ladder
-from roseinfer.decode.step_kind import StepKind
-from roseinfer.kv.paths import Work
+from roseinfer.decode.graphs import StepKind
+from roseinfer.decode.step import ladder
+from roseinfer.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 

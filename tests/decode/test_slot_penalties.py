@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roseinfer import EnginePath, SamplingParams
-from roseinfer.decode import resident as resident_module
+from roseinfer.decode import step as resident_module
 from tests.decode.residents import PROMPTS, Decoding, alone, engine_on
 from tests.engine.continuations import TEXTS, small_llm
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from roseinfer import SamplingBatch, SamplingParams
-from roseinfer.decode.slot_rows import SlotRows
-from roseinfer.decode.slots import DecodeSlots
-from roseinfer.kv.paths import Work
+from roseinfer.decode.slots import DecodeSlots, SlotRows
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.paths import Work
 
 SLOTS, WIDTH = 5, 3
 GREEDY = SamplingParams(temperature=0)

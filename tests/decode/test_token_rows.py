@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingParams
-from roseinfer.decode.token_rows import Span, TokenRows
-from roseinfer.sampling.log_probabilities import told_of
+from roseinfer.decode.step import Span, TokenRows
+from roseinfer.sampling.logprobs import told_of
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone, engine_on
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roseinfer.engine.engine import Engine
-from roseinfer.sampling.sampling_batch import SamplingBatch
+from roseinfer.sampling.batch import SamplingBatch
 from roseinfer.server.generation import Generation
 
 if TYPE_CHECKING:

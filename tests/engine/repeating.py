@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roseinfer import LLM, EnginePath, tiny_gpt2
-from roseinfer.bench.speculation_bench import repeating
+from roseinfer.bench.speculation import repeating
 
 
 def repeating_llm(device: str, **config: Any) -> LLM:

@@ -10,7 +10,7 @@ from tokenizers import decoders
 from transformers import CTRLTokenizer, GPTNeoXJapaneseTokenizer, PreTrainedTokenizerFast
 
 from roseinfer import UnsupportedModel
-from roseinfer.text.byte_level import ByteLevelJoin
+from roseinfer.text.detokenizer import ByteLevelJoin
 from roseinfer.text.request_text import detokenizers
 from tests.engine.tokenizers import byte_level, words
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from roseinfer.text.byte_level import BYTE_OF
+from roseinfer.text.detokenizer import BYTE_OF
 from roseinfer.text.request_text import detokenizers
 from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level
 

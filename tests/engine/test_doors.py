@@ -14,9 +14,11 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from roseinfer import AppendPolicy, KVBlockManager, UnsupportedModel
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.kv.sequence import InferenceSession
+from roseinfer.models import (
+    attention_patches,
+)
+from roseinfer.models.attention_patches import alibi_slopes
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.doors import attn_method, bloom, falcon, mpt
-from roseinfer.models.doors.alibi import alibi_slopes
 from roseinfer.models.tiny import draw_weights
 
 if TYPE_CHECKING:
@@ -219,13 +221,13 @@ def _scaled(attend: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("family", "door"),
     [
-        ("bloom", bloom),
-        ("mpt", mpt),
-        ("falcon", falcon),
-        ("falcon with alibi", falcon),
-        ("gpt-j", attn_method),
-        ("codegen", attn_method),
-        ("gpt-neo", attn_method),
+        ("bloom", attention_patches),
+        ("mpt", attention_patches),
+        ("falcon", attention_patches),
+        ("falcon with alibi", attention_patches),
+        ("gpt-j", attention_patches),
+        ("codegen", attention_patches),
+        ("gpt-neo", attention_patches),
     ],
 )
 def test_a_door_that_computes_something_else_is_found_out(
@@ -237,7 +239,9 @@ def test_a_door_that_computes_something_else_is_found_out(
         CausalModel(build(family))
 
 
-@pytest.mark.parametrize(("family", "door"), [("bloom", bloom), ("mpt", mpt)])
+@pytest.mark.parametrize(
+    ("family", "door"), [("bloom", attention_patches), ("mpt", attention_patches)]
+)
 def test_slopes_of_something_else_are_found_out(
     monkeypatch: pytest.MonkeyPatch, family: str, door: ModuleType
 ) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from roseinfer import LLM, SamplingParams
 from roseinfer.decode.readback import Arrival, Readback
-from roseinfer.decode.resident import ResidentDecode
-from roseinfer.decode.slot_rows import SlotRows
-from roseinfer.decode.slots import DecodeSlots
+from roseinfer.decode.slots import DecodeSlots, SlotRows
+from roseinfer.decode.step import ResidentDecode
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.storage import IndexStaging
 from tests.engine.test_random_mixes import assert_no_block_is_lost

@@ -10,8 +10,7 @@ import transformers
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.config import EngineConfig
-from roseinfer.models.loading import load
-from roseinfer.models.padded_head import PaddedHead, pad_head
+from roseinfer.models.loading import PaddedHead, load, pad_head
 
 
 def gpt2(vocabulary: int) -> transformers.GPT2LMHeadModel:

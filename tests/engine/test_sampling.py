@@ -12,17 +12,15 @@ import transformers
 
 from roseinfer import ConfigError, SamplingBatch
 from roseinfer.errors import short_repr
-from roseinfer.sampling import noise as noise_module
-from roseinfer.sampling.allowed_tokens import only_allowed
-from roseinfer.sampling.log_probabilities import (
+from roseinfer.sampling import logits as noise_module
+from roseinfer.sampling.logits import PROMPTED, gumbel_noise, only_allowed, tally_of
+from roseinfer.sampling.logprobs import (
     likeliest,
     log_probabilities,
     rows_without_a_distribution,
     tell,
     told_of,
 )
-from roseinfer.sampling.noise import gumbel_noise
-from roseinfer.sampling.penalties import PROMPTED, tally_of
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

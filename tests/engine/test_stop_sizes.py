@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import ConfigError, SamplingParams
-from roseinfer.text.stop_strings import StopStrings
+from roseinfer.text.request_text import StopStrings
 from tests.engine.served_streams import TEXTS, collect, expected, greedy, run, serving, small_llm
 from tests.engine.served_streams import tokens_of as tokens
 

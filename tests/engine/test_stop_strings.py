@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roseinfer import BadArgument
-from roseinfer.text.stop_strings import StopStrings
+from roseinfer.text.request_text import StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import LLM, UnsupportedModel, tiny_gpt2
-from roseinfer.models.tokenizer_files import load_tokenizer
-from roseinfer.text.byte_level import BYTE_OF
+from roseinfer.models.checkpoint import load_tokenizer
+from roseinfer.text.detokenizer import BYTE_OF
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from roseinfer import LLM, SamplingParams, UnsupportedModel
+from roseinfer.models.attention_patches import RUNNING
 from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel, attend
-from roseinfer.models.running import RUNNING
 from tests.engine.families import VOCABULARY, scaled_up
 
 if TYPE_CHECKING:

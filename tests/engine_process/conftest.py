@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from roseinfer.cli.parser import Parser
-from roseinfer.engine_process.other_process import running
-from roseinfer.server import serve_command
+from roseinfer.cli.model_options import Parser
+from roseinfer.engine_client.subprocess_client import running
+from roseinfer.server import serve
 from tests.server.serve_process import Serving, serving
 from tests.server.served import PATIENCE
 from tests.server.served import running as running_here
@@ -19,7 +19,7 @@ from tests.server.served import running as running_here
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from roseinfer.engine_process.other_process import OtherProcess
+    from roseinfer.engine_client.subprocess_client import OtherProcess
     from tests.server.served import Server
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ class Driven:
 @pytest.fixture(scope="session")
 def driven() -> Iterator[Driven]:
     parser = Parser()
-    serve_command.add_options(parser)
+    serve.add_options(parser)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

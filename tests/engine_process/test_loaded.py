@@ -8,7 +8,7 @@ from tests.python_process import run_python
 def test_a_full_collection_looks_at_nothing_that_was_loaded() -> None:
     code = """
         import gc
-        from roseinfer.engine_process.loaded import keep_loaded
+        from roseinfer.engine_client.protocol import keep_loaded
 
         kept = [[number] for number in range(100_000)]
         keep_loaded()

@@ -9,12 +9,12 @@ import pytest
 
 from roseinfer import LLM, SamplingParams
 from roseinfer.config import MOST_UNREAD
-from roseinfer.engine_process.part import Part
+from roseinfer.engine_client.protocol import Part
 from roseinfer.errors import BadArgument, ConfigError, RequestTooLarge
 from roseinfer.guided.guide import Guide
 
 if TYPE_CHECKING:
-    from roseinfer.engine_process.any_process import Texts
+    from roseinfer.engine_client.protocol import Texts
     from roseinfer.errors import RoseinferError
     from tests.engine_process.conftest import Driven
 

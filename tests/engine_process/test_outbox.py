@@ -10,10 +10,10 @@ import pytest
 
 from roseinfer import LLM, SamplingParams
 from roseinfer.engine.engine import Update
-from roseinfer.engine_process import outbox as module
-from roseinfer.engine_process.outbox import NumberedListener, Outbox
-from roseinfer.engine_process.part import Part
-from roseinfer.engine_process.wire import Pulse, receive
+from roseinfer.engine_client import child as module
+from roseinfer.engine_client.child import NumberedListener, Outbox
+from roseinfer.engine_client.protocol import Part
+from roseinfer.engine_client.subprocess_client import Pulse, receive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

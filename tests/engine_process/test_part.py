@@ -7,8 +7,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.engine_process.part import Part
-from roseinfer.engine_process.wire import Frames, framed
+from roseinfer.engine_client.protocol import Part
+from roseinfer.engine_client.subprocess_client import Frames, framed
 from roseinfer.errors import StepFailed
 
 if TYPE_CHECKING:

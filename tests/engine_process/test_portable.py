@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from roseinfer.engine_process.portable import portable
+from roseinfer.engine_client.protocol import portable
 from roseinfer.errors import RequestTooLarge
 
 

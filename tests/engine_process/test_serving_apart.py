@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.cli.parser import Parser
+from roseinfer.cli.model_options import Parser
 from roseinfer.config import Launched
-from roseinfer.engine_process.starting import served_engine
-from roseinfer.engine_process.this_process import InProcess
-from roseinfer.server import serve_command
+from roseinfer.engine_client.in_process import InProcess
+from roseinfer.server import serve
+from roseinfer.server.serve import served_engine
 from tests.python_process import run_python
 from tests.server.load import metrics_of
 from tests.server.serve_process import PATIENCE, serving
@@ -172,9 +172,9 @@ def test_the_engine_ends_with_the_command_even_within_a_step() -> None:
 def test_what_the_engine_refuses_is_said_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     """It is found out in the other process, when the model is loaded."""
     parser = Parser()
-    serve_command.add_options(parser)
+    serve.add_options(parser)
     words = ["--port", "0", "--device", "cpu", "--max-length", "5000"]
-    assert serve_command.run(parser.parse_args(words)) == 2
+    assert serve.run(parser.parse_args(words)) == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last == "roseinfer serve: max_length=5000: GPT2LMHeadModel has 1024 positions"
 
@@ -182,7 +182,7 @@ def test_what_the_engine_refuses_is_said_in_a_line(capfd: pytest.CaptureFixture[
 def test_under_torchrun_it_stays_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launched, "from_env", classmethod(lambda cls: cls(0, 1)))
     parser = Parser()
-    serve_command.add_options(parser)
+    serve.add_options(parser)
     with served_engine(parser.parse_args(["--device", "cpu"]), "test") as engine:
         assert isinstance(engine, InProcess)
         engine.close()
@@ -191,7 +191,7 @@ def test_under_torchrun_it_stays_in_the_process(monkeypatch: pytest.MonkeyPatch)
 def test_what_serves_http_is_there_before_torch() -> None:
     code = """
         import sys
-        import roseinfer.engine_process.starting, roseinfer.server.app, roseinfer.server.service
+        import roseinfer.server.serve, roseinfer.server.app, roseinfer.server.service
         import roseinfer.server.http_server
         print([name for name in ("torch", "transformers") if name in sys.modules])
     """

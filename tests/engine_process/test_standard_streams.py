@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer.engine_process.standard_streams import MOST_HELD, QueuedOutput, queued_streams
+from roseinfer.engine_client.standard_streams import MOST_HELD, QueuedOutput, queued_streams
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def test_warnings_and_loggers_that_nobody_set_up_are_queued_as_well() -> None:
     """``logging`` looks standard error up when it writes."""
     code = """
         import logging, warnings
-        from roseinfer.engine_process.standard_streams import queued_streams
+        from roseinfer.engine_client.standard_streams import queued_streams
         with queued_streams():
             for number in range(400):
                 logging.getLogger("uvicorn.error").error("x" * 999)
@@ -163,7 +163,7 @@ def test_warnings_and_loggers_that_nobody_set_up_are_queued_as_well() -> None:
 def test_closed_descriptors_are_opened_before_sockets_get_their_numbers() -> None:
     code = (
         "import os, socket, sys\n"
-        "from roseinfer.engine_process.standard_streams import queued_streams\n"
+        "from roseinfer.engine_client.standard_streams import queued_streams\n"
         "with queued_streams():\n"
         "    pair = socket.socketpair()\n"
         "    print('to nobody')\n"

@@ -18,13 +18,19 @@ import openai
 import pytest
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.engine.request_room import BlockNeeds, RequestRoom
-from roseinfer.engine_process import engine_child, other_process
-from roseinfer.engine_process.any_process import Facts
-from roseinfer.engine_process.engine_child import EngineChild, RestartLimit
-from roseinfer.engine_process.other_process import OtherProcess
-from roseinfer.engine_process.part import Part
-from roseinfer.engine_process.wire import Add, Pulse, Report, framed, receive
+from roseinfer.engine.request import BlockNeeds, RequestRoom
+from roseinfer.engine_client import subprocess_client
+from roseinfer.engine_client.protocol import Facts, Part
+from roseinfer.engine_client.subprocess_client import (
+    Add,
+    EngineChild,
+    OtherProcess,
+    Pulse,
+    Report,
+    RestartLimit,
+    framed,
+    receive,
+)
 from roseinfer.engine_thread import EngineThread, Listener
 from roseinfer.errors import EngineRestarting, EngineStopped, StepFailed
 from tests.engine_process.test_other_process import LONG, PROMPT
@@ -36,7 +42,7 @@ from tests.server.test_ends import await_status, client_of, status_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from roseinfer.engine_process.any_process import Texts
+    from roseinfer.engine_client.protocol import Texts
     from tests.engine_process.conftest import Driven
     from tests.server.serve_process import Serving
 
@@ -76,7 +82,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    monkeypatch.setattr(engine_child, "_END_S", 0.05)  # they do not listen
+    monkeypatch.setattr(subprocess_client, "_END_S", 0.05)  # they do not listen
     played = Played()
     yield played
     played.end()
@@ -123,7 +129,7 @@ def test_restarts_are_bounded_and_come_later_and_later(monkeypatch: pytest.Monke
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(engine_child, "time", clock)
+    monkeypatch.setattr(subprocess_client, "time", clock)
     limit = RestartLimit(most=5, within_s=600.0, delay_s=1.0)
     assert [limit.next_delay() for _ in range(7)] == [0, 1, 2, 4, 8, None, None]
     clock.now += 599.0
@@ -303,7 +309,7 @@ def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.Monk
         def monotonic(self) -> float:
             return self.now
 
-    monkeypatch.setattr(other_process, "time", clock := Clock())
+    monkeypatch.setattr(subprocess_client, "time", clock := Clock())
     engine = engine_of(played)
 
     def after(seconds: float, rounds: int | None = None, *, busy: bool = True) -> float:

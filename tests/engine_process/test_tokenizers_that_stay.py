@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM
-from roseinfer.engine_process import child
-from roseinfer.engine_process.any_process import Facts
-from roseinfer.engine_process.engine_child import EngineChild
-from roseinfer.engine_process.wire import framed
+from roseinfer.engine_client import child
+from roseinfer.engine_client.protocol import Facts
+from roseinfer.engine_client.subprocess_client import EngineChild, framed
 from roseinfer.errors import ConfigError
 
 

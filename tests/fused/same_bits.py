@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.attention.paths import AttentionPath
-from roseinfer.kernels.warpgroups import paired_products, prompt_attention, row_attention
+from roseinfer.kernels.cuda import decode_attention, paired, prefill_attention
+from roseinfer.paths import AttentionPath
 from tests.engine.families import attending_widely, scaled_up
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ def rows_computed(llm: LLM) -> Iterator[set[Row]]:
 def at_every_size() -> Iterator[None]:
     """Let the kernels that take a size run without it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paired_products, "_FEWEST_TILES", 1)
-        patch.setattr(prompt_attention, "_FEWEST_TILES", 0)
-        patch.setattr(row_attention, "_FEWEST_PROGRAMS", 1)
+        patch.setattr(paired, "_FEWEST_TILES", 1)
+        patch.setattr(prefill_attention, "_FEWEST_TILES", 0)
+        patch.setattr(decode_attention, "_FEWEST_PROGRAMS", 1)
         yield
 
 

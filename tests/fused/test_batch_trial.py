@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from roseinfer.models.batch_trial import same_bits_in_any_batch
+from roseinfer.models.fused_checks import same_bits_in_any_batch
 
 
 class Rows:

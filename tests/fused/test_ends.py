@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from roseinfer.attention.backend import AttentionBackend
-from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.families.gpt2 import FusedGPT2
+from roseinfer.paths import AttentionPath
 from tests.engine.families import tiny
 from tests.fused.runners import assert_close, by_transformers, fused
 from tests.fused.test_llama import PROMPTS, family_of, network

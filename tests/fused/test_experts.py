@@ -10,13 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
-from roseinfer.kernels.experts import visits as visits_module
-from roseinfer.kernels.experts.choice import choose_experts
-from roseinfer.kernels.experts.visiting import visit_gated, visit_weighed
-from roseinfer.kernels.experts.visits import MOST_ROWS, visits_of
+from roseinfer.kernels.triton import experts as visits_module
+from roseinfer.kernels.triton.experts import (
+    MOST_ROWS,
+    choose_experts,
+    visit_gated,
+    visit_weighed,
+    visits_of,
+)
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.experts.visits import Visits
+    from roseinfer.kernels.triton.experts import Visits
 
 FAR = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 every_dtype = pytest.mark.parametrize("dtype", FAR, ids=str)

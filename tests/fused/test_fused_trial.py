@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath
 from roseinfer.models.causal import CausalModel
+from roseinfer.models.checks import alike
 from roseinfer.models.families import fused_family
-from roseinfer.models.fused_trial import _OneText, agrees_with_its_modules
+from roseinfer.models.fused_checks import _OneText, agrees_with_its_modules
 from roseinfer.models.loading import load
 from roseinfer.models.tiny import tiny_gpt2
-from roseinfer.models.trial import alike
 from tests.engine.families import scaled_up
 from tests.fused.test_llama import SHAPE, network
 

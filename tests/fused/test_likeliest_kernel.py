@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roseinfer import SamplingBatch, SamplingParams
-from roseinfer.kernels.likeliest import advance_to_likeliest
-from roseinfer.sampling.log_probabilities import rows_without_a_distribution
+from roseinfer.kernels.triton.greedy import advance_to_likeliest
+from roseinfer.sampling.logprobs import rows_without_a_distribution
 
 INF, NAN = float("inf"), float("nan")
 

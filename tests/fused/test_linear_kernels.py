@@ -6,16 +6,20 @@ import pytest
 import torch
 from torch.nn.functional import gelu as torch_gelu
 
-from roseinfer.kernels.products.gated import linear_gated, multiply_gated
-from roseinfer.kernels.products.linear import (
+from roseinfer.kernels.triton.linear import (
     cut_evenly,
     gelu,
     linear,
     linear_in_parts,
+    multiply_in_parts,
     num_parts,
 )
-from roseinfer.kernels.products.many_rows import multiply_in_parts
-from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
+from roseinfer.kernels.triton.streamed import (
+    linear_gated,
+    multiply_gated,
+    stream_linear,
+    stream_linear_in_parts,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """For outputs of about 1, which are rounded to the dtype once."""
@@ -145,7 +149,7 @@ def test_parts_of_any_number_of_tiles(
     device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part has as many tiles as the launcher allows, and the last tile is not full."""
-    monkeypatch.setattr("roseinfer.kernels.products.linear._PROGRAMS_WANTED", 1)
+    monkeypatch.setattr("roseinfer.kernels.triton.linear._PROGRAMS_WANTED", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
     parts = linear_in_parts(layer.x, layer.weight, num_parts(tiles * 128 - 5, 20, 2))
     assert len(parts) >= tiles / 4

@@ -10,7 +10,7 @@ import transformers
 
 from roseinfer import EnginePath
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.models.families import fused_family, linear_layers
+from roseinfer.models.families import fused_family, layers
 from roseinfer.models.families.llama import FusedLlama
 from tests.engine.families import scaled_up
 from tests.fused.runners import assert_close, by_transformers, fused
@@ -107,7 +107,7 @@ def test_more_rows_than_are_read_for_once(
     device: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(linear_layers, "MOST_ROWS", most)
+    monkeypatch.setattr(layers, "MOST_ROWS", most)
     model = network("qwen2", device)
     _, logits = fused(FusedLlama, device, model).prefill(PROMPTS)
     assert_close(logits, by_transformers(model, PROMPTS))
@@ -124,10 +124,10 @@ def test_products_that_are_added_where_they_are_made(
         added.append(by)
         residual += by[1] * (x @ weight.T)
 
-    monkeypatch.setattr(linear_layers, "MOST_ROWS", 1)
-    monkeypatch.setattr(linear_layers, "cut_evenly", lambda *_: True)
-    monkeypatch.setattr(linear_layers, "adds_product", lambda *_: True)
-    monkeypatch.setattr(linear_layers, "add_product", add)
+    monkeypatch.setattr(layers, "MOST_ROWS", 1)
+    monkeypatch.setattr(layers, "cut_evenly", lambda *_: True)
+    monkeypatch.setattr(layers, "adds_product", lambda *_: True)
+    monkeypatch.setattr(layers, "add_product", add)
     model = network(kin, device)
     engine = fused(FusedLlama, device, model)
     engine.model.batch_invariant = True
@@ -147,7 +147,7 @@ def test_products_in_parts(
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
     x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
-    got = linear_layers.in_parts(x, weight, always=always)
+    got = layers.in_parts(x, weight, always=always)
     assert got.shape == (parts, rows, 40)
     far = 2e-5 if dtype is torch.float32 else 3e-2
     want = x.double() @ weight.double().T

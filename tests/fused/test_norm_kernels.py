@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.norm import add_norm, embed_norm
+from roseinfer.kernels.triton.norm import add_norm, embed_norm
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roseinfer.kernels.rms_norm import (
+from roseinfer.kernels.triton.norm import (
     add_behind_rms_norm,
     add_rms_norm,
     embed_rms_norm,

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from roseinfer import LLM, ConfigError, EnginePath, SamplingParams
-from roseinfer.bench.speculation_bench import repeating
-from roseinfer.kernels import attend_decode
+from roseinfer.bench.speculation import repeating
+from roseinfer.kernels.cuda.decode_attention import RowSizes
+from roseinfer.kernels.cuda.paired import PairedSizes
+from roseinfer.kernels.cuda.prefill_attention import PromptSizes
+from roseinfer.kernels.cuda.streamed import Tiles
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.cuda.toolchain import loaded
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.kernels.warpgroups.loaded_kernels import loaded
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
-from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
-from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
-from roseinfer.kernels.warpgroups.row_sizes import RowSizes
-from roseinfer.kernels.warpgroups.tiles import Tiles
-from roseinfer.models import batch_trial, loading
-from roseinfer.sampling.log_probabilities import log_probabilities
+from roseinfer.kernels.triton import decode_attention
+from roseinfer.models import fused_checks, loading
+from roseinfer.sampling.logprobs import log_probabilities
 from tests.engine.repeating import drafted
 from tests.fused import same_bits
 from tests.lanes.planted import Planted, module_with
@@ -229,7 +229,7 @@ def test_another_order_of_adding_up_is_found(device: str, monkeypatch: pytest.Mo
     """The sums are as good; half a tile of tokens goes through the decode kernel at a time."""
     if device != "cuda":
         pytest.skip("this is about a GPU")
-    monkeypatch.setattr(attend_decode, "tile_of_tokens", lambda _: 32)
+    monkeypatch.setattr(decode_attention, "tile_of_tokens", lambda _: 32)
     assert any(same_bits.differing(same_bits.model_of("llama"), MIXES, 3, Counter()))
 
 
@@ -245,7 +245,7 @@ def test_products_that_depend_on_the_rows_are_refused(
     assert llm.batch_invariant
     fused = llm.engine.sessions.model
     fused.batch_invariant = False
-    assert not batch_trial.same_bits_in_any_batch(fused, 2112), "products of more than 512 rows"
+    assert not fused_checks.same_bits_in_any_batch(fused, 2112), "products of more than 512 rows"
     monkeypatch.setattr(loading, "same_bits_in_any_batch", lambda *_: False)
     with pytest.raises(ConfigError, match="batch_invariant=True: matrix products of torch"):
         settle(fused, llm.config.__class__(batch_invariant=True))

@@ -47,8 +47,8 @@ def _on_gpu() -> dict[str, Any]:
     source = ModelSource("gpt2", random_weights=True, device=None, dtype=None)
     llm = source.llm({"prefix_cache": False})
     target = _target(llm, requests=64)
-    if importlib.util.find_spec("roseinfer.bench.serving.memory_floor"):
-        from roseinfer.bench.serving.memory_floor import memory_floor
+    if importlib.util.find_spec("roseinfer.bench.driving"):
+        from roseinfer.bench.driving import memory_floor
 
         stored = 64 * (_PROMPT + _TOKENS // 2)
         target["floor_seconds"] = memory_floor(source.skeleton(), llm).seconds(1, stored)

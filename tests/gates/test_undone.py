@@ -53,7 +53,7 @@ SWITCHES = {
         "steady",
         replace(TORCH, batched=False),
         [
-            f"roseinfer.kv.per_layer.PerLayerCalls.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.calls.PerLayerCalls.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),
@@ -75,7 +75,7 @@ SWITCHES = {
         "boundary",
         replace(TORCH, batched_rollover=False),
         [
-            f"roseinfer.kv.per_layer.PerLayerCalls.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.calls.PerLayerCalls.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),

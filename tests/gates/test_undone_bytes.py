@@ -15,7 +15,7 @@ from pytest_roseinfer.gates.bytes_moved import StepMemory, measure_bytes
 from pytest_roseinfer.gates.step_work import Step, judge
 from pytest_roseinfer.run.interpreter import fast_interpreter
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.products.linear import linear
+from roseinfer.kernels.triton.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token
 from tests.interpreted import interpreted
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from roseinfer import BadArgument, Guide, byte_tokenizer
 from roseinfer.guided.compiler import GuideCompiler
-from roseinfer.guided.numbers import LARGEST_EXACT
+from roseinfer.guided.grammar import LARGEST_EXACT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,12 +15,11 @@ import pytest
 
 from roseinfer import BadArgument, ConfigError, EngineConfig, Guide, SamplingParams, byte_tokenizer
 from roseinfer.errors import TooBusy
-from roseinfer.guided import guide_trial as trial_module
-from roseinfer.guided.grammars import read_tokenizer
-from roseinfer.guided.guide_trial import GuideTrial, Outcome, Verdict
+from roseinfer.guided import trial as trial_module
+from roseinfer.guided.grammar import read_tokenizer
+from roseinfer.guided.trial import GuideTrial, Outcome, Verdict
 from roseinfer.server.refusals import refusal_of
-from roseinfer.server.tools.tool_bodies import Function
-from roseinfer.server.tools.tool_guide import call_guide
+from roseinfer.server.schemas.tools import Function, call_guide
 from tests.engine.continuations import one
 from tests.guided.forms import engine, together
 from tests.guided.hostile import allows, new_compiler, run
@@ -231,11 +230,11 @@ def test_the_worker_has_no_torch(trial: GuideTrial) -> None:
     assert not any(name in loaded for name in ("torch", "numpy", "triton"))
     code = """
         import sys
-        import roseinfer.guided.trial_worker
+        import roseinfer.guided.trial
         print(*sorted(name for name in sys.modules if name.startswith("roseinfer")))
     """
-    parts = ("errors", "guided", "guided.grammars", "guided.guide", "guided.guide_trial")
-    names = ["roseinfer", *(f"roseinfer.{part}" for part in parts), "roseinfer.guided.trial_worker"]
+    parts = ("errors", "guided", "guided.grammar", "guided.guide")
+    names = ["roseinfer", *(f"roseinfer.{part}" for part in parts), "roseinfer.guided.trial"]
     assert run_python(code).split() == names
 
 
@@ -261,9 +260,9 @@ def test_the_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     code = f"""
         import os
         from pathlib import Path
-        from roseinfer.guided.grammars import TokenizerSource
+        from roseinfer.guided.grammar import TokenizerSource
         from roseinfer.guided.guide import Guide
-        from roseinfer.guided.guide_trial import GuideTrial
+        from roseinfer.guided.trial import GuideTrial
         text = Path({str(tmp_path / "tokenizer.json")!r}).read_text()
         source = TokenizerSource(text, {source.vocabulary}, {source.end_of_grammar})
         trial = GuideTrial(source, 60.0, 512)
@@ -296,7 +295,7 @@ def test_it_starts_with_the_first_guide(device: str) -> None:
 def test_a_thread_of_a_trial_that_ends_early_is_a_crash() -> None:
     code = """
         import socket, sys
-        from roseinfer.guided import trial_worker
+        from roseinfer.guided import trial as trial_worker
         trial_worker._limit_memory = lambda pages, megabytes: sys.exit()
         ours, theirs = socket.socketpair()
         ours.settimeout(30)

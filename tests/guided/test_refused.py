@@ -11,7 +11,7 @@ import pytest
 
 from roseinfer import LLM, BadArgument, ConfigError, Guide, SamplingParams, tiny_gpt2
 from roseinfer.guided import compiler
-from roseinfer.guided.grammars import compile_guide
+from roseinfer.guided.grammar import compile_guide
 from roseinfer.guided.guide import LONGEST_GUIDE
 from tests.engine.continuations import END, one
 from tests.engine.served_streams import collect, serving, tokens_of

@@ -10,22 +10,21 @@ from unittest import mock
 
 import torch
 
-from roseinfer.kernels import (
+from roseinfer.kernels.exchange import Exchange
+from roseinfer.kernels.triton import (
     append,
-    attend_chunks,
-    attend_decode,
-    attend_parts,
     clone,
-    likeliest,
+    decode_attention,
+    experts,
+    greedy,
+    linear,
     norm,
-    rms_norm,
-    rotary,
+    prefill_attention,
+    rope,
+    streamed,
 )
-from roseinfer.kernels.experts import choice, visiting
-from roseinfer.kernels.experts.visits import visits_of
-from roseinfer.kernels.products import gated, linear, streamed
-from roseinfer.kernels.sums.exchange import Exchange
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.triton.experts import visits_of
+from roseinfer.layer_traits import Rotation
 from tests.attention.layer_traits import traits_of
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def rotate(*gains: int, together: bool = False, of: str = "both") -> None:
     query_gain, key_gain = map(numbers, gains) if gains else (None, None)
     rotation = Rotation(*angles, query_gain, key_gain, 1e-6, together)
     query, key = (qkv[:, :4], qkv[:, 4:6]) if of == "both" else (None, qkv[:, 4:6])
-    rotary.rotate(query, key, index(7, 2, 0), rotation)
+    rope.rotate(query, key, index(7, 2, 0), rotation)
 
 
 def attend(*, new: bool, more: Sequence[str] = (), turn: int = 0) -> torch.Tensor:
@@ -78,22 +77,22 @@ def attend(*, new: bool, more: Sequence[str] = (), turn: int = 0) -> torch.Tenso
     traits = traits_of(more, 4, 20, str(torch.get_default_device()), window=39)
     if new:
         rotation = Rotation(*numbers(2, 80, turn, dtype=torch.float16)) if turn else None
-        return attend_decode.append_and_attend(
+        return decode_attention.append_and_attend(
             query, key, value, k_cache, v_cache, lists, lengths, traits, rotation
         )
-    return attend_decode.paged_attention_decode(query, k_cache, v_cache, lists, lengths, traits)
+    return decode_attention.paged_attention_decode(query, k_cache, v_cache, lists, lengths, traits)
 
 
 def attend_in_parts(*, new: bool) -> torch.Tensor:
     """The same with every context in two parts, as only GPUs have them."""
-    with mock.patch.object(attend_decode, "_num_splits", return_value=2):
+    with mock.patch.object(decode_attention, "_num_splits", return_value=2):
         return attend(new=new)
 
 
 def combine() -> None:
     """Two parts of one context and one of another, and what was seen of their own tokens."""
     largest, weights = numbers(2, 2 * 4 * 3).exp()
-    attend_parts.combine_parts(
+    decode_attention.combine_parts(
         numbers(2 * 4 * 3, 20), largest, weights, index(130, 5),
         numbers(2, 4, 20, dtype=torch.float16), 3, 0, 32, 1, appends=False,
     )  # fmt: skip
@@ -103,7 +102,7 @@ def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
     """Five new tokens behind eleven, and three behind none, in tiles of four."""
     k_cache, v_cache = caches(6, 2, BLOCK, 8)
     tiles = (index(0, 0, 1), index(0, 4, 5), index(4, 1, 3), index(11, 15, 0))
-    return attend_chunks.paged_attention_chunks(
+    return prefill_attention.paged_attention_chunks(
         numbers(8, 4, 8, dtype=torch.float16), k_cache, v_cache, tables([1, 2], [4, 0]), tiles,
         traits_of(more, 4, 8, str(torch.get_default_device()), window=9), tile_q=4, longest=16,
     )  # fmt: skip
@@ -111,7 +110,7 @@ def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
 
 def choose() -> None:
     rows = 3
-    likeliest.advance_to_likeliest(
+    greedy.advance_to_likeliest(
         numbers(rows, 3000), index(0, 0, 0), index(0, 0, 0), index(4, 5, 6), index(1, 0, 1)
     )
 
@@ -143,12 +142,12 @@ _WRITTEN_TO: list[torch.Tensor] = []
 """What stands for the memory of another GPU, kept as long as a kernel may write to it."""
 
 
-def visit(rows: int, experts: int) -> None:
+def visit(rows: int, num_experts: int) -> None:
     """Two experts for each row."""
-    chosen = torch.rand(rows, experts).argsort(-1)[:, :2].to(torch.int32)
-    visits = visits_of(chosen, experts)
-    inner = visiting.visit_gated(numbers(rows, 70), numbers(experts, 2 * 40, 70), visits)
-    visiting.visit_weighed(inner, numbers(experts, 30, 40), numbers(rows, 2), visits)
+    chosen = torch.rand(rows, num_experts).argsort(-1)[:, :2].to(torch.int32)
+    visits = visits_of(chosen, num_experts)
+    inner = experts.visit_gated(numbers(rows, 70), numbers(num_experts, 2 * 40, 70), visits)
+    experts.visit_weighed(inner, numbers(num_experts, 30, 40), numbers(rows, 2), visits)
 
 
 def layer_norm() -> torch.nn.LayerNorm:
@@ -225,7 +224,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["_add_norm_kernel"],
     ),
     "norm of a sum over ranks by the root mean square": (
-        lambda: rms_norm.add_rms_norm(
+        lambda: norm.add_rms_norm(
             numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6, exchange=exchanged(3, 24)
         ),
         ["_add_kernel"],
@@ -237,19 +236,19 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["_embed_norm_kernel"],
     ),
     "norm by the root mean square": (
-        lambda: rms_norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        lambda: norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_add_kernel"],
     ),
     "norm by the root mean square alone": (
-        lambda: rms_norm.rms_norm(numbers(3, 24), numbers(24), 1e-6),
+        lambda: norm.rms_norm(numbers(3, 24), numbers(24), 1e-6),
         ["_norm_kernel"],
     ),
     "norm by the root mean square behind": (
-        lambda: rms_norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        lambda: norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_behind_kernel"],
     ),
     "embed by the root mean square": (
-        lambda: rms_norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
+        lambda: norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
         ["_embed_kernel"],
     ),
     "streamed": (
@@ -260,10 +259,12 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: streamed.stream_linear_in_parts(numbers(3, 1090), numbers(40, 1090)),
         ["_streamed_kernel"],
     ),
-    "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
-    "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
+    "gated": (lambda: streamed.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
+    "gated at once": (lambda: streamed.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
     "choose experts": (
-        lambda: choice.choose_experts(numbers(2, 3, 20), numbers(1), 3, torch.float32, shared=True),
+        lambda: experts.choose_experts(
+            numbers(2, 3, 20), numbers(1), 3, torch.float32, shared=True
+        ),
         ["_choose_kernel"],
     ),
     "visit few experts": (lambda: visit(3, 3), _VISITS),

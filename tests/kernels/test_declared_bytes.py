@@ -8,8 +8,8 @@ from pkgutil import iter_modules
 import pytest
 import torch
 
-from roseinfer import kernels
-from roseinfer.kernels.products import linear
+from roseinfer.kernels import triton
+from roseinfer.kernels.triton import linear
 from tests.interpreted import interpreted
 from tests.kernels.calls import CALLS
 from tests.kernels.touched import touched_by
@@ -27,13 +27,8 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    packages = (kernels, kernels.experts, kernels.products)
-    names = [
-        each.name
-        for package in packages
-        for each in iter_modules(package.__path__, f"{package.__name__}.")
-    ]
-    modules = [import_module(name) for name in names]
+    names = iter_modules(triton.__path__, f"{triton.__name__}.")
+    modules = [import_module(each.name) for each in names]
     there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert there == {kernel for _, called in CALLS.values() for kernel in called}
 

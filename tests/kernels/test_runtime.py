@@ -99,7 +99,7 @@ def test_unaligned_tensors_take_the_public_way(tensors: list[torch.Tensor]) -> N
 
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="the interpreter compiles nothing")
 def test_both_ways_write_the_same_bits(device: str) -> None:
-    from roseinfer.kernels import append
+    from roseinfer.kernels.triton import append
 
     keys = torch.randn(6, 2, 8, device=device)
     blocks = torch.arange(1, 7, device=device)

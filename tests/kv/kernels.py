@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roseinfer.kernels.append import (
+from roseinfer.kernels.triton.append import (
     kv_append_triton,
     kv_append_triton_full_batch,
     kv_append_triton_identity_pos,

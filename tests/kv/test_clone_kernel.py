@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer import BadArgument
-from roseinfer.kernels.clone import kv_clone_triton
+from roseinfer.kernels.triton.clone import kv_clone_triton
 from tests.kv.harness import DTYPES
 from tests.kv.kernels import LAYOUTS, Caches, Pair, Shape, apart, index, off_by_one
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.clone import kv_clone_triton
+from roseinfer.kernels.triton.clone import kv_clone_triton
 from tests.kv.harness import assert_same_bits, random_words
 from tests.kv.kernels import Pair, index, run
 

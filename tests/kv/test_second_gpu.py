@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer import BadArgument, Condition, Path
-from roseinfer.kernels.clone import kv_clone_triton
+from roseinfer.kernels.triton.clone import kv_clone_triton
 from tests.kv.harness import Snapshot, Twins
 from tests.kv.kernels import CACHE_SHAPE, KERNELS, Caches, assert_appends, index, new_tokens
 from tests.kv.test_write_paths import WRITES

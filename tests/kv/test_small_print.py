@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, Condition, ConfigError
-from roseinfer.kernels.append import kv_append_triton_full_batch
+from roseinfer.kernels.triton.append import kv_append_triton_full_batch
 from tests.kv.harness import assert_same_bits, build
 from tests.python_process import run_python
 
@@ -75,7 +75,7 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from roseinfer import BadArgument
-from roseinfer.kernels.clone import kv_clone_triton
+from roseinfer.kernels.triton.clone import kv_clone_triton
 cache, index = torch.zeros(3, 1, 4, 8), torch.zeros(1, dtype=torch.int64)
 try:
     kv_clone_triton(k_cache=cache, v_cache=cache.clone(), source=index, target=index + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roseinfer import AppendPolicy, BadArgument
-from roseinfer.kv.paths import Work
+from roseinfer.paths import Work
 from tests.kv.harness import Twins
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from roseinfer.cli.parser import Parser
+from roseinfer.cli.model_options import Parser
 from tests.lanes import memcheck
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""``python -m tests.lanes.compiled_calls [FAMILY VERB]`` calls every kernel, compiled, on a GPU.
+"""``python -m tests.lanes.compiled_calls [FAMILY NUMBER]`` calls every kernel, compiled, on a GPU.
 
-With a family and ``reads`` or ``writes`` it is only the one call that what is planted there is for.
+With a family and the number of an access that is planted there it is only the call that it is for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         run(calls.CALLS, "cuda")
         return
-    family, verb = argv
-    (planted,) = (each for each in FAMILIES[family] if each.verb == verb)
+    family, number = argv
+    planted = FAMILIES[family][int(number)]
     with tempfile.TemporaryDirectory() as folder:
         module = module_with(planted, family, Path(folder))
         with mock.patch.object(calls, family, module):

@@ -29,7 +29,7 @@ class Planted(NamedTuple):
     replace: str
 
 
-FAMILIES: dict[str, tuple[Planted, Planted]] = {
+FAMILIES: dict[str, tuple[Planted, ...]] = {
     "append": (
         Planted(
             "reads",
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.store(v_to + layer * vt_l + new * vt_b + h * vt_h + t * vt_t + d * vt_d, v)",
         ),
     ),
-    "attend_decode": (
+    "decode_attention": (
         Planted(
             "reads",
             "tables",
@@ -113,8 +113,6 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             )
             """,
         ),
-    ),
-    "attend_parts": (
         Planted(
             "reads",
             "weights_sum",
@@ -142,7 +140,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             """,
         ),
     ),
-    "attend_chunks": (
+    "prefill_attention": (
         Planted(
             "reads",
             "tables",
@@ -223,8 +221,6 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             )
             """,
         ),
-    ),
-    "gated": (
         Planted(
             "reads",
             "x",
@@ -242,7 +238,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.store(out + row * o_r + n, gated(gate, up, out.dtype.element_ty))",
         ),
     ),
-    "choice": (
+    "experts": (
         Planted(
             "reads",
             "parts",
@@ -259,8 +255,6 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty), m < MOST)",
             "tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty))",
         ),
-    ),
-    "visiting": (
         Planted(
             "reads",
             "weight",
@@ -295,8 +289,6 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)",
             "tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty))",
         ),
-    ),
-    "rms_norm": (
         Planted(
             "reads",
             "residual",
@@ -314,7 +306,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.store(residual + row * r_r + n, x)",
         ),
     ),
-    "rotary": (
+    "rope": (
         Planted(
             "reads",
             "key",
@@ -346,7 +338,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             """,
         ),
     ),
-    "likeliest": (
+    "greedy": (
         Planted(
             "reads",
             "place",

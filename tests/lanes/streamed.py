@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roseinfer.kernels.warpgroups.tiles import tiles_for
+from roseinfer.kernels.cuda.streamed import tiles_for
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
 from tests.warpgroups.products import SHAPES, Product, emulated
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 pytestmark = interpreted
 PLANTED = [
-    pytest.param(family, each, id=f"{family}-{each.verb}")
-    for family, both in FAMILIES.items()
-    for each in both
+    pytest.param(family, each, id=f"{each.call} {each.verb} {each.parameter}")
+    for family, planted in FAMILIES.items()
+    for each in planted
 ]
 READS = [
-    pytest.param(family, each, id=family)
-    for family, both in FAMILIES.items()
-    for each in both
+    pytest.param(family, each, id=f"{each.call} {each.parameter}")
+    for family, planted in FAMILIES.items()
+    for each in planted
     if each.verb == "reads"
 ]
 
@@ -57,7 +57,7 @@ def test_a_sum_over_ranks_leaves_its_tensors_to_send_alone(name: str) -> None:
         CALLS[name][0]()
     (sent,) = judged.findings
     assert sent.verb == "writes"
-    assert sent.where.startswith("add_up_ranks.py:")
+    assert sent.where.startswith("norm.py:")
 
 
 def test_a_read_and_a_write_are_planted_in_every_family() -> None:
@@ -65,10 +65,11 @@ def test_a_read_and_a_write_are_planted_in_every_family() -> None:
     modules = {
         module.__name__
         for module in vars(calls).values()
-        if getattr(module, "__name__", "").startswith("roseinfer.kernels.")
+        if getattr(module, "__name__", "").startswith("roseinfer.kernels.triton.")
     }
     assert families == modules
-    assert all([each.verb for each in both] == ["reads", "writes"] for both in FAMILIES.values())
+    verbs = [[each.verb for each in planted] for planted in FAMILIES.values()]
+    assert all(each.count("reads") == each.count("writes") > 0 for each in verbs)
 
 
 @pytest.mark.parametrize(("family", "planted"), PLANTED)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.persistent.sizes import source
-from roseinfer.kernels.persistent.whole_step import WholeStep
+from roseinfer.kernels.cuda.whole_step import WholeStep, source
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
 from tests.persistent.emulated import EmulatedProgram
 from tests.persistent.rigs import small_rig, small_sizes
@@ -18,7 +17,7 @@ from tests.persistent.rigs import small_rig, small_sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.kernels.persistent.sizes import StepSizes
+    from roseinfer.kernels.cuda.whole_step import StepSizes
 
 _LENGTHS = (0, 65, 300)
 _PLANTED = {

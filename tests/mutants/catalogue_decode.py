@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_ROWS = "roseinfer.decode.slot_rows"
-_ROWS = "roseinfer.decode.slot_rows"
+_ROWS = "roseinfer.decode.slots"
+_ROWS = "roseinfer.decode.slots"
 _SLOTS = "roseinfer.decode.slots"
-_RESIDENT = "roseinfer.decode.resident"
-_STEPS = "roseinfer.decode.row_steps"
-_PENALTIES = "roseinfer.decode.slot_penalties"
+_RESIDENT = "roseinfer.decode.step"
+_STEPS = "roseinfer.decode.step"
+_PENALTIES = "roseinfer.decode.slots"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
 _FLIGHT = "roseinfer.engine.flight"
-_DECODE = "roseinfer.kernels.attend_decode"
+_DECODE = "roseinfer.kernels.triton.decode_attention"
 _GPT2 = "roseinfer.models.families.gpt2"
-_LIKELIEST = "roseinfer.kernels.likeliest"
-_HEAD = "roseinfer.models.padded_head"
+_LIKELIEST = "roseinfer.kernels.triton.greedy"
+_HEAD = "roseinfer.models.loading"
 
 
 def _mutant(

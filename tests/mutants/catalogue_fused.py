@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_ROTARY = "roseinfer.kernels.rotary"
-_VISITS = "roseinfer.kernels.experts.visits"
+_ROTARY = "roseinfer.kernels.triton.rope"
+_VISITS = "roseinfer.kernels.triton.experts"
 
 
 def _fused(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import COMPACTED, KERNELS, PER_LAYER, Mutant
 
-_APPEND = "roseinfer.kernels.append"
-_CLONE = "roseinfer.kernels.clone"
+_APPEND = "roseinfer.kernels.triton.append"
+_CLONE = "roseinfer.kernels.triton.clone"
 
 MUTANTS = (
     Mutant(

@@ -6,7 +6,7 @@ from tests.mutants.mutant import PER_LAYER, Mutant
 
 _PLAN = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"
-_PER_LAYER = "roseinfer.kv.per_layer"
+_PER_LAYER = "roseinfer.kv.calls"
 
 MUTANTS = (
     Mutant(

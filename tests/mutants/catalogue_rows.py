@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_PROMPTS = "roseinfer.engine.prompt_rows"
-_ROWS = "roseinfer.decode.token_rows"
+_PROMPTS = "roseinfer.engine.runner"
+_ROWS = "roseinfer.decode.step"
 
 
 def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_NUCLEUS = "roseinfer.sampling.nucleus"
-_PENALTIES = "roseinfer.sampling.penalties"
-_TOLD = "roseinfer.sampling.log_probabilities"
+_NUCLEUS = "roseinfer.sampling.logits"
+_PENALTIES = "roseinfer.sampling.logits"
+_TOLD = "roseinfer.sampling.logprobs"
 _ENGINE = "roseinfer.engine.engine"
 _TEXT = "roseinfer.text.request_text"
-_BYTES = "roseinfer.text.byte_level"
+_BYTES = "roseinfer.text.detokenizer"
 
 
 def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_ROWS = "roseinfer.decode.token_rows"
+_ROWS = "roseinfer.decode.step"
 _FLIGHT = "roseinfer.engine.flight"
 _RUNNER = "roseinfer.engine.runner"
 _SPECULATION = "roseinfer.engine.speculation"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, WINDOWED, WINDOWED_PREFIXES, Mutant
 
 _GROUPS = "roseinfer.kv.groups"
-_GROUP_CALLS = "roseinfer.kv.group_calls"
+_GROUP_CALLS = "roseinfer.kv.calls"
 _TRUNCATION = "roseinfer.kv.truncation"
 _SUPPLY = "roseinfer.engine.request"
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _REFERENCE = "roseinfer.attention.reference"
-_CHUNK = "roseinfer.kernels.attend_chunks"
-_DECODE = "roseinfer.kernels.attend_decode"
-_SCORES = "roseinfer.kernels.scores"
+_CHUNK = "roseinfer.kernels.triton.prefill_attention"
+_DECODE = "roseinfer.kernels.triton.decode_attention"
+_SCORES = "roseinfer.kernels.triton.softmax"
 
 
 def _of_a_cache(

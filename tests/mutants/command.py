@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
 from pytest_roseinfer.plugin.reference import NoPage
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
-from roseinfer.cli.parser import Parser
-from roseinfer.how_far import counting
+from roseinfer.cli.model_options import Parser
+from roseinfer.progress import counting
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, SHRINK, Job, Task

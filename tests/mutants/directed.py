@@ -61,7 +61,7 @@ def _caches() -> tuple[torch.Tensor, torch.Tensor]:
 
 def far_appends() -> None:
     """Every append kernel, to the last two blocks."""
-    from roseinfer.kernels import append
+    from roseinfer.kernels.triton import append
 
     index = {"block_idx": torch.tensor([_BLOCKS - 1, _BLOCKS - 2])}
     positions = {"pos": torch.tensor([1, 1])}
@@ -90,7 +90,7 @@ def far_appends() -> None:
 
 def far_clones() -> None:
     """From the first block to the last and back."""
-    from roseinfer.kernels.clone import kv_clone_triton
+    from roseinfer.kernels.triton.clone import kv_clone_triton
 
     for source, target in ((0, _BLOCKS - 1), (_BLOCKS - 1, 0)):
         caches = _caches()
@@ -107,8 +107,8 @@ def far_clones() -> None:
 def capture_beside_the_living() -> None:
     """Their blocks stay as they are, and they go on as if nothing had been."""
     from roseinfer import LLM, SamplingParams
-    from roseinfer.decode.resident import Entrant, ResidentDecode
-    from roseinfer.decode.step_kind import StepKind
+    from roseinfer.decode.graphs import StepKind
+    from roseinfer.decode.step import Entrant, ResidentDecode
 
     greedy = SamplingParams(temperature=0)
 
@@ -135,8 +135,7 @@ def capture_beside_the_living() -> None:
 
 def experts_of_many_rows() -> None:
     """Each row gets what it gets among few."""
-    from roseinfer.kernels.experts.visiting import visit_gated, visit_weighed
-    from roseinfer.kernels.experts.visits import visits_of
+    from roseinfer.kernels.triton.experts import visit_gated, visit_weighed, visits_of
 
     torch.manual_seed(0)
     num_rows, few, num_experts, most, width, inner = 100, 10, 4, 3, 24, 16

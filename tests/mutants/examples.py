@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, OutOfBlocks
-from roseinfer.kernels.append import kv_append_triton
-from roseinfer.kernels.clone import kv_clone_triton
+from roseinfer.kernels.triton.append import kv_append_triton
+from roseinfer.kernels.triton.clone import kv_clone_triton
 from tests.mutants.hunt import Found, Stop, guarded
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from roseinfer import BadArgument
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_append = importlib.import_module("roseinfer.kernels." + "append")
-_clone = importlib.import_module("roseinfer.kernels." + "clone")
+_append = importlib.import_module("roseinfer.kernels.triton." + "append")
+_clone = importlib.import_module("roseinfer.kernels.triton." + "clone")
 
 LAYOUTS = ("plain", "pairs", "tokens_first", "gaps", "slow_dims")
 _GUARD = 7.0

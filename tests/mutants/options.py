@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from roseinfer.bench.arguments import whole
+from roseinfer.bench.cases import whole
 from tests.mutants.jobs import PROFILE
 
 if TYPE_CHECKING:

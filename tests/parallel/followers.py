@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from roseinfer.parallel import follower
-from roseinfer.ranks import rank_processes
+from roseinfer.distributed import follower, processes
 from tests.engine.families import SHAPE, scaled_up
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
         thread.start()
         return started[-1]
 
-    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
+    monkeypatch.setattr(processes, "start_rank", start_rank)
     return started
 
 

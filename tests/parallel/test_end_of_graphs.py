@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.step_kind import StepKind
-from roseinfer.ranks import ranks as module
-from roseinfer.ranks.ranks import LeadingRank, Ranks
+from roseinfer.decode.graphs import StepGraphs, StepKind
+from roseinfer.distributed import ranks as module
+from roseinfer.distributed.ranks import LeadingRank, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from roseinfer import EnginePath
-from roseinfer.kernels.rms_norm import add_rms_norm
-from roseinfer.kernels.sums.exchange import Exchange
+from roseinfer.distributed import memory
+from roseinfer.distributed.memory import open_inboxes
+from roseinfer.kernels.exchange import Exchange
+from roseinfer.kernels.triton.norm import add_rms_norm
 from roseinfer.models.causal import CausalModel
-from roseinfer.ranks import inboxes, opened_exchange
-from roseinfer.ranks.inboxes import open_inboxes
 from tests.python_process import run_python
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def test_a_kernel_waits_for_the_stamp_of_its_round() -> None:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     _other, own = exchanges(2)
-    opened_exchange._ender(own.gone)()
+    memory._ender(own.gone)()
     added(own, drawn(2)[1])
     assert own.rounds.tolist()[:ROWS] == [1] * ROWS
 
@@ -255,8 +255,8 @@ def test_words_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     opened = open_inboxes(ranks, 16)
     assert opened is not None
     assert opened.own.tolist() == [0] * 16
-    write = inboxes._write
-    monkeypatch.setattr(inboxes, "_write", lambda where, at, word: write(where, at, word + 1))
+    write = memory._write
+    monkeypatch.setattr(memory, "_write", lambda where, at, word: write(where, at, word + 1))
     assert open_inboxes(ranks, 16) is None
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from roseinfer import RanksFailed
-from roseinfer.ranks import ranks
-from roseinfer.ranks.links import Links
-from roseinfer.ranks.ranks import FollowingRank
+from roseinfer.distributed import ranks
+from roseinfer.distributed.ranks import FollowingRank, Links
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

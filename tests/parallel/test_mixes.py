@@ -10,7 +10,7 @@ import pytest
 
 from pytest_roseinfer.targets import engine_models, roseinfer_engine
 from pytest_roseinfer.targets import engine_models as shapes
-from roseinfer.parallel.follower import Follower
+from roseinfer.distributed.follower import Follower
 from tests.engine.searched_mixes import search
 from tests.parallel.followers import in_threads
 from tests.sampled import every_test

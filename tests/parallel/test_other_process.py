@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from roseinfer import LLM
+from roseinfer.distributed.orders import Tell
 from roseinfer.models import loading
-from roseinfer.ranks.orders import Tell
 from tests.parallel.made import made, made_with_room
 from tests.parallel.test_shares import PARAMS, PROMPTS, SIZES
 from tests.python_process import ROOT

@@ -24,8 +24,8 @@ from roseinfer import (
     SamplingParams,
 )
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
-from roseinfer.ranks import rank_processes
-from roseinfer.ranks.rank_processes import started_early
+from roseinfer.distributed import processes
+from roseinfer.distributed.processes import started_early
 from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.parallel.followers import in_threads
@@ -134,7 +134,7 @@ def test_an_idle_engine_notices_that_a_rank_has_ended(llm: LLM) -> None:
 _BROKEN = """
 import sys
 from pathlib import Path
-from roseinfer.parallel import follower
+from roseinfer.distributed import follower
 
 def break_down(own, order):
     raise MemoryError("no room for activations")
@@ -148,7 +148,7 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
 
-    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
+    monkeypatch.setattr(processes, "start_rank", start_rank)
     llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
     for _ in range(2):
         with pytest.raises(RanksFailed, match="rank 1 broke down: MemoryError: no room for activa"):
@@ -158,7 +158,7 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 _ENDS = """
 import os, sys
 from pathlib import Path
-from roseinfer.parallel import follower
+from roseinfer.distributed import follower
 
 setattr(follower, sys.argv[4], lambda *given, **named: os._exit(3))
 follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
@@ -181,7 +181,7 @@ def test_a_rank_that_ends_before_the_model_is_loaded(
         where = [str(folder), str(rank), str(size), at]
         return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
 
-    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
+    monkeypatch.setattr(processes, "start_rank", start_rank)
     with pytest.raises(RanksFailed, match=why):
         LLM("tiny", tensor_parallel_size=2, **SIZES)
 
@@ -243,8 +243,8 @@ def test_ranks_are_started_before_their_leader_imports_torch() -> None:
     code = """
 import subprocess, sys
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
-from roseinfer.ranks import rank_processes
-from roseinfer.ranks.rank_processes import started_early
+from roseinfer.distributed import processes as rank_processes
+from roseinfer.distributed.processes import started_early
 
 with started_early(3):
     assert "torch" not in sys.modules
@@ -261,14 +261,14 @@ def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The command would start them all, only to say that there are fewer GPUs."""
-    monkeypatch.setattr(rank_processes, "start_rank", None)
+    monkeypatch.setattr(processes, "start_rank", None)
     with started_early(64):
-        assert not rank_processes._early
+        assert not processes._early
     with pytest.raises(TypeError), started_early(8):
         pytest.fail("they were started")
 
 
-@pytest.mark.parametrize("begin", [started_early, rank_processes.meeting_of])
+@pytest.mark.parametrize("begin", [started_early, processes.meeting_of])
 def test_ranks_end_if_one_of_them_cannot_be_started(
     begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,24 +282,24 @@ def test_ranks_end_if_one_of_them_cannot_be_started(
         begun.append(subprocess.Popen(["sleep", "60"]))
         return begun[-1]
 
-    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
+    monkeypatch.setattr(processes, "start_rank", start_rank)
     with pytest.raises(BlockingIOError), begin(4):
         pytest.fail("they were started")
     assert [process.returncode for process in begun] == [-9, -9]
     assert not folders[0].exists()
-    assert not rank_processes._early
+    assert not processes._early
 
 
 def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[rank_processes.Meeting] = []
-    own = rank_processes.Meeting.open
+    opened: list[processes.Meeting] = []
+    own = processes.Meeting.open
 
-    def open_one() -> rank_processes.Meeting:
+    def open_one() -> processes.Meeting:
         opened.append(own())
         return opened[-1]
 
     ranks = in_threads(monkeypatch)
-    monkeypatch.setattr(rank_processes.Meeting, "open", open_one)
+    monkeypatch.setattr(processes.Meeting, "open", open_one)
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     add_engine_options(parser)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM
-from roseinfer.parallel.follower import Follower
-from roseinfer.ranks.orders import Copies, Forward, Order, PutBlocks, PutRows, PutTokens
+from roseinfer.distributed.follower import Follower
+from roseinfer.distributed.orders import Copies, Forward, Order, PutBlocks, PutRows, PutTokens
 from tests.parallel.followers import build, in_threads
 from tests.parallel.test_shares import MODELS, PARAMS, PROMPTS, SIZES, WAYS
 

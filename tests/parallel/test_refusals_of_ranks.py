@@ -10,7 +10,7 @@ import transformers
 
 from roseinfer import LLM, ConfigError, RanksFailed, UnsupportedModel
 from roseinfer.config import Launched
-from roseinfer.models import sharding
+from roseinfer.distributed import sharding
 from tests.engine.families import CONFIGS, SHAPE, scaled_up
 from tests.parallel.followers import build, in_threads
 

@@ -10,8 +10,8 @@ import transformers
 
 from roseinfer import LLM, RanksFailed, SamplingParams
 from roseinfer.decode.readback import Arrival
+from roseinfer.distributed.orders import Tell
 from roseinfer.kv.storage import DataMover
-from roseinfer.ranks.orders import Tell
 from tests.engine.families import POSITIONS, VOCABULARY
 from tests.parallel.followers import build, in_threads
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from roseinfer.kernels.cuda.tensor_maps import tensor_maps
-from roseinfer.kernels.persistent.sizes import ROWS, source
+from roseinfer.kernels.cuda.whole_step import ROWS, source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

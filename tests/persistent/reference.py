@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.persistent.sizes import StepSizes
-    from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
+    from roseinfer.kernels.cuda.whole_step import StepLayer, StepSizes, StepWeights
 
 _LOG2_E = 1.4426950408889634
 

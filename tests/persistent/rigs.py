@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roseinfer.kernels.persistent.sizes import StepSizes
-from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.cuda.whole_step import StepLayer, StepSizes, StepWeights
+from roseinfer.layer_traits import Rotation
 
 _NUM_LAYERS = 2
 NUM_BLOCKS = 300

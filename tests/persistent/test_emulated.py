@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.persistent.whole_step import WholeStep
+from roseinfer.kernels.cuda.whole_step import WholeStep
 from tests.persistent import reference
 from tests.persistent.emulated import COMPILER, EmulatedProgram
 from tests.persistent.rigs import small_rig, small_sizes

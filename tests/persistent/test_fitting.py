@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.kernels.cuda import gpu_program, nvrtc
-from roseinfer.kernels.persistent.fitting import sizes_of, why_not, why_not_on, with_ring
-from roseinfer.kernels.persistent.sizes import StepSizes, source
-from roseinfer.layer_traits import LayerTraits
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.cuda import toolchain
+from roseinfer.kernels.cuda.whole_step import (
+    StepSizes,
+    sizes_of,
+    source,
+    why_not,
+    why_not_on,
+    with_ring,
+)
+from roseinfer.layer_traits import LayerTraits, Rotation
 from tests.persistent.rigs import small_rig, small_sizes
 
 if TYPE_CHECKING:
@@ -88,31 +93,31 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return f"{text} {options[0]}".encode()
 
     def made(text: str, defines: Mapping[str, int]) -> bytes:
-        return gpu_program.compiled(text, defines, torch.device("cuda"))
+        return toolchain.compiled(text, defines, torch.device("cuda"))
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(toolchain, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(toolchain, "version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(gpu_program, "_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(toolchain, "_folder", lambda: tmp_path / "cache")
     for _ in range(2):
         assert made("step", {"WIDTH": 8}) == b"step -DWIDTH=8"
         assert made("step", {"WIDTH": 9}) == b"step -DWIDTH=9"
     assert asked == ["step", "step"]
     (tmp_path / "file").touch()
-    monkeypatch.setattr(gpu_program, "_folder", lambda: tmp_path / "file")
+    monkeypatch.setattr(toolchain, "_folder", lambda: tmp_path / "file")
     assert made("other", {"WIDTH": 9}) == b"other -DWIDTH=9"
 
 
 def test_it_compiles() -> None:
     """Wherever NVRTC is, a GPU or not."""
     try:
-        nvrtc.version()
-    except nvrtc.CannotCompile:
+        toolchain.version()
+    except toolchain.CannotCompile:
         pytest.skip("NVRTC is not here")
     cut = with_ring(LLAMA_1B, H200)
     assert cut is not None
     options = [f"-D{name}={value}" for name, value in cut.defines().items()]
     options += ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
-    assert nvrtc.compile_cubin(source(), options)
-    with pytest.raises(nvrtc.CannotCompile, match="expected"):
-        nvrtc.compile_cubin("__device__ int x = ;", [])
+    assert toolchain.compile_cubin(source(), options)
+    with pytest.raises(toolchain.CannotCompile, match="expected"):
+        toolchain.compile_cubin("__device__ int x = ;", [])

@@ -10,8 +10,8 @@ import torch
 
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
 from pytest_roseinfer.gates.step_work import TensorWork
-from roseinfer.bench.step_kernels import declared_bytes
-from roseinfer.kernels.persistent.whole_step import KERNEL, WholeStep
+from roseinfer.bench.trace import declared_bytes
+from roseinfer.kernels.cuda.whole_step import KERNEL, WholeStep
 from tests.persistent.rigs import small_rig, small_sizes
 
 if TYPE_CHECKING:

@@ -12,14 +12,13 @@ import transformers
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager, SamplingParams
 from roseinfer.attention.backend import ResidentBatch
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.kernels.cuda import sources
-from roseinfer.kernels.cuda.gpu_program import GpuProgram, compiled
-from roseinfer.kernels.persistent import prepared as preparing
-from roseinfer.kernels.persistent.fitting import why_not_on
-from roseinfer.kernels.persistent.sizes import source
-from roseinfer.kernels.rms_norm import rms_norm, warps_of_row
+from roseinfer.kernels.cuda import toolchain
+from roseinfer.kernels.cuda import whole_step as preparing
+from roseinfer.kernels.cuda.toolchain import GpuProgram, compiled
+from roseinfer.kernels.cuda.whole_step import source, why_not_on
+from roseinfer.kernels.triton.norm import rms_norm, warps_of_row
 from roseinfer.models.families.llama import FusedLlama
-from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
+from roseinfer.models.families.whole_step import LONGEST, StepsInOneKernel
 from tests.engine.families import attending_widely, scaled_up
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def test_rows_are_normed_with_the_bits_of_other_kernels(width: int) -> None:
     """Few of many rows show that a mean is rounded otherwise, if its width is no power of two."""
     torch.manual_seed(width)
     device = torch.device(DEVICE, torch.cuda.current_device())
-    text = "\n".join([*sources.machine("machine"), *sources.shared(), NORM])
+    text = "\n".join([*toolchain.machine("machine"), *toolchain.shared(), NORM])
     cubin = compiled(text, {"WIDTH": width, "NORM_WARPS": warps_of_row(width)}, device)
     program = GpuProgram(cubin, "norm_rows", 256, 0, device)
     for scale in (0.15, 1, 5):

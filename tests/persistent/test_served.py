@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.persistent import prepared as preparing
+from roseinfer.kernels.cuda import whole_step as preparing
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.models.families import steps_in_one_kernel
+from roseinfer.models.families import whole_step
 from roseinfer.models.families.llama import FusedLlama
-from roseinfer.models.families.steps_in_one_kernel import StepsInOneKernel
+from roseinfer.models.families.whole_step import StepsInOneKernel
 from tests.engine.families import scaled_up
 from tests.fused.test_served import FAR, shortfall
 from tests.persistent.emulated import COMPILER, EmulatedProgram
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.kernels.persistent.sizes import StepSizes
+    from roseinfer.kernels.cuda.whole_step import StepSizes
 
 PROMPT = [7, 3, 90, 12, 5, 44, 2]
 PROGRAMS = 3
@@ -145,7 +145,7 @@ def test_where_bits_are_those_of_a_batch_another_bit_is_refused(
         return SeveralKernels(model, on, changed)
 
     monkeypatch.setattr(StepsInOneKernel, "logits", noting)
-    monkeypatch.setattr(steps_in_one_kernel, "prepared", stand_in)
+    monkeypatch.setattr(whole_step, "prepared", stand_in)
     (output,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert shortfall(network().float(), PROMPT, output.token_ids) < FAR[torch.bfloat16]
     assert (llm.engine.path_counts[EnginePath.WHOLE_STEP] > 2) == (changed == "nothing")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import roseinfer.kernels.attend_decode as decode
+import roseinfer.kernels.triton.decode_attention as decode
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
 from pytest_roseinfer.capabilities.attention import attention_by_formula
 from pytest_roseinfer.capabilities.forks import Fork

@@ -16,8 +16,8 @@ import torch
 
 from pytest_roseinfer import conformance
 from pytest_roseinfer.run.interpreter import fast_interpreter
-from roseinfer.kernels.attend_decode import _decode_kernel, paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
+from roseinfer.kernels.triton.decode_attention import _decode_kernel, paged_attention_decode
 from roseinfer.layer_traits import LayerTraits
 from tests.plugin.caches.list_cache import ListCache
 

@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from roseinfer.config import ServerConfig
-from roseinfer.replicas.asked import Asked, ReplicaLost
-from roseinfer.replicas.front import Front
+from roseinfer.replicas.front import Asked, Front, ReplicaLost
 from roseinfer.server.access_log import Note
 from roseinfer.server.generation import Usage
 from roseinfer.server.http_server import HttpServer, bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from roseinfer.replicas.one_page import one_page
+from roseinfer.replicas.front import one_page
 from tests.server.served import running
 
 FIRST = b"""\

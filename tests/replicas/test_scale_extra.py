@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.replicas.deployed import Deployed
+from roseinfer.replicas.deployment import Deployed
 from tests.layers import imports
 from tests.python_process import ROOT, run_python
 
@@ -18,8 +18,8 @@ CLUSTER = ROOT / "roseinfer" / "replicas" / "cluster.py"
 COMMAND = """
     import sys
     sys.stderr = sys.stdout
-    from roseinfer.cli.parser import Parser
-    from roseinfer.server import serve_command
+    from roseinfer.cli.model_options import Parser
+    from roseinfer.server import serve as serve_command
 
     parser = Parser()
     serve_command.add_options(parser)

@@ -20,8 +20,8 @@ PATIENCE = 60
 """Seconds within which it listens, and ends."""
 CODE = """\
 import sys
-from roseinfer.cli.parser import Parser
-from roseinfer.server import serve_command
+from roseinfer.cli.model_options import Parser
+from roseinfer.server import serve as serve_command
 
 parser = Parser()
 serve_command.add_options(parser)

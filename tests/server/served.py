@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from roseinfer import LLM
 from roseinfer.config import ServerConfig
-from roseinfer.engine_process.this_process import InProcess
+from roseinfer.engine_client.in_process import InProcess
 from roseinfer.server.app import application
 from roseinfer.server.http_server import HttpServer, bound
 from roseinfer.server.service import Service

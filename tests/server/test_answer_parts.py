@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import tiny_gpt2
-from roseinfer.server import json_parts, streaming
+from roseinfer.server import streaming
 from roseinfer.server.generation import Piece, Usage
-from roseinfer.server.json_parts import send_json
-from roseinfer.server.shapes import choices
-from roseinfer.server.shapes.chat import ChatBody, ChatCompletion
-from roseinfer.server.shapes.completions import Completion, CompletionBody
-from roseinfer.server.shapes.text_offsets import PromptOffsets, TextOffsets
-from roseinfer.server.shapes.token_texts import TokenTexts
+from roseinfer.server.schemas import choices
+from roseinfer.server.schemas.chat import ChatBody, ChatCompletion
+from roseinfer.server.schemas.choices import TokenTexts
+from roseinfer.server.schemas.completions import (
+    Completion,
+    CompletionBody,
+    PromptOffsets,
+    TextOffsets,
+)
+from roseinfer.server.streaming import send_json
 from tests.server.test_text_offsets import tokenizer_of_words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
-    from roseinfer.server.shapes.choices import ChoicesAnswer
+    from roseinfer.server.schemas.choices import ChoicesAnswer
 
 TEXTS = (
     "Röslein",
@@ -204,7 +208,7 @@ def tokenizers() -> list[Any]:
 @pytest.fixture(params=[1, 7, 256])
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Have the limits of slices be so small."""
-    for module in (json_parts, choices):
+    for module in (streaming, choices):
         monkeypatch.setattr(module, "AT_ONCE", request.param)
         monkeypatch.setattr(module, "BYTES_AT_ONCE", 100 * request.param)
     return int(request.param)
@@ -359,13 +363,13 @@ def test_others_have_turns_while_a_large_answer_is_made(
     logprobs = echoed + sum(
         len(each.tokens) + sum(map(len, each.likeliest)) for each in drawn.pieces
     )
-    assert logprobs > 12 * json_parts.AT_ONCE
-    assert work.turns > logprobs / json_parts.AT_ONCE / 2
+    assert logprobs > 12 * streaming.AT_ONCE
+    assert work.turns > logprobs / streaming.AT_ONCE / 2
     assert work.total["texts"] < 4 * logprobs
-    assert work.most["texts"] < 8 * json_parts.AT_ONCE
-    assert work.total["sent"] > 8 * json_parts.BYTES_AT_ONCE
-    assert work.most["sent"] < 8 * json_parts.BYTES_AT_ONCE
-    assert work.most["encoded"] < json_parts.BYTES_AT_ONCE
+    assert work.most["texts"] < 8 * streaming.AT_ONCE
+    assert work.total["sent"] > 8 * streaming.BYTES_AT_ONCE
+    assert work.most["sent"] < 8 * streaming.BYTES_AT_ONCE
+    assert work.most["encoded"] < streaming.BYTES_AT_ONCE
 
 
 def counted(encode: Callable[[Any], str], work: Work) -> Callable[[Any], str]:

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer import NoDistribution, StepFailed
 from roseinfer.server.access_log import AccessLog
-from roseinfer.server.shapes.completions import Completion
+from roseinfer.server.schemas.completions import Completion
 from tests.server.served import MODEL, NEEDED, running
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_an_error_that_nobody_expected_says_where_and_not_what(
     assert b"secret" not in failed.data
     said = capfd.readouterr().err
     assert "KeyError" in said
-    assert "endpoints.py" in said
+    assert "app.py" in said
     assert "secret" not in said.replace('raise KeyError("secret")', "")
 
 

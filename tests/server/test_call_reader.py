@@ -9,9 +9,7 @@ import pytest
 
 from roseinfer.guided.compiler import GuideCompiler
 from roseinfer.models.tiny import byte_tokenizer
-from roseinfer.server.tools.call_reader import CallReader
-from roseinfer.server.tools.tool_bodies import Function
-from roseinfer.server.tools.tool_guide import call_guide
+from roseinfer.server.schemas.tools import CallReader, Function, call_guide
 
 ARGUMENTS = ['{"x": 1}', "{ }", '{"y": "}]\\\\\\" {", "z": [{"a": [1, 2]}, "<tool_call>"]}']
 BEGINS = [

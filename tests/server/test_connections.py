@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.server import gatekeeper
+from roseinfer.server import auth
 from roseinfer.server.connections import MOST_BACKLOG, Limits
 from tests.python_process import ROOT
 from tests.server.serve_process import serving
@@ -202,7 +202,7 @@ WITH_BODY = ("POST /v1/completions HTTP/1.1", "Content-Type: application/json")
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gatekeeper, "_BODY_S", 1.0)
+    monkeypatch.setattr(auth, "_BODY_S", 1.0)
 
 
 @pytest.mark.usefixtures("short")
@@ -219,7 +219,7 @@ def test_a_body_that_comes_steadily_is_taken(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte is worth some time here."""
-    monkeypatch.setattr(gatekeeper, "_SLOWEST", 10)
+    monkeypatch.setattr(auth, "_SLOWEST", 10)
     data = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(60)
     with connected(server, *WITH_BODY, "Content-Length: 60", "Connection: close") as connection:
         for at in range(0, 60, 10):
@@ -231,7 +231,7 @@ def test_a_body_that_comes_steadily_is_taken(
 def test_bodies_that_are_not_complete_have_a_bound_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gatekeeper, "_MOST_UNFINISHED", 1)
+    monkeypatch.setattr(auth, "_MOST_UNFINISHED", 1)
     with running(config={"max_body_bytes": 100_000}) as server, ExitStack() as stack:
         said = (*WITH_BODY, "Content-Length: 100000")
         opened = [stack.enter_context(connected(server, *said)) for _ in range(4)]

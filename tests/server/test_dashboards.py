@@ -14,10 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.engine.drafter import MOST_DRAFTS
-from roseinfer.engine_process.this_process import InProcess
-from roseinfer.server.metrics.http_counts import HttpCounts
-from roseinfer.server.metrics.metrics_page import MetricsPage
-from roseinfer.server.metrics.text_counts import TextCounts, lengths_up_to
+from roseinfer.engine_client.in_process import InProcess
+from roseinfer.server.metrics import HttpCounts, MetricsPage, TextCounts, lengths_up_to
 from tests.engine.repeating import repeating_llm
 from tests.server.served import running
 

@@ -19,9 +19,9 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 
-from roseinfer.cli.parser import Parser
+from roseinfer.cli.model_options import Parser
 from roseinfer.config import API_KEY
-from roseinfer.server import serve_command
+from roseinfer.server import serve
 from roseinfer.server.http_server import bound
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.served import MODEL, running
@@ -118,7 +118,7 @@ def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
 
 NEVER_READ = """\
 from threading import Event
-from roseinfer.how_far import say
+from roseinfer.progress import say
 from roseinfer.server.prompts import Prompts
 
 encode = Prompts._encode
@@ -205,8 +205,8 @@ def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the line that the command says where it serves nothing."""
     parser = Parser()
-    serve_command.add_options(parser)
-    assert serve_command.run(parser.parse_args(words)) == 2
+    serve.add_options(parser)
+    assert serve.run(parser.parse_args(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("roseinfer serve: ")
     return line

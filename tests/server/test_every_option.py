@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer import SamplingParams
 from roseinfer.guided.guide import Guide
-from roseinfer.server.shapes.token_texts import TokenTexts
+from roseinfer.server.schemas.choices import TokenTexts
 from tests.server.answers import Answer, Choice, of_chats, of_completions, of_responses
 from tests.server.clients import CLIENTS, Asking
 from tests.server.served import MODEL

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from roseinfer.server import serve_command
+from roseinfer.server import serve
 from tests.layers import imports
 from tests.python_process import ROOT, run_python
 
@@ -22,7 +22,7 @@ def test_the_extra_names_what_the_server_imports() -> None:
     named = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in EXTRA}
     assert named == MODULES | {"roseinfer"}  # with the extra for guides
     assert "roseinfer[guided]" in EXTRA
-    assert set(serve_command._EXTRA) <= MODULES
+    assert set(serve._EXTRA) <= MODULES
 
 
 @pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
@@ -42,8 +42,8 @@ WITHOUT = """
     import sys
     sys.stderr = sys.stdout
     sys.modules["{module}"] = None  # importing it fails
-    from roseinfer.cli.parser import Parser
-    from roseinfer.server import serve_command
+    from roseinfer.cli.model_options import Parser
+    from roseinfer.server import serve as serve_command
 
     parser = Parser()
     serve_command.add_options(parser)
@@ -52,7 +52,7 @@ WITHOUT = """
 """
 
 
-@pytest.mark.parametrize("module", serve_command._EXTRA)
+@pytest.mark.parametrize("module", serve._EXTRA)
 def test_where_it_is_missing_one_is_told_what_installs_it(module: str) -> None:
     said = run_python(WITHOUT.format(module=module))
     assert f"the server needs {module}, which is not installed: pip install '.[serve]'" in said
@@ -64,8 +64,8 @@ def test_help_needs_none_of_it() -> None:
         import sys
         for name in {sorted(MODULES)}:
             sys.modules[name] = None
-        from roseinfer.cli.parser import Parser
-        from roseinfer.server import serve_command
+        from roseinfer.cli.model_options import Parser
+        from roseinfer.server import serve as serve_command
 
         parser = Parser()
         serve_command.add_options(parser)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.guided import compiler
-from roseinfer.guided.guide_trial import _MOST_SLOW
+from roseinfer.guided.trial import _MOST_SLOW
 
 if TYPE_CHECKING:
     import pytest

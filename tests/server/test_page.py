@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.server import page
+from roseinfer.server import app
 from tests.report.browser import answer_in, require_browser
 from tests.server.served import running
 
@@ -60,8 +60,8 @@ WATCH = f"""
 
 def used(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
     """Have somebody use the page, and return what they saw."""
-    using = page._source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
-    monkeypatch.setattr(page, "_source", lambda: using)
+    using = app._source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
+    monkeypatch.setattr(app, "_source", lambda: using)
     return answer_in(server.url, folder, "--virtual-time-budget=60000")
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.config import API_KEY, ServerConfig
-from roseinfer.server import serve_command
+from roseinfer.server import serve
 from roseinfer.server.generation import _CHUNKS_A_SECOND, _MOST_TO_A_CHUNK
 from tests.python_process import ROOT
 
@@ -42,7 +42,7 @@ def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) ->
 
 def test_every_option_is_there_and_no_other() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    serve_command.add_options(parser)
+    serve.add_options(parser)
     known = {action.option_strings[0] for action in parser._actions}
     assert table("| option | default | |").keys() == known
 
@@ -90,6 +90,6 @@ def test_the_container_begins_with_options_that_exist() -> None:
     (begin,) = re.findall(r"ENTRYPOINT \[(.*)\]", (ROOT / "docs" / "Containerfile").read_text())
     words = re.findall(r'"(.*?)"', begin)
     parser = argparse.ArgumentParser()
-    serve_command.add_options(parser)
+    serve.add_options(parser)
     assert words[:2] == ["roseinfer", "serve"]
     assert parser.parse_args(words[2:]).host == "0.0.0.0"

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from roseinfer.server.shapes.text_offsets import PromptOffsets, TextOffsets
-from roseinfer.server.shapes.token_texts import TokenTexts
+from roseinfer.server.schemas.choices import TokenTexts
+from roseinfer.server.schemas.completions import PromptOffsets, TextOffsets
 
 if TYPE_CHECKING:
     from tests.server.served import Server

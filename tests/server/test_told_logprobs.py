@@ -8,7 +8,7 @@ import pytest
 
 from roseinfer import SamplingParams
 from roseinfer.server import service
-from roseinfer.server.shapes.token_texts import TokenTexts
+from roseinfer.server.schemas.choices import TokenTexts
 from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL
 

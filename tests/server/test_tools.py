@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import SamplingParams
-from roseinfer.server.tools.tool_bodies import CalledFunction, Tool
-from roseinfer.server.tools.tool_guide import call_guide
+from roseinfer.server.schemas.tools import CalledFunction, Tool, call_guide
 from tests.server.clients import CLIENTS, Asking, by_both_clients
 from tests.server.served import MODEL, running
 
@@ -147,7 +146,7 @@ def test_a_function_that_may_be_called(
 ) -> None:
     """The model is made to write a call, by a form that has no other text."""
     from roseinfer.guided.guide import Guide
-    from roseinfer.server.shapes import chat
+    from roseinfer.server.schemas import chat
 
     call = '{"name": "weather", "arguments": {"city": "Rome", "now": true}}'
     text = written.replace("{}", call)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.plugin.reference import NoPage
-from roseinfer.bench.arguments import whole
-from roseinfer.cli.parser import Parser
-from roseinfer.how_far import counting
+from roseinfer.bench.cases import whole
+from roseinfer.cli.model_options import Parser
+from roseinfer.progress import counting
 from tests.sweep import table
 from tests.sweep.outcome import Kind
 from tests.sweep.run import run

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.warpgroups.paired_products import add_product, gate_product
-from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
+from roseinfer.kernels.cuda.paired import PairedSizes, add_product, gate_product
 from tests.persistent.emulated import EmulatedProgram
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.gpu_program import Program
+    from roseinfer.kernels.cuda.toolchain import Program
 
 _HERE = Path(__file__).parent
 SMALL = {gates: PairedSizes(gates, stages=2) for gates in (False, True)}

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roseinfer.kernels.warpgroups.streamed_products import stream
-from roseinfer.kernels.warpgroups.tiles import Tiles, tiles_for
+from roseinfer.kernels.cuda.streamed import Tiles, stream, tiles_for
 from tests.persistent.emulated import EmulatedProgram
 
 _MACHINE = Path(__file__).parent / "warpgroup.h"

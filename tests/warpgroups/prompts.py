@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
-from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
-from roseinfer.layer_traits import LayerTraits
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
+from roseinfer.layer_traits import LayerTraits, Rotation
 from tests.persistent.emulated import EmulatedProgram
 
 if TYPE_CHECKING:
@@ -20,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.gpu_program import Program
-    from roseinfer.kernels.warpgroups.row_sizes import RowSizes
+    from roseinfer.kernels.cuda.decode_attention import RowSizes
+    from roseinfer.kernels.cuda.toolchain import Program
 
 TOLERANCE = 2e-2
 _MACHINE = Path(__file__).parent / "warpgroup.h"

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.warpgroups.row_attention import attend_rows
-from roseinfer.kernels.warpgroups.row_sizes import RowSizes
+from roseinfer.kernels.cuda.decode_attention import RowSizes, attend_rows
 from tests.warpgroups.prompts import Attention, Prompts
 
 if TYPE_CHECKING:
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.gpu_program import Program
-    from roseinfer.layer_traits import LayerTraits
-    from roseinfer.rotation import Rotation
+    from roseinfer.kernels.cuda.toolchain import Program
+    from roseinfer.layer_traits import LayerTraits, Rotation
 
 
 class Rows:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.warpgroups.tiles import tiles_for
+from roseinfer.kernels.cuda.streamed import tiles_for
 from tests.persistent.emulated import COMPILER, EmulatedProgram
 from tests.warpgroups.products import SHAPES, Product, emulated, kinds
 from tests.warpgroups.wrong import complaint
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.warpgroups.tiles import Tiles
+    from roseinfer.kernels.cuda.streamed import Tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 Programs = dict["Tiles", EmulatedProgram]

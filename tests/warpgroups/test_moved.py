@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
-from roseinfer.kernels.warpgroups import paired_products, prompt_attention, row_attention
-from roseinfer.kernels.warpgroups.streamed_products import KERNEL, stream
+from roseinfer.kernels.cuda import decode_attention, prefill_attention
+from roseinfer.kernels.cuda import paired as paired_products
+from roseinfer.kernels.cuda.streamed import KERNEL, stream
 from tests.warpgroups import pairs
 from tests.warpgroups.products import Product, Shape
 from tests.warpgroups.prompts import Attention, Prompts
@@ -82,7 +83,7 @@ def test_attention_moves_what_its_tokens_see_once() -> None:
         attention.computed(Nothing(), 1)
     told: Counter[int] = Counter()
     for move in recorder.moves:
-        if move.by == prompt_attention.KERNEL:
+        if move.by == prefill_attention.KERNEL:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount
     assert told.pop(address(attention.k_cache)) == 2 * tokens * of_token  # both have one storage
@@ -101,7 +102,7 @@ def test_attention_of_rows_moves_what_they_see_and_store_once(rotates: bool) -> 
         rows.computed(rows.sizes(2, 2), Nothing())
     told: Counter[int] = Counter()
     for move in recorder.moves:
-        if move.by == row_attention.KERNEL:
+        if move.by == decode_attention.KERNEL:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount
     assert told.pop(address(own.k_cache)) == 2 * (11 + 1 + 131) * of_token  # both have one storage

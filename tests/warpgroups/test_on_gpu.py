@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.products import gated, linear, streamed
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
-from roseinfer.kernels.warpgroups.streamed_products import program_of, streams
+from roseinfer.kernels.cuda.streamed import program_of, streams
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.triton import linear, streamed
 from tests.fused.same_bits import model_of
 from tests.warpgroups.products import SHAPES, Product, Shape, kinds
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def in_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Have no product streamed, until that is undone."""
-    for module in (streamed, gated, linear):
+    for module in (streamed, streamed, linear):
         monkeypatch.setattr(module, "streams", lambda *_: False)
     return monkeypatch
 
@@ -41,7 +41,7 @@ def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, row
     assert streams(product.x, product.weight, shape.parts, shape.strips)
     want = torch.empty_like(product.room[:, :rows])
     if shape.strips == 2:
-        want[0] = gated.linear_gated(product.x, product.weight)
+        want[0] = streamed.linear_gated(product.x, product.weight)
     else:
         streamed._launch(product.x, product.weight, product.bias, want)
     assert torch.equal(product.computed(), want)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roseinfer.kernels.warpgroups import matrices, paired_products
-from roseinfer.kernels.warpgroups.paired_products import adds_product, gates_product
-from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
+from roseinfer.kernels.cuda import paired, tensor_maps
+from roseinfer.kernels.cuda.paired import PairedSizes, adds_product, gates_product
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +19,8 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PairedSize
         compiled.append(sizes)
         return object()
 
-    monkeypatch.setattr(paired_products, "program_of", program_of)
-    monkeypatch.setattr(matrices, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(paired, "program_of", program_of)
+    monkeypatch.setattr(tensor_maps, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16)
     return compiled
 
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.products.gated import multiply_gated
-from roseinfer.kernels.products.many_rows import multiply_in_parts
-from roseinfer.kernels.products.streamed import stream_linear_in_parts
-from roseinfer.kernels.rms_norm import add_rms_norm, rms_norm
-from roseinfer.kernels.warpgroups import paired_products
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
-from roseinfer.models.families import counted_passes, linear_layers
+from roseinfer.kernels.cuda import paired as paired_products
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.triton.linear import multiply_in_parts
+from roseinfer.kernels.triton.norm import add_rms_norm, rms_norm
+from roseinfer.kernels.triton.streamed import multiply_gated, stream_linear_in_parts
+from roseinfer.models.families import layers
 from tests.fused.same_bits import model_of
 from tests.warpgroups.pairs import SHAPES, TOLERANCE, Paired, Shape, off
 
@@ -78,8 +77,8 @@ def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
 
     llm, got = told()
     assert llm.engine.path_counts[EnginePath.PAIRED]
-    monkeypatch.setattr(linear_layers, "adds_product", lambda *_: False)
-    for module in (linear_layers, counted_passes):
+    monkeypatch.setattr(layers, "adds_product", lambda *_: False)
+    for module in (layers, layers):
         monkeypatch.setattr(module, "gates_product", lambda *_: False)
     llm, want = told()
     assert not llm.engine.path_counts[EnginePath.PAIRED]

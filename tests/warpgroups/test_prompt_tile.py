@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.warpgroups import prompt_attention
-from roseinfer.kernels.warpgroups.prompt_attention import prompt_tile, rotates_queries
-from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
-from roseinfer.layer_traits import LayerTraits
-from roseinfer.rotation import Rotation
+from roseinfer.kernels.cuda import prefill_attention
+from roseinfer.kernels.cuda.prefill_attention import PromptSizes, prompt_tile, rotates_queries
+from roseinfer.layer_traits import LayerTraits, Rotation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +28,9 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PromptSize
         compiled.append(sizes)
         return object()
 
-    monkeypatch.setattr(prompt_attention, "program_of", program_of)
+    monkeypatch.setattr(prefill_attention, "program_of", program_of)
     monkeypatch.setattr(
-        prompt_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16
+        prefill_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16
     )
     return compiled
 

@@ -10,11 +10,11 @@ import torch
 
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.attend_chunks import paged_attention_chunks
-from roseinfer.kernels.rotary import rotate
-from roseinfer.kernels.warpgroups import prompt_attention
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
-from roseinfer.kernels.warpgroups.prompt_attention import program_of
+from roseinfer.kernels.cuda import prefill_attention
+from roseinfer.kernels.cuda.prefill_attention import program_of
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
+from roseinfer.kernels.triton.rope import rotate
 from tests.fused.same_bits import model_of
 from tests.warpgroups.prompts import TOLERANCE, Attention, Prompts
 from tests.warpgroups.test_prompts_emulated import CASES
@@ -61,7 +61,7 @@ def test_the_kernel_is_there_for_all_sizes() -> None:
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_attention, "_FEWEST_TILES", 0)  # these contexts are short
+    monkeypatch.setattr(prefill_attention, "_FEWEST_TILES", 0)  # these contexts are short
     prompts = [[7, 3, 90], [12] * 70, list(range(2, 400)), list(range(2, 380)), [5, 6, 7, 8]]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
     settings: dict[str, Any] = {

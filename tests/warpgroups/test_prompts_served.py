@@ -11,10 +11,9 @@ import torch
 
 from roseinfer import AttentionPath
 from roseinfer.attention import triton
+from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
-from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
-from roseinfer.rotation import Rotation
+from roseinfer.layer_traits import Rotation
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated

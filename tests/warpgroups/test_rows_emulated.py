@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.kernels.warpgroups.row_sizes import RowSizes
+from roseinfer.kernels.cuda.decode_attention import RowSizes
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
 from tests.warpgroups.rows import Rows

@@ -11,12 +11,10 @@ import torch
 
 from roseinfer import AttentionPath
 from roseinfer.attention.backend import ResidentBatch
+from roseinfer.kernels.cuda import decode_attention
+from roseinfer.kernels.cuda.decode_attention import RowSizes, attend_rows, attends_rows
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.kernels.warpgroups import row_attention
-from roseinfer.kernels.warpgroups.row_attention import attend_rows, attends_rows
-from roseinfer.kernels.warpgroups.row_sizes import RowSizes
-from roseinfer.layer_traits import LayerTraits
-from roseinfer.rotation import Rotation
+from roseinfer.layer_traits import LayerTraits, Rotation
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
@@ -41,9 +39,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[RowSizes]:
         found.append(sizes)
         return object()
 
-    monkeypatch.setattr(row_attention, "program_of", program_of)
-    monkeypatch.setattr(row_attention, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(row_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(decode_attention, "program_of", program_of)
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(
+        decode_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16
+    )
     return found
 
 

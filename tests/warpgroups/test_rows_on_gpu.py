@@ -10,9 +10,9 @@ import torch
 
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.attend_decode import append_and_attend
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
-from roseinfer.kernels.warpgroups.row_attention import program_of
+from roseinfer.kernels.cuda.decode_attention import program_of
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.triton.decode_attention import append_and_attend
 from tests.fused.same_bits import model_of
 from tests.warpgroups.prompts import TOLERANCE
 from tests.warpgroups.rows import Rows, same_bits

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.kernels.warpgroups.tiles import tiles_for
+from roseinfer.kernels.cuda.streamed import tiles_for
 from tests import warm_process
 from tests.python_process import ROOT
 from tests.warpgroups import pairs, prompts
@@ -18,10 +18,10 @@ from tests.warpgroups.rows import Rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
-    from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
-    from roseinfer.kernels.warpgroups.row_sizes import RowSizes
-    from roseinfer.kernels.warpgroups.tiles import Tiles
+    from roseinfer.kernels.cuda.decode_attention import RowSizes
+    from roseinfer.kernels.cuda.paired import PairedSizes
+    from roseinfer.kernels.cuda.prefill_attention import PromptSizes
+    from roseinfer.kernels.cuda.streamed import Tiles
 
 _SHAPES = (Shape(2688, 104), Shape(5120, 72, parts=2), Shape(1472, 72, strips=2))
 """Of more tiles than have room at a time."""

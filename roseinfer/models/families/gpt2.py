@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from roseinfer.engine_paths import EnginePath
-from roseinfer.kernels.norm import add_norm, embed_norm
-from roseinfer.kernels.products.linear import (
+from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.triton.linear import (
     cut_evenly,
     gelu,
     linear,
     linear_in_parts,
+    multiply_in_parts,
     num_parts,
 )
-from roseinfer.kernels.products.many_rows import multiply_in_parts
-from roseinfer.kernels.warpgroups.matrices import has_warpgroups
+from roseinfer.kernels.triton.norm import add_norm, embed_norm
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
-from roseinfer.models.families.counted_passes import count_streamed
+from roseinfer.models.families.layers import count_streamed
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.ranks.ranks import Ranks
+    from roseinfer.distributed.ranks import Ranks
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""

@@ -6,30 +6,46 @@ layers that do not rotate, factors in front of what is added.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import embedding
 
-from roseinfer.engine_paths import EnginePath
-from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
-from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
-from roseinfer.kernels.scores import score_arguments
+from roseinfer.kernels.cuda.whole_step import StepLayer, StepWeights
+from roseinfer.kernels.triton.norm import (
+    add_behind_rms_norm,
+    add_rms_norm,
+    embed_rms_norm,
+    rms_norm,
+)
+from roseinfer.kernels.triton.softmax import score_arguments
+from roseinfer.layer_traits import Rotation
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
-from roseinfer.models.families.counted_passes import count_paired, count_streamed
-from roseinfer.models.families.linear_layers import Product, whole
-from roseinfer.models.families.mlps import Experts, GatedMlp, mlp_of
-from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
-from roseinfer.models.joined import join_biases, join_weights
-from roseinfer.rotation import Rotation
+from roseinfer.models.families.layers import (
+    Experts,
+    GatedMlp,
+    Product,
+    count_paired,
+    count_streamed,
+    join_biases,
+    join_weights,
+    mlp_of,
+    noting_experts,
+    whole,
+)
+from roseinfer.models.families.whole_step import LONGEST, StepsInOneKernel
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.kernels.sums.exchange import Exchange
-    from roseinfer.ranks.ranks import Ranks
+    from roseinfer.distributed.ranks import Ranks
+    from roseinfer.kernels.exchange import Exchange
 
 _STEADY_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to rotate in which a position's angles are the same in texts of every length."""
@@ -233,3 +249,102 @@ def _rotation(attention: Any, tables: list[Tensor]) -> Rotation | None:
     return Rotation(
         cosines, sines, query.weight, key.weight, query.variance_epsilon, together=together
     )
+
+
+# OLMo 2 on the kernels of Llama's family: its norms are behind the products they belong to.
+
+
+@register("Olmo2ForCausalLM")
+class FusedOlmo2(FusedLlama):
+    """Runs a forward pass in 8 kernels a layer, attention among them."""
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_rows: Tensor | None,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        body = self._model.model
+        residual = embedding(token_ids, body.embed_tokens.weight)
+        count_streamed(residual, self._layers[0].qkv, attention)
+        count_paired(residual, self._layers[0].mlp, attention)
+        for at, layer in enumerate(self._layers):
+            ends = self._ends(at, last_rows, attention)
+            out = self._attend(at, residual, positions, attention, ends)
+            if ends is not None:
+                residual, last_rows = residual[ends], None
+            self._add_normed(residual, Product(out, layer.out), layer.norm)
+            self._add_normed(residual, layer.mlp.added(residual), layer.norm_of_mlp)
+        return self._head(body.norm(residual), last_rows)
+
+    @staticmethod
+    def _norms(layer: Any) -> tuple[Any, Any]:
+        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
+
+    def _add_normed(self, residual: Tensor, added: Product | Tensor, norm: Any) -> None:
+        parts = self.added_up(self._parts(added), None)
+        add_behind_rms_norm(residual, parts, norm.weight, norm.variance_epsilon)
+
+
+# Models with experts whose layers are Llama's in all else: Mixtral, Qwen3's and OLMoE.
+
+
+@register("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM")
+class FusedMixtral(FusedLlama):
+    """Runs a forward pass in 10 kernels a layer, attention among them."""
+
+    whole_steps = 0
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Return True for a model without unusual settings, in 16 bits if on a GPU."""
+        return fits_but_for_mlps(model) and not getattr(model.config, "clip_qkv", None)
+
+    def logits_in_two_ways(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """Have the modules send each token where the kernels send it, weighed as it is there.
+
+        Rounding decides near ties between experts, and from there on all is another. What the
+        modules hold for much less likely is no near tie.
+        """
+        with noting_experts() as noted:
+            ours = self.logits(token_ids, positions, None, attention)
+        wrong: list[Tensor] = []
+        with ExitStack() as stack:
+            chosen = iter(noted)
+            for own, layer in zip(self._layers, self._model.model.layers, strict=True):
+                if isinstance(own.mlp, Experts):
+                    send = partial(_send, *next(chosen), wrong)
+                    stack.callback(layer.mlp.gate.register_forward_hook(send).remove)
+            logits = CausalModel.logits(self, token_ids, positions, None, attention)
+        if wrong and torch.stack(wrong).any():
+            logits = torch.full_like(logits, torch.inf)
+        return ours, logits
+
+
+def _send(
+    experts: Tensor,
+    weights: Tensor,
+    wrong: list[Tensor],
+    router: Any,  # noqa: ARG001
+    given: Any,  # noqa: ARG001
+    found: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return these experts in place of those that a router has found.
+
+    It is noted whether the router holds others for likelier, or weighs these otherwise.
+    """
+    logits, own_weights, own = found
+    at = experts.long()
+    rounded = torch.finfo(logits.dtype).eps ** 0.5
+    near = rounded * logits.abs().max()
+    least = logits.gather(1, own).min(-1, keepdim=True).values
+    wrong.append((least - logits.gather(1, at) > near).any())
+    likely = logits.float().softmax(-1)
+    times = own_weights.float().sum(-1, keepdim=True) / likely.gather(1, own).sum(-1, keepdim=True)
+    want = likely.gather(1, at) * times
+    wrong.append(((weights.float() - want).abs() > near.float().expm1() * want + rounded).any())
+    return logits, weights.to(own_weights.dtype), at

@@ -71,7 +71,7 @@ def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.M
     rows = iter([False] * 5 + [True])
     monkeypatch.setattr(EngineConfig, "decodes_in_slots", lambda *_: False)
     monkeypatch.setattr(
-        "roseinfer.engine.token_choice.rows_without_a_distribution",
+        "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),
     )
     outcome = run("--prompt", "Once", *FEW)

@@ -1,1 +1,0 @@
-"""The benchmark of one layer's attention: of decode steps and of prompts."""

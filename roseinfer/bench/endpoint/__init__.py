@@ -1,1 +1,0 @@
-"""A server that streams texts, timed by many clients at once."""

@@ -1,1 +1,0 @@
-"""Requests served, and timed."""

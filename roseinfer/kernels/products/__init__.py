@@ -1,1 +1,0 @@
-"""Matrix products of a few rows, which cost what reading their weights costs."""

@@ -1,1 +1,0 @@
-"""Sums over several GPUs, inside of the kernels that need them."""

@@ -1,0 +1,273 @@
+"""The append kernels write new keys and values to their slots.
+
+The three kernels differ only in where a token's block, position and source row come from.
+A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
+wide, which spreads small batches; under the interpreter, where a program costs the same
+whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
+
+The ``kv_append_triton*`` functions check their arguments, which waits for the device. The
+block manager calls the ``launch_*`` functions, which trust theirs.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roseinfer.errors import BadArgument
+from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index, is_interpreted
+from roseinfer.kernels.traffic import moves, taken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roseinfer.kernels.traffic import Given
+
+_Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
+_TILE = 4096
+"""A tile takes at most so many elements of a token's K or V; other programs take the rest."""
+_INTERPRETED_TOKENS = 64
+"""A tile takes at most so many tokens under the interpreter."""
+
+
+@triton.jit
+def _token_tile(n, TILE_N: tl.constexpr):
+    """Return the tokens of this program, and which of them exist."""
+    tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    return tokens, tokens < n
+
+
+@triton.jit
+def _move_tokens(
+    k_cache, v_cache, key, value,
+    rows, blocks, positions, exist,
+    kc_b, kc_h, kc_t, kc_d,
+    vc_b, vc_h, vc_t, vc_d,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    heads = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)[None, :, None]).to(tl.int64)
+    dims = tl.arange(0, TILE_D)[None, None, :].to(tl.int64)
+    inside = (heads < H) & (dims < D) & exist[:, None, None]
+    rows = rows.to(tl.int64)[:, None, None]
+    blocks = blocks.to(tl.int64)[:, None, None]
+    positions = positions.to(tl.int64)[:, None, None]
+    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)
+    v = tl.load(value + (rows * v_r + heads * v_h + dims * v_d), inside)
+    tl.store(k_cache + (blocks * kc_b + positions * kc_t + heads * kc_h + dims * kc_d), k, inside)
+    tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
+
+
+def _tokens_moved(given: Given) -> dict[str, int]:
+    """Count the new tokens, and what tells where each of them goes."""
+    tokens = given["n"]
+    of_one = given["H"] * given["D"]
+    moved = {
+        name: taken(given[name], tokens * of_one) for name in ("k_cache", "v_cache", "key", "value")
+    }
+    indices = {"rows", "positions", "block_idx"} & given.keys()
+    return moved | {name: taken(given[name], tokens) for name in indices}
+
+
+@moves(_tokens_moved)
+@triton.jit(do_not_specialize=["n", "pos"])
+def _full_batch_kernel(
+    k_cache, v_cache, key, value, block_idx,
+    n, pos,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tokens, blocks, tl.full((TILE_N,), pos, tl.int64), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+@moves(_tokens_moved)
+@triton.jit(do_not_specialize=["n"])
+def _identity_pos_kernel(
+    k_cache, v_cache, key, value, positions, block_idx,
+    n,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+@moves(_tokens_moved)
+@triton.jit(do_not_specialize=["n"])
+def _gather_kernel(
+    k_cache, v_cache, key, value, rows, positions, block_idx,
+    n,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tl.load(rows + tokens, exist, other=0), blocks,
+        tl.load(positions + tokens, exist, other=0), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+_full_batch = KernelLauncher(_full_batch_kernel)
+_identity_pos = KernelLauncher(_identity_pos_kernel)
+_gather = KernelLauncher(_gather_kernel)
+
+
+def _launch(
+    launcher: KernelLauncher,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *indices: Tensor,
+    pos: tuple[int, ...] = (),
+) -> None:
+    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel asks."""
+    num_tokens = indices[0].shape[0]
+    tile, num_warps = _tile(*key.shape[1:])
+    tile_n = 1
+    if is_interpreted():
+        tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS)
+    num_heads, _, tile_h, _ = tile
+    launcher(
+        (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+        (k_cache, v_cache, key, value, *indices[::-1]),
+        (num_tokens, *pos),
+        (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+        num_warps,
+    )
+
+
+@cache
+def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
+    """Choose the tile of a token and its warps: heads, head_dim, and how many of each it covers."""
+    tile_d = 1 << (head_dim - 1).bit_length()
+    tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
+    return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
+
+
+def launch_full_batch(
+    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, block_idx: Tensor, pos: int
+) -> None:
+    _launch(_full_batch, k_cache, v_cache, key, value, block_idx, pos=(pos,))
+
+
+launch_identity_pos = partial(_launch, _identity_pos)
+launch_gather = partial(_launch, _gather)
+
+
+def kv_append_triton(
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    batch_idx: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
+) -> None:
+    """Write row ``batch_idx[i]`` of the inputs to ``pos[i]`` of block ``block_idx[i]``.
+
+    Caches are ``[blocks, heads, block_size, head_dim]``, inputs ``[rows, heads, head_dim]``,
+    indices one-dimensional, int32 or int64.
+    """
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_gather, caches, new, block_idx, pos, batch_idx)
+
+
+def kv_append_triton_identity_pos(
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
+) -> None:
+    """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_identity_pos, caches, new, block_idx, pos)
+
+
+def kv_append_triton_full_batch(
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: int,
+) -> None:
+    """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_full_batch, caches, new, block_idx, pos)
+
+
+def _append(launch: Callable[..., None], caches: _Pair, new: _Pair, *where: Tensor | int) -> None:
+    """Raise unless all arguments are right; then launch. ``where`` are blocks, positions, rows."""
+    k_cache, v_cache = caches
+    check_cache_pair(k_cache, v_cache, dims=4)
+    num_blocks, heads, block_size, head_dim = k_cache.shape
+    for name, given in zip(("key_new", "value_new"), new, strict=True):
+        if given.dim() != 3 or given.shape[1:] != (heads, head_dim):
+            shape = tuple(given.shape)
+            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {shape}")
+        if given.device != k_cache.device:
+            raise BadArgument(f"{name} is on {given.device} and the cache on {k_cache.device}")
+        if not given.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {given.dtype}")
+    rows, value_rows = (len(given) for given in new)
+    if rows != value_rows:
+        raise BadArgument(f"key_new has {rows} rows and value_new {value_rows}")
+    indices = [index for index in where if isinstance(index, Tensor)]
+    count = rows if len(where) < 3 else indices[-1].numel()
+    bounds = {"block_idx": num_blocks, "pos": block_size, "batch_idx": rows}
+    for (name, bound), index in zip(bounds.items(), where, strict=False):
+        if isinstance(index, Tensor):
+            check_index(name, index, k_cache, count, bound)
+        elif not 0 <= index < bound:
+            raise BadArgument(f"{name} must lie in 0..{bound - 1}, not {index}")
+    if not count:
+        return
+    if len({index.dtype for index in indices}) > 1:  # the launcher looks at one of them only
+        indices = [index.long() for index in indices]
+    indices = [index.contiguous() for index in indices]
+    key, value = (given.to(k_cache.dtype) for given in new)
+    launch(k_cache, v_cache, key, value, *indices, *where[len(indices) :])

@@ -1,0 +1,107 @@
+"""The copy-on-write kernel copies whole blocks of all layers of a group in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roseinfer.errors import BadArgument
+from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index
+from roseinfer.kernels.traffic import moves, taken
+
+if TYPE_CHECKING:
+    from roseinfer.kernels.traffic import Given
+
+_CHUNK = 4096
+"""A program copies at most so many elements of a block."""
+
+
+def _blocks_moved(given: Given) -> dict[str, int]:
+    """Count the blocks of every layer, and which they are."""
+    copies = given["source"].numel()
+    elements = copies * len(given["k_to"]) * given["H"] * given["T"] * given["D"]
+    blocks = {name: taken(given[name], elements) for name in ("k_from", "v_from", "k_to", "v_to")}
+    return blocks | {name: taken(given[name], copies) for name in ("source", "target")}
+
+
+@moves(_blocks_moved)
+@triton.jit
+def _clone_kernel(
+    k_from, v_from, k_to, v_to, source, target,
+    kf_l: tl.constexpr, kf_b: tl.constexpr, kf_h: tl.constexpr,
+    kf_t: tl.constexpr, kf_d: tl.constexpr,
+    vf_l: tl.constexpr, vf_b: tl.constexpr, vf_h: tl.constexpr,
+    vf_t: tl.constexpr, vf_d: tl.constexpr,
+    kt_l: tl.constexpr, kt_b: tl.constexpr, kt_h: tl.constexpr,
+    kt_t: tl.constexpr, kt_d: tl.constexpr,
+    vt_l: tl.constexpr, vt_b: tl.constexpr, vt_h: tl.constexpr,
+    vt_t: tl.constexpr, vt_d: tl.constexpr,
+    H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    copy = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    element = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    inside = element < H * T * D
+    h = (element // (T * D)).to(tl.int64)
+    t = (element // D % T).to(tl.int64)
+    d = (element % D).to(tl.int64)
+    old = tl.load(source + copy).to(tl.int64)
+    new = tl.load(target + copy).to(tl.int64)
+    k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)
+    v = tl.load(v_from + layer * vf_l + old * vf_b + h * vf_h + t * vf_t + d * vf_d, inside)
+    tl.store(k_to + layer * kt_l + new * kt_b + h * kt_h + t * kt_t + d * kt_d, k, inside)
+    tl.store(v_to + layer * vt_l + new * vt_b + h * vt_h + t * vt_t + d * vt_d, v, inside)
+
+
+_clone = KernelLauncher(_clone_kernel)
+
+
+def launch_clone(
+    k_from: Tensor, v_from: Tensor, k_to: Tensor, v_to: Tensor, source: Tensor, target: Tensor
+) -> None:
+    """Copy blocks ``source`` of the first pair of caches to ``target`` of the second."""
+    layers, _, heads, block_size, head_dim = k_to.shape
+    elements = heads * block_size * head_dim
+    chunk = min(_CHUNK, 1 << (elements - 1).bit_length())
+    _clone(
+        (source.shape[0], layers, -(-elements // chunk)),
+        (k_from, v_from, k_to, v_to, source, target),
+        (),
+        (
+            *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
+            heads, block_size, head_dim, chunk,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def kv_clone_triton(*, k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy block ``source[i]`` to block ``target[i]``, all at once, in every layer.
+
+    Caches are ``[layers, blocks, heads, block_size, head_dim]``, or one layer without the
+    first dimension. A block may be the target of one copy and the source of another, which then
+    copies its old content.
+    """
+    if k_cache.dim() == 4 and v_cache.dim() == 4:
+        k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
+    check_cache_pair(k_cache, v_cache, dims=5)
+    num_blocks = k_cache.shape[1]
+    check_index("source", source, k_cache, source.numel(), num_blocks)
+    check_index("target", target, k_cache, source.numel(), num_blocks)
+    if not source.numel():
+        return
+    source, target = source.long().contiguous(), target.long().contiguous()
+    if len(set(target.tolist())) < target.numel():
+        raise BadArgument("target names a block twice: which copy it should end with is unclear")
+    if not torch.isin(source, target).any():
+        launch_clone(k_cache, v_cache, k_cache, v_cache, source, target)
+        return
+    before = torch.arange(source.numel(), device=source.device)
+    launch_clone(
+        k_cache.index_select(1, source), v_cache.index_select(1, source),
+        k_cache, v_cache, before, target,
+    )  # fmt: skip

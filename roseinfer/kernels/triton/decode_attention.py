@@ -1,0 +1,479 @@
+"""Decode attention: one query token for each sequence, over blocks wherever they lie.
+
+A program takes one sequence, one KV head with the query heads that share it, and all parts of
+the context or some of them. Where several programs share them a second kernel combines the parts,
+in order. How many do depends on the number of programs and the width of the tables, never on a
+length: a captured launch stays right while sequences grow. What lies in a block behind the
+sequence's last token is not used: its scores are masked, and its values are zeroed, since zero
+times NaN is NaN.
+
+The same launch may store the token's key and value first. The last program does so, and sees them
+where they were given: nothing that a launch writes is read back in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roseinfer.errors import BadArgument
+from roseinfer.kernels.runtime import is_interpreted, launch
+from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.triton.linear import dot
+from roseinfer.kernels.triton.rope import load_rotated
+from roseinfer.kernels.triton.softmax import (
+    fold,
+    nothing_seen,
+    num_parts,
+    numbers_by_head,
+    of_row,
+    own_token,
+    part_begin,
+    part_of,
+    score_arguments,
+    see_tile,
+    tile_of_tokens,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roseinfer.kernels.traffic import Given
+    from roseinfer.layer_traits import LayerTraits, Rotation
+
+# What several programs saw of a context's parts: stored part by part, then combined in order.
+#
+# A row of what is stored belongs to one query head of one sequence: first what was seen of its own
+# token, then the parts that it sees.
+
+
+_TOGETHER = tl.constexpr(8)
+"""Parts that are loaded together."""
+
+
+def seen_parts_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+    """Count what was seen of the new token, and of every part of what is in front of it."""
+    lengths, window, heads = given["lengths"], given["WINDOW"], given["Q_HEADS"]
+
+    def seen(name: str, width: int = 1) -> Callable[[], int]:
+        def count() -> int:
+            rows = 0
+            for length in lengths.tolist():
+                own = length if given["APPENDS"] else length - 1
+                first = max(0, own - window + 1) if window else 0
+                rows += 1 + (num_parts(own) - num_parts(first + 1) + 1 if own > first else 0)
+            return taken(given[name], rows * heads * width)
+
+        return count
+
+    sums = {name: seen(name) for name in ("weights_max", "weights_sum")}
+    return {**sums, "partial": seen("partial", given["D"])}
+
+
+def _combine_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+    out, lengths = given["out"], given["lengths"]
+    whole = {"out": taken(out, out.numel()), "lengths": taken(lengths, lengths.numel())}
+    return seen_parts_moved(given) | whole
+
+
+@triton.jit
+def parts_seen(first, own):
+    """Return the first of the parts that are seen in front of a token, and how many they are."""
+    first_part = part_of(first)
+    return first_part, tl.where(own > first, part_of(own - 1) - first_part + 1, 0)
+
+
+@triton.jit
+def note_part(
+    partial, weights_max, weights_sum, row, top, total, sums, real, d_inside, D: tl.constexpr
+):
+    """Store what was seen of a part, for the kernel that combines parts."""
+    dims = tl.arange(0, sums.shape[1])
+    tl.store(weights_max + row, top, real)
+    tl.store(weights_sum + row, total, real)
+    tl.store(partial + row[:, None] * D + dims[None, :], sums, real[:, None] & d_inside[None, :])
+
+
+@moves(_combine_moved)
+@triton.jit
+def _combine_kernel(
+    partial, weights_max, weights_sum, lengths, out,
+    o_s, o_h, o_d, length_pitch,
+    Q_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    APPENDS: tl.constexpr, TILE_D: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program combines what was seen of one sequence's parts for one query head, in order."""
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = (sequence * Q_HEADS + head) * ROWS
+    dims = tl.arange(0, TILE_D)
+    inside = dims < D
+    one = tl.arange(0, 1)
+    length = tl.load(lengths + sequence * length_pitch).to(tl.int32)
+    own = length if APPENDS else length - 1
+    first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0
+    _, parts = parts_seen(first, own)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    all_top = tl.load(weights_max + row + one)
+    all_total = tl.load(weights_sum + row + one)
+    all_sums = tl.load(partial + row * D + dims, inside, other=0.0)[None, :]
+    for begin in range(1, ROWS if LIMIT else parts + 1, _TOGETHER):
+        for more in tl.static_range(_TOGETHER):  # so many loads are on their way at once
+            at = begin + more
+            there = at + 0 * one <= parts
+            top = tl.load(weights_max + row + at + one, there, other=float("-inf"))
+            total = tl.load(weights_sum + row + at + one, there, other=0.0)
+            sums = tl.load(
+                partial + (row + at) * D + dims, inside & (at + 0 * dims <= parts), other=0.0
+            )[None, :]
+            all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
+    result = tl.sum(all_sums / all_total[:, None], 0)
+    tl.store(
+        out + sequence * o_s + head * o_h + dims * o_d,
+        result.to(out.dtype.element_ty), inside,
+    )  # fmt: skip
+
+
+def combine_parts(
+    partial: Tensor,
+    weights_max: Tensor,
+    weights_sum: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    rows: int,
+    window: int,
+    tile_d: int,
+    limit: int,
+    *,
+    appends: bool,
+) -> None:
+    """Combine what ``note_part`` stored, ``rows`` rows for every query head, into ``out``."""
+    sequences, q_heads, head_dim = out.shape
+    launch(
+        _combine_kernel, (sequences, q_heads),
+        partial, weights_max, weights_sum, lengths, out, *out.stride(), lengths.stride(0),
+        q_heads, head_dim, rows, window, appends, tile_d, limit,
+        num_warps=1, early=appends, as_written=True,
+    )  # fmt: skip
+
+
+_MOST_SPLITS = 32
+_PROCESSORS = 132
+"""The largest GPUs have about so many."""
+_PROGRAMS_WANTED = 3 * _PROCESSORS
+_SMALL_HEAD = 64
+_AT_ONCE = 8 * _PROCESSORS
+"""With up to so many programs, the next kernel may start before these have ended. With more, it
+would take the place of those that have not begun."""
+
+
+def rows_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+    """Count the keys and values of the lengths that the sequences have when the kernel runs."""
+    query, lengths, k_cache, tables = (
+        given[name] for name in ("query", "lengths", "k_cache", "tables")
+    )
+    sequences, appends, block = len(query), given["APPENDS"], given["BLOCK"]
+    token = taken(k_cache, given["Q_HEADS"] // given["GROUP"] * given["D"])
+
+    def seen() -> list[tuple[int, int]]:
+        """Return the positions of the first and the last key of every sequence."""
+        last = [n if appends else n - 1 for n in lengths.tolist()]
+        return [(max(0, n - given["WINDOW"] + 1) if given["WINDOW"] else 0, n) for n in last]
+
+    def cached() -> int:
+        return token * sum(last - first + 1 for first, last in seen())
+
+    def listed() -> int:
+        return taken(tables, sum(last // block - first // block + 1 for first, last in seen()))
+
+    moved: dict[str, int | Callable[[], int]] = {
+        "query": taken(query, query.numel()),
+        "lengths": taken(lengths, sequences),
+        "tables": listed,
+        "k_cache": cached,
+        "v_cache": cached,
+    }
+    if appends:
+        moved |= {name: taken(given[name], given[name].numel()) for name in ("key", "value")}
+    moved |= numbers_by_head(given)
+    if given["TURN"]:
+        angles = sequences * given["TURN"]
+        moved |= {name: taken(given[name], angles) for name in ("cosines", "sines")}
+    if given["SPLITS"] == 1:
+        return moved | {"out": taken(given["out"], query.numel())}
+    return moved | seen_parts_moved(given)
+
+
+@moves(rows_moved)
+@triton.jit
+def _decode_kernel(
+    query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
+    scale, cap, sinks, slopes,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKING: tl.constexpr, SLOPED: tl.constexpr,
+    cosines, sines, TURN: tl.constexpr,
+    q_s, q_h, k_s, k_h, v_s, v_h, o_s, o_h,
+    kc_b, kc_h, kc_t, table_pitch, length_pitch,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, LIMIT: tl.constexpr, APPENDS: tl.constexpr, ROOM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + sequence * length_pitch).to(tl.int32)
+    members = tl.arange(0, TILE_G)
+    dims = tl.arange(0, TILE_D)
+    heads = kv_head * GROUP + members
+    real = members < GROUP
+    d_inside = dims < D
+    q_inside = real[:, None] & d_inside[None, :]
+    table = tables + sequence * table_pitch
+    own = length if APPENDS else length - 1
+    first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0
+    first_part, parts = parts_seen(first, own)
+    share = tl.cdiv(parts, SPLITS)
+    part = first_part + split * share
+    last_part = tl.minimum(part + share, first_part + parts)
+    begin = tl.maximum(part_begin(part), first)
+    end = tl.minimum(part_begin(last_part), own)
+    if EARLY:
+        if ROOM:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    queries = query + sequence * q_s + heads * q_h
+    if TURN:
+        q = load_rotated(
+            queries, members, dims, own, cosines, sines, query, 0.0, GROUP, D, TURN, False, False
+        ).to(query.dtype.element_ty)
+    else:
+        q = tl.load(queries[:, None] + dims[None, :], q_inside, other=0.0)
+    row = (sequence * Q_HEADS + heads) * ROWS
+    if APPENDS:
+        k_from, v_from = (
+            key + sequence * k_s + kv_head * k_h,
+            value + sequence * v_s + kv_head * v_h,
+        )
+    else:
+        k_from, v_from = k_cache, v_cache
+    slot = tl.load(table + own // BLOCK).to(tl.int64) * kc_b + kv_head * kc_h + own % BLOCK * kc_t
+    if SPLITS == 1:
+        all_top, all_total, all_sums = _take_own(
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
+            scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
+        )  # fmt: skip
+    elif split == SPLITS - 1:  # it has the fewest parts
+        own_top, own_total, own_sums = _take_own(
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
+            scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
+        )  # fmt: skip
+        note_part(
+            partial, weights_max, weights_sum, row, own_top, own_total, own_sums, real, d_inside, D
+        )  # fmt: skip
+    top, total, sums = nothing_seen(TILE_G, TILE_D)
+    ends = part_begin(part + 1)
+    # Not every version of Triton's interpreter can count to a tensor.
+    stop = LIMIT if LIMIT else end
+    start = 0 if LIMIT else begin // TILE_T * TILE_T
+    for at in tl.range(start, stop, TILE_T, num_stages=3):
+        if at == ends:
+            if SPLITS == 1:
+                all_top, all_total, all_sums = fold(
+                    all_top, all_total, all_sums, top, of_row(total), sums
+                )
+            else:
+                note_part(
+                    partial, weights_max, weights_sum, row + 1 + part - first_part, top,
+                    of_row(total), sums, real & (part + 0 * members < last_part), d_inside, D,
+                )  # fmt: skip
+            top, total, sums = nothing_seen(TILE_G, TILE_D)
+            part += 1
+            ends = part_begin(part + 1)
+        tokens = at + tl.arange(0, TILE_T)
+        stored = (tokens >= begin) & (tokens < end)
+        if BLOCK % TILE_T == 0:
+            base = tl.load(table + at // BLOCK).to(tl.int64) * kc_b
+            places = base + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        else:
+            blocks = tl.load(table + tokens // BLOCK, stored, other=0).to(tl.int64)
+            places = blocks * kc_b + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        inside = stored[:, None] & d_inside[None, :]
+        k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        distance = (own - tokens).to(tl.float32)[None, :]
+        top, total, sums = see_tile(
+            q, k, v, stored[None, :], distance, top, total, sums, scale, cap, slopes, heads, real,
+            True, CAPPED, SLOPED,
+        )  # fmt: skip
+    if SPLITS == 1:
+        all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, of_row(total), sums)
+        tl.store(
+            out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
+            (all_sums / all_total[:, None]).to(out.dtype.element_ty), q_inside,
+        )  # fmt: skip
+    else:
+        note_part(
+            partial, weights_max, weights_sum, row + 1 + part - first_part, top, of_row(total),
+            sums, real & (part + 0 * members < last_part), d_inside, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _take_own(
+    q, k_from, v_from, k_slot, v_slot, dims, d_inside, own, cosines, sines,
+    scale, cap, sinks, slopes, heads, real,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINKING: tl.constexpr, APPENDS: tl.constexpr,
+    D: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Look at the own token, which is stored in its slot first if it is new."""
+    if APPENDS:
+        if TURN:
+            one = tl.arange(0, 1)
+            k = load_rotated(
+                k_from + one, one, dims, own, cosines, sines, k_from, 0.0, 1, D, TURN, False, False
+            )  # fmt: skip
+            k = tl.sum(k, 0).to(k_slot.dtype.element_ty)
+        else:
+            k = tl.load(k_from + dims, d_inside, other=0.0).to(k_slot.dtype.element_ty)
+        v = tl.load(v_from + dims, d_inside, other=0.0).to(v_slot.dtype.element_ty)
+        tl.store(k_slot + dims, k, d_inside)
+        tl.store(v_slot + dims, v, d_inside)
+    else:
+        k = tl.load(k_slot + dims, d_inside, other=0.0)
+        v = tl.load(v_slot + dims, d_inside, other=0.0)
+    # A product of tiles, as in the kernel of prompts; all but the first column stay empty.
+    column = tl.arange(0, 16)
+    k_tile = tl.where((column == 0)[:, None], k.to(tl.float32)[None, :], 0.0).to(q.dtype)
+    products = tl.where((column == 0)[None, :], dot(q, tl.trans(k_tile)), 0.0)
+    values = v.to(tl.float32)[None, :] + tl.zeros(q.shape, tl.float32)
+    return own_token(
+        tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
+        CAPPED, SLOPED, SINKING,
+    )  # fmt: skip
+
+
+def paged_attention_decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    traits: LayerTraits,
+) -> Tensor:
+    """Compute the attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
+
+    The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
+    ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's
+    own included. The caches lie in memory alike, the elements of a head side by side.
+    """
+    return append_and_attend(query, None, None, k_cache, v_cache, tables, lengths, traits)
+
+
+def append_and_attend(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    traits: LayerTraits,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
+
+    This is ``paged_attention_decode``, but ``lengths[i]`` counts what is stored before, and row
+    ``i`` of ``tables`` has a block for the new token too. On a GPU ``lengths`` may be read before
+    the kernel in front has ended: it must not be what writes them.
+
+    With a rotation without norms, queries and keys are yet to be rotated, each by its position.
+    """
+    _check(query, k_cache, v_cache)
+    query = _side_by_side(query)
+    appends = key is not None
+    key = query if key is None else _side_by_side(key)
+    value = query if value is None else _side_by_side(value)
+    sequences, q_heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    group = q_heads // kv_heads
+    most_tokens = tables.shape[1] * block_size
+    rows = num_parts(most_tokens, traits.window)
+    splits = _num_splits(sequences * kv_heads, rows)
+    rows += 1  # for the new token
+    out = query.new_empty(query.shape)
+    partial = weights_max = weights_sum = out
+    if splits > 1:
+        partial = query.new_empty((sequences * q_heads * rows, head_dim), dtype=torch.float32)
+        weights_max, weights_sum = partial.new_empty((2, len(partial)))
+    tile_g = max(16, 1 << (group - 1).bit_length())
+    tile_d = max(16, 1 << (head_dim - 1).bit_length())
+    programs = sequences * kv_heads * splits
+    limit = 0
+    if is_interpreted():  # counting to a limit; tables of slots are wider than any sequence needs
+        limit = max(1, int(lengths.max())) if appends else most_tokens
+    arguments = score_arguments(traits, query)
+    cosines = sines = query
+    turn = 0
+    if rotation is not None:
+        cosines, sines, turn = rotation.cosines, rotation.sines, rotation.cosines.shape[1]
+    launch(
+        _decode_kernel, (sequences, kv_heads, splits),
+        query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
+        weights_sum, *arguments, cosines, sines, turn,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+        *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
+        q_heads, group, head_dim, block_size, tile_g, tile_d,
+        tile_of_tokens(tile_d * k_cache.element_size()), splits, rows, limit,
+        appends, programs <= _AT_ONCE, num_warps=_warps(programs, tile_d), early=appends,
+        as_written=True,
+    )  # fmt: skip
+    if splits > 1:
+        combine_parts(
+            partial, weights_max, weights_sum, lengths, out, rows, arguments.window, tile_d, limit,
+            appends=appends,
+        )  # fmt: skip
+    return out
+
+
+def _check(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    _, q_heads, head_dim = query.shape
+    if q_heads % k_cache.shape[1] or k_cache.shape[3] != head_dim or k_cache.shape != v_cache.shape:
+        raise BadArgument(
+            f"{q_heads} query heads of {head_dim} do not fit caches of {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise BadArgument(
+            "caches must have the same strides, the last of them 1; they have "
+            f"{k_cache.stride()} and {v_cache.stride()}"
+        )
+    if not query.dtype == k_cache.dtype == v_cache.dtype:
+        raise BadArgument(
+            f"queries of {query.dtype} do not fit caches of {k_cache.dtype} and {v_cache.dtype}"
+        )
+
+
+def _side_by_side(heads: Tensor) -> Tensor:
+    """Put the elements of a head next to each other in memory."""
+    return heads if heads.stride(2) == 1 else heads.contiguous()
+
+
+def _warps(programs: int, tile_d: int) -> int:
+    """Choose the warps of a program: the fastest on an H200. No number depends on them."""
+    if tile_d <= _SMALL_HEAD:
+        return 4 if programs <= 2 * _PROGRAMS_WANTED else 1
+    return 4 if programs <= _PROGRAMS_WANTED else 2
+
+
+def _num_splits(rows: int, parts: int) -> int:
+    """Choose how many programs share a context: a power of two, so that kernels are few."""
+    if is_interpreted():  # there a program costs the same whatever it does
+        return 1
+    wanted = max(1, _PROGRAMS_WANTED // rows)
+    return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1), 1 << (parts - 1).bit_length())

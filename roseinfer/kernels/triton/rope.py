@@ -1,0 +1,170 @@
+"""Norming heads of queries and keys, and rotating them by their positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.runtime import launch, power_of_two
+from roseinfer.kernels.traffic import moves, taken
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roseinfer.kernels.traffic import Given
+    from roseinfer.layer_traits import Rotation
+
+
+class RotationArguments(NamedTuple):
+    """The arguments of a kernel that rotates heads, in its order of parameters."""
+
+    cosines: Tensor
+    sines: Tensor
+    query_gain: Tensor
+    key_gain: Tensor
+    epsilon: float
+    width: int
+    """How much of a head turns; 0 where nothing does."""
+    normed: bool
+    together: bool
+    """True where the heads of a token are one row to the norm."""
+
+
+def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArguments:
+    """Return the arguments; ``unused`` stands for what a layer does not have."""
+    if rotation is None:
+        return RotationArguments(unused, unused, unused, unused, 0.0, 0, False, False)
+    query, key = rotation.query_gain, rotation.key_gain
+    return RotationArguments(
+        rotation.cosines,
+        rotation.sines,
+        unused if query is None else query,
+        unused if key is None else key,
+        rotation.epsilon,
+        rotation.cosines.shape[1],
+        query is not None,
+        rotation.together,
+    )
+
+
+def rotation_moved(given: Given, rows: int) -> dict[str, int]:
+    """Return the bytes of what heads at ``rows`` positions are normed and rotated by."""
+    moved = {name: taken(given[name], rows * given["TURN"]) for name in ("cosines", "sines")}
+    if given["NORMED"]:
+        moved |= {
+            name: taken(given[name], given[name].numel()) for name in ("query_gain", "key_gain")
+        }
+    return moved
+
+
+@triton.jit
+def load_rotated(
+    heads, at, dims, position, cosines, sines, gain, epsilon,
+    HEADS: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Load ``[heads, dims]`` from where the heads begin, normed and rotated, in float32.
+
+    ``at`` numbers the heads. Those from HEADS on, and dims behind the end of a head, come as 0.
+    """
+    dtype = heads.dtype.element_ty
+    HALF: tl.constexpr = TURN // 2
+    inside = (at < HEADS)[:, None] & (dims < D)[None, :]
+    turns = dims < TURN
+    across = tl.where(dims < HALF, dims + HALF, tl.where(turns, dims - HALF, dims))
+    x = tl.load(heads[:, None] + dims[None, :], inside, other=0.0).to(tl.float32)
+    y = tl.load(heads[:, None] + across[None, :], inside, other=0.0).to(tl.float32)
+    if NORMED and TOGETHER:
+        shrink = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (HEADS * D) + epsilon)
+        gains = gain + at[:, None] * D
+        own = tl.load(gains + dims[None, :], inside, other=0.0).to(tl.float32)
+        other = tl.load(gains + across[None, :], inside, other=0.0).to(tl.float32)
+        x = (x * shrink * own).to(dtype).to(tl.float32)
+        y = (y * shrink * other).to(dtype).to(tl.float32)
+    elif NORMED:
+        shrink = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
+        own = tl.load(gain + dims, dims < D, other=0.0).to(tl.float32)[None, :]
+        other = tl.load(gain + across, dims < D, other=0.0).to(tl.float32)[None, :]
+        x = ((x * shrink).to(dtype).to(tl.float32) * own).to(dtype).to(tl.float32)
+        y = ((y * shrink).to(dtype).to(tl.float32) * other).to(dtype).to(tl.float32)
+    cosine = tl.load(cosines + position * TURN + dims, turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + position * TURN + dims, turns, other=0.0).to(tl.float32)
+    sine = tl.where(dims < HALF, -sine, sine)
+    return x * cosine[None, :] + y * sine[None, :]
+
+
+def _rotated_moved(given: Given) -> dict[str, int]:
+    """Count every head twice, read and written, and what it is rotated by."""
+    tokens = len(given["positions"])
+    heads = {"query": given["Q_HEADS"], "key": given["K_HEADS"]}
+    moved = {
+        name: 2 * taken(given[name], tokens * count * given["D"]) for name, count in heads.items()
+    }
+    moved["positions"] = taken(given["positions"], tokens)
+    return moved | rotation_moved(given, tokens)
+
+
+@moves(_rotated_moved)
+@triton.jit
+def _rotate_kernel(
+    query, key, positions, cosines, sines, query_gain, key_gain, epsilon,
+    TURN: tl.constexpr, NORMED: tl.constexpr, TOGETHER: tl.constexpr,
+    q_s, q_h, k_s, k_h, p_s,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes all heads of one token: of queries, of keys, or of both."""
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, TILE_D)
+    q, k = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions + token * p_s).to(tl.int64)
+    whole = (dims < D)[None, :]
+    queries = query + token * q_s + q * q_h
+    keys = key + token * k_s + k * k_h
+    if Q_HEADS:
+        turned_q = load_rotated(
+            queries, q, dims, position, cosines, sines, query_gain, epsilon,
+            Q_HEADS, D, TURN, NORMED, TOGETHER,
+        )  # fmt: skip
+    if K_HEADS:
+        turned_k = load_rotated(
+            keys, k, dims, position, cosines, sines, key_gain, epsilon,
+            K_HEADS, D, TURN, NORMED, TOGETHER,
+        )  # fmt: skip
+    # A head is read by several threads, each of which may be behind those that write it.
+    tl.debug_barrier()
+    if Q_HEADS:
+        tl.store(
+            queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+            (q < Q_HEADS)[:, None] & whole,
+        )  # fmt: skip
+    if K_HEADS:
+        tl.store(
+            keys[:, None] + dims[None, :], turned_k.to(key.dtype.element_ty),
+            (k < K_HEADS)[:, None] & whole,
+        )  # fmt: skip
+
+
+def rotate(query: Tensor | None, key: Tensor | None, positions: Tensor, rotation: Rotation) -> None:
+    """Norm and rotate ``[tokens, heads, head_dim]`` in place, elements of heads side by side.
+
+    Either may be None, and only the others are rotated then.
+    """
+    given = query if query is not None else key
+    assert given is not None
+    query, key = (given[:, :0] if each is None else each for each in (query, key))
+    tokens, q_heads, head_dim = query.shape
+    k_heads = key.shape[1]
+    arguments = rotation_arguments(rotation, given)
+    launch(
+        _rotate_kernel, (tokens,), query, key, positions, *arguments,
+        *query.stride()[:2], *key.stride()[:2], positions.stride(0),
+        q_heads, k_heads, head_dim,
+        power_of_two(q_heads), power_of_two(k_heads),
+        power_of_two(head_dim), num_warps=4, early=True,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Products by warpgroups, which GPUs of compute capability 9 have, in CUDA C++."""

@@ -1,1 +1,0 @@
-"""What the other ranks do, and how they are started."""

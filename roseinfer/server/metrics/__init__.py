@@ -1,1 +1,0 @@
-"""What the server counts of texts and of requests, and the page that shows it to Prometheus."""

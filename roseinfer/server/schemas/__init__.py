@@ -1,0 +1,1 @@
+"""The bodies of OpenAI's API: requests, responses and their validation."""
