@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
@@ -13,9 +13,9 @@ from typing import Any
 
 from roseinfer.errors import ConfigError, did_you_mean, short_repr
 
-TRITON_SWITCH = "ROSELLM_TRITON_KV_APPEND"
-TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
-TRITON_FULL_BATCH_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
+TRITON_SWITCH = "ROSEINFER_TRITON_KV_APPEND"
+TRITON_MIN_BATCH = "ROSEINFER_TRITON_KV_APPEND_MIN_BATCH"
+TRITON_FULL_BATCH_MIN_BATCH = "ROSEINFER_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
 MOST_AHEAD = 16
 MOST_UNREAD = 128
@@ -30,6 +30,40 @@ _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
 )
 _MOST = 1 << 62
 """The largest whole number of a setting. Sums of a few fit into the 64 bits that torch has."""
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    unset: str = "",
+    least: float | None = None,
+    most: float | None = None,
+    choices: Sequence[str] = (),
+    unit: str = "",
+    listed: str = "commas",
+    also: Sequence[str] = (),
+    group: str = "engine",
+    secret: bool = False,
+) -> Any:
+    """Declare a field from which commands make an option, errors their bounds, and pages a line.
+
+    ``text`` is a noun phrase or an imperative. ``unset`` says what happens where nothing is given;
+    ``unit`` names the value of the option, and ``also`` are further names of it. Several texts are
+    separated by ``commas`` or are ``words``, or the option is ``repeated``.
+    """
+    bounds = {"least": least, "most": most}
+    metadata = {
+        **{name: bound for name, bound in bounds.items() if bound is not None},
+        "text": text,
+        "unset": unset,
+        "choices": choices,
+        "unit": unit,
+        "listed": listed,
+        "also": also,
+        "group": group,
+    }
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +105,43 @@ class AppendPolicy:
     def from_env(
         cls, environ: Mapping[str, str] | None = None, *, triton: bool = True
     ) -> AppendPolicy:
-        """Return what the ``ROSELLM_TRITON_KV_APPEND*`` variables ask for.
+        """Return the policy of the ``ROSEINFER_TRITON_KV_APPEND*`` variables.
 
         This is the policy wherever none was given. Where the switch is not set, ``triton`` holds.
+        Each variable has an alias that begins with ``ROSELLM``.
         """
         env: Any = os.environ if environ is None else environ
         if not isinstance(env, Mapping):
             raise ConfigError(
                 f"environ must be a mapping of variables to texts or None, not {environ!r}"
             )
-        if TRITON_SWITCH in env:
-            word = str(env[TRITON_SWITCH])
+        if (switch := _variable(env, TRITON_SWITCH)) is not None:
+            name, word = switch
             if word.strip().lower() not in _SWITCH:
-                raise ConfigError(
-                    f"{TRITON_SWITCH}={word!r}: expected on or off (1/0, true/false, yes/no)"
-                )
+                raise ConfigError(f"{name}={word!r}: expected on or off (1/0, true/false, yes/no)")
             triton = _SWITCH[word.strip().lower()]
         thresholds = {
-            "triton_min_batch": TRITON_MIN_BATCH,
-            "triton_full_batch_min_batch": TRITON_FULL_BATCH_MIN_BATCH,
+            "triton_min_batch": _variable(env, TRITON_MIN_BATCH),
+            "triton_full_batch_min_batch": _variable(env, TRITON_FULL_BATCH_MIN_BATCH),
         }
         given: dict[str, Any] = {
-            threshold: _whole_number(variable, str(env[variable]))
+            threshold: _whole_number(*variable)
             for threshold, variable in thresholds.items()
-            if variable in env
+            if variable is not None
         }
         return cls(triton=triton, **given)
+
+
+def _variable(env: Mapping[str, str], name: str) -> tuple[str, str] | None:
+    """Return a variable and its value, by its name or its alias; None where neither is set."""
+    alias = name.replace("ROSEINFER", "ROSELLM", 1)
+    found = {each: str(env[each]) for each in (name, alias) if each in env}
+    if len({*found.values()}) > 1:
+        raise ConfigError(
+            f"{name}={found[name]!r} and {alias}={found[alias]!r} are one setting: unset one of "
+            "them"
+        )
+    return next(iter(found.items()), None)
 
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -127,72 +172,128 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How requests are served: sizes, limits and which optimisations run."""
+    """Sizes, limits and optimisations of an engine."""
 
-    max_batch_size: int = field(default=64, metadata={"most": 1 << 20})
-    """Requests that run at once."""
-    block_size: int = 64
-    """Tokens of a block of the KV cache."""
-    kv_cache_tokens: int | None = None
-    """Tokens the KV cache holds, in whole blocks; None for what the device has room for."""
-    max_length: int | None = None
-    """Most tokens of a request, prompt included; None for what the model was made for."""
-    prefix_cache: bool = True
-    """Prompts that begin alike share what is stored of their beginning."""
-    prefill_admission_policy: str = "fifo"
-    """``fifo`` admits in order of arrival; ``pack`` prefers prompts that fit whole."""
-    prefill_max_batch_size: int = 16
-    """Prompts that are worked on in one step."""
-    prefill_max_tokens: int = 2048
-    """Prompt tokens of one step, which bounds how long running requests wait for it."""
-    prompt_rows: int | None = field(default=None, metadata={"least": 0, "most": 1 << 10})
-    """Prompts of a step with up to so many tokens are stored as rows that decode, one for each
-    token, in a graph where decode steps are some; None for 128 there, and 0 elsewhere."""
-    chunked_prefill: bool = True
-    """Off: a prompt is stored in one step, however long."""
-    attention_backend: str | None = None
-    """``triton``, ``reference`` or another that was registered; None for the device's best."""
-    paged_attention: bool | None = None
-    """An older name for the same: True for ``triton`` and False for ``reference``."""
-    resident_decode: bool | None = None
-    """Keep the state of sequences that decode on the device; None for yes on a GPU."""
-    fused_model: bool | None = None
-    """Run a model on fused kernels if there are some for it; None for yes on a GPU."""
-    batch_invariant: bool | None = None
-    """A request gets the same bits whatever else is in the batch; None for yes where the model's
-    kernels can, which takes a GPU. Prompts are a tenth slower for it."""
-    pad_head: bool | None = None
-    """Widen the heads of other models with odd vocabularies; None for yes on a GPU."""
-    compile_layers: bool = False
-    """Have torch.compile fuse the layers of other models, which takes some ten seconds."""
-    cuda_graph: bool | None = None
-    """Replay steps of resident sequences from CUDA graphs; None for yes on a GPU."""
-    run_ahead: int | None = field(default=None, metadata={"least": 0})
-    """Steps that may be in flight when a step is launched. A stream may lag by as many tokens.
-    None for 2 on a GPU and 0 elsewhere."""
-    speculation: str | None = None
-    """``ngram`` looks up in a text how it may go on, and verifies several tokens in one step; None
-    for one token a step."""
-    tensor_parallel_size: int = 1
-    """Processes that each compute a share of the model's heads, every one on a GPU of its own."""
-    exchange: bool | None = None
-    """Ranks add up their parts of a product in the kernel that takes the sum, through memory that
-    all of them write to; None for yes on GPUs that can."""
-    guide_cpu_seconds: float = field(default=2.0, metadata={"least": 0.05, "most": 3600.0})
-    """Processor time in which a guide must be compiled in the process that tries it."""
-    guide_memory_mb: int = field(default=512, metadata={"least": 64, "most": 1 << 20})
-    """Megabytes of memory that it may take for that, and all grammars that are kept."""
-    per_layer_kv: bool = False
-    """A block list for every layer, which the append policy's per-token switches need."""
+    max_batch_size: int = setting(64, "requests that run at once", most=1 << 20)
+    block_size: int = setting(
+        64,
+        "tokens in a block of the KV cache; smaller blocks waste less at the end of a sequence, "
+        "and cost more bookkeeping",
+    )
+    kv_cache_tokens: int | None = setting(
+        None,
+        "tokens that the KV cache holds, in whole blocks",
+        unset="85 % of a GPU's free memory, or 2 GiB without one, and never more than "
+        "max_batch_size requests can fill",
+    )
+    max_length: int | None = setting(
+        None,
+        "tokens of a request, prompt and completion together, at most",
+        unset="the model's number of positions",
+    )
+    prefix_cache: bool = setting(True, "share the stored blocks of prompts with equal prefixes")
+    prefill_admission_policy: str = setting(
+        "fifo",
+        "order in which prompts begin: fifo is the order of arrival; pack prefers prompts that fit "
+        "into a step whole",
+        choices=ADMISSION_POLICIES,
+    )
+    prefill_max_batch_size: int = setting(16, "prompts that are prefilled in one step, at most")
+    prefill_max_tokens: int = setting(
+        2048, "prompt tokens of one step, at most; it bounds how long running requests wait for it"
+    )
+    prompt_rows: int | None = setting(
+        None,
+        "prompt tokens of a step, at most, that are stored as rows of a decode step, so that a "
+        "CUDA graph can be replayed",
+        unset="128 where decode steps are CUDA graphs, else 0",
+        least=0,
+        most=1 << 10,
+    )
+    chunked_prefill: bool = setting(True, "prefill long prompts in chunks over several steps")
+    attention_backend: str | None = setting(
+        None,
+        "triton, reference, or another backend that was registered",
+        unset="the fastest of the device",
+    )
+    paged_attention: bool | None = setting(
+        None,
+        "older name of attention_backend: on is triton, off is reference",
+        unset="attention_backend decides",
+        also=("--paged-attn",),
+    )
+    resident_decode: bool | None = setting(
+        None, "keep the state of decoding sequences on the device", unset="on a GPU"
+    )
+    fused_model: bool | None = setting(
+        None,
+        "run the model on fused kernels, where there are some for its family",
+        unset="on a GPU, unless a check at load finds that its own modules compute something else",
+    )
+    batch_invariant: bool | None = setting(
+        None,
+        "give a request the same bits whatever else is in its batch; prefill is a tenth slower",
+        unset="where the model's kernels can, which takes a GPU",
+    )
+    pad_head: bool | None = setting(
+        None,
+        "pad the language-model head of a model without fused kernels, if its vocabulary has an "
+        "odd size",
+        unset="on a GPU",
+    )
+    compile_layers: bool = setting(
+        False,
+        "torch.compile the layers of a model without fused kernels, which takes some ten seconds",
+    )
+    cuda_graph: bool | None = setting(
+        None, "replay decode steps of resident sequences from CUDA graphs", unset="on a GPU"
+    )
+    run_ahead: int | None = setting(
+        None,
+        "steps in flight when another is launched; a stream may lag by as many tokens",
+        unset="2 on a GPU, else 0",
+        least=0,
+        most=MOST_AHEAD,
+    )
+    speculation: str | None = setting(
+        None,
+        "n-gram speculative decoding: propose tokens that followed the same n-gram before, and "
+        "verify several in one step",
+        unset="one token a step",
+        choices=SPECULATIONS,
+    )
+    tensor_parallel_size: int = setting(
+        1, "GPUs that compute the model together, each with a share of its heads"
+    )
+    exchange: bool | None = setting(
+        None,
+        "all-reduce inside of fused kernels, through memory that all ranks write to",
+        unset="on GPUs that can",
+    )
+    guide_cpu_seconds: float = setting(
+        2.0,
+        "seconds of processor time in which a guide must compile in its own process",
+        least=0.05,
+        most=3600.0,
+        unit="S",
+    )
+    guide_memory_mb: int = setting(
+        512,
+        "megabytes that a guide may take there, and that all cached grammars may take together",
+        least=64,
+        most=1 << 20,
+        unit="MB",
+    )
+    per_layer_kv: bool = setting(
+        False, "give every layer a block list, which the per-token switches of AppendPolicy need"
+    )
     append_policy: AppendPolicy | None = None
-    """How the KV cache is written to; None for what the environment asks for."""
+    """Ways in which the KV cache is written; None for what the environment says."""
 
     def __post_init__(self) -> None:
         if self.append_policy is None:
             AppendPolicy.from_env()  # refuses a bad variable now, before a model is loaded
         _check_kinds(self, "", least=1)
-        if self.run_ahead is not None and self.run_ahead > MOST_AHEAD:
-            raise ConfigError(f"run_ahead must be 0 to {MOST_AHEAD}, not {self.run_ahead}")
         if self.paged_attention is not None:
             meant = "triton" if self.paged_attention else "reference"
             if self.attention_backend not in (None, meant):
@@ -211,16 +312,6 @@ class EngineConfig:
                     raise ConfigError(
                         f"{name} is for one GPU: leave it off, or tensor_parallel_size at 1"
                     )
-        if self.speculation not in (None, *SPECULATIONS):
-            raise ConfigError(
-                f"speculation is {self.speculation!r}; it must be {' or '.join(SPECULATIONS)}, or "
-                "None"
-            )
-        if self.prefill_admission_policy not in ADMISSION_POLICIES:
-            raise ConfigError(
-                f"prefill_admission_policy is {self.prefill_admission_policy!r}; it must be "
-                f"{' or '.join(ADMISSION_POLICIES)}"
-            )
 
     def wants(self, switch: str, device: str) -> bool:
         """Return True if a switch is on for such a device; None means on for a GPU alone."""
@@ -262,7 +353,11 @@ def _check_kinds(
     """Raise unless every field holds what its annotation says, and no number below ``least``."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
-        if kind in _KINDS:
+        if choices := each.metadata.get("choices"):
+            optional = kind != "str"
+            wanted = " or ".join(map(repr, choices)) + ", or None" * optional
+            holds = (isinstance(value, str) and value in choices) or (optional and value is None)
+        elif kind in _KINDS:
             types, wanted = _KINDS[kind]
             holds = isinstance(value, types)
         elif kind in ("int", "int | None"):
@@ -289,34 +384,86 @@ API_KEY = "ROSEINFER_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is reached, what it lets in, and how it ends."""
+    """Address, limits and shutdown of a server."""
 
-    host: str = "127.0.0.1"
-    """Nobody but this machine reaches the default."""
-    port: int = field(default=8000, metadata={"least": 0, "most": (1 << 16) - 1})
-    """0 for one that is free."""
-    served_model_name: tuple[str, ...] = ()
-    """The names that clients ask for; none for that of the model."""
-    api_key: str | None = field(default=None, repr=False)
-    """What clients must know; None for what the environment says, if it does."""
-    max_queue: int = 1024
-    """Texts that may wait for a place in the batch. Who comes then is told to come later."""
-    max_body_bytes: int = 4 << 20
-    allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests may name; none for any, or for loopback's own names on loopback."""
-    trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks whose forwarded headers count."""
-    max_prompt_tokens: int | None = None
-    """None for as many as the model and its cache have room for."""
-    drain_seconds: float = 30.0
-    """How long texts may go on when the server is told to end."""
-    stall_seconds: float = field(default=120.0, metadata={"least": 2})
-    """Seconds without a step, though there is work, after which probes are told so."""
-    chat_template: str | None = None
-    """A file; None for the template that the tokenizer came with."""
-    access_log: bool = True
-    replicas: int | None = None
-    """Processes that serve the model, under Ray; None for this one alone, without Ray."""
+    host: str = setting(
+        "127.0.0.1",
+        "address to listen on; 0.0.0.0 is all addresses of this machine",
+        group="address",
+        unit="HOST",
+    )
+    port: int = setting(
+        8000, "port to listen on; 0 for a free one", least=0, most=(1 << 16) - 1, group="address"
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "host names that requests may be sent to, separated by commas; * is any",
+        unset="loopback's names if only this machine reaches the address, else any",
+        group="address",
+        unit="NAME,...",
+    )
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, "
+        "separated by commas",
+        unset="none",
+        group="address",
+        unit="ADDRESS,...",
+    )
+    replicas: int | None = setting(
+        None,
+        "processes that serve the model, under Ray, each on a GPU of its own if there are any",
+        unset="this process alone, without Ray",
+        group="address",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "model names that clients may send; metrics have the first",
+        unset="the model's name",
+        group="address",
+        unit="NAME",
+        listed="words",
+    )
+    chat_template: str | None = setting(
+        None,
+        "file with a Jinja template for chats, which may take 5 s a request",
+        unset="the tokenizer's template",
+        group="chat",
+        unit="FILE",
+    )
+    api_key: str | None = setting(
+        None,
+        "key that clients must send",
+        unset="ROSEINFER_API_KEY if that is set, else clients need none",
+        group="limits",
+        unit="KEY",
+        secret=True,
+    )
+    max_queue: int = setting(
+        1024, "requests that may wait beside the running ones; further ones get 429", group="limits"
+    )
+    max_body_bytes: int = setting(4 << 20, "bytes of a request's body, at most", group="limits")
+    max_prompt_tokens: int | None = setting(
+        None,
+        "tokens of a prompt, at most",
+        unset="what the model and its cache have room for",
+        group="limits",
+    )
+    drain_seconds: float = setting(
+        30.0,
+        "seconds that running requests may take to end after SIGTERM",
+        group="limits",
+        unit="S",
+    )
+    stall_seconds: float = setting(
+        120.0,
+        "seconds that the engine may have work and complete no step before /health and /ready "
+        "answer 503; more than any step takes",
+        least=2,
+        group="limits",
+        unit="S",
+    )
+    access_log: bool = setting(True, "write a line for each HTTP request", group="limits")
 
     def __post_init__(self) -> None:
         _check_kinds(self, "", least=1)

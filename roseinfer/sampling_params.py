@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.config import setting as _setting
 from roseinfer.errors import ConfigError, short_repr
 from roseinfer.guided.guide import Guide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+setting = partial(_setting, group="sampling")
 MOST_STOPS = 32
 LONGEST_STOP = 256
 """In characters. With ``MOST_STOPS`` it bounds the time that looking for them takes to prepare."""
@@ -25,36 +28,57 @@ _LEAST_PENALTY = 1e-38
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends."""
 
-    temperature: float = 0.0
-    """0 takes the most likely token, whatever the next three say."""
-    top_k: int = 0
-    """Only the k most likely tokens; 0 for all."""
-    top_p: float = 1.0
-    """Only the most likely tokens that together have this probability."""
-    min_p: float = 0.0
-    """Only tokens at least this many times as likely as the most likely one."""
-    repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens seen before, and multiplies the negative ones."""
-    presence_penalty: float = 0.0
-    """Taken off the logits of tokens that were generated before."""
-    frequency_penalty: float = 0.0
-    """Taken off them as often as they were generated."""
-    seed: int | None = None
-    """The same seed and tokens give the same choice, whatever else is in the batch."""
-    max_new_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    """Texts that end the request, up to 32 of 256 characters. The output does not include them."""
-    ignore_eos: bool = False
-    """Go on after a token that ends a text."""
-    guide: Guide | None = None
-    """The form that the text must have. A text that cannot go on ends, whatever else is asked."""
-    logprobs: bool = False
-    """Return the log-probability of each chosen token by the model's own logits. With a guide these
-    are among the tokens that it allows, as vLLM's are."""
-    top_logprobs: int = 0
-    """Return those of so many likeliest tokens at each place too; this turns ``logprobs`` on."""
-    prompt_logprobs: bool = False
-    """Return those of the prompt's tokens, each behind the tokens before it."""
+    temperature: float = setting(
+        0.0, "divisor of the logits; 0 takes the argmax, whatever top_k, top_p and min_p say"
+    )
+    top_k: int = setting(0, "keep the K tokens with the highest logits; 0 keeps all", unit="K")
+    top_p: float = setting(
+        1.0,
+        "nucleus sampling: keep the fewest top tokens whose probabilities add up to P or more",
+        unit="P",
+    )
+    min_p: float = setting(0.0, "drop tokens below P times the top probability", unit="P")
+    repetition_penalty: float = setting(
+        1.0,
+        "divide the positive logits of tokens in the prompt and completion by X, and multiply "
+        "negative ones",
+        unit="X",
+    )
+    presence_penalty: float = setting(
+        0.0,
+        "subtract X, from -2 to 2, once from the logit of every token already generated",
+        unit="X",
+    )
+    frequency_penalty: float = setting(
+        0.0, "subtract X for each time that the token was generated", unit="X"
+    )
+    seed: int | None = setting(
+        None,
+        "seed of the draws; the same seed and tokens give the same choice in any batch",
+        unset="another one for each request",
+    )
+    max_new_tokens: int = setting(16, "tokens of a completion, at most")
+    stop: tuple[str, ...] = setting(
+        (),
+        "stop string, which the completion does not include; up to 32 of 256 characters",
+        unit="TEXT",
+        listed="repeated",
+    )
+    ignore_eos: bool = setting(False, "continue after an end-of-sequence token")
+    guide: Guide | None = setting(  # noqa: RUF009 - it makes a field
+        None, "form of the completion; one that cannot continue ends", unit="JSON"
+    )
+    logprobs: bool = setting(
+        False,
+        "return the log-probability of each token by the model's own logits; with a guide, among "
+        "the tokens that it allows",
+    )
+    top_logprobs: int = setting(
+        0, "return the N highest log-probabilities at each position too, which turns logprobs on"
+    )
+    prompt_logprobs: bool = setting(
+        False, "return the log-probability of each prompt token after those before it"
+    )
 
     def __post_init__(self) -> None:
         for name, (kinds, holds, wanted) in _SAMPLING.items():

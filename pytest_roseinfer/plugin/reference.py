@@ -95,7 +95,7 @@ def sections(adapter: type[Adapter]) -> dict[str, str]:
     modules = [sys.modules[each.methods.__module__] for each in adapter.capabilities]
     lists = {
         "capabilities": (
-            _entry(f"`{each.__name__.rpartition('.')[2]}`", _first_line(each)) for each in modules
+            entry(f"`{each.__name__.rpartition('.')[2]}`", _first_line(each)) for each in modules
         ),
         "methods": _methods(adapter),
         "attributes": _attributes(adapter),
@@ -114,15 +114,15 @@ def _lists_of_cache(adapter: type[Any]) -> dict[str, Iterable[str]]:
     invariants = chain.from_iterable(each.invariants for each in adapter.capabilities)
     return {
         "operations": (
-            _entry(f"`{each.trace_name}`", _first_line(each), _needs(each.needs))
+            entry(f"`{each.trace_name}`", _first_line(each), _needs(each.needs))
             for each in operations
         ),
         "conditions": (
-            _entry(f"`{name}`", description)
+            entry(f"`{name}`", description)
             for name, description in counted_conditions(adapter).items()
         ),
         "invariants": (
-            _entry(f"`{each.name}`", _first_line(each.check), _needs(each.needs))
+            entry(f"`{each.name}`", _first_line(each.check), _needs(each.needs))
             for each in invariants
         ),
     }
@@ -144,13 +144,13 @@ def _fields(kind: type[Any]) -> Iterator[str]:
         docs |= attribute_docs(each) if get_annotations(each) else {}
     for own in fields(kind):
         default = "" if own.default is MISSING else f"default `{_literal(own.default)}`"
-        yield _entry(f"`{own.name}`", docs.get(own.name, ""), default)
+        yield entry(f"`{own.name}`", docs.get(own.name, ""), default)
 
 
 def _options() -> Iterator[str]:
     for option in options.entries():
         ini = f"ini `{option.ini}`" if option.ini else ""
-        yield _entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.description), ini)
+        yield entry(f"`{option.usage}`", re.sub(r"(--[a-z-]+)", r"`\1`", option.description), ini)
 
 
 def _methods(adapter: type[Adapter]) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _methods(adapter: type[Adapter]) -> Iterator[str]:
             elif name in adapter.required:
                 note = "required"
             passed = ", ".join([*inspect.signature(method).parameters][1:])
-            yield _entry(f"`{name}({passed})`", inspect.getdoc(method) or "", note)
+            yield entry(f"`{name}({passed})`", inspect.getdoc(method) or "", note)
 
 
 def _attributes(adapter: type[Adapter]) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _attributes(adapter: type[Adapter]) -> Iterator[str]:
         docs = attribute_docs(declaring)
         for name in (each for each in get_annotations(declaring) if not each.startswith("_")):
             default = getattr(declaring, name)
-            yield _entry(f"`{name}`", docs.get(name, ""), f"default `{_literal(default)}`")
+            yield entry(f"`{name}`", docs.get(name, ""), f"default `{_literal(default)}`")
             if isinstance(default, Traits):
                 yield from _choices(default)
 
@@ -187,7 +187,7 @@ def _choices(traits: Traits) -> Iterator[str]:
         others = get_args(hint) if get_origin(hint) is Literal else ()
         known = " or ".join(f"`{_literal(each)}`" for each in others if each != default)
         note = f"default `{_literal(default)}`" + (f"; else {known}" if known else "")
-        yield _entry(f"`{name}`", docs.get(name, ""), note, indent="  ")
+        yield entry(f"`{name}`", docs.get(name, ""), note, indent="  ")
 
 
 def attribute_docs(declaring: type) -> Mapping[str, str]:
@@ -224,7 +224,7 @@ def _literal(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
-def _entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
+def entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
     """Return an entry of a list: what is listed, a note on it in brackets, and its text."""
     head = f"{name} ({note})" if note else name
     plain = " ".join(f"{head}: {text.replace('``', '`')}".split())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from roseinfer.config import ADMISSION_POLICIES, EngineConfig, require_device, require_dtype
+from roseinfer.config import require_device, require_dtype
 from roseinfer.errors import ConfigError, did_you_mean
 from roseinfer.models.source import locate
 from roseinfer.progress import say
@@ -199,43 +199,6 @@ def add_streams(parser: argparse.ArgumentParser) -> None:
     add("--stream-interval", type=whole(1), default=1, metavar="N", help=parts)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add options under the names of ``EngineConfig``; each is None by default."""
-    group = parser.add_argument_group("engine, as EngineConfig has it where nothing is said")
-    add = group.add_argument
-    switch = argparse.BooleanOptionalAction
-    add("--max-batch-size", type=whole(1), metavar="N", help="requests that run at once")
-    add("--block-size", type=whole(1), metavar="N", help="tokens of a block of the KV cache")
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const=False,
-        help="compute every prompt from its beginning",
-    )
-    kernels = "attend with the Triton kernels, or with the reference"
-    add("--paged-attn", dest="paged_attention", action=switch, help=kernels)
-    fused = "run a model on fused kernels where there are some for it, or on its own modules"
-    add("--fused-model", action=switch, help=fused)
-    layers = "torch.compile the layers of a model on its own modules"
-    bits = "the same bits for a request in any batch, or the faster products of each size"
-    add("--batch-invariant", action=switch, help=bits)
-    add("--compile-layers", action="store_const", const=True, help=layers)
-    add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
-    add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")
-    return group
-
-
-def add_prefill(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--prefill-max-batch-size", type=whole(1), metavar="N", help="prompts in one step")
-    add("--prefill-max-tokens", type=whole(1), metavar="N", help="prompt tokens of one step")
-    rows = "prompts of a step with up to so many tokens run as rows that decode"
-    add("--prompt-rows", type=whole(0), metavar="N", help=rows)
-    order = "begin prompts in order, or prefer those that fit whole into a step"
-    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
-
-
 def add_runs(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
@@ -280,12 +243,6 @@ def peers_named(names: Sequence[str] | None) -> tuple[str, ...]:
 def say_importing() -> None:
     """Say what the seconds before the first figure are spent on."""
     say("importing torch and transformers")
-
-
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of ``EngineConfig`` that an option sets."""
-    given = {field.name: getattr(args, field.name, None) for field in fields(EngineConfig)}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.bench import cases, charts
-from roseinfer.cli.model_options import Parser
+from roseinfer.cli.model_options import Parser, add_settings, given_of
 from roseinfer.config import AppendPolicy, EngineConfig, ServerConfig, require_device
 from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
 
@@ -74,7 +74,7 @@ waited for what."""
 
 def benchmark_scheduler(argv: Sequence[str] | None = None) -> int:
     parser = _parser("benchmark_scheduler", _SCHEDULER)
-    cases.add_engine(parser)
+    add_settings(parser, EngineConfig)
     cases.add_runs(parser)
     parser.add_argument("--mode", choices=[*cases.WAYS, "all"], default="all", help="default: all")
     cases.add_outputs(parser, plot=True)
@@ -85,7 +85,7 @@ def benchmark_scheduler(argv: Sequence[str] | None = None) -> int:
 def benchmark_streaming(argv: Sequence[str] | None = None) -> int:
     parser = _parser("benchmark_streaming", _STREAMING)
     cases.add_streams(parser)
-    cases.add_prefill(cases.add_engine(parser))
+    add_settings(parser, EngineConfig)
     cases.add_runs(parser)
     cases.add_outputs(parser, plot=True)
     parser.set_defaults(run=_stream)
@@ -118,7 +118,7 @@ def _serve(
     benchmark: str, args: argparse.Namespace, ways: Mapping[str, Callable[[Run], None]]
 ) -> Report:
     """Refuse what makes no sense before torch is imported, then measure."""
-    EngineConfig(**cases.engine_settings(args))
+    EngineConfig(**given_of(args, EngineConfig))
     cases.sampling(args)
     if cases.peers_named(args.peers) and (args.do_sample or not args.no_stop_on_eos):
         raise ConfigError(
@@ -255,7 +255,7 @@ def _trace(args: argparse.Namespace) -> Report:
 def _add_start(commands: Subparsers) -> None:
     parser = commands.add_parser("start", help="how long an engine takes to be ready")
     cases.add_model(parser)
-    cases.add_engine(parser)
+    add_settings(parser, EngineConfig)
     option, whole = parser.add_argument_group("runs").add_argument, cases.whole
     runs = "starts with kernels on disk, and of the weights alone, in turns (3)"
     option("--repeat-runs", type=whole(1), default=3, metavar="N", help=runs)
@@ -264,7 +264,7 @@ def _add_start(commands: Subparsers) -> None:
 
 
 def _start(args: argparse.Namespace) -> Report:
-    EngineConfig(**cases.engine_settings(args))  # refused now, not in another process
+    EngineConfig(**given_of(args, EngineConfig))  # refused now, not in another process
     cases.require_model(args)
     cases.say_importing()
     from roseinfer.bench import start

@@ -20,6 +20,8 @@ from roseinfer.bench.driving import (
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.peers import PeerJob
 from roseinfer.bench.report import Report, Table
+from roseinfer.cli.model_options import given_of
+from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 from roseinfer.progress import counted, say
 
@@ -48,7 +50,7 @@ def serve(
     params = cases.sampling(args)
     say(f"loading {source.name}")
     begin = time.perf_counter()
-    llm = source.llm(cases.engine_settings(args))
+    llm = source.llm(given_of(args, EngineConfig))
     start_up_s = time.perf_counter() - begin
     repeats = islice(cycle(args.prompt_repeats), args.num_requests)
     texts = tuple(" ".join([args.prompt] * times) for times in repeats)

@@ -13,11 +13,12 @@ from unittest.mock import patch
 
 import torch
 
-from roseinfer.bench.cases import engine_settings
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.peers import in_process
 from roseinfer.bench.report import Report, Table
 from roseinfer.bench.timing import synchronizer
+from roseinfer.cli.model_options import given_of
+from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
 from roseinfer.models import loading
@@ -146,7 +147,7 @@ class StartRow:
 
 
 def run(args: argparse.Namespace) -> Report:
-    source, settings = ModelSource.of(args), engine_settings(args)
+    source, settings = ModelSource.of(args), given_of(args, EngineConfig)
     where = source.device, source.dtype
     starts: dict[str, list[Start]] = {_ALONE: [], _COLD: [], _WARM: []}
     with (

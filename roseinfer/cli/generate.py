@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.cli.model_options import (
-    add_engine_options,
     add_model_options,
+    add_settings,
     follow_if_launched,
     given_of,
     load_llm,
     refuse_mistakes,
 )
+from roseinfer.config import EngineConfig
 from roseinfer.errors import (
     BadArgument,
     ConfigError,
@@ -45,6 +46,10 @@ loaded."""
 _NAME = "roseinfer generate"
 _CHOOSING = ("top_k", "top_p", "min_p", "seed")
 """These options have no effect where the most likely token is taken."""
+_DEFAULTS = {
+    "temperature": "0, but 1 with --top-k, --top-p, --min-p or --seed",
+    "max_new_tokens": "128",
+}
 _TOLD = ("logprobs", "top_logprobs", "prompt_logprobs")
 _FAILED, _NOTHING_DONE = 1, 2
 _INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
@@ -69,36 +74,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     add_model_options(parser)
 
-    add = parser.add_argument_group("sampling").add_argument
-    likeliest = "0 takes the most likely token (default: 0, but 1 with the next three or --seed)"
-    add("--temperature", type=float, help=likeliest)
-    add("--top-k", type=int, metavar="K", help="choose among the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="among the likeliest of together probability P")
-    add("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
-    add("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
-    once = "-2 to 2, off the logits of tokens that the text has"
-    add("--presence-penalty", type=float, metavar="X", help=once)
-    add("--frequency-penalty", type=float, metavar="X", help="the same, as often as it has them")
-    add("--seed", type=int, help="the same seed gives the same text")
-    most = "most tokens of a text (default: %(default)s)"
-    add("--max-new-tokens", type=int, default=128, metavar="N", help=most)
-    stop = "end before this text; may be given several times"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--ignore-eos", action="store_true", help="go on after a token that ends a text")
-    form = (
-        """the form of the texts, as '{"regex": "[0-9]+"}', or json_schema, or another of a Guide"""
-    )
-    add("--guide", metavar="JSON", help=form)
-
-    add_engine_options(parser)
+    add_settings(parser, SamplingParams, _DEFAULTS)
+    add_settings(parser, EngineConfig)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object a line for each prompt")
-    add("--logprobs", action="store_true", help="with --json: of each token, by the model")
-    likeliest = "with --json: those of the N likeliest tokens at each place too"
-    add("--top-logprobs", type=int, default=0, metavar="N", help=likeliest)
-    prompts = "with --json: those of the prompt's tokens"
-    add("--prompt-logprobs", action="store_true", help=prompts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,7 +192,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     for name in _TOLD:
         if getattr(args, name) and not args.json:
             raise ConfigError(f"--{name.replace('_', '-')} are printed with --json alone: add it")
-    given = given_of(args, SamplingParams) | {"stop": tuple(args.stop)}
+    given = {"max_new_tokens": 128} | given_of(args, SamplingParams)
     if args.guide is not None:
         given["guide"] = _guide(args.guide)
     if given.keys() & set(_CHOOSING):

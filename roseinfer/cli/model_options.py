@@ -8,14 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import (
-    ADMISSION_POLICIES,
-    SPECULATIONS,
-    EngineConfig,
-    Launched,
-    require_device,
-    require_dtype,
-)
+from roseinfer.config import EngineConfig, Launched, require_device, require_dtype
 from roseinfer.distributed.processes import started_early
 from roseinfer.errors import did_you_mean
 from roseinfer.interrupts import interrupts_kill
@@ -23,7 +16,8 @@ from roseinfer.models.source import locate
 from roseinfer.progress import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from dataclasses import Field
 
     from roseinfer.llm import LLM
 
@@ -37,30 +31,62 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help=dtypes)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-batch-size", type=int, metavar="N", help="prompts that are continued at once")
-    add("--block-size", type=int, metavar="N", help="tokens of a block of the KV cache")
-    tokens = "tokens the KV cache holds (default: what the device has room for)"
-    add("--kv-cache-tokens", type=int, metavar="N", help=tokens)
-    add("--max-length", type=int, metavar="N", help="most tokens of a prompt and its text")
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const=False,
-        help="compute prompts that begin alike each from its beginning",
-    )
-    order = "begin prompts in order, or prefer those that fit whole into a step"
-    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
-    ranks = "GPUs that compute the model together, each with a share of its heads (default: 1)"
-    add("--tensor-parallel-size", type=int, metavar="N", help=ranks)
-    seconds = "processor time in which a guide must be compiled where it is tried (default: 2)"
-    add("--guide-cpu-seconds", type=float, metavar="SECONDS", help=seconds)
-    memory = "megabytes that it may take for that (default: 512)"
-    add("--guide-memory-mb", type=int, metavar="MB", help=memory)
-    drafts = "guess tokens by what the text said before, and verify several in one step"
-    add("--speculation", choices=SPECULATIONS, help=drafts)
+def add_settings(
+    parser: argparse.ArgumentParser, settings: type, defaults: Mapping[str, str] | None = None
+) -> None:
+    """Add an option for each field of a dataclass that ``setting`` declares; each is None if unset.
+
+    Each goes into the group that its declaration names. ``defaults`` are texts for settings that a
+    command has its own defaults for.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in fields(settings):
+        if not each.metadata:
+            continue
+        name = each.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        names = option_names(each)
+        text = help_of(each, (defaults or {}).get(each.name, ""))
+        group.add_argument(*names, dest=each.name, default=None, help=text, **_kind(each))
+
+
+def option_names(declared: Field[Any]) -> list[str]:
+    """Return the names of the option of a setting."""
+    return [f"--{declared.name.replace('_', '-')}", *declared.metadata["also"]]
+
+
+def help_of(declared: Field[Any], default: str = "") -> str:
+    """Return the help of a setting, which ends with what happens where it is not given."""
+    default = default or str(declared.metadata["unset"])
+    if not default and declared.default not in ((), None):
+        default = str(declared.default)
+        if isinstance(declared.default, bool):
+            default = "on" if declared.default else "off"
+    text = str(declared.metadata["text"]) + f" (default: {default})" * bool(default)
+    return text.replace("%", "%%")
+
+
+def _kind(declared: Field[Any]) -> dict[str, Any]:
+    """Return how an option reads its value."""
+    kind, unit = str(declared.type).removesuffix(" | None"), declared.metadata.get("unit")
+    if kind == "bool":
+        return {"action": argparse.BooleanOptionalAction}
+    if choices := declared.metadata.get("choices"):
+        return {"choices": choices}
+    if kind in ("int", "float"):
+        return {"type": {"int": int, "float": float}[kind], "metavar": unit or "N"}
+    if kind == "tuple[str, ...]":
+        listed: dict[str, Any] = {
+            "commas": {"type": _names},
+            "words": {"nargs": "+"},
+            "repeated": {"action": "append"},
+        }
+        return {**listed[declared.metadata["listed"]], "metavar": unit}
+    return {"metavar": unit or "NAME"}
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def given_of(args: argparse.Namespace, settings: type) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.cli.model_options import (
-    add_engine_options,
     add_model_options,
+    add_settings,
     follow_if_launched,
     given_of,
     load_llm,
@@ -62,61 +62,12 @@ _NAME = "roseinfer serve"
 _EXTRA = ("httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _SCALE = ("ray.serve",)
 _NOTHING_DONE, _INTERRUPTED = 2, 128 + 2
-_DEFAULTS = ServerConfig(api_key="none")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("address").add_argument
-    host = f"the address to listen on (default: {_DEFAULTS.host}, which only this machine reaches)"
-    add("--host", metavar="HOST", help=host)
-    port = f"the port; 0 for one that is free (default: {_DEFAULTS.port})"
-    add("--port", type=int, metavar="PORT", help=port)
-    hosts = (
-        "host names that requests may name, separated by commas; '*' for any (default: those of "
-        "loopback if only this machine reaches the address, else any)"
-    )
-    add("--allowed-hosts", type=_names, metavar="NAMES", help=hosts)
-    proxies = (
-        "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, "
-        "separated by commas (default: none)"
-    )
-    add("--trusted-proxies", type=_names, metavar="ADDRESSES", help=proxies)
-    replicas = "processes that serve the model, under Ray, each on a GPU of its own if any"
-    add("--replicas", type=int, metavar="N", help=replicas)
-    names = "the names that clients ask for (default: that of the model)"
-    add("--served-model-name", nargs="+", metavar="NAME", help=names)
-
     add_model_options(parser)
-    template = parser.add_argument_group("chat").add_argument
-    jinja = "a Jinja template for chats (default: the one that the tokenizer came with)"
-    template("--chat-template", metavar="FILE", help=jinja)
-
-    add_engine_options(parser)
-
-    add = parser.add_argument_group("limits").add_argument
-    key = f"what clients must know (default: what {API_KEY} is set to, if it is)"
-    add("--api-key", metavar="KEY", help=key)
-    queue = f"texts that may wait; others are told to come later (default: {_DEFAULTS.max_queue})"
-    add("--max-queue", type=int, metavar="N", help=queue)
-    body = f"the largest body of a request (default: {_DEFAULTS.max_body_bytes})"
-    add("--max-body-bytes", type=int, metavar="N", help=body)
-    prompt = "the longest prompt (default: what there is room for)"
-    add("--max-prompt-tokens", type=int, metavar="N", help=prompt)
-    drain = f"how long texts may go on at the end (default: {_DEFAULTS.drain_seconds:g})"
-    add("--drain-seconds", type=float, metavar="S", help=drain)
-    stall = f"time without a step after which probes fail (default: {_DEFAULTS.stall_seconds:g})"
-    add("--stall-seconds", type=float, metavar="S", help=stall)
-    add(
-        "--no-access-log",
-        dest="access_log",
-        action="store_const",
-        const=False,
-        help="print no line for each request",
-    )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    add_settings(parser, ServerConfig)
+    add_settings(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:

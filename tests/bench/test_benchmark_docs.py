@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,8 @@ from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.cases import PEERS
 from roseinfer.bench.command import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.ladder import rungs
+from roseinfer.cli.model_options import option_names
+from roseinfer.config import EngineConfig
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -78,6 +82,8 @@ def test_every_option_stands_there(
         main([*words, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out)) - {"--help"}
     assert len(options) >= 5
+    shared = [option_names(each) for each in fields(EngineConfig) if each.metadata]
+    options -= {name.replace("--", sign, 1) for name in chain(*shared) for sign in ("--", "--no-")}
     assert {option for option in options if not re.search(rf"{option}\b", PAGE)} == set()
 
 

@@ -243,7 +243,9 @@ def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--run-ahead", "99"])
-    assert "run_ahead must be 0 to 16" in capsys.readouterr().err
+    assert (
+        "run_ahead must be a whole number of at least 0 and at most 16" in capsys.readouterr().err
+    )
 
 
 def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:

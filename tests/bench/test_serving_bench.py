@@ -14,10 +14,11 @@ import torch
 
 from roseinfer.bench import charts, command
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.cases import engine_settings
 from roseinfer.bench.command import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.driving import LatencyRow, ThroughputRow
 from roseinfer.bench.model_source import ModelSource
+from roseinfer.cli.model_options import given_of
+from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
     given: list[dict[str, Any]] = []
 
     def note(_benchmark: str, args: Any, _ways: Any) -> None:
-        given.append(engine_settings(args))
+        given.append(given_of(args, EngineConfig))
         raise ConfigError("enough")
 
     monkeypatch.setattr(command, "_serve", note)

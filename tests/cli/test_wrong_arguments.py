@@ -35,7 +35,7 @@ _SERVING = {
     "--do-sample --temperature -1": "temperature is -1.0",
     "--do-sample --top-p 2": "top_p is 2.0",
     "--block-size 0": "must be at least 1, not 0",
-    "--run-ahead 99": "run_ahead must be 0 to 16",
+    "--run-ahead 99": "run_ahead must be a whole number of at least 0 and at most 16",
     "--max-batch-sise 3": "did you mean --max-batch-size?",
 }
 _STREAMS = {
@@ -86,7 +86,7 @@ MISTAKES = {
         "laddr": "invalid choice: 'laddr'",
         **{f"ladder {words}": said for words, said in {**_MODEL, **_RUNS}.items()},
         "ladder --max-new-tokens 1": "must be at least 2, not 1",
-        "ladder --run-ahead 99": "run_ahead must be 0 to 16",
+        "ladder --run-ahead 99": "run_ahead must be a whole number of at least 0 and at most 16",
         **{f"trace {words}": said for words, said in _MODEL.items()},
         "trace --steps 7": "must be at least 8, not 7",
         "append --device gpu": "the engine runs on cpu, cuda or cuda:1",

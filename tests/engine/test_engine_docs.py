@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 import roseinfer
-from roseinfer import EngineConfig, RoseinferError, SamplingParams
+from roseinfer import RoseinferError
 from roseinfer.cli import main
+from tests import settings_pages
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ def test_every_example_was_found() -> None:
     assert PAGE.count("```python") == len(EXAMPLES)
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
-def test_a_table_has_every_field_and_its_default(kind: Any) -> None:
-    _, table = PAGE.split(f"| `{kind.__name__}` | default | |\n|---|---|---|\n")
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", table.split("\n\n")[0], re.MULTILINE)
-    assert rows == [(field.name, repr(field.default)) for field in fields(kind)]
+def test_lists_of_settings_are_those_of_the_code() -> None:
+    """Else: ``python -m tests.settings_pages``."""
+    for page, sections in settings_pages.PAGES.items():
+        for settings in sections.values():
+            assert settings_pages.listed(settings) in (ROOT / page).read_text()
 
 
 def test_the_errors_it_names_are_public() -> None:

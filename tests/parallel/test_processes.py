@@ -23,7 +23,8 @@ from roseinfer import (
     RanksFailed,
     SamplingParams,
 )
-from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
+from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
+from roseinfer.config import EngineConfig
 from roseinfer.distributed import processes
 from roseinfer.distributed.processes import started_early
 from tests import warm_process
@@ -242,7 +243,7 @@ def test_ranks_are_started_before_their_leader_imports_torch() -> None:
     """They import it meanwhile; and end if nobody comes to lead them."""
     code = """
 import subprocess, sys
-from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
+from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
 from roseinfer.distributed import processes as rank_processes
 from roseinfer.distributed.processes import started_early
 
@@ -302,7 +303,7 @@ def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes.Meeting, "open", open_one)
     parser = argparse.ArgumentParser()
     add_model_options(parser)
-    add_engine_options(parser)
+    add_settings(parser, EngineConfig)
     args = parser.parse_args(["--device", "cpu", "--tensor-parallel-size", "2"])
     llm = load_llm(args, "test")
     assert llm.ranks is not None

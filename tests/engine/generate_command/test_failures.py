@@ -104,7 +104,7 @@ NOTHING_DONE = {
     "words for ids": (["--token-ids", "--prompt", "a 1"], "'a 1' is no list of token ids"),
     "logprobs alone": (["--prompt", "x", "--logprobs"], "--logprobs are printed with --json"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; it must be"),
-    "stop": (["--prompt", "x", "--stop", ""], "stop is ('',); it must be"),
+    "stop": (["--prompt", "x", "--stop", ""], "stop is ['']; it must be"),
     "engine": (["--prompt", "x", "--block-size", "0"], "block_size must be a whole number"),
     "positions": (["--prompt", "x", "--max-length", "1025"], "has 1024 positions"),
     "device": (
