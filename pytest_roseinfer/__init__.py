@@ -1,4 +1,4 @@
-"""A pytest plugin that hunts for any input on which a KV cache and the truth differ.
+"""A pytest plugin that searches for inputs on which a KV cache returns wrong keys or values.
 
 To test a cache of your own, write one class and one line in a test file::
 
@@ -21,8 +21,8 @@ To test a cache of your own, write one class and one line in a test file::
 
     TestListCache = conformance(ListCache)
 
-Run ``pytest``. What else a cache can do (``fork``, ``free``, ``prefill``, ...) is tested when
-the class defines it; ``KVCacheAdapter`` documents each.
+Run ``pytest``. Optional methods (``fork``, ``free``, ``prefill``, ...) are tested when the class
+defines them; ``KVCacheAdapter`` documents each.
 """
 
 from __future__ import annotations

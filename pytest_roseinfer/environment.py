@@ -1,4 +1,4 @@
-"""What a run depends on besides its tests: the device, versions and environment variables."""
+"""Environment of a run besides its tests: device, versions and environment variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = (
     "PYTEST_ADDOPTS",
 )
 _KEY = "ROSEINFER_API_KEY"
-"""What holds the key of a server is shown to nobody."""
+"""Variable with the key of a server under test; never printed."""
 _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 
@@ -43,31 +43,32 @@ def variables() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the harness needs."""
-    return {name: found for name in _OWN if (found := _version(name))}
+    """Return the versions of the libraries that the harness needs."""
+    return {name: number for name in _OWN if (number := _version(name))}
 
 
 def version() -> str:
-    """Return what this distribution is called, with its version."""
+    """Return the name and version of this distribution."""
     return f"roseinfer {_version('roseinfer')}"
 
 
 @cache
 def distribution_of(target: str) -> str:
-    """Return name and version of the distribution that ``package.module:Class`` is from, or ""."""
+    """Return name and version of the distribution that has ``package.module:Class``, or ""."""
     package = target.partition(":")[0].partition(".")[0]
     if found := _version(package):
         return f"{package} {found}"
-    # This comes second because it reads the file list of everything that is installed.
+    # The slow way, since it reads the file list of every installed distribution.
     owners = _owners(package) or _editable_owners(package)
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))
 
 
 def _owners(package: str) -> list[str]:
-    """Return the distributions that list a file of ``package`` among theirs.
+    """Return the distributions whose file list has a file of ``package``.
 
-    ``packages_distributions`` looks for every one of the files, which takes seconds. A list
-    names what lies in its own folder, and most packages under test lie where there is none.
+    ``packages_distributions`` checks that each listed file exists, which takes seconds. A
+    distribution lists files of its own folder, and most packages under test are in a folder
+    without distributions.
     """
     of_package = re.compile(rf"^{re.escape(package)}([/.]|$)", re.MULTILINE)
     folders = {Path(place).parent for place in _places(package)}
@@ -80,7 +81,7 @@ def _owners(package: str) -> list[str]:
 
 
 def _editable_owners(package: str) -> list[str]:
-    """Return the distributions that were installed from a folder around ``package``."""
+    """Return the distributions that were installed from a folder that contains ``package``."""
     places = _places(package)
     owners = []
     for distribution in metadata.distributions() if places else ():
@@ -103,32 +104,32 @@ def _places(package: str) -> list[str]:
     return list(spec.submodule_search_locations or file)
 
 
-def describe_run(asked: Settings) -> list[str]:
-    """Return the header's lines about how this run searches."""
-    what = "server" if asked.endpoint else "device"
+def describe_run(settings: Settings) -> list[str]:
+    """Return the header lines with the search settings of this run."""
+    kind = "server" if settings.endpoint else "device"
     lines = [
-        f"roseinfer: {what} {describe_device(asked)}, profile {asked.profile} "
-        f"({asked.examples} examples of up to {asked.steps} steps), seed {asked.seed}, "
-        f"required paths {'on' if asked.require_paths else 'off'}"
+        f"roseinfer: {kind} {describe_device(settings)}, profile {settings.profile} "
+        f"({settings.examples} examples of up to {settings.steps} steps), seed {settings.seed}, "
+        f"required paths {'on' if settings.require_paths else 'off'}"
     ]
-    if obeyed := variables():
-        shown = " ".join(f"{name}={text}" for name, text in obeyed.items())
+    if relevant := variables():
+        shown = " ".join(f"{name}={text}" for name, text in relevant.items())
         lines.append(f"roseinfer: environment {shown}")
     return lines
 
 
-def describe_device(asked: Settings) -> str:
-    """Say what a run's targets work on; that of a server is its own affair."""
-    if asked.endpoint:
-        return str(asked.endpoint)
-    if asked.gpu:
+def describe_device(settings: Settings) -> str:
+    """Name the device of a run's targets, or the server: its device is unknown."""
+    if settings.endpoint:
+        return str(settings.endpoint)
+    if settings.gpu:
         import torch
 
         count = torch.cuda.device_count()
-        name = torch.cuda.get_device_name(asked.gpu_index or 0)
-        return f"{asked.device} ({f'{count} x ' if count > 1 else ''}{name})"
+        name = torch.cuda.get_device_name(settings.gpu_index or 0)
+        return f"{settings.device} ({f'{count} x ' if count > 1 else ''}{name})"
     interpreted = os.environ.get("TRITON_INTERPRET", "1") not in ("", "0")
-    return asked.device + (" (Triton interpreted)" if interpreted else "")
+    return settings.device + (" (Triton interpreted)" if interpreted else "")
 
 
 def describe_target(target: str) -> str:
@@ -143,7 +144,7 @@ def _version(distribution: str) -> str:
         return ""
 
 
-# What figures depend on besides the code: the commit says which, the machine and versions where.
+# Provenance of measurements: commit, machine and versions.
 
 
 _LIBRARIES = ("torch", "triton", "transformers", "numpy")
@@ -152,15 +153,15 @@ _GPU = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
 
 
 def commit_of(folder: Path) -> tuple[str, bool]:
-    """Return the commit of a folder, and whether files differ from it; "" outside of git."""
+    """Return a folder's commit, and True if tracked files differ from it; "" outside of git."""
     git = ("git", "-C", str(folder))
     commit = _output(*git, "rev-parse", "--verify", "--quiet", "HEAD")
     return commit, bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
 
 
 def environment_here(*, gpu: bool) -> dict[str, str]:
-    """Return what decides about figures on this machine, each by a name that people know."""
-    found = {
+    """Return the properties of this machine that measurements depend on, by common names."""
+    properties = {
         "python": platform.python_version(),
         **{name: _version(name) for name in _LIBRARIES},
         "system": f"{platform.system()} {platform.release()}",
@@ -168,11 +169,11 @@ def environment_here(*, gpu: bool) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "gpu": "; ".join(_output(*_GPU).splitlines()) if gpu else "",
     }
-    return {name: what for name, what in found.items() if what}
+    return {name: text for name, text in properties.items() if text}
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Say what differs between two environments, a line for each."""
+    """List the differences between two environments, a line for each."""
     names = dict.fromkeys([*before, *after])
     return [
         f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
@@ -182,7 +183,7 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
 
 
 def _cpu() -> str:
-    """Return the processor's model; Linux alone says more than its family."""
+    """Return the processor's model name, or its family where only Linux has the model."""
     lines = _CPUS.read_text().splitlines() if _CPUS.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()

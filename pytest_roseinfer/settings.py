@@ -1,4 +1,4 @@
-"""The settings of a run: one frozen value, built once from options and ini file."""
+"""Settings of a run: one frozen value, built once from the options and the ini file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SHIPPED_TARGETS = (
-    # First what takes longest, so that two workers end at the same time.
+    # Longest first, so that two workers finish at about the same time.
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
@@ -23,32 +23,35 @@ SHIPPED_TARGETS = (
 ENDPOINT_TARGET = "pytest_roseinfer.endpoint.served_engine:ServedEngine"
 
 STEP_SECONDS = 60.0
-"""Processor time, some thousand times the usual: the first step may compile kernels."""
+"""Default limit on a step's processor time, in seconds.
+
+About a thousand times the usual step, because the first one may compile kernels.
+"""
 
 
 class Profile(NamedTuple):
-    """How hard to look."""
+    """Search effort."""
 
     examples: int
-    """Histories for each search."""
+    """Histories per search."""
     steps: int
-    """The most steps of one history."""
+    """Maximum steps of one history."""
     search_seconds: float = 0.0
-    """The time for the searches of one test; 0 for any."""
+    """Seconds for all searches of one test; 0 means unlimited."""
 
 
 PROFILES = {
-    # Seconds, for the edit-test loop.
+    # A few seconds, for the edit-test loop.
     "dev": Profile(examples=100, steps=12, search_seconds=120.0),
-    # A minute or two: what a change must pass.
+    # A minute or two: the bar for a change.
     "ci": Profile(examples=500, steps=20, search_seconds=600.0),
-    # As long as a night allows: rare coincidences of small probability.
+    # Hours: finds rare coincidences.
     "nightly": Profile(examples=10_000, steps=40),
 }
 
 
 def harder_than(profile: str) -> str:
-    """Return the option that searches harder than a profile."""
+    """Return the option that searches harder than the named profile."""
     names = [*PROFILES]
     after = names[names.index(profile) + 1 :]
     return f"--roseinfer-profile={after[0]}" if after else "more --roseinfer-examples"
@@ -58,13 +61,16 @@ _T = TypeVar("_T")
 
 
 class Part(NamedTuple):
-    """Which part of a test's searches a process takes, where several share them."""
+    """Share of a test's searches that this process runs, when several processes split them."""
 
     number: int = 1
     of: int = 1
 
     def share_of(self, aims: Sequence[_T]) -> Sequence[_T]:
-        """Choose from all that searches aim at: what aims at one path compiles the same kernels."""
+        """Return this part's share of the search aims.
+
+        Splitting by aim keeps compilation cheap: searches of one path compile the same kernels.
+        """
         return aims[self.number - 1 :: self.of]
 
     def __str__(self) -> str:
@@ -72,49 +78,49 @@ class Part(NamedTuple):
 
 
 RATE = 1000.0
-"""Requests a second for a server of this machine: those of a mix are served together then."""
+"""Requests per second for a server on this machine; high enough that a mix's requests overlap."""
 POLITE_RATE = 50.0
-"""Requests a second that a server of another machine does not mind."""
+"""Requests per second for a server on another machine, low enough not to burden it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server that is tested over HTTP."""
+    """A server to test over HTTP."""
 
     url: str
     model: str = ""
-    """The name to ask for; the first that the server names, if empty."""
+    """Model name sent with requests; empty means the first model that the server lists."""
     key: str = field(default="", repr=False)
     rate: float = RATE
-    """The most requests that are opened in a second."""
-    anywhere: bool = False
-    """The command line says that it may be another machine."""
+    """Maximum requests opened per second."""
+    allow_remote: bool = False
+    """True if the command line allows a server on another machine."""
 
     @property
     def options(self) -> list[str]:
-        """Return the words of a command line that name it, which have no key in them."""
+        """Return the command-line arguments that select this server, without its key."""
         words = ["--roseinfer-endpoint", self.url]
         words += ["--roseinfer-model", self.model] if self.model else []
         words += ["--roseinfer-rate", str(self.rate)]
-        return words + ["--roseinfer-endpoint-anywhere"] * self.anywhere
+        return words + ["--roseinfer-allow-remote"] * self.allow_remote
 
     def __str__(self) -> str:
-        return f"{self.url}, model {self.model or 'that it names first'}"
+        return f"{self.url}, model {self.model or '(the first that it lists)'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The options about timing decode steps."""
+    """Options for timing decode steps."""
 
     against: str = ""
     noise_floor: bool = False
     report_slower: bool = False
     seconds: float | None = None
-    """A comparison ends by then; None where the marker or the default says."""
+    """Seconds after which a comparison ends; None uses the marker's value or the default."""
     tpot: str | None = None
     update_tpot: bool = False
     folder: str | None = None
-    """The folder of ``--roseinfer-timings``."""
+    """Folder of ``--roseinfer-timings``."""
 
     @property
     def paired(self) -> bool:
@@ -128,44 +134,44 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the options and the ini file said."""
+    """All options of a run, from the command line and the ini file."""
 
     profile: str = "dev"
     examples: int = PROFILES["dev"].examples
     steps: int = PROFILES["dev"].steps
     step_seconds: float = STEP_SECONDS
-    """The processor time that a step may take; 0 for any."""
+    """Processor seconds that a step may take; 0 means unlimited."""
     search_seconds: float = PROFILES["dev"].search_seconds
-    """The time for the searches of one test; 0 for any."""
+    """Seconds for all searches of one test; 0 means unlimited."""
     seed: int | None = None
     part: Part = field(default_factory=Part)
     gpu: bool = False
     gpu_index: int | None = None
-    """The GPU of this worker of pytest-xdist; None if there are no workers."""
+    """GPU of this pytest-xdist worker; None without workers."""
     require_paths: bool = True
     fast_interpreter: bool = False
-    """Shortcuts in Triton's interpreter for all targets, and for checks of work."""
+    """Shortcuts in Triton's interpreter, for all targets and for the work gate."""
     targets: tuple[str, ...] = SHIPPED_TARGETS
     endpoint: Endpoint | None = None
-    """The server of ``--roseinfer-endpoint``, whose target is the only one then."""
+    """Server of ``--roseinfer-endpoint``; if set, it is the only target."""
     named_targets: tuple[str, ...] = ()
-    """The targets of the command line, which this run must therefore check."""
+    """Targets named on the command line; a run that does not check them fails."""
     reports: tuple[str, ...] = ()
     failures_dir: str | None = None
     costs: str | None = None
-    """The file of baselines for the work of steps; None for one beside each test's file."""
+    """Baseline file of the work gate; None means one in the folder of each test file."""
     costs_requested: bool = False
-    """The command line asks for that gate, which this run must therefore apply."""
+    """True if the command line names the baseline file; a run that compares no step then fails."""
     update_costs: bool = False
     timing: Timing = field(default_factory=Timing)
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:
-        """The targets, unless they are those that the plugin ships."""
+        """Targets that the user chose; empty if they are the plugin's own."""
         return () if self.targets == SHIPPED_TARGETS else self.targets
 
     def search_ends(self) -> float:
-        """Return when a test that begins now must have searched, on the clock of ``monotonic``."""
+        """Return the deadline for the searches of a test that starts now, in ``monotonic`` time."""
         return monotonic() + self.search_seconds if self.search_seconds else math.inf
 
     @property
@@ -180,16 +186,17 @@ _current = _DEFAULTS
 
 
 def require_plugin() -> None:
-    """Fail a test of a pytest whose plugin is off: nobody would count what the test reaches."""
+    """Fail the current test if pytest runs without this plugin, which counts coverage."""
     if "PYTEST_CURRENT_TEST" not in os.environ or "_pytest.main" not in sys.modules:
-        return  # called by a script, which judges for itself
-    if _current is not _DEFAULTS:  # the plugin sets them when a run is configured
+        return  # called by a script, which does its own reporting
+    if _current is not _DEFAULTS:  # the plugin replaces them when a run is configured
         return
     import pytest
 
     pytest.fail(
-        "pytest's plugin roseinfer is off (-p no:roseinfer, PYTEST_DISABLE_PLUGIN_AUTOLOAD): "
-        "nobody would notice what this test does not reach. -p pytest_roseinfer.plugin turns it on",
+        "pytest plugin roseinfer is off (-p no:roseinfer, PYTEST_DISABLE_PLUGIN_AUTOLOAD): paths "
+        "that this test does not reach would go unreported; turn it on with "
+        "-p pytest_roseinfer.plugin",
         pytrace=False,
     )
 
@@ -205,10 +212,10 @@ def set_current(settings: Settings) -> None:
 
 
 def choose_kernel_runtime() -> None:
-    """Without a GPU, let Triton kernels run under its interpreter.
+    """Run Triton kernels under Triton's interpreter if this run has no GPU.
 
-    Only what uses the harness calls this, ahead of the first cache: other tests of the same run
-    may import Triton for a GPU.
+    Called only by code that uses the harness, before it makes the first cache: other tests of the
+    same run may import Triton for a GPU.
     """
     if not _current.gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""Words of messages: plurals, and the name that a misspelt one was meant to be."""
+"""Wording of messages: plurals, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ if TYPE_CHECKING:
 _REPORT_SUFFIXES = (".json", ".html")
 
 
-class Mistake(ValueError):
-    """An option makes no sense; the message says what would."""
+class OptionError(ValueError):
+    """Invalid value of an option; the message names valid ones."""
 
 
-def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a question that names what is spelled most alike, or nothing."""
-    from roseinfer import did_you_mean as ask  # not in every pytest run
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question with the known name closest to a misspelt one, or ""."""
+    from roseinfer import did_you_mean as suggest  # imported late: most runs do not need it
 
-    return ask(said, known, prefix)
+    return suggest(name, known, prefix)
 
 
 def profile_named(option: str, name: str) -> Profile:
     if name not in PROFILES:
         choices = f"choose one of {', '.join(PROFILES)}"
-        raise Mistake(f"{option} {name}: {choices}{did_you_mean(name, PROFILES)}")
+        raise OptionError(f"{option} {name}: {choices}{did_you_mean(name, PROFILES)}")
     return PROFILES[name]
 
 
 def require_at_least(option: str, number: float, least: int) -> None:
     if number < least:
-        raise Mistake(f"{option} {number:g}: must be at least {least}")
+        raise OptionError(f"{option} {number:g}: must be at least {least}")
 
 
 def require_report(option: str, file: str) -> None:
     if Path(file).suffix not in _REPORT_SUFFIXES:
-        raise Mistake(f"{option} {file}: the name must end in {' or '.join(_REPORT_SUFFIXES)}")
+        raise OptionError(f"{option} {file}: the name must end in {' or '.join(_REPORT_SUFFIXES)}")
 
 
-# How many there are of something, in words.
-
-
-def some(count: int, what: str) -> str:
-    """Return a number and its noun, as in "1 token" and "2 tokens"."""
-    return f"{count} {what}{'s' * (count != 1)}"
+def some(count: int, noun: str) -> str:
+    """Return a count with its noun, as in "1 token" and "2 tokens"."""
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""roseinfer: a small LLM inference engine whose fast paths are checked against slow twins.
+"""roseinfer: a small LLM inference engine whose fast paths are checked against slow ones.
 
     import torch
     from roseinfer import AppendPolicy, KVBlockManager
@@ -6,7 +6,7 @@
     kv = KVBlockManager(num_layers=2, num_heads=4, head_dim=64, block_size=16,
                         max_blocks_per_layer=128, device="cpu", dtype=torch.float32,
                         policy=AppendPolicy(triton=False))
-    first, second = [], []                     # two sequences' blocks in layer 0
+    first, second = [], []                     # block lists of two sequences in layer 0
     kv.append_token_batch(0, [first, second], torch.randn(2, 4, 64), torch.randn(2, 4, 64))
     keys, values = kv.gather_sequence(0, first)
 
@@ -51,9 +51,10 @@ _HOMES = {
         "attention.triton": "load_attention_kernels",
         "config": "AppendPolicy EngineConfig",
         "paths": "AttentionPath Condition EnginePath Path",
-        "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
-        "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
-        "TooBusy TritonUnavailable UnsupportedModel did_you_mean",
+        "errors": "BadArgument BadBlock BadRefcount ConfigError DetokenizationFailed "
+        "EngineStopped NoDistribution OutOfBlocks RanksFailed RequestTooLarge "
+        "RoseinferError StalePlan StepFailed TooBusy TritonUnavailable UnsupportedModel "
+        "did_you_mean",
         "guided.guide": "Guide",
         "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",
@@ -67,7 +68,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""The module of each public name."""
+"""Module of each public name."""
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

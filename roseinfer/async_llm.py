@@ -1,4 +1,4 @@
-"""Streams for servers: one engine in a thread of its own, any number of tasks listening."""
+"""Asynchronous streams for servers: one engine in its own thread, any number of asyncio tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from roseinfer.engine_thread import EngineThread, Listener, News
+from roseinfer.engine_thread import Delivery, EngineThread, Listener
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
 from roseinfer.sampling_params import SamplingParams
@@ -21,127 +21,131 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _LoopInbox:
-    """The inbox of all tasks of one loop, which is woken up once for all that a step brings.
+class _EventLoopInbox:
+    """The inbox of all tasks of one event loop, which is woken once for all updates of a step.
 
-    To wake it up takes longer than all that a step does for a request.
+    Waking the loop takes longer than all work of a step for one request.
     """
 
     loop: asyncio.AbstractEventLoop
 
     @property
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         return self.loop.is_closed()
 
-    def put(self, news: Sequence[News]) -> bool:
+    def put(self, news: Sequence[Delivery]) -> bool:
         try:
-            self.loop.call_soon_threadsafe(_deliver, news)
-        except RuntimeError:  # asking first would not help, since it may close at any moment
+            self.loop.call_soon_threadsafe(_put_updates, news)
+        except RuntimeError:  # closed; a check before would not help, since it may close any time
             return False
         return True
 
 
 @dataclass(slots=True, eq=False)
 class _TaskListener(Listener):
-    arrived: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
-    """What came, each with whom it is for: several listeners may share a queue."""
+    """A listener of an asyncio task."""
+
+    arrived: asyncio.Queue[Delivery] = field(default_factory=asyncio.Queue)
+    """Queue of deliveries with their listeners: several listeners may share it."""
 
 
-def _deliver(news: Sequence[News]) -> None:
+def _put_updates(news: Sequence[Delivery]) -> None:
     for listener, what in news:
         assert isinstance(listener, _TaskListener)
         listener.arrived.put_nowait((listener, what))
 
 
-class Together:
-    """Requests of one task, for which all that steps bring comes in one queue.
+class StreamGroup:
+    """The requests of one task, whose updates arrive in one queue.
 
-    The task must ``leave`` in the end, which cancels those that have not ended.
+    The task must call ``cancel`` in the end, which cancels those that have not ended.
     """
 
-    def __init__(self, llm: LLM, thread: EngineThread, inbox: _LoopInbox) -> None:
+    def __init__(self, llm: LLM, thread: EngineThread, inbox: _EventLoopInbox) -> None:
         self._llm = llm
         self._thread = thread
         self._inbox = inbox
-        self._arrived: asyncio.Queue[News] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Delivery] = asyncio.Queue()
         self._numbers: dict[Listener, int] = {}
 
     def add(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
-        """Have one more prompt continued. They are numbered from 0."""
-        asked = SamplingParams() if params is None else params
-        text = self._llm.engine.text_for(asked)  # here, where it holds up no other stream
-        guide = self._llm.engine.guide_for(asked)
+        """Submit one more prompt. Prompts are numbered from 0."""
+        params = SamplingParams() if params is None else params
+        # In this thread, where slow work delays no other stream.
+        text = self._llm.engine.new_completion_text(params)
+        guide = self._llm.engine.new_guide_matcher(params)
         listener = _TaskListener(self._inbox, arrived=self._arrived)
         self._numbers[listener] = len(self._numbers)
-        self._thread.submit(listener, prompt, asked, text, guide)
+        self._thread.submit(listener, prompt, params, text, guide)
 
     async def next(self, most: int | None = None) -> list[tuple[int, Update]]:
-        """Wait for updates, and return all that have come, each with the number of its prompt.
+        """Wait for updates, and return all available ones, each with the number of its prompt.
 
-        This raises for a prompt that cannot be served.
+        At most ``most`` are returned. This raises for a prompt that cannot be served.
         """
-        self._llm.require_own_process()
+        self._llm.require_not_forked()
         news = [await self._arrived.get()]
         while not self._arrived.empty() and len(news) != most:
             news.append(self._arrived.get_nowait())
-        found = []
+        updates = []
         for listener, what in news:
-            self._thread.note_taken(listener)
+            self._thread.acknowledge(listener)
             if isinstance(what, BaseException):
                 raise what
-            found.append((self._numbers[listener], what))
-        return found
+            updates.append((self._numbers[listener], what))
+        return updates
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         for listener in self._numbers:
-            self._thread.leave(listener)
+            self._thread.cancel(listener)
 
 
 class AsyncLLM:
-    """Serves an ``LLM`` to tasks, and batches what they ask for at the same time.
+    """An ``LLM`` for asyncio tasks, whose concurrent requests are batched.
 
     The engine's thread starts with the first stream. It alone uses the ``LLM`` until ``close``, or
-    until nobody has the ``AsyncLLM`` any more; a stream that is open has it.
+    until the ``AsyncLLM`` is garbage-collected; an open stream references it.
     """
 
     def __init__(self, llm: LLM) -> None:
         if not isinstance(llm, LLM):
-            raise ConfigError(f"AsyncLLM serves an LLM that was built before, not {llm!r}")
+            raise ConfigError(f"AsyncLLM takes an LLM, not {llm!r}")
         self._llm = llm
-        self._inboxes: WeakValueDictionary[asyncio.AbstractEventLoop, _LoopInbox]
+        self._inboxes: WeakValueDictionary[asyncio.AbstractEventLoop, _EventLoopInbox]
         self._inboxes = WeakValueDictionary()
-        self._thread = EngineThread(llm)  # which knows nothing of this object, and so lets it go
+        self._thread = EngineThread(llm)  # holds no reference to this object
         weakref.finalize(self, self._thread.stop).atexit = False
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncGenerator[Update, None]:
-        """Continue one prompt and yield what every step brings for it.
+        """Continue one prompt and yield its updates.
 
         This raises for a prompt that cannot be served. A task that leaves the loop early, or is
         cancelled, cancels the request.
         """
-        together = self.together()
+        group = self.stream_group()
         try:
-            together.add(prompt, params)
+            group.add(prompt, params)
             while True:
-                ((_, what),) = await together.next(most=1)
-                yield what
-                if what.finish_reason is not None:
-                    if what.request.error is not None:
-                        raise what.request.error
+                ((_, update),) = await group.next(most=1)
+                yield update
+                if update.finish_reason is not None:
+                    if update.request.error is not None:
+                        raise update.request.error
                     return
         finally:
-            together.leave()
+            group.cancel()
 
-    def together(self) -> Together:
-        """Return what prompts can be added to, to be listened to by one task."""
-        self._llm.require_own_process()
+    def stream_group(self) -> StreamGroup:
+        """Return an empty group of streams, which one task reads."""
+        self._llm.require_not_forked()
         loop = asyncio.get_running_loop()
-        inbox = self._inboxes.setdefault(loop, _LoopInbox(loop))
-        return Together(self._llm, self._thread, inbox)
+        inbox = self._inboxes.setdefault(loop, _EventLoopInbox(loop))
+        return StreamGroup(self._llm, self._thread, inbox)
 
     async def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Continue one prompt, and return its request once it has ended."""
         last = None
         async for update in self.stream(prompt, params):
             last = update
@@ -150,9 +154,9 @@ class AsyncLLM:
 
     @property
     def closed(self) -> bool:
-        """True if nothing is served any more: it was closed, or the engine has stopped."""
+        """True once it serves no more requests: it was closed, or the engine has stopped."""
         return self._thread.closed
 
     def close(self) -> None:
-        """End the thread and the streams that are still open."""
+        """End the thread and all open streams."""
         self._thread.close()

@@ -1,4 +1,4 @@
-"""Every setting of caches, engines and servers. No other module reads the environment."""
+"""All settings of caches, engines and servers. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TRITON_SWITCH = "ROSEINFER_TRITON_KV_APPEND"
 TRITON_MIN_BATCH = "ROSEINFER_TRITON_KV_APPEND_MIN_BATCH"
 TRITON_FULL_BATCH_MIN_BATCH = "ROSEINFER_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
-MOST_AHEAD = 16
-MOST_UNREAD = 128
-"""A request whose stream holds so many updates that nobody has read is paused."""
-RESUMED_AT = MOST_UNREAD // 2
-"""It goes on when no more of them are left."""
+MAX_RUN_AHEAD = 16
+MAX_UNREAD_UPDATES = 128
+"""Number of unread updates of a stream at which its request is paused."""
+RESUME_UNREAD_UPDATES = MAX_UNREAD_UPDATES // 2
+"""Number of unread updates at which a paused request is resumed."""
 ADMISSION_POLICIES = ("fifo", "pack")
 SPECULATIONS = ("ngram",)
 
 _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
     ("0", "off", "false", "no"), False
 )
-_MOST = 1 << 62
-"""The largest whole number of a setting. Sums of a few fit into the 64 bits that torch has."""
+_MAX_INTEGER = 1 << 62
+"""Largest integer of a setting. Sums of a few fit into torch's 64-bit integers."""
 
 
 def setting(
@@ -46,11 +46,11 @@ def setting(
     group: str = "engine",
     secret: bool = False,
 ) -> Any:
-    """Declare a field from which commands make an option, errors their bounds, and pages a line.
+    """Declare a setting: a field that also defines an option, its bounds and a line of the docs.
 
-    ``text`` is a noun phrase or an imperative. ``unset`` says what happens where nothing is given;
-    ``unit`` names the value of the option, and ``also`` are further names of it. Several texts are
-    separated by ``commas`` or are ``words``, or the option is ``repeated``.
+    ``text`` is a noun phrase or an imperative. ``unset`` is the effect of leaving the setting
+    unset; ``unit`` names the value of the option, and ``also`` are further names of it. Several
+    texts are separated by ``commas`` or are ``words``, or the option is ``repeated``.
     """
     bounds = {"least": least, "most": most}
     metadata = {
@@ -68,38 +68,38 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class AppendPolicy:
-    """Which append optimisations may run; each can be turned off to measure what it is worth.
+    """Switches of append optimisations; each can be turned off to measure its benefit.
 
     ``batched``, ``batched_rollover`` and ``batched_copy_on_write`` decide which rows of an
-    ``append_token_batch`` leave the batch and go through ``append_token``. In a group of
-    several layers there is no per-token call to go to, so rows stay in the batch and
-    ``batched_copy_on_write=False`` copies the blocks one at a time.
+    ``append_token_batch`` leave the batch and go through ``append_token``. A group of several
+    layers has no per-token call, so rows stay in the batch and ``batched_copy_on_write=False``
+    copies the blocks one at a time.
     """
 
     batched: bool = True
-    """If off, every row goes through ``append_token``."""
+    """Batched appends; if off, every row goes through ``append_token``."""
     batched_rollover: bool = True
-    """If off, rows that open a new block go through ``append_token``."""
+    """Batched rollovers; if off, rows that begin a new block go through ``append_token``."""
     batched_copy_on_write: bool = True
-    """If off, rows that must copy a shared block go through ``append_token``."""
+    """Batched copies; if off, rows that must copy a shared block go through ``append_token``."""
     identity: bool = True
-    """If off, rows are gathered even when the batch covers all of them in order."""
+    """Use of whole batches; if off, rows are gathered even if all are used in order."""
     scalar_position: bool = True
-    """If off, positions travel as a tensor even when all rows share one."""
+    """Scalar positions; if off, positions are a tensor even if all rows have the same one."""
     triton: bool = True
-    """If off, torch operations write, whatever the device."""
+    """Triton kernels; if off, torch operations write, whatever the device."""
     triton_min_batch: int = 1
-    """The least number of tokens that the Triton kernels write."""
+    """Smallest number of tokens that the Triton kernels write."""
     triton_full_batch_min_batch: int | None = None
-    """The least number that the full-batch kernel writes; ``triton_min_batch`` when None."""
+    """Smallest number that the full-batch kernel writes; ``triton_min_batch`` when None."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, "AppendPolicy.", least=0)
 
     @property
     def full_batch_threshold(self) -> int:
-        own = self.triton_full_batch_min_batch
-        return self.triton_min_batch if own is None else own
+        threshold = self.triton_full_batch_min_batch
+        return self.triton_min_batch if threshold is None else threshold
 
     @classmethod
     def from_env(
@@ -107,7 +107,7 @@ class AppendPolicy:
     ) -> AppendPolicy:
         """Return the policy of the ``ROSEINFER_TRITON_KV_APPEND*`` variables.
 
-        This is the policy wherever none was given. Where the switch is not set, ``triton`` holds.
+        This is the default policy. ``triton`` applies if the variable of the switch is not set.
         Each variable has an alias that begins with ``ROSELLM``.
         """
         env: Any = os.environ if environ is None else environ
@@ -124,31 +124,31 @@ class AppendPolicy:
             "triton_min_batch": _variable(env, TRITON_MIN_BATCH),
             "triton_full_batch_min_batch": _variable(env, TRITON_FULL_BATCH_MIN_BATCH),
         }
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             threshold: _whole_number(*variable)
             for threshold, variable in thresholds.items()
             if variable is not None
         }
-        return cls(triton=triton, **given)
+        return cls(triton=triton, **values)
 
 
 def _variable(env: Mapping[str, str], name: str) -> tuple[str, str] | None:
-    """Return a variable and its value, by its name or its alias; None where neither is set."""
+    """Return a variable and its value, by its name or its alias; None if neither is set."""
     alias = name.replace("ROSEINFER", "ROSELLM", 1)
-    found = {each: str(env[each]) for each in (name, alias) if each in env}
-    if len({*found.values()}) > 1:
+    values = {each: str(env[each]) for each in (name, alias) if each in env}
+    if len({*values.values()}) > 1:
         raise ConfigError(
-            f"{name}={found[name]!r} and {alias}={found[alias]!r} are one setting: unset one of "
+            f"{name}={values[name]!r} and {alias}={values[alias]!r} are one setting: unset one of "
             "them"
         )
-    return next(iter(found.items()), None)
+    return next(iter(values.items()), None)
 
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def require_dtype(name: str) -> None:
-    """Refuse a dtype that no model is loaded in."""
+    """Raise for an unsupported dtype."""
     if not (isinstance(name, str) and name in DTYPES):
         alike = did_you_mean(str(name), DTYPES)
         raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}{alike}")
@@ -156,17 +156,17 @@ def require_dtype(name: str) -> None:
 
 _DEVICES = ("cpu", "cuda")
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
-"""The devices of NVIDIA's drivers, of Windows's for Linux and of AMD's, as Linux names them."""
+"""Device files on Linux of NVIDIA's drivers, of WSL's and of AMD's."""
 
 
 def require_device(name: str, devices: Path = Path("/dev")) -> None:
-    """Refuse a device that no engine runs on, as far as can be known without torch."""
+    """Raise for an unsupported device, as far as is known without torch."""
     kind, colon, number = name.partition(":")
     if kind not in _DEVICES or (colon and not number.isdecimal()):
         alike = "; did you mean cuda?" if kind == "gpu" else did_you_mean(kind, _DEVICES)
         raise ConfigError(f"device {name!r}: the engine runs on cpu, cuda or cuda:1{alike}")
     if kind == "cuda" and sys.platform == "linux":
-        if not any(found for each in _GPU_FILES for found in devices.glob(each)):
+        if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):
             raise ConfigError(f"device {name!r}: there is no GPU here; device='cpu' works")
 
 
@@ -253,7 +253,7 @@ class EngineConfig:
         "steps in flight when another is launched; a stream may lag by as many tokens",
         unset="2 on a GPU, else 0",
         least=0,
-        most=MOST_AHEAD,
+        most=MAX_RUN_AHEAD,
     )
     speculation: str | None = setting(
         None,
@@ -288,7 +288,7 @@ class EngineConfig:
         False, "give every layer a block list, which the per-token switches of AppendPolicy need"
     )
     append_policy: AppendPolicy | None = None
-    """Ways in which the KV cache is written; None for what the environment says."""
+    """Switches for writing the KV cache; None for those of the environment."""
 
     def __post_init__(self) -> None:
         if self.append_policy is None:
@@ -313,22 +313,22 @@ class EngineConfig:
                         f"{name} is for one GPU: leave it off, or tensor_parallel_size at 1"
                     )
 
-    def wants(self, switch: str, device: str) -> bool:
-        """Return True if a switch is on for such a device; None means on for a GPU alone."""
+    def is_enabled(self, switch: str, device: str) -> bool:
+        """Return True if a switch is on for a type of device; unset means on for GPUs only."""
         value: bool | None = getattr(self, switch)
         return device == "cuda" if value is None else value
 
-    def decodes_in_slots(self, device: str) -> bool:
-        return self.wants("resident_decode", device) and not self.per_layer_kv
+    def uses_resident_decode(self, device: str) -> bool:
+        return self.is_enabled("resident_decode", device) and not self.per_layer_kv
 
-    def lag(self, device: str) -> int:
-        """Return how many steps may be in flight on such a device when another is launched."""
+    def max_steps_in_flight(self, device: str) -> int:
+        """Return how many steps may be in flight on a type of device when another is launched."""
         if self.run_ahead is not None:
             return self.run_ahead
         return 2 if device == "cuda" else 0
 
-    def rows_of_prompts(self, *, captured: bool) -> int:
-        """Return for how many tokens of prompts a step has rows, if its graphs are captured."""
+    def num_prompt_rows(self, *, captured: bool) -> int:
+        """Return the rows for prompt tokens in a step; ``captured`` if its graphs are captured."""
         if self.prompt_rows is not None:
             return self.prompt_rows
         return 128 if captured else 0
@@ -344,13 +344,13 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str | None": ((str, NoneType), "a name or None"),
     "AppendPolicy | None": ((AppendPolicy, NoneType), "an AppendPolicy or None"),
 }
-"""For annotations of settings: the types that are accepted, and what an error asks for."""
+"""Accepted types and the words of an error, by the annotation of a setting."""
 
 
 def _check_kinds(
     settings: AppendPolicy | EngineConfig | ServerConfig, owner: str, least: int
 ) -> None:
-    """Raise unless every field holds what its annotation says, and no number below ``least``."""
+    """Raise unless every field matches its annotation and bounds, and is at least ``least``."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
         if choices := each.metadata.get("choices"):
@@ -362,12 +362,12 @@ def _check_kinds(
             holds = isinstance(value, types)
         elif kind in ("int", "int | None"):
             lowest = each.metadata.get("least", least)
-            most = each.metadata.get("most", _MOST)
+            most = each.metadata.get("most", _MAX_INTEGER)
             wanted = f"a whole number of at least {lowest} and at most {most}"
             holds = type(value) is int and lowest <= value <= most
             holds = holds or (value is None and kind != "int")
         elif kind == "float":
-            lowest, most = each.metadata.get("least", 0), each.metadata.get("most", _MOST)
+            lowest, most = each.metadata.get("least", 0), each.metadata.get("most", _MAX_INTEGER)
             wanted = f"a number of at least {lowest} and at most {most}"
             holds = type(value) in (int, float) and lowest <= value <= most
         elif kind == "tuple[str, ...]":
@@ -440,7 +440,7 @@ class ServerConfig:
         secret=True,
     )
     max_queue: int = setting(
-        1024, "requests that may wait beside the running ones; further ones get 429", group="limits"
+        1024, "waiting requests, at most; further ones get 429", group="limits"
     )
     max_body_bytes: int = setting(4 << 20, "bytes of a request's body, at most", group="limits")
     max_prompt_tokens: int | None = setting(
@@ -488,15 +488,15 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A process that ``torchrun`` has started beside others."""
+class TorchrunRank:
+    """The rank of a process that ``torchrun`` has started, and the number of ranks."""
 
     rank: int
     size: int
 
     @classmethod
-    def from_env(cls) -> Launched | None:
-        """Return this process's place among them, or None if it was started alone."""
+    def from_env(cls) -> TorchrunRank | None:
+        """Return the rank of this process, or None if ``torchrun`` did not start it."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         rank, size, here = (
@@ -506,13 +506,13 @@ class Launched:
         if here != size:
             raise ConfigError(
                 f"torchrun started {size} processes on several hosts: the ranks of a model are all "
-                "on one"
+                "on one; use a single host"
             )
         return cls(rank, size)
 
 
-def prefer_variables(variables: Mapping[str, str]) -> None:
-    """Set variables for programs that are told nothing otherwise. Those that are set stay."""
+def set_default_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables, except those that are set already."""
     for name, text in variables.items():
         os.environ.setdefault(name, text)
 

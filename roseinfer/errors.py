@@ -1,4 +1,4 @@
-"""The exceptions roseinfer raises. An operation that raised one has changed nothing."""
+"""Exceptions that roseinfer raises. An operation that raised one has changed nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class RoseinferError(Exception):
-    """Root of every error raised on purpose by this package.
+    """Base class of every error that this package raises on purpose.
 
-    One can be pickled, to be raised in another process. What caused it stays behind: where that is
-    of account, the words have it.
+    Errors can be pickled and raised in another process. Their causes are not pickled: messages
+    include the cause where it matters.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_it_was, (type(self), self.args, self.__dict__)
+        return _rebuild_error, (type(self), self.args, self.__dict__)
 
 
 class OutOfBlocks(RoseinferError, RuntimeError):
-    """The pool cannot supply the blocks an operation needs."""
+    """An operation that needs more blocks than the pool has free."""
 
     def __init__(self, *, needed: int, free: int, where: str) -> None:
         super().__init__(
@@ -37,23 +37,23 @@ class BadBlock(RoseinferError, ValueError):
 
 
 class BadRefcount(RoseinferError, ValueError):
-    """A block released more often than it is held, or appended to by more lists than hold it."""
+    """A refcount error: more releases of a block, or more lists that append to it, than holders."""
 
 
 class BadArgument(RoseinferError, ValueError):
-    """A shape, length, device, dtype, layer or list the operation cannot work with."""
+    """A shape, length, device, dtype, layer or list that an operation cannot work with."""
 
 
 class StalePlan(RoseinferError, RuntimeError):
-    """An append plan is used after its index buffers were given to later plans."""
+    """A use of an append plan after its index buffers were given to later plans."""
 
 
 class ConfigError(RoseinferError, ValueError):
-    """A setting, from code or from the environment, that makes no sense."""
+    """An invalid setting, from code or from the environment."""
 
 
 class TritonUnavailable(UserWarning):
-    """Triton was wanted and cannot run here; the torch paths write instead."""
+    """A warning that Triton cannot run here; torch operations write instead."""
 
 
 class UnsupportedModel(RoseinferError, ValueError):
@@ -61,11 +61,11 @@ class UnsupportedModel(RoseinferError, ValueError):
 
 
 class RequestTooLarge(BadArgument):
-    """A request that the model's positions or the KV cache could never hold."""
+    """A request that exceeds the model's positions or the whole KV cache."""
 
 
 class TooBusy(RoseinferError, RuntimeError):
-    """More is asked for at once than can be done; the same may work later."""
+    """A request beyond what can be done at once; the same may work later."""
 
 
 class NoDistribution(RoseinferError, RuntimeError):
@@ -73,21 +73,21 @@ class NoDistribution(RoseinferError, RuntimeError):
 
 
 def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a question that names what is spelled most alike, or nothing."""
+    """Return a question that suggests the known name with the closest spelling, or ``""``."""
     from difflib import get_close_matches
 
-    alike = get_close_matches(said, known, n=1)
-    return f"; did you mean {prefix}{alike[0]}?" if alike else ""
+    matches = get_close_matches(said, known, n=1)
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
-def with_kind(error: BaseException) -> str:
-    """Return what an error of a library says, with its kind: alone, ``'x'`` says nothing."""
-    said = str(error).split("\nException raised from")[0]  # a trace of C++ follows
-    return f"{type(error).__name__}: {said}"
+def error_with_type(error: BaseException) -> str:
+    """Return the message of an error after its type, since ``'x'`` alone explains nothing."""
+    message = str(error).split("\nException raised from")[0]  # a C++ trace follows
+    return f"{type(error).__name__}: {message}"
 
 
 def short_repr(value: object) -> str:
-    """Return the repr of a value that a message shows: at most 200 characters, and never an error.
+    """Return the repr of a value for a message: at most 200 characters, without raising.
 
     Python refuses to write integers of more than 4,300 digits.
     """
@@ -95,36 +95,37 @@ def short_repr(value: object) -> str:
         return f"a whole number of {value.bit_length()} bits"
     try:
         return f"{value!r:.200}"
-    except Exception:  # of what is in it
+    except Exception:  # of an element, for instance
         return f"a {type(value).__name__} that cannot be written"
 
 
 _LONGEST_INT = 600
-"""Bits of the largest integer that is written in digits."""
+"""Bits of the largest integer written in digits."""
 
 
-def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
-    """Return the error to raise for one that came of arguments, which a call did not check first.
+def to_argument_error(error: Exception, wanted: str, *given: object) -> RoseinferError:
+    """Return the error to raise instead of one caused by unchecked arguments.
 
-    One of ours stays. Any other says that something is not what is ``wanted``.
+    A ``RoseinferError`` stays. Any other becomes ``BadArgument``: ``wanted``, not the ``given``
+    values.
     """
     if isinstance(error, RoseinferError):
         return error
-    named = " and ".join(map(short_repr, given))
-    return BadArgument(f"{wanted}, not {named} ({with_kind(error)})")
+    values = " and ".join(map(short_repr, given))
+    return BadArgument(f"{wanted}, not {values} ({error_with_type(error)})")
 
 
-def _as_it_was(
-    kind: type[RoseinferError], said: tuple[Any, ...], known: dict[str, Any]
+def _rebuild_error(
+    kind: type[RoseinferError], args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> RoseinferError:
-    """Return an error that was raised elsewhere. Its kind makes new ones, of other arguments."""
-    error = kind.__new__(kind, *said)
-    error.__dict__.update(known)
+    """Return an unpickled error, without ``__init__``, which may take other arguments."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
     return error
 
 
-class _Caused(RoseinferError, RuntimeError):
-    """An error that may be kept for long, with the exception that caused it, if one did."""
+class _ErrorWithCause(RoseinferError, RuntimeError):
+    """An error with an optional cause, safe to keep: the frames of the cause are cleared."""
 
     def __init__(self, what: str, cause: BaseException | None = None) -> None:
         if cause is not None:
@@ -134,26 +135,26 @@ class _Caused(RoseinferError, RuntimeError):
         super().__init__(what)
 
 
-class StepFailed(_Caused):
-    """A step of the engine broke off. Every request that took part in it gets this error."""
+class StepFailed(_ErrorWithCause):
+    """A step of the engine that raised. Each of its requests gets this error."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__("the step that this request took part in failed", cause)
 
 
-class NoText(_Caused):
+class DetokenizationFailed(_ErrorWithCause):
     """Tokens that the tokenizer cannot turn into text."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__("the tokenizer cannot turn these tokens into text", cause)
 
 
-class EngineStopped(_Caused):
-    """Tokens are asked of an engine that does not run: any more, or in this process."""
+class EngineStopped(_ErrorWithCause):
+    """A request to an engine that has stopped, or does not run in this process."""
 
 
 class EngineRestarting(EngineStopped):
-    """Tokens are asked of an engine whose process has ended, and is started again."""
+    """A request to an engine whose process has ended and is being restarted."""
 
     def __init__(self, what: str, *, retry_after: int) -> None:
         super().__init__(what)
@@ -161,12 +162,12 @@ class EngineRestarting(EngineStopped):
         """Seconds after which it may run again."""
 
 
-class RanksFailed(_Caused):
-    """The processes that compute one model together cannot go on: one of them has ended."""
+class RanksFailed(_ErrorWithCause):
+    """A failure of the processes that compute one model together: one of them ended or failed."""
 
 
 def _clear_all_frames(error: BaseException) -> None:
-    """Clear the frames of an exception and of those behind it, which may hold large tensors."""
+    """Clear the frames of an exception and of its causes, which may hold large tensors."""
     chain: list[BaseException | None] = [error]
     for each in chain:  # the list grows meanwhile
         if each is not None:

@@ -1,21 +1,21 @@
-"""A histogram as Prometheus has them: how many values were at most so large."""
+"""A Prometheus histogram: the number of values up to each bound."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
-"""Those of vLLM for the tokens of a step: 1, then 8, 16, 32 and so on up to 16384."""
+STEP_TOKEN_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
+"""Bounds of tokens per step, equal to vLLM's: 1, then 8, 16, 32 and so on up to 16384."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts values. The one of prometheus-client takes a lock for each of them."""
+    """A histogram without locks. The one of prometheus-client takes a lock for each value."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """How many values were in each range: the last of them has no bound."""
+    """Number of values in each range; the last range has no upper bound."""
     total: float = 0.0
 
     def __post_init__(self) -> None:
@@ -26,7 +26,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return each bound as Prometheus writes it, with how many values it is a bound of."""
+        """Return each bound as Prometheus writes it, with the number of values up to it."""
         sums, so_far = [], 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             so_far += count

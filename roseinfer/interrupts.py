@@ -1,4 +1,4 @@
-"""Ctrl-C while torch is imported, where an exception would abort the process and dump it."""
+"""Ctrl-C during the import of torch, where an exception would abort the process and dump core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interrupts_kill() -> Iterator[None]:
-    """Let Ctrl-C kill the process, unless it is ignored or handled by somebody else."""
+    """Let Ctrl-C kill the process, unless SIGINT is ignored or has a handler of its own."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -1,4 +1,4 @@
-"""What one layer of a model asks of its attention, beside the plain softmax over all before."""
+"""Attention traits of a layer (scale, window, softcap, sinks, ALiBi) and its rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,72 +13,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTraits:
-    """Found when a model is loaded; a trait that is None was not asked for.
+    """Traits of one layer's attention, read when a model is loaded; None for an absent trait.
 
-    A score becomes ``scale * query.key``, then ``cap * tanh(score / cap)``, and then
-    ``slope * distance`` is taken off.
+    A score is ``scale * query.key``, then ``cap * tanh(score / cap)``, from which
+    ``slope * distance`` is then subtracted.
     """
 
     scale: float
-    """Products of queries and keys are multiplied by it."""
+    """Factor of the dot products of queries and keys."""
     window: int | None = None
-    """A token sees so many tokens, itself included."""
-    cap: float | None = None
-    """No score leaves the range from ``-cap`` to ``cap``."""
+    """Tokens that a token attends to, itself included; None for all before it."""
+    softcap: float | None = None
+    """Softcap: scores stay between ``-cap`` and ``cap``."""
     sinks: Tensor | None = None
-    """A score for each query head that takes its part of the weights, and has no value."""
+    """Score per query head that takes part in the softmax and has no value (attention sink)."""
     slopes: Tensor | None = None
-    """For each query head, what a score loses for each token between query and key (ALiBi)."""
+    """Slope per query head, subtracted from scores per token of distance (ALiBi)."""
 
     @property
-    def asked_for(self) -> frozenset[str]:
-        """The names of the traits that the layer has."""
+    def trait_names(self) -> frozenset[str]:
+        """Names of the traits that the layer has."""
         return frozenset(name for name in ALL_TRAITS if getattr(self, name) is not None)
 
 
 ALL_TRAITS = frozenset(field.name for field in fields(LayerTraits))
 
 
-# What a layer makes of queries and keys before it attends: it norms and rotates them.
+# Normalization and rotation of queries and keys before attention.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rotation:
-    """Heads are normed, if there are gains, and each is rotated by its token's position.
+class RotaryEmbedding:
+    """Rotary position embedding, after an optional RMS norm of queries and keys.
 
-    Its first half turns against its second. Where cosines are narrower than a head, what lies
-    behind them stays as it is.
+    The first half of a head's rotated elements is paired with the second. Where cosines are
+    narrower than a head, the remaining elements are not rotated.
     """
 
     cosines: Tensor
-    """``[positions, rotated]``, in the model's dtype; the halves of a row are the same."""
+    """Cosines ``[positions, rotated]``, in the model's dtype; both halves of a row are equal."""
     sines: Tensor
-    query_gain: Tensor | None = None
-    key_gain: Tensor | None = None
+    query_norm_weight: Tensor | None = None
+    """Weights of the norm of queries; None for no norm."""
+    key_norm_weight: Tensor | None = None
     epsilon: float = 0.0
-    together: bool = False
-    """True where all heads of a token are one row to the norm, and its gain is as long."""
+    norm_across_heads: bool = False
+    """True if the norm, and so its weight, spans all heads of a token, not one head."""
 
-    def of_queries(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Return ``[tokens, heads, head_dim]`` as the layer attends with it."""
-        return self._of(query, positions, self.query_gain)
+    def apply_to_queries(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Normalize and rotate queries, ``[tokens, heads, head_dim]``."""
+        return self._norm_and_rotate(query, positions, self.query_norm_weight)
 
-    def of_keys(self, key: Tensor, positions: Tensor) -> Tensor:
-        """Return ``[tokens, kv_heads, head_dim]`` as the layer stores it."""
-        return self._of(key, positions, self.key_gain)
+    def apply_to_keys(self, key: Tensor, positions: Tensor) -> Tensor:
+        """Normalize and rotate keys, ``[tokens, kv_heads, head_dim]``, as the layer stores them."""
+        return self._norm_and_rotate(key, positions, self.key_norm_weight)
 
-    def _of(self, heads: Tensor, positions: Tensor, gain: Tensor | None) -> Tensor:
-        x = heads.float() if gain is None else self._normed(heads, gain).float()
+    def _norm_and_rotate(self, heads: Tensor, positions: Tensor, gain: Tensor | None) -> Tensor:
+        x = heads.float() if gain is None else self._normalize(heads, gain).float()
         width = self.cosines.shape[1]
         cosines, sines = (table[positions][:, None].float() for table in (self.cosines, self.sines))
-        turning, rest = x[..., :width], x[..., width:]
-        first, second = turning.chunk(2, dim=-1)
-        turned = turning * cosines + torch.cat((-second, first), -1) * sines
-        return torch.cat((turned, rest), -1).to(heads.dtype)
+        rotary, rest = x[..., :width], x[..., width:]
+        first, second = rotary.chunk(2, dim=-1)
+        rotated = rotary * cosines + torch.cat((-second, first), -1) * sines
+        return torch.cat((rotated, rest), -1).to(heads.dtype)
 
-    def _normed(self, heads: Tensor, gain: Tensor) -> Tensor:
-        """Norm heads, rounded where the model's own modules round."""
-        x = heads.flatten(1).float() if self.together else heads.float()
+    def _normalize(self, heads: Tensor, gain: Tensor) -> Tensor:
+        """Apply RMS norm to heads, rounding where the model's own modules round."""
+        x = heads.flatten(1).float() if self.norm_across_heads else heads.float()
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-        x = x * gain if self.together else x.to(heads.dtype) * gain
+        x = x * gain if self.norm_across_heads else x.to(heads.dtype) * gain
         return x.to(heads.dtype).view_as(heads)

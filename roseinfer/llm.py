@@ -1,4 +1,4 @@
-"""A model that continues prompts: ``LLM("gpt2").generate(["Once upon"])``."""
+"""Offline generation: ``LLM("gpt2").generate(["Once upon"])``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig
+from roseinfer.config import MAX_UNREAD_UPDATES, RESUME_UNREAD_UPDATES, EngineConfig
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.request import NO_PROMPTS
+from roseinfer.engine.request import NON_PROMPT_TYPES
 from roseinfer.errors import (
     BadArgument,
     ConfigError,
@@ -25,7 +25,7 @@ from roseinfer.errors import (
     did_you_mean,
 )
 from roseinfer.models.loading import load
-from roseinfer.progress import counting
+from roseinfer.progress import track_progress
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The outcome of one prompt."""
+    """The completion of one prompt."""
 
     prompt: Prompt
     token_ids: list[int]
-    """The generated tokens, with the one that ended the text."""
+    """Generated tokens, including the one that ended the text."""
     text: str | None
-    """None for a model without a tokenizer."""
+    """Text of the completion; None for a model without a tokenizer."""
     finish_reason: str
-    """``stop``, ``length``, ``cancelled`` or ``error``."""
+    """Reason of the end: ``stop``, ``length``, ``cancelled`` or ``error``."""
     logprobs: list[float] | None = None
-    """One for each token, if asked for."""
+    """Log-probability of each token; None if not requested."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """For each token the likeliest at its place, each with its log-probability, if asked for."""
+    """Most probable tokens at each position and their log-probabilities; None if not requested."""
     prompt_logprobs: list[float | None] | None = None
-    """One for each token of the prompt but the first, if asked for."""
+    """Log-probability of each prompt token, None for the first one; None if not requested."""
     error: str | None = None
-    """The message of the error that ended the request, if one did."""
+    """Message of the error that ended the request; None if none did."""
 
 
 class LLM:
-    """A language model, its tokenizer and the engine that serves it.
+    """A language model, its tokenizer and the engine that runs it.
 
     ``model`` is ``"tiny"``, a local directory, a hub id, or a transformers model (then with
     its ``tokenizer``, if it has one). Other keywords are fields of ``EngineConfig``.
@@ -78,43 +78,43 @@ class LLM:
     ) -> None:
         known = [each.name for each in fields(EngineConfig)]
         for name in config.keys() - set(known):
-            raise ConfigError(f"an LLM takes no {name!r}{did_you_mean(name, known)}")
+            raise ConfigError(f"LLM: unknown setting {name!r}{did_you_mean(name, known)}")
         self.config = EngineConfig(**config)
         self.ranks: LeadingRank | None = None
-        """The processes that compute the model together, where there are several."""
+        """Ranks of a tensor-parallel model; None without tensor parallelism."""
         if self.config.tensor_parallel_size > 1:
-            from roseinfer.distributed.follower import lead
+            from roseinfer.distributed.follower import lead_ranks
 
-            self.ranks = lead(model, self.config, device, dtype)
-            weakref.finalize(self, self.ranks.let_go)
-        places: dict[str, Any] = {"device": device, "dtype": dtype, "ranks": self.ranks}
+            self.ranks = lead_ranks(model, self.config, device, dtype)
+            weakref.finalize(self, self.ranks.shut_down)
+        placement: dict[str, Any] = {"device": device, "dtype": dtype, "ranks": self.ranks}
         try:
-            loaded = load(model, self.config, tokenizer=tokenizer, **places)
+            loaded = load(model, self.config, tokenizer=tokenizer, **placement)
             self.engine = Engine(loaded, self.config)
         except BaseException as error:
             if self.ranks is None:
                 raise
-            failure = self.ranks.break_off(error)  # the others may wait for what does not come
+            failure = self.ranks.mark_failed(error)  # ends the others, which may wait for this one
             if isinstance(error, RanksFailed):
                 raise failure from error
             raise
         self.tokenizer = loaded.tokenizer
-        self._mail: dict[int, deque[Update]] = {}
-        self._uses = 0
-        """Calls and streams that are open, all in the thread ``_user``."""
-        self._user = 0
-        self._use_lock = threading.RLock()  # a stream may be finalised while it is held
+        self._unread_updates: dict[int, deque[Update]] = {}
+        self._num_open_uses = 0
+        """Number of open calls and streams, all in the thread ``_user_thread``."""
+        self._user_thread = 0
+        self._use_lock = threading.RLock()  # a stream may be finalized while this is held
         self._process = os.getpid()
 
     @property
     def batch_invariant(self) -> bool:
-        """What a request gets has the same bits whatever else is in the batch."""
-        return self.engine.sessions.model.batch_invariant
+        """True if a request gets the same bits whatever else is in its batch."""
+        return self.engine.sequence_runner.model.batch_invariant
 
     @property
     def why_batch_variant(self) -> str | None:
-        """The reason, in words, why ``batch_invariant`` is False; None where it is True."""
-        return self.engine.sessions.model.why_batch_variant
+        """The reason, in words, why ``batch_invariant`` is False; None if it is True."""
+        return self.engine.sequence_runner.model.why_batch_variant
 
     def generate(
         self,
@@ -123,59 +123,63 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt, text or token ids, and return the outputs in their order.
+        """Continue every prompt, text or token ids, and return the outputs in order.
 
-        The output for a prompt that cannot be served says why; the others go on.
+        A prompt that cannot be served gets an output with its ``error``, and the others continue.
         ``progress`` shows a bar on a terminal, where it is the default, and lines elsewhere.
         """
-        asked = _as_prompts(prompts)
-        params = _as_params(params, len(asked))
+        prompt_list = _as_prompts(prompts)
+        params = _as_params(params, len(prompt_list))
         if not (progress is None or isinstance(progress, bool)):
             raise BadArgument(f"progress must be True, False or None, not {progress!r}")
-        outputs: list[RequestOutput | None] = [None] * len(asked)
-        waiting: dict[int, int] = {}
-        """The indices in ``outputs`` of the requests that have not ended, by their ids."""
+        outputs: list[RequestOutput | None] = [None] * len(prompt_list)
+        unfinished: dict[int, int] = {}
+        """Indices in ``outputs`` of the requests that have not ended, by request id."""
         shown = sys.stderr.isatty() if progress is None else progress
-        counted = counting(len(asked), "generating", "requests") if shown else nullcontext(int)
-        with self.in_use(), counted as done, self._requests() as requests:
-            coming = deque(enumerate(zip(asked, params, strict=True)))
-            while coming or waiting:
-                # The others are taken in while the GPU computes what these make a step of.
-                while coming and not self.engine.is_fed:
-                    at, (prompt, own) = coming.popleft()
+        tracking = (
+            track_progress(len(prompt_list), "generating", "requests")
+            if shown
+            else nullcontext(int)
+        )
+        with self.exclusive_use(), tracking as done, self._requests() as requests:
+            unsubmitted = deque(enumerate(zip(prompt_list, params, strict=True)))
+            while unsubmitted or unfinished:
+                # Submit only what the next step can use; the rest while the GPU computes.
+                while unsubmitted and not self.engine.has_full_lookahead:
+                    at, (prompt, prompt_params) = unsubmitted.popleft()
                     try:
-                        with uninterrupted():
-                            requests.append(self.engine.submit(prompt, own))
+                        with defer_interrupts():
+                            requests.append(self.engine.submit(prompt, prompt_params))
                     except RoseinferError as error:
                         outputs[at] = RequestOutput(prompt, [], None, "error", error=str(error))
                         done()
                     else:
-                        waiting[requests[-1].id] = at
+                        unfinished[requests[-1].id] = at
                 for update in self._step():
                     request = update.request
-                    if request.finish_reason is not None and request.id in waiting:
-                        at = waiting.pop(request.id)
-                        outputs[at] = output_of(request, asked[at])
+                    if request.finish_reason is not None and request.id in unfinished:
+                        at = unfinished.pop(request.id)
+                        outputs[at] = new_request_output(request, prompt_list[at])
                         done()
         return [output for output in outputs if output is not None]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Update, None, None]:
-        """Continue one prompt and yield what every step brings.
+        """Continue one prompt and yield its updates.
 
         Leaving the loop early cancels the request.
         """
-        with self.in_use(), self._requests() as requests:
-            with uninterrupted():
+        with self.exclusive_use(), self._requests() as requests:
+            with defer_interrupts():
                 request = self.engine.submit(prompt, SamplingParams() if params is None else params)
                 requests.append(request)
-                arrived = self._mail[request.id] = deque()
-            while request.finish_reason is None or arrived:
-                while arrived:
-                    update = arrived.popleft()
-                    if len(arrived) == RESUMED_AT:
-                        with uninterrupted():
+                unread = self._unread_updates[request.id] = deque()
+            while request.finish_reason is None or unread:
+                while unread:
+                    update = unread.popleft()
+                    if len(unread) == RESUME_UNREAD_UPDATES:
+                        with defer_interrupts():
                             self.engine.resume(request)
                     yield update
                 if request.finish_reason is None:
@@ -184,69 +188,69 @@ class LLM:
             raise request.error
 
     @property
-    def forked(self) -> bool:
-        """True in a process that was forked from the one in which this ``LLM`` was made."""
+    def is_forked(self) -> bool:
+        """True in a process forked from the one that created this ``LLM``."""
         return os.getpid() != self._process
 
-    def require_own_process(self) -> None:
-        """Raise in a forked process, where a step would wait for threads that are not there."""
-        if self.forked:
+    def require_not_forked(self) -> None:
+        """Raise in a forked process, where a step would wait for threads that do not exist."""
+        if self.is_forked:
             raise EngineStopped(
                 f"this LLM was made in process {self._process}, and this process is a fork of it: "
-                "the engine's threads, its locks and its GPU stayed there. Make the LLM in the "
-                "process that uses it, and start processes by 'spawn' once there is an LLM"
+                "the engine's threads, its locks and its GPU stayed there; make the LLM in the "
+                "process that uses it, and start processes by 'spawn' once an LLM exists"
             )
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Refuse other threads meanwhile: two would take each other's tokens."""
-        self.require_own_process()
-        me = threading.get_ident()
+    def exclusive_use(self) -> Iterator[None]:
+        """Refuse other threads during the block, since two would take each other's tokens."""
+        self.require_not_forked()
+        this_thread = threading.get_ident()
         with self._use_lock:
-            if self._uses and self._user != me:
+            if self._num_open_uses and self._user_thread != this_thread:
                 raise BadArgument(
-                    "this LLM is in use by another thread, or by an AsyncLLM that is not closed: "
+                    "this LLM is in use by another thread, or by an AsyncLLM that is not closed; "
                     "give all prompts to one generate, or serve all threads with one AsyncLLM"
                 )
-            self._user = me
-            self._uses += 1
+            self._user_thread = this_thread
+            self._num_open_uses += 1
         try:
             yield
         finally:
-            if not self.forked:  # another thread may have held the lock then, and never let go
+            if not self.is_forked:  # in a fork, the lock may be held for ever
                 with self._use_lock:
-                    self._uses -= 1
+                    self._num_open_uses -= 1
 
     def _step(self) -> list[Update]:
-        """Run a step, and keep the updates of streams until they are asked for."""
-        self.require_own_process()
-        with uninterrupted():
+        """Run a step, and keep the updates of streams until they are read."""
+        self.require_not_forked()
+        with defer_interrupts():
             updates = self.engine.step()
-            for update in updates if self._mail else ():
-                if (mail := self._mail.get(update.request.id)) is not None:
-                    mail.append(update)
-                    if len(mail) >= MOST_UNREAD:
+            for update in updates if self._unread_updates else ():
+                if (unread := self._unread_updates.get(update.request.id)) is not None:
+                    unread.append(update)
+                    if len(unread) >= MAX_UNREAD_UPDATES:
                         self.engine.pause(update.request)
         return updates
 
     @contextmanager
     def _requests(self) -> Iterator[list[Request]]:
-        """Yield a list for requests, all of which end with the block, however it ends."""
+        """Yield a list for requests, and cancel all in it at the end of the block."""
         requests: list[Request] = []
         try:
             yield requests
         finally:
-            with uninterrupted():
-                for request in requests if not self.forked else []:
-                    self._mail.pop(request.id, None)
+            with defer_interrupts():
+                for request in requests if not self.is_forked else []:
+                    self._unread_updates.pop(request.id, None)
                     self.engine.cancel(request)  # has no effect on one that has ended
 
 
-def output_of(request: Request, prompt: Prompt) -> RequestOutput:
+def new_request_output(request: Request, prompt: Prompt) -> RequestOutput:
     return RequestOutput(
         prompt=prompt,
         token_ids=request.token_ids,
-        text=request.text.so_far if request.text else None,
+        text=request.text.text_so_far if request.text else None,
         finish_reason=str(request.finish_reason),
         logprobs=request.logprobs if request.params.logprobs else None,
         top_logprobs=request.top_logprobs if request.params.top_logprobs else None,
@@ -256,27 +260,27 @@ def output_of(request: Request, prompt: Prompt) -> RequestOutput:
 
 
 def _as_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts: a text is one of them, and so are token ids."""
+    """Return a list of prompts, with one item for a single text or list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     try:
-        found = None if isinstance(prompts, NO_PROMPTS) else list(prompts)
+        items = None if isinstance(prompts, NON_PROMPT_TYPES) else list(prompts)
     except TypeError:
-        found = None
-    if found is None:
+        items = None
+    if items is None:
         raise BadArgument(
             f"prompts must be a text, token ids, or a list of these, not {prompts!r}"
         ) from None
-    ids = [_token_id(each) for each in found]
-    return [ids] if ids and None not in ids else found
+    ids = [_token_id(item) for item in items]
+    return [ids] if ids and None not in ids else items
 
 
-def _token_id(one: Any) -> int | None:
-    """Return the token id that something is, or None. An array of a single id is a prompt."""
-    if getattr(one, "ndim", 0):
+def _token_id(value: Any) -> int | None:
+    """Return a value as a token id, or None. An array of a single id is a prompt, not an id."""
+    if getattr(value, "ndim", 0):
         return None
     try:
-        return index(one)
+        return index(value)
     except TypeError:
         return None
 
@@ -298,11 +302,11 @@ def _as_params(params: Any, count: int) -> Sequence[SamplingParams]:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, when nothing is half done; but not a second.
+def defer_interrupts() -> Iterator[None]:
+    """Defer the first Ctrl-C to the end of the block, when the state is consistent; not a second.
 
     Python may raise ``KeyboardInterrupt`` between any two instructions of the main thread, and
-    no order of them leaves the accounts right at each.
+    the state is not consistent between all of them, in whatever order they are.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -310,12 +314,12 @@ def uninterrupted() -> Iterator[None]:
         return
     arrived: list[tuple[int, FrameType | None]] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         arrived.append((number, frame))
         if len(arrived) > 1:
             handler(number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield
     finally:

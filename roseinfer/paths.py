@@ -1,4 +1,4 @@
-"""The names of fast paths, each with the slow path that it must equal, and of conditions."""
+"""Counter names: paths of engine, cache and attention, and conditions that rows meet."""
 
 from __future__ import annotations
 
@@ -7,78 +7,78 @@ from enum import StrEnum
 
 
 class EnginePath(StrEnum):
-    """A path is counted once for every step or request that takes it.
+    """Engine paths, each counted once for every step or request that takes it.
 
-    The slow twin of all of them runs one request after the other, each with its whole prompt in
-    one step and nothing shared.
+    The slow twin of all of them runs one request at a time, each with its whole prompt in one step
+    and nothing shared.
     """
 
     BATCHED = "engine_batched"
-    """A step for several requests."""
+    """A step of several requests."""
     MIXED = "engine_mixed"
-    """A step that stores prompts beside requests that decode."""
+    """A step with both prefill and decode."""
     CHUNKED = "engine_chunked"
-    """A prompt stored in part."""
-    OVERTAKEN = "engine_overtaken"
-    """A request admitted before one that came earlier."""
+    """A chunk of a prompt other than its last."""
+    ADMITTED_OUT_OF_ORDER = "engine_overtaken"
+    """A request admitted before one that arrived earlier."""
     PREFIX_HIT = "engine_prefix_hit"
-    """A prompt whose beginning was stored already."""
-    RESUMED = "engine_resumed"
-    """A request computed again after its blocks were taken from it."""
-    GAVE_BACK = "engine_gave_back"
-    """Blocks of a request that went on without them, since they had left the windows of layers."""
+    """A prompt with a prefix in the prefix cache."""
+    RECOMPUTED = "engine_resumed"
+    """A request recomputed after preemption."""
+    FREED_OUT_OF_WINDOW = "engine_gave_back"
+    """Blocks of a running request that were freed because they left the windows of layers."""
     FORKED = "engine_forked"
-    """A sequence continued in a second way, sharing what it had stored."""
+    """A fork of a sequence, which shares its stored tokens."""
     FUSED = "engine_fused"
     """A forward pass on fused kernels."""
-    EXCHANGED = "engine_exchanged"
-    """A forward pass whose kernels add up over ranks through memory that GPUs share."""
-    STREAMED = "engine_streamed"
-    """A forward pass of few tokens in whose products warpgroups multiply what streams by."""
-    PAIRED = "engine_paired"
-    """A forward pass of many tokens in whose products pairs of programs share weights."""
-    WHOLE_STEP = "engine_whole_step"
+    FUSED_ALL_REDUCE = "engine_exchanged"
+    """A forward pass whose kernels do all-reduces through memory that GPUs share."""
+    STREAMING_GEMM = "engine_streamed"
+    """A forward pass of few tokens on GEMMs that stream weights to warpgroups."""
+    PAIRED_GEMM = "engine_paired"
+    """A forward pass of many tokens on GEMMs in which pairs of programs share weights."""
+    MEGAKERNEL = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"
-    """A forward pass on layers that torch.compile has fused."""
-    PADDED_HEAD = "engine_padded_head"
-    """A forward pass whose language-model head is wider than its vocabulary."""
+    """A forward pass on layers fused by torch.compile."""
+    PADDED_LM_HEAD = "engine_padded_head"
+    """A forward pass whose LM head is padded beyond its vocabulary."""
     RESIDENT = "engine_resident"
     """A decode step of sequences whose state is on the device."""
-    LIKELIEST = "engine_likeliest"
-    """A resident step, greedy for all, whose last kernels choose the tokens and count on."""
-    PENALISED = "engine_penalised"
-    """A resident step that tallies tokens on the device, and takes penalties by that."""
+    FUSED_ARGMAX = "engine_likeliest"
+    """A greedy resident step whose last kernels take the argmax and advance the lengths."""
+    PENALTIES = "engine_penalised"
+    """A resident step that counts tokens on the device and applies penalties."""
     GUIDED = "engine_guided"
-    """A resident step that chooses among the tokens that guides allow."""
-    TOLD = "engine_told"
-    """A resident step that tells log-probabilities beside its tokens."""
-    GRAPH = "engine_graph"
+    """A resident step that applies the token bitmasks of guides."""
+    LOGPROBS = "engine_told"
+    """A resident step that returns logprobs with its tokens."""
+    CUDA_GRAPH = "engine_graph"
     """A resident step replayed from a CUDA graph."""
     RUN_AHEAD = "engine_run_ahead"
-    """A step launched before the tokens of the one before it were read."""
-    VERIFIED = "engine_verified"
-    """A step of rows, one for each drafted token and for the token in front of them."""
-    IN_ROWS = "engine_in_rows"
-    """A step of prompts with few tokens, one row for each."""
+    """A step launched before the previous step's tokens were read back."""
+    DRAFT_VERIFICATION = "engine_verified"
+    """A step that verifies drafts: one row per draft token, and one for the token before them."""
+    PROMPTS_AS_ROWS = "engine_in_rows"
+    """A step of short prompts, with one row per token."""
     DRAFTED = "engine_drafted"
-    """Tokens that were stored before anybody knew whether they come next."""
+    """Draft tokens stored for verification."""
     ACCEPTED = "engine_accepted"
-    """Those of them that came next."""
+    """Draft tokens that were accepted."""
     REJECTED = "engine_rejected"
-    """Those that did not, and were rolled back."""
+    """Draft tokens that were rejected and rolled back."""
     CANCELLED = "engine_cancelled"
-    """A request that was cancelled, beside others or alone."""
+    """A request that was cancelled, alone or in a batch."""
 
 
-# What a cache counts: the ways a token can reach it, what a row can meet there, and its work.
+# Counters of a cache: write paths, conditions of rows, and host work.
 #
-# Every fast path must equal ``Path.PER_TOKEN``, one ``append_token`` call a row, bit for bit over
+# Every fast path must equal ``Path.PER_TOKEN``, one ``append_token`` call per row, bit for bit over
 # the whole cache.
 
 
 class Path(StrEnum):
-    """What moved the data."""
+    """Write and copy paths of the cache."""
 
     TRITON_FULL_BATCH = "triton_full_batch"
     TRITON_IDENTITY_POS = "triton_identity_pos"
@@ -96,15 +96,15 @@ class Path(StrEnum):
 
     @property
     def needs_rows(self) -> bool:
-        return self in GATHER
+        return self in GATHER_PATHS
 
 
-SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
-GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
+SCALAR_POSITION_PATHS = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
+GATHER_PATHS = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
 class Condition(StrEnum):
-    """What a row found at the end of its block list, or what the machine lacked."""
+    """Conditions of a row's last block before an append, and a lack of Triton."""
 
     FRESH = "fresh"
     IN_PLACE = "in_place"
@@ -116,34 +116,34 @@ class Condition(StrEnum):
 
 
 PathCounts = Counter[str]
-"""How often each path ran and each condition was met since the manager was built."""
+"""Counts of each path and condition since the manager was built."""
 
 
 class Work(StrEnum):
-    """Keys of ``KVBlockManager.work_counts``: the host's work for a cache and its attention."""
+    """Keys of ``KVBlockManager.work_counts``: host work for a cache and its attention."""
 
     KV_PLANS = "kv_plans"
-    """How often the places of new tokens were planned."""
+    """Appends planned."""
     STAGED_INDICES = "staged_indices"
     """Numbers uploaded to the device: positions, blocks, lengths, tokens."""
     TABLE_ROWS = "table_rows"
     """Rows of block tables uploaded to the device."""
 
 
-# The ways attention can be computed; each must agree with the reference within tolerance.
+# Attention paths; each must agree with the reference within tolerance.
 
 
 class AttentionPath(StrEnum):
-    """What computed the attention of some rows."""
+    """Kernels that computed the attention of some rows."""
 
     DECODE_TRITON = "attention_decode_triton"
     CHUNK_TRITON = "attention_chunk_triton"
-    PROMPTS = "attention_prompts"
-    """Warpgroups do the same for prompts of many tokens, with the same bits."""
+    PREFILL_CUDA = "attention_prompts"
+    """CUDA kernel equal to ``CHUNK_TRITON`` bit for bit, for sequences with many new tokens."""
     APPEND_AND_ATTEND = "attention_append_and_attend"
-    """This kernel also stores the token that it attends from."""
-    ROWS = "attention_rows"
-    """A kernel that fetches ahead does both, with the same bits."""
-    SLOTS_REFERENCE = "attention_slots_reference"
-    """Torch operations do the same."""
+    """Triton kernel that also stores the token that it attends from."""
+    APPEND_AND_ATTEND_CUDA = "attention_rows"
+    """CUDA kernel with prefetching, equal to ``APPEND_AND_ATTEND`` bit for bit."""
+    RESIDENT_REFERENCE = "attention_slots_reference"
+    """Torch reference of ``APPEND_AND_ATTEND``."""
     REFERENCE = "attention_reference"

@@ -1,4 +1,4 @@
-"""Says how far long work has come: a bar on a terminal, else a line now and then."""
+"""Progress of long work: a bar on a terminal, lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
 _EVERY_S = 10.0
-"""Lines about the same work are at least so far apart."""
+"""Seconds between two lines about the same work, at least."""
 Piece = TypeVar("Piece")
 
 
-def say(what: str) -> None:
-    """Print a line beside the result, which is on standard output."""
+def print_status(what: str) -> None:
+    """Print a line to standard error, since results go to standard output."""
     print(what, file=sys.stderr, flush=True)
 
 
-def let_go_of_the_result() -> None:
-    """Have all that is printed go nowhere: what is left of it would fail once more at the end."""
+def discard_stdout() -> None:
+    """Redirect standard output to nowhere: flushing the rest of it at exit would fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
 
 
-def counted(work: Collection[Piece], what: str, unit: str) -> Iterator[Piece]:
-    """Yield each piece of the work, and say how many are done."""
-    with counting(len(work), what, unit) as done:
+def track_items(work: Collection[Piece], what: str, unit: str) -> Iterator[Piece]:
+    """Yield each piece of the work, and show how many are done."""
+    with track_progress(len(work), what, unit) as done:
         for piece in work:
             yield piece
             done()
 
 
 @contextmanager
-def counting(total: int, what: str, unit: str) -> Iterator[Callable[[], object]]:
-    """Yield the function that is to be called after each piece of the work."""
+def track_progress(total: int, what: str, unit: str) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each piece of the work."""
     if not sys.stderr.isatty():
-        yield _Lines(total, what, unit).done
+        yield _ProgressLines(total, what, unit).done
         return
     from tqdm import tqdm
 
@@ -50,12 +50,14 @@ def counting(total: int, what: str, unit: str) -> Iterator[Callable[[], object]]
 
 
 @dataclass(slots=True)
-class _Lines:
+class _ProgressLines:
+    """Progress in lines, at most one in ``_EVERY_S`` seconds."""
+
     total: int
     what: str
     unit: str
     finished: int = 0
-    said_at: float = 0.0
+    printed_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._say(time.monotonic())
@@ -63,9 +65,9 @@ class _Lines:
     def done(self) -> None:
         self.finished += 1
         now = time.monotonic()
-        if now - self.said_at >= _EVERY_S and self.finished < self.total:
+        if now - self.printed_at >= _EVERY_S and self.finished < self.total:
             self._say(now)
 
     def _say(self, now: float) -> None:
-        self.said_at = now
-        say(f"{self.what}: {self.finished} of {self.total} {self.unit}")
+        self.printed_at = now
+        print_status(f"{self.what}: {self.finished} of {self.total} {self.unit}")

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen, as one frozen dataclass that refuses what makes no sense."""
+"""Sampling parameters of a request, validated, as one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 setting = partial(_setting, group="sampling")
-MOST_STOPS = 32
-LONGEST_STOP = 256
-"""In characters. With ``MOST_STOPS`` it bounds the time that looking for them takes to prepare."""
-MOST_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string. With ``MAX_STOP_STRINGS``, bounds the time to build the matcher."""
+MAX_TOP_LOGPROBS = 20
 _LARGEST = 3.4e38
-"""The largest number that fits into the 32-bit floats of a device."""
+"""Largest number that fits into 32-bit floats."""
 _LEAST_PENALTY = 1e-38
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends."""
+    """Parameters by which a request's tokens are sampled and its completion ends."""
 
     temperature: float = setting(
         0.0, "divisor of the logits; 0 takes the argmax, whatever top_k, top_p and min_p say"
@@ -83,11 +83,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (kinds, holds, wanted) in _SAMPLING.items():
             value = getattr(self, name)
-            # True is an int to Python, and a mistake wherever a number is meant.
-            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            if not (right and holds(value)):
+            # bool is a subclass of int, but True is a mistake for a numeric parameter.
+            typed = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            if not (typed and holds(value)):
                 kind = (
-                    f" of type {type(value).__name__}" if kinds[0] in _NUMBER and not right else ""
+                    f" of type {type(value).__name__}" if kinds[0] in _NUMBER and not typed else ""
                 )
                 raise ConfigError(
                     f"SamplingParams.{name} is {short_repr(value)}{kind}; it must be {wanted}"
@@ -95,21 +95,21 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)
-        if len(self.stop) > MOST_STOPS:
+        if len(self.stop) > MAX_STOP_STRINGS:
             raise ConfigError(
-                f"SamplingParams.stop has {len(self.stop)} texts; at most {MOST_STOPS} can be "
-                "looked for"
+                f"SamplingParams.stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are "
+                "allowed"
             )
         longest = max(map(len, self.stop), default=0)
-        if longest > LONGEST_STOP:
+        if longest > MAX_STOP_LENGTH:
             raise ConfigError(
-                f"SamplingParams.stop has a text of {longest} characters; at most {LONGEST_STOP} "
-                "can be looked for"
+                f"SamplingParams.stop has a string of {longest} characters; at most "
+                f"{MAX_STOP_LENGTH} are allowed"
             )
 
     @property
-    def penalised(self) -> bool:
-        """True if the tokens that a request has weigh on what it gets next."""
+    def has_penalties(self) -> bool:
+        """True if tokens in prompt or completion change the logits of the next one."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
@@ -144,16 +144,16 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "stop": (
         (tuple, list),
         lambda texts: all(isinstance(text, str) and text for text in texts),
-        "texts in a list, none of them empty",
+        "a list of strings, none of them empty",
     ),
     "ignore_eos": ((bool,), lambda _: True, "True or False"),
     "guide": ((Guide, NoneType), lambda _: True, "a Guide or None"),
     "logprobs": ((bool,), lambda _: True, "True or False"),
     "top_logprobs": (
         (int,),
-        lambda x: 0 <= x <= MOST_TOP_LOGPROBS,
-        f"at least 0 and at most {MOST_TOP_LOGPROBS}, a whole number",
+        lambda x: 0 <= x <= MAX_TOP_LOGPROBS,
+        f"at least 0 and at most {MAX_TOP_LOGPROBS}, a whole number",
     ),
     "prompt_logprobs": ((bool,), lambda _: True, "True or False"),
 }
-"""For each parameter: its types, a condition, and what an error asks for."""
+"""Types, condition and expected value (for the error message) of each parameter."""

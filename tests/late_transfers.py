@@ -11,7 +11,7 @@ import torch
 
 from pytest_roseinfer.capabilities.simulated_device import Event
 from roseinfer.kv import storage, transfers
-from roseinfer.kv.transfers import lasting
+from roseinfer.kv.transfers import outside_inference_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,18 +24,18 @@ class LateTransfers(transfers.Transfers):
 
     def __init__(self, queue: DeviceQueue, device: torch.device) -> None:
         super().__init__(device)
-        self.late = True
+        self.is_async = True
         self.stream = lambda: queue  # type: ignore[assignment,return-value]
         self._queue = queue
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        with lasting():
+        with outside_inference_mode():
             made = torch.zeros(tuple(shape), dtype=dtype)
         self._queue.pinned(made)
         return made
 
     def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
-        with lasting():
+        with outside_inference_mode():
             made = torch.zeros_like(host)
         self._queue.on_device(made)
         return made
@@ -49,6 +49,6 @@ def late_transfers(queue: DeviceQueue, ring: int) -> Iterator[None]:
     """What is built in this context copies late, and stages indices in ``ring`` buffers."""
     with (
         patch.object(transfers, "Transfers", partial(LateTransfers, queue)),
-        patch.object(storage, "_SLOTS", ring),
+        patch.object(storage, "_NUM_RING_BUFFERS", ring),
     ):
         yield

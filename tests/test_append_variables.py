@@ -33,7 +33,7 @@ WRITES = """
     def served(**config):
         llm = LLM("tiny", device="cpu", kv_cache_tokens=1024, **config)
         llm.generate(["four", "long prompt"], progress=False)
-        return llm.engine.sessions.kv
+        return llm.engine.sequence_runner.kv
 
     def appended(batches, **given):
         kv = KVBlockManager(1, 1, 2, 16, 16, "cpu", torch.float32, **given)
@@ -122,7 +122,7 @@ def test_the_switch_beats_what_the_device_does_best(
 
 
 def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append, "why_triton_cannot_be_timed", lambda _: "")
+    monkeypatch.setattr(append, "triton_skip_reason", lambda _: "")
     assert not any(left_out(4).values())
     monkeypatch.setenv(SWITCH, "off")
     assert left_out(4) == {
@@ -133,7 +133,7 @@ def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.Monkey
 def test_bench_append_leaves_out_batches_below_the_thresholds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(append, "why_triton_cannot_be_timed", lambda _: "")
+    monkeypatch.setattr(append, "triton_skip_reason", lambda _: "")
     monkeypatch.setenv(MIN_BATCH, "3")
     monkeypatch.setenv(FULL_BATCH, "5")
     full_batch = Path.TRITON_FULL_BATCH
@@ -141,9 +141,9 @@ def test_bench_append_leaves_out_batches_below_the_thresholds(
     for batch, missing in ((2, {full_batch, *others}), (4, {full_batch}), (5, set())):
         reasons = left_out(batch)
         assert {path for path, reason in reasons.items() if reason} == missing
-    assert left_out(4)[full_batch] == f"batch 4: {FULL_BATCH} asks for at least 5 tokens"
+    assert left_out(4)[full_batch] == f"batch 4: {FULL_BATCH} requires 5 tokens or more"
 
 
 def left_out(batch: int) -> dict[Path, str]:
     device = torch.device("cpu")
-    return {path: append.why_left_out(path, batch, device) for path in POLICIES}
+    return {path: append.append_skip_reason(path, batch, device) for path in POLICIES}

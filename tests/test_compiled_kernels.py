@@ -31,7 +31,8 @@ COMPILE = """
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())
     OWN = set("query key value k_cache v_cache x weight bias out logits residual gain shift "
-              "normed word place words both cosines sines query_gain key_gain weights like".split())
+              "normed word place words both cosines sines query_norm_weight "
+              "key_norm_weight weights like".split())
     VISITS = (_choose_kernel, _visit_gated_kernel, _visit_weighed_kernel)
 
     def kind(kernel, name, dtype):

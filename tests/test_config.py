@@ -130,5 +130,5 @@ def test_short_prompts_have_rows_where_steps_are_graphs_unless_told(
     given: int | None, captured: int, else_: int
 ) -> None:
     config = EngineConfig(prompt_rows=given)
-    assert config.rows_of_prompts(captured=True) == captured
-    assert config.rows_of_prompts(captured=False) == else_
+    assert config.num_prompt_rows(captured=True) == captured
+    assert config.num_prompt_rows(captured=False) == else_

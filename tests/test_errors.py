@@ -17,7 +17,7 @@ CAUSE = MemoryError("no room")
 MADE_OF = {
     "OutOfBlocks": {"needed": 3, "free": 1, "where": "layer 0"},
     "StepFailed": {"cause": CAUSE},
-    "NoText": {"cause": CAUSE},
+    "DetokenizationFailed": {"cause": CAUSE},
     "EngineStopped": {"what": "the engine stopped", "cause": CAUSE},
     "EngineRestarting": {"what": "it is started again", "retry_after": 7},
     "RanksFailed": {"what": "rank 1 has ended", "cause": CAUSE},
@@ -36,7 +36,9 @@ def test_one_that_was_pickled_says_the_same(kind: type[RoseinferError]) -> None:
     if kind.__name__ in MADE_OF:
         error = kind(**MADE_OF[kind.__name__])  # type: ignore[arg-type]
     else:
-        error = kind("what is wrong") if kind.__name__ != "_Caused" else kind("wrong", CAUSE)
+        error = (
+            kind("what is wrong") if kind.__name__ != "_ErrorWithCause" else kind("wrong", CAUSE)
+        )
     read = pickle.loads(pickle.dumps(error))
     assert type(read) is kind
     assert (str(read), read.args) == (str(error), error.args)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from roseinfer import progress
-from roseinfer.progress import counted
+from roseinfer.progress import track_items
 
 if TYPE_CHECKING:
     import pytest
@@ -25,7 +25,7 @@ def test_a_line_at_the_begin_and_then_one_in_ten_seconds(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
-    for _ in counted(range(12), "rungs", "climbed"):
+    for _ in track_items(range(12), "rungs", "climbed"):
         clock.now += 4
     assert capsys.readouterr().err.splitlines() == [
         f"rungs: {done} of 12 climbed" for done in (0, 3, 6, 9)
@@ -33,7 +33,7 @@ def test_a_line_at_the_begin_and_then_one_in_ten_seconds(
 
 
 def test_what_is_quick_says_no_more_than_that_it_began(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(counted("abc", "letters", "read")) == ["a", "b", "c"]
+    assert list(track_items("abc", "letters", "read")) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "letters: 0 of 3 read\n")
 
 
@@ -43,6 +43,6 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    assert list(counted([1, 2], "numbers", "added")) == [1, 2]
+    assert list(track_items([1, 2], "numbers", "added")) == [1, 2]
     assert "numbers:   0%|" in terminal.getvalue()
     assert "numbers: 0 of" not in terminal.getvalue()

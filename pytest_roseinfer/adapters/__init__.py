@@ -1,1 +1,1 @@
-"""The classes that downstream users write, and the mistakes found in them."""
+"""Base classes for the adapters that users write, and their validation."""

@@ -1,4 +1,4 @@
-"""The base of adapters, which knows the methods that an adapter must define, and does define."""
+"""The base class of adapters, which records required, optional and defined methods."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ if TYPE_CHECKING:
 
 
 class Adapter:
-    """The base of adapters for caches and for engines.
+    """The base class of adapters for caches and for engines.
 
-    A class right under this one is a kind of adapter. Its methods, and those of the capabilities
-    among its bases, are what an adapter of the kind must define, except for those marked
-    ``optional``.
+    A direct subclass is a kind of adapter. An adapter of the kind must define its methods, and
+    those of the capabilities among its bases, except for the ones marked ``optional``.
     """
 
     required: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     abilities: ClassVar[frozenset[str]] = frozenset()
-    """The optional methods that this adapter defines."""
+    """Optional methods that this adapter defines."""
     paths: ClassVar[Mapping[str, Any]] = {}
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
     fast_interpreter: ClassVar[bool] = False
-    """Shortcuts in Triton's interpreter while shipped tests run.
+    """True to use shortcuts in Triton's interpreter while shipped tests run.
 
     Interpreted kernels take half the time: types, shapes and replaced functions are looked up once,
-    and an overflow of integers is not looked for that is not reported. This replaces a dozen of
-    Triton's own functions. Where a Triton lacks one of these names, nothing is replaced; code that
-    depends on how the interpreter works inside should leave it off.
+    and checks for integer overflow, whose results Triton drops, are left out. This replaces a dozen
+    of Triton's own functions. If a version of Triton lacks one of these names, nothing is replaced;
+    code that depends on internals of the interpreter should leave it off.
     """
     capabilities: ClassVar[tuple[Any, ...]] = ()
-    """The capabilities among its bases, in their order."""
+    """Capabilities among its bases, in their order."""
     declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    """The methods that the kind and its capabilities name."""
+    """Methods that the kind and its capabilities declare."""
     _renamed: ClassVar[Mapping[str, str]] = {}
     """Replacements for former attributes and methods of the kind, by their old names."""
 
@@ -59,16 +58,16 @@ class Adapter:
 
     @classmethod
     def declaring(cls) -> list[type]:
-        """Return the classes that say what an adapter may define: its kind, and capabilities."""
+        """Return the classes that declare adapter methods: its kind, and capabilities' mixins."""
         kinds = [each for each in cls.__mro__ if Adapter in each.__bases__]
         return [*kinds, *(each.methods for each in cls.capabilities)]
 
     @classmethod
     def describe(cls, example: Any) -> str:
-        """Return a history or a mix of requests as a failure tells it."""
-        return str(example.words())
+        """Describe a history or a mix of requests, for failure messages."""
+        return str(example.describe())
 
     @classmethod
     def defines(cls, name: str) -> bool:
-        """Return True for a method of the adapter's own, which replaces the one that names it."""
+        """Return True for a method that the adapter defines itself."""
         return getattr(cls, name) is not cls.declared[name]

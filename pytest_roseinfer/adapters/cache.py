@@ -1,4 +1,4 @@
-"""The one class a downstream user writes: how the harness drives somebody's KV cache."""
+"""The base class of adapters by which the harness drives a user's KV cache."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.capabilities.attention import AttentionMethods
 from pytest_roseinfer.capabilities.bad_calls import BadCallMethods
-from pytest_roseinfer.capabilities.books import BookMethods
+from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
 from pytest_roseinfer.capabilities.device_queue import QueueMethods
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class KVCacheAdapter(
-    BookMethods,
+    BlockTableMethods,
     ReadingMethods,
     ForkMethods,
     FreeingMethods,
@@ -57,36 +57,35 @@ class KVCacheAdapter(
 ):
     """Override ``make``, ``append`` and ``peek``; everything else is optional.
 
-    Sequences are named by integers of the harness's choosing; a name never seen before, or
-    freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
+    Sequences are named by integers that the harness chooses; a name that is new, or whose sequence
+    was freed, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An optional method is tested when it is overridden. Where one is nothing without another, a
-    class with one of them alone is refused. All stand in the order in which one would add them to
+    An optional method is tested if it is overridden. A class that defines a method without another
+    one that it needs is refused. The methods are listed in the order in which one would add them to
     a cache.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
-    """Errors of which ``append`` and others raise one, changing nothing, when there is no room."""
+    """Errors of which ``append`` and others raise one, without changes, if there is no room."""
     atomic_batches: ClassVar[bool] = True
     """True if an append without room for all its rows stores none. False for a cache that admits
-    row by row, as vLLM's scheduler does: the rows before the first that finds no room are stored,
-    that one and those after it are not, and one of ``full_errors`` is raised all the same.
-    ``reserve``, ``prefill`` and ``fork`` are all or nothing either way."""
+    row by row, as vLLM's scheduler does: rows before the first one without room are stored, that
+    one and later rows are not, and one of ``full_errors`` is still raised. ``reserve``, ``prefill``
+    and ``fork`` are all or nothing either way."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
-    """Dtypes the cache can be built with."""
+    """Dtypes that the cache can be built with."""
     head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 40)
-    """Numbers of KV heads the cache can be built with, drawn for ``spec.num_heads``."""
+    """Numbers of KV heads that the cache can be built with, drawn for ``spec.num_heads``."""
     head_dims: ClassVar[Sequence[int]] = (4, 1, 5, 8, 64, 80, 96, 128, 256)
-    """Elements per head that the cache can be built with. Small numbers are drawn most, and large
-    ones with few heads and short blocks as far as these are listed."""
+    """Elements per head that the cache can be built with. Small sizes are drawn most, and large
+    ones with few heads and small blocks, if such are listed."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
-    """Numbers of tokens in a block that the cache can be built with."""
+    """Tokens per block that the cache can be built with."""
     most_sequences: ClassVar[int | None] = None
-    """Most sequences at a time that the cache is made for, 6 or more, where slots or a kernel bound
-    them; None if nothing does. Only large histories have more than 6."""
+    """Most sequences at a time, 6 or more, if slots or a kernel limit them; None if unlimited. Only
+    large histories have more than 6."""
     most_tokens: ClassVar[int | None] = None
-    """Most tokens of one sequence that it is made for, 16 or more; None for as many as its blocks
-    hold."""
+    """Most tokens of one sequence, 16 or more; None if only the number of blocks limits them."""
 
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
@@ -95,8 +94,8 @@ class KVCacheAdapter(
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``.
 
-        An unknown name, or one that was freed, is an empty sequence. An adapter that defines
-        ``append_many`` may leave this out.
+        A name that is new, or whose sequence was freed, is an empty sequence. An adapter that
+        defines ``append_many`` may leave this out.
         """
         if not self.defines("append_many"):
             raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
@@ -105,7 +104,6 @@ class KVCacheAdapter(
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored keys and values of a sequence, ``[tokens, heads, head_dim]`` each.
 
-        Read them by another route than the cache's own if there is one. It is called after every
-        step.
+        Read them without the cache's own reading code if possible. It is called after every step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")

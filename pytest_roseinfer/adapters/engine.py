@@ -1,4 +1,4 @@
-"""The class that drives somebody's engine, and the mixes of requests that it serves."""
+"""The base class of adapters by which the harness drives a user's engine, and mixes of requests."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.base import Adapter
-from pytest_roseinfer.capabilities.answers import (
+from pytest_roseinfer.capabilities.capability import optional
+from pytest_roseinfer.capabilities.return_values import (
     COUNTS,
     are_counts,
     are_tokens,
+    is_bool,
     is_text,
-    is_truth,
     returns,
 )
-from pytest_roseinfer.capabilities.capability import optional
 from pytest_roseinfer.engine_capabilities.capability import from_data
 from pytest_roseinfer.engine_capabilities.lifecycle import CancelFields, LifecycleMethods
 from pytest_roseinfer.engine_capabilities.logprobs import LogprobFields, LogprobMethods
@@ -31,47 +31,47 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
 
-# Requests, made of the fields of all shipped capabilities, the last base first.
+# Requests with the fields of all shipped capabilities; fields of the last base come first
 
 
 @dataclass(frozen=True)
 class Sampling(StopFields, LogprobFields, SamplingFields):
-    """The parameters of a request, as ``submit`` gets them."""
+    """Parameters of a request, as ``submit`` gets them."""
 
 
 @dataclass(frozen=True)
 class RequestSpec(CancelFields, StopSpanFields, EarlyEndFields):
-    """A request: what it has, when it arrives, and what becomes of it."""
+    """A request as data: its prompt, parameters, arrival and cancellation."""
 
     sampling: Sampling = Sampling()
-    """Parameters that ``submit`` gets."""
+    """Parameters for ``submit``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """An engine to build, and the requests that it gets."""
+    """An engine to build, and the requests that it serves."""
 
     requests: tuple[RequestSpec, ...]
-    """Requests, numbered from 0 on."""
+    """Requests, numbered from 0."""
     block_size: int = 4
-    """Tokens of a block."""
+    """Tokens per block."""
     cache_tokens: int = 64
-    """Tokens that the cache has room for."""
+    """Capacity of the cache in tokens."""
     device: str = "cpu"
-    """Device as of torch."""
+    """Name of a torch device."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Value of each of the engine's switches."""
+    """Value of each switch of the engine."""
 
     @property
     def size(self) -> int:
         return len(self.requests)
 
-    def words(self) -> str:
-        """Return the mix as a failure shows it."""
+    def describe(self) -> str:
+        """Describe the mix, for failure messages."""
         cache = f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
         switches = (f"{name}={value!r}" for name, value in self.options.items())
         lines = [", ".join([cache, *switches])]
-        lines += [f"{at}. {spec.words()}" for at, spec in enumerate(self.requests)]
+        lines += [f"{at}. {spec.describe()}" for at, spec in enumerate(self.requests)]
         return "\n  ".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class EngineAdapter(
     ``path_counts`` and ``generate_alone``; the other methods are optional.
 
     A token is a number below ``vocabulary``. A request must get the tokens that ``generate_alone``
-    returns for it, whatever else the engine has to do. An engine that is ``greedy_only`` may define
-    ``logits`` in place of ``generate_alone``.
+    returns for it, whatever other requests the engine serves. An engine that is ``greedy_only`` may
+    define ``logits`` in place of ``generate_alone``.
     """
 
     _renamed: ClassVar = {
@@ -111,32 +111,31 @@ class EngineAdapter(
     }
 
     vocabulary: ClassVar[int] = 32
-    """Number of tokens; those of prompts are below it."""
+    """Size of the vocabulary; tokens of prompts are below it."""
     most_tokens: ClassVar[int] = 48
     """Most tokens of a prompt and its completion together, 3 or more."""
     most_requests: ClassVar[int | None] = None
-    """Most requests at a time that it is made for, 6 or more; None if nothing bounds them. Only
-    wide mixes have more than 6."""
+    """Most requests at a time, 6 or more; None if unlimited. Only wide mixes have more than 6."""
     extra_steps: ClassVar[int] = 0
-    """Steps more, for each of its requests, that a mix may take until all have finished. Nothing
-    else but ``never_idles`` bounds the step at which a token must come."""
+    """Extra steps, per request, that a mix may take until all requests have finished. Only
+    ``never_idles`` limits the steps until a token further."""
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths that the engine declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
-    """Names in ``path_counts`` that are no paths but must be met."""
+    """Names in ``path_counts`` that are not paths but must be met."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Switches and their values, the usual one first; drawn for ``mix.options``."""
+    """Values of each switch, the usual one first; drawn for ``mix.options``."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 8)
-    """Numbers of tokens in a block that the engine can be built with."""
+    """Tokens per block that the engine can be built with."""
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Switches that change the sizes of what the engine allocates, and their values. On a GPU, a
-    second search draws the first three of each, with blocks of up to 16 tokens and up to 100
-    requests of up to ``large_mix_tokens`` tokens. Without any, such a search is left out."""
+    """Values of each switch that changes the sizes of the engine's allocations. On a GPU, a second
+    search draws the first three of each, with blocks of up to 16 tokens and up to 100 requests of
+    up to ``large_mix_tokens`` tokens. If empty, there is no such search."""
     large_mix_tokens: ClassVar[int] = 1000
     """Most tokens of a prompt and its completion together in the search of ``sizes``."""
     replays: ClassVar[int] = 1
-    """Number of times that a failure is run again, by a search that found it and by a replay: more
-    where what happens depends on more than the mix, as with a server."""
+    """Number of times that a failure is run again, by the search that found it and by a replay;
+    more than 1 if results depend on more than the mix, as with a server."""
 
     def make(self, mix: RequestMix) -> None:
         """Build an engine with the mix's cache, device and options."""
@@ -144,47 +143,47 @@ class EngineAdapter(
 
     @returns(lambda shown: shown is not None, "an object for the request")
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        """Take a request, which always fits the cache; return an object for it.
+        """Submit a request, which always fits the cache; return an object for it.
 
-        The methods below get that object.
+        The object is passed to the methods below.
         """
         raise NotImplementedError
 
     def step(self) -> None:
-        """Let the engine do one step, whether or not it has something to do."""
+        """Run one step of the engine, even if no request is unfinished."""
         raise NotImplementedError
 
     @returns(are_tokens, "a list of tokens")
     def tokens(self, request: Any) -> list[int]:
-        """Return the tokens that it has generated by now, which nothing takes back.
+        """Return the tokens generated so far, which must never change later.
 
-        The token that ends a text is among them, unless your own ``generate_alone`` leaves it out
-        too, and so is the one that completes a stop string.
+        They include the token that completes a stop string, and the end-of-sequence token, unless
+        your own ``generate_alone`` leaves it out too.
         """
         raise NotImplementedError
 
-    @returns(is_truth, "True or False")
+    @returns(is_bool, "True or False")
     def is_finished(self, request: Any) -> bool:
         """Return True for a request that gets no more tokens."""
         raise NotImplementedError
 
-    @returns(is_text, 'a text, which is "" where nothing is held')
+    @returns(is_text, 'a text, which is "" if nothing is held')
     def find_leaks(self) -> str:
-        """Return what is still held after the last request, in words; an empty text is right."""
+        """Describe resources that are still held after the last request; empty if none are."""
         raise NotImplementedError
 
     @returns(are_counts, COUNTS)
     def path_counts(self) -> Mapping[str, int]:
-        """Return how often each path ran, and each condition was met, since ``make``."""
+        """Return the runs of each path, and times each condition was met, since ``make``."""
         raise NotImplementedError
 
     @optional
     @returns(is_text, "a text")
     def spell(self, token: int) -> str:
-        """Return a token as a failure shows it; its number if this is left out."""
+        """Return a token as text for failure messages; its number by default."""
         return str(token)
 
     @classmethod
     def describe_request(cls, spec: RequestSpec) -> str:
-        """Return a request as a failure shows it."""
-        return spec.words()
+        """Describe a request, for failure messages."""
+        return spec.describe()

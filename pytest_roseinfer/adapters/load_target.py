@@ -1,4 +1,4 @@
-"""Loading an adapter by its name, and the source that its results depend on."""
+"""Loading of an adapter class by its name."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-# Looks a class up in the source of its module, which may take seconds to import.
+# Lookup of a class in the source of its module, whose import may take seconds
 
 
 _BINDS_UNSEEN = {"globals", "vars", "exec", "eval", "setattr", "modules", "__dict__", "__path__"}
-"""Where a module mentions one of these it may have names, or modules, that nobody can see."""
+"""Names that a module may use to bind names, or add modules, that its source does not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names in the source of a module."""
+    """Names in the source of a module."""
 
     all: frozenset[str]
-    """Every name that is bound anywhere, be it within a function."""
+    """All names that are bound anywhere, functions included."""
     classes: tuple[str, ...]
 
     @classmethod
     def of_module(cls, spec: ModuleSpec) -> Names | None:
-        """Return None where only importing the module tells which names it has."""
+        """Parse a module; return None if only an import can show its names."""
         if not spec.origin or not spec.origin.endswith(".py"):
             return None
         try:
             nodes = list(ast.walk(ast.parse(Path(spec.origin).read_bytes())))
         except (OSError, SyntaxError, ValueError):
-            return None  # which importing says better
+            return None  # an import raises a better error
         names: set[str] = set()
         for node in nodes:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -65,34 +65,34 @@ class Names:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Find a module, and import none of the packages around it unless they could hide it."""
+    """Find a module without importing its parent packages, unless their code may provide it."""
     top, *rest = name.split(".")
     try:
-        found = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top)
         path = top
         for part in rest:
-            if found is None or found.submodule_search_locations is None:
+            if spec is None or spec.submodule_search_locations is None:
                 return None
-            package, path = found, f"{path}.{part}"
-            found = PathFinder.find_spec(path, list(found.submodule_search_locations))
-            if found is None and package.origin and Names.of_module(package) is None:
+            package, path = spec, f"{path}.{part}"
+            spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
+            if spec is None and package.origin and Names.of_module(package) is None:
                 return importlib.util.find_spec(name)
-        return found
-    except KeyError:  # a folder without __init__.py in one without: its place is not known yet
+        return spec
+    except KeyError:  # nested namespace packages, whose path is unknown before an import
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
 
 
 class TargetError(ValueError):
-    """A name leads to no adapter; the message says where it ended."""
+    """Error for a name that is not an adapter's; its message names the part that was not found."""
 
 
 def load_target(name: str, file: str = "") -> type[Adapter]:
-    """Load the adapter class that ``package.module:Class`` names.
+    """Load the adapter class of a name ``package.module:Class``.
 
-    ``file`` is the module's file, whatever else has its name: pytest can import a test file under
-    a name that nothing else finds.
+    ``file`` is the module's file, in case another module has its name: pytest can import a test
+    file under a name that an import does not find.
     """
     module_name, class_name = _parts(name)
     try:
@@ -104,24 +104,26 @@ def load_target(name: str, file: str = "") -> type[Adapter]:
     try:
         target: Any = attrgetter(class_name)(module)
     except AttributeError:
-        adapters = [each for each, found in vars(module).items() if _is_adapter(found)]
+        adapters = [each for each, value in vars(module).items() if _is_adapter(value)]
         raise _no_class(name, adapters) from None
     if not _is_adapter(target):
-        raise TargetError(f"{name}: {class_name} is no subclass of KVCacheAdapter or EngineAdapter")
+        raise TargetError(
+            f"{name}: {class_name} is not a subclass of KVCacheAdapter or EngineAdapter"
+        )
     adapter: type[Adapter] = target
     return adapter
 
 
 def require_target(name: str) -> None:
-    """Refuse a target that is not there, without importing its module, which may take long."""
+    """Raise ``TargetError`` for a missing target, if possible without importing its module."""
     module_name, class_name = _parts(name)
     if module_name in sys.modules:
         load_target(name)
         return
-    found = find_module(module_name)
-    if found is None:
+    spec = find_module(module_name)
+    if spec is None:
         raise _no_module(name)
-    names = Names.of_module(found)
+    names = Names.of_module(spec)
     if names is not None and class_name.partition(".")[0] not in names.all:
         raise _no_class(name, names.classes)
 
@@ -130,18 +132,18 @@ def _parts(name: str) -> tuple[str, str]:
     module_name, _, class_name = name.partition(":")
     if not (module_name and class_name):
         example = f"such as {SHIPPED_TARGETS[0]}"
-        raise TargetError(f"{name!r} is no target: expected package.module:Class, {example}")
+        raise TargetError(f"{name!r} is not a target: expected package.module:Class, {example}")
     return module_name, class_name
 
 
 def _no_module(target: str) -> TargetError:
-    """Say that there is no such module, and which there is beside where it would be."""
+    """Return the error for a missing module, with a similar name from the same package."""
     name, _ = _parts(target)
     parent, dot, last = name.rpartition(".")
     package = find_module(parent) if parent else None
     folders = (package.submodule_search_locations or ()) if package else ()
-    beside = [each.name for each in pkgutil.iter_modules(None if not parent else list(folders))]
-    alike = did_you_mean(last, beside, parent + dot)
+    siblings = [each.name for each in pkgutil.iter_modules(None if not parent else list(folders))]
+    alike = did_you_mean(last, siblings, parent + dot)
     return TargetError(f"{target}: there is no module {name}{alike}")
 
 
@@ -151,25 +153,25 @@ def _no_class(target: str, known: Iterable[str]) -> TargetError:
     return TargetError(f"{target}: {module_name} has no {class_name}{alike}")
 
 
-def _is_adapter(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Adapter)
+def _is_adapter(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Adapter)
 
 
 def _module(name: str, file: Path | None) -> ModuleType | None:
-    """Import a module, from ``file`` if there is such a file; None when there is none."""
+    """Import a module, from ``file`` if that exists; return None if it is not found."""
     try:
-        found = importlib.import_module(name)
+        imported = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not (error.name and f"{name}.".startswith(f"{error.name}.")):
             raise
-        found = None
+        imported = None
     if file is None or not file.is_file():
-        return found
-    if found and found.__file__ and Path(found.__file__).resolve() == file.resolve():
-        return found
+        return imported
+    if imported and imported.__file__ and Path(imported.__file__).resolve() == file.resolve():
+        return imported
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,7 +1,7 @@
-"""One cache in parts: ranks of tensor parallelism, each of which keeps some of the heads.
+"""A cache on ranks of tensor parallelism, each of which stores some of the heads.
 
-Every rank is told to do the same, and gets its own heads of what is written. What the ranks return
-is put together; what they keep in their books is compared by an invariant.
+Every call goes to all ranks, each with its own heads of the written tensors. The tensors that ranks
+return are concatenated; their tables and ledgers are compared by an invariant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.capabilities.capability import Across
+from pytest_roseinfer.capabilities.capability import RankPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class RanksDisagree(Exception):
-    """Some ranks raised an error and others did not, or another one, or they answered otherwise."""
+class RankMismatch(Exception):
+    """Error for ranks that did not all return equal values, or raise errors of one type."""
 
 
 class ShardedAdapter(KVCacheAdapter):
-    """A cache on several ranks. Name the adapter of one rank's cache, and this offers what it does.
+    """A cache on several ranks, with the capabilities of the adapter ``of`` one rank's cache.
 
-    Calls that must be refused are left to the tests of that adapter alone.
+    Bad calls are left to the tests of that adapter.
     """
 
     of: ClassVar[type[KVCacheAdapter]]
-    """The adapter of one rank's cache."""
+    """Adapter of one rank's cache."""
     ranks: ClassVar[int] = 2
+    """Number of ranks."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not hasattr(cls, "of"):
@@ -54,19 +55,19 @@ class ShardedAdapter(KVCacheAdapter):
 
     @classmethod
     def _taken_over(cls) -> Mapping[str, Any]:
-        """What the adapter of one rank says, as it is for all, and the methods it defines."""
-        said = {name for each in KVCacheAdapter.declaring() for name in get_annotations(each)}
-        said -= _LEFT_TO_ONE_RANK
+        """Return the declarations of the adapter of one rank, for all ranks, and its methods."""
+        names = {name for each in KVCacheAdapter.declaring() for name in get_annotations(each)}
+        names -= _LEFT_TO_ONE_RANK
         return {
-            **{name: getattr(cls.of, name) for name in said},
+            **{name: getattr(cls.of, name) for name in names},
             "head_counts": tuple(count * cls.ranks for count in cls.of.head_counts),
-            # Several handles are handed out as one list, which is a new one each time.
+            # The handles of all ranks are returned as one list, which is a new object each time.
             "conditions": [name for name in cls.of.conditions if name != "handle_used_again"],
             **_offered(cls.of),
         }
 
     def rank(self, at: int) -> KVCacheAdapter:  # noqa: ARG002
-        """Return a rank's cache, which is not made yet. Replace this if it must know its rank."""
+        """Return the adapter of a rank, before ``make``; override it for adapters that differ."""
         return self.of()
 
     def make(self, spec: CacheSpec) -> None:
@@ -77,6 +78,7 @@ class ShardedAdapter(KVCacheAdapter):
 
     @classmethod
     def share(cls, spec: CacheSpec) -> CacheSpec:
+        """Return the spec of one rank's cache."""
         return replace(spec, num_heads=spec.num_heads // cls.ranks)
 
     @classmethod
@@ -92,10 +94,10 @@ class ShardedAdapter(KVCacheAdapter):
     def peek(self, seq: int, layer: int) -> Pair:
         return self.read("peek", seq, layer)
 
-    # ---------------------------------------------------------- what the other methods do
+    # Calls to all ranks
 
     def each(self, call: Callable[[int, KVCacheAdapter], _T]) -> list[_T]:
-        """Have every rank do something; raise what all of them raise."""
+        """Call a function for every rank; raise the error that all of them raise."""
         answers: list[_T] = []
         errors: dict[int, Exception] = {}
         for at, cache in enumerate(self.caches):
@@ -106,37 +108,37 @@ class ShardedAdapter(KVCacheAdapter):
         if len(errors) == len(self.caches) and len({*map(type, errors.values())}) == 1:
             raise errors[0]
         if errors:
-            said = [f"rank {at} raised {type(why).__name__}: {why}" for at, why in errors.items()]
+            parts = [f"rank {at} raised {type(why).__name__}: {why}" for at, why in errors.items()]
             if answers:
-                said.append(f"{len(answers)} of {len(self.caches)} ranks raised nothing")
-            raise RanksDisagree("; ".join(said)) from next(iter(errors.values()))
+                parts.append(f"{len(answers)} of {len(self.caches)} ranks raised nothing")
+            raise RankMismatch("; ".join(parts)) from next(iter(errors.values()))
         return answers
 
     def heads(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return for each rank its heads of ``[..., heads, head_dim]`` tensors."""
+        """Split ``[..., heads, head_dim]`` tensors into the heads of each rank."""
         return list(zip(*(each.chunk(self.ranks, -2) for each in tensors), strict=True))
 
-    def agreed(self, name: str, answers: Sequence[_T]) -> _T:
-        """Return the answer that all ranks gave; raise where they differ."""
+    def require_equal_answers(self, name: str, answers: Sequence[_T]) -> _T:
+        """Return the value that all ranks returned; raise ``RankMismatch`` if they differ."""
         if any(answer != answers[0] for answer in answers):
-            said = ", ".join(map(str, answers))
-            raise RanksDisagree(f"{name} is {said} on ranks 0 to {self.ranks - 1}")
+            values = ", ".join(map(str, answers))
+            raise RankMismatch(f"{name} is {values} on ranks 0 to {self.ranks - 1}")
         return answers[0]
 
     def write(self, name: str, *arguments: Any) -> None:
-        """Hand every rank its heads of keys and values, which come last."""
+        """Pass every rank its heads of the keys and values, which are the last arguments."""
         *others, key, value = arguments
         heads = self.heads(key, value)
         self.each(lambda at, cache: getattr(cache, name)(*others, *heads[at]))
 
     def read(self, name: str, *arguments: Any) -> Pair:
-        """Put together what each rank returns of its heads."""
-        found: list[Pair] = self.every(name, *arguments)
-        keys, values = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        """Concatenate the heads that the ranks return."""
+        shards: list[Pair] = self.every(name, *arguments)
+        keys, values = (torch.cat(parts, 1) for parts in zip(*shards, strict=True))
         return keys, values
 
     def stored(self, name: str) -> Pair:
-        """Return a copy of what all ranks store, as far as all have these blocks."""
+        """Return a copy of the storage of all ranks, up to the last block that all have."""
         shown: list[Pair] = [getattr(cache, name)() for cache in self.caches]
         fewest = min(keys.shape[1] for keys, _ in shown)
         keys, values = (
@@ -145,38 +147,38 @@ class ShardedAdapter(KVCacheAdapter):
         return keys, values
 
     def same(self, name: str, *arguments: Any) -> Any:
-        """Return what all ranks answer alike."""
-        return self.agreed(name, self.every(name, *arguments))
+        """Return the value that all ranks must return."""
+        return self.require_equal_answers(name, self.every(name, *arguments))
 
     def every(self, name: str, *arguments: Any) -> list[Any]:
-        """Return the answer of each rank."""
+        """Return the value of each rank."""
         return self.each(lambda _, cache: getattr(cache, name)(*arguments))
 
     def first(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of rank 0."""
+        """Return the value of rank 0."""
         return getattr(self.caches[0], name)(*arguments)
 
 
 _LEFT_TO_ONE_RANK = {"standard_bad_calls", "bad_call_errors"}
-_TOGETHER: Mapping[Across, Callable[..., Any]] = {
-    Across.WRITE: ShardedAdapter.write,
-    Across.READ: ShardedAdapter.read,
-    Across.STORED: ShardedAdapter.stored,
-    Across.SAME: ShardedAdapter.same,
-    Across.EACH: ShardedAdapter.every,
-    Across.FIRST: ShardedAdapter.first,
+_COMBINE_METHODS: Mapping[RankPolicy, Callable[..., Any]] = {
+    RankPolicy.WRITE: ShardedAdapter.write,
+    RankPolicy.READ: ShardedAdapter.read,
+    RankPolicy.STORED: ShardedAdapter.stored,
+    RankPolicy.SAME: ShardedAdapter.same,
+    RankPolicy.EACH: ShardedAdapter.every,
+    RankPolicy.FIRST: ShardedAdapter.first,
 }
 
 
 def _offered(adapter: type[KVCacheAdapter]) -> Mapping[str, Callable[..., Any]]:
-    """Return what ranks do for each method that the adapter of one rank defines."""
+    """Return a method for all ranks for each one that the adapter of one rank defines."""
     return {
-        name: _together(how, name) if isinstance(how, Across) else how
+        name: _combine(how, name) if isinstance(how, RankPolicy) else how
         for capability in adapter.capabilities
         for name, how in capability.sharded.items()
         if name in adapter.abilities
     }
 
 
-def _together(how: Across, name: str) -> Callable[..., Any]:
-    return lambda self, *arguments: _TOGETHER[how](self, name, *arguments)
+def _combine(how: RankPolicy, name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: _COMBINE_METHODS[how](self, name, *arguments)

@@ -1,4 +1,4 @@
-"""Mistakes in an adapter class that show before anything is built."""
+"""Validation of an adapter class, before a cache or engine is built."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from pytest_roseinfer.capabilities.capability import Traits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Names in an adapter that are spelled almost as one that the harness asks for.
+# Misspelt names
 #
-# An optional method that is misspelt is no error of Python's: it is never called, and all is green.
+# Python raises no error for a misspelt optional method: it is never called, and all tests pass.
 
 
 _CLOSE = 0.86
-"""A little above what a word has in common with another that is two letters longer, as `append`
-and `appended` are."""
+"""Minimum similarity of a misspelt name: a little above that of a word and one that is two letters
+longer, such as `append` and `appended`."""
 _SHIPPED = "pytest_roseinfer."
 _METHODS = (classmethod, staticmethod)
 
 
 def refuse_misspelt(adapter: type[Adapter]) -> None:
-    """Raise ``TypeError`` where a class defines a name that is likely meant to be another."""
-    for name, value in _own(adapter):
+    """Raise ``TypeError`` for a name that is probably a misspelt one of the harness."""
+    for name, value in _user_names(adapter):
         if meant := _meant(adapter, name, value):
             raise TypeError(
-                f"{adapter.__name__} has {name}, which nothing asks for: did you mean {meant}? "
-                "Begin the name with an underscore if it is your own"
+                f"{adapter.__name__} has {name}, which the harness does not use: did you mean "
+                f"{meant}? Begin the name with an underscore if it is your own"
             )
 
 
-def _own(adapter: type[Adapter]) -> Iterator[tuple[str, Any]]:
-    """Yield the public names that classes of the user's define, and no shipped one does.
+def _user_names(adapter: type[Adapter]) -> Iterator[tuple[str, Any]]:
+    """Yield public names that only user classes define, not shipped ones.
 
-    A base that is no adapter is left out: it may be a library's, with names for other ends.
+    A base that is not an adapter is left out: it may be a library's, with names of its own.
     """
     for each in adapter.__mro__:
         if issubclass(each, Adapter) and not _is_shipped(each):
             for name, value in vars(each).items():
-                if not name.startswith("_") and name not in _asked_for(adapter):
+                if not name.startswith("_") and name not in _known_names(adapter):
                     yield name, value
 
 
-def _asked_for(adapter: type[Adapter]) -> dict[str, Any]:
-    """Return the public names of the shipped bases, each as it was defined first."""
+def _known_names(adapter: type[Adapter]) -> dict[str, Any]:
+    """Return the public names of the declaring bases, each with its first definition."""
     return {
         name: value
         for each in reversed(adapter.__mro__)
@@ -68,28 +68,27 @@ def _is_shipped(each: type) -> bool:
 
 
 def _names(adapter: type[Adapter], each: type) -> bool:
-    """Return True for a base that says what may be defined, and is none of the user's own code."""
+    """Return True for a base that declares adapter methods, and is not the user's own code."""
     return _is_shipped(each) or each in adapter.declaring()
 
 
 def _meant(adapter: type[Adapter], name: str, value: object) -> str | None:
-    """Return the name that was probably meant.
+    """Return the name that was probably meant; None if the name is the user's own.
 
-    A method is taken for a method only, and a value for a value. Properties and classes are the
-    user's own. So is what is spelled like a name that the class defines as well: both cannot be
-    meant.
+    A method is only compared with methods, and a value with values. Properties and classes are the
+    user's own, and so is a name that resembles one which the class defines too.
     """
     is_method = _is_method(value)
     if not is_method and (isinstance(value, type) or hasattr(value, "__get__")):
         return None
     alike = {
         known: _likeness(name, known)
-        for known, theirs in _asked_for(adapter).items()
-        if _is_method(theirs) == is_method and not _defines(adapter, known)
+        for known, definition in _known_names(adapter).items()
+        if _is_method(definition) == is_method and not _defines(adapter, known)
     }
     if is_method:
         for known in alike:
-            if name in (f"{known}d", f"{known}ed"):  # `truncated` is a word of its own
+            if name in (f"{known}d", f"{known}ed"):  # a participle such as `truncated` is intended
                 alike[known] = 0.0
     meant = max(alike, key=alike.__getitem__, default=None)
     return meant if meant and alike[meant] >= _CLOSE else None
@@ -100,35 +99,35 @@ def _is_method(value: object) -> bool:
 
 
 def _defines(adapter: type[Adapter], known: str) -> bool:
-    """Return True where a class of the user's has this name too."""
+    """Return True if a user class also defines this name."""
     return any(known in vars(each) for each in adapter.__mro__ if not _names(adapter, each))
 
 
-def _likeness(said: str, known: str) -> float:
-    """Return 1 for names that differ in case, in underscores or in the order of letters alone."""
-    one, other = (each.replace("_", "").lower() for each in (said, known))
+def _likeness(name: str, known: str) -> float:
+    """Return the similarity of two names; 1 if only case, underscores or letter order differ."""
+    one, other = (each.replace("_", "").lower() for each in (name, known))
     if sorted(one) == sorted(other):
         return 1.0
     return SequenceMatcher(None, one, other).ratio()
 
 
-# Methods of an adapter that cannot be called with what the harness hands them.
+# Signatures of methods
 
 
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def refuse_signatures(adapter: type[Adapter]) -> None:
-    """Raise ``TypeError`` for methods that take more, less or in another order than is handed."""
+    """Raise ``TypeError`` for methods that cannot be called with the harness's arguments."""
     if wrong := [*_not_made(adapter), *_not_called(adapter)]:
         raise TypeError("; ".join(wrong))
 
 
 def _not_made(adapter: type[Adapter]) -> Iterator[str]:
-    own = _signature(adapter, "__init__")
-    if own and not _takes(own, 0):
+    actual = _signature(adapter, "__init__")
+    if actual and not _takes(actual, 0):
         yield (
-            f"{adapter.__name__}.__init__ takes {_listed(own)}, and the harness calls "
+            f"{adapter.__name__}.__init__ takes {_listed(actual)}, and the harness calls "
             f"{adapter.__name__}(): build in make what needs them, or give them defaults"
         )
 
@@ -136,50 +135,53 @@ def _not_made(adapter: type[Adapter]) -> Iterator[str]:
 def _not_called(adapter: type[Adapter]) -> Iterator[str]:
     for name in filter(adapter.defines, (*adapter.required, *adapter.optional)):
         declaring = next(each for each in adapter.declaring() if name in vars(each))
-        own, due = _signature(adapter, name), _signature(declaring, name)
-        if own and due and not (_takes(own, len(due.parameters)) and _in_order(own, due)):
-            handed = ", ".join(due.parameters)
+        actual, expected = _signature(adapter, name), _signature(declaring, name)
+        if actual is None or expected is None:
+            continue
+        if not (_takes(actual, len(expected.parameters)) and _in_order(actual, expected)):
+            arguments = ", ".join(expected.parameters)
             yield (
-                f"{adapter.__name__}.{name} takes ({_listed(own)}), and the harness calls "
-                f"{name}({handed})"
+                f"{adapter.__name__}.{name} takes ({_listed(actual)}), and the harness calls "
+                f"{name}({arguments})"
             )
 
 
 def _signature(adapter: type, name: str) -> Signature | None:
-    """Return what a method is called with; None where Python cannot say."""
+    """Return the signature of a method without ``self``; None if Python cannot find it."""
     method: Any = getattr_static(adapter, name)
     bound = isinstance(method, staticmethod | classmethod)
     try:
-        found = signature(getattr(adapter, name))
+        full = signature(getattr(adapter, name))
     except (TypeError, ValueError):
         return None
-    named = [*found.parameters.values()]
-    if bound or not named or named[0].kind is Parameter.VAR_POSITIONAL:
-        return found
-    return found.replace(parameters=named[1:])
+    parameters = [*full.parameters.values()]
+    if bound or not parameters or parameters[0].kind is Parameter.VAR_POSITIONAL:
+        return full
+    return full.replace(parameters=parameters[1:])
 
 
-def _takes(own: Signature, handed: int) -> bool:
+def _takes(actual: Signature, arguments: int) -> bool:
+    """Return True for a signature that accepts this number of positional arguments."""
     try:
-        own.bind(*[None] * handed)
+        actual.bind(*[None] * arguments)
     except TypeError:
         return False
     return True
 
 
-def _in_order(own: Signature, due: Signature) -> bool:
-    """Return False for the same names in another order; other names are the user's own."""
-    named = [each.name for each in own.parameters.values() if each.kind in _BY_PLACE]
-    return sorted(named) != sorted(due.parameters) or named == [*due.parameters]
+def _in_order(actual: Signature, expected: Signature) -> bool:
+    """Return False for the expected names in another order; any other names are allowed."""
+    names = [each.name for each in actual.parameters.values() if each.kind in _BY_PLACE]
+    return sorted(names) != sorted(expected.parameters) or names == [*expected.parameters]
 
 
-def _listed(own: Signature) -> str:
+def _listed(actual: Signature) -> str:
     return ", ".join(
-        str(each.replace(annotation=Parameter.empty)) for each in own.parameters.values()
+        str(each.replace(annotation=Parameter.empty)) for each in actual.parameters.values()
     )
 
 
-# The shapes that an adapter says its cache can be built with, and what is no such saying.
+# Declared shapes
 
 
 def _is_size(value: object) -> bool:
@@ -188,59 +190,62 @@ def _is_size(value: object) -> bool:
 
 _RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "dtypes": (is_dtype, 'names of torch dtypes, as in ("float32", "bfloat16")'),
-    "head_counts": (_is_size, "numbers from 1 on, as in (1, 8)"),
-    "head_dims": (_is_size, "numbers from 1 on, as in (64, 128)"),
-    "block_sizes": (_is_size, "numbers from 1 on, as in (16, 32)"),
+    "head_counts": (_is_size, "numbers of 1 or more, as in (1, 8)"),
+    "head_dims": (_is_size, "numbers of 1 or more, as in (64, 128)"),
+    "block_sizes": (_is_size, "numbers of 1 or more, as in (16, 32)"),
 }
-"""For each attribute, what holds for all that it lists, and what to write."""
+"""Check of each listed value, and example of the right values, by attribute."""
 _FEWEST = {"most_sequences": 6, "most_tokens": 16}
-"""What the drawn histories need: so many sequences at a time, and a few blocks of tokens."""
+"""Least values that drawn histories need: their sequences at a time, and a few blocks of tokens."""
 
 
-def _codes(said: object) -> str:
-    """Say what is missing where one of the dtypes is one of codes."""
-    named = [each for each in said if isinstance(each, str)] if isinstance(said, Sequence) else []
-    codes = [each for each in named if isinstance(getattr(torch, each, None), torch.dtype)]
+def _codes(dtypes: object) -> str:
+    """Describe the missing tolerance of a dtype that is not floating-point; empty without one."""
+    listed = dtypes if isinstance(dtypes, Sequence) else ()
+    names = [each for each in listed if isinstance(each, str)]
+    codes = [each for each in names if isinstance(getattr(torch, each, None), torch.dtype)]
     missing = [each for each in codes if not is_dtype(each)]
     return f"; {missing[0]} needs tolerance[{missing[0]!r}] as well" if missing else ""
 
 
 def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
-    """Raise ``TypeError`` where a cache can be built with nothing, or with what is no shape."""
+    """Raise ``TypeError`` for empty or invalid lists of dtypes and sizes, or invalid limits."""
     for name, (is_right, example) in _RIGHT.items():
-        said = getattr(adapter, name)
-        listed = isinstance(said, Sequence) and not isinstance(said, str)
-        named = adapter.tolerance if name == "dtypes" else ()
-        if not (listed and said and all(value in named or is_right(value) for value in said)):
+        values = getattr(adapter, name)
+        is_listed = isinstance(values, Sequence) and not isinstance(values, str)
+        quantised = adapter.tolerance if name == "dtypes" else ()
+        if not (
+            is_listed and values and all(each in quantised or is_right(each) for each in values)
+        ):
             raise TypeError(
-                f"{adapter.__name__}.{name} is {said!r}: list what the cache can be built with, "
-                f"the usual first: {example}{_codes(said)}"
+                f"{adapter.__name__}.{name} is {values!r}: list what the cache can be built with, "
+                f"the usual first: {example}{_codes(values)}"
             )
     for name, least in _FEWEST.items():
         refuse_bound(adapter, name, least)
 
 
 def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
-    """Raise ``TypeError`` where a bound is no number, or fewer than what is drawn."""
-    said = getattr(adapter, name)
-    if said is not None and not (_is_size(said) and said >= least):
+    """Raise ``TypeError`` for a limit that is not a number, or below the ``least`` allowed."""
+    limit = getattr(adapter, name)
+    if limit is not None and not (_is_size(limit) and limit >= least):
         raise TypeError(
-            f"{adapter.__name__}.{name} is {said!r}: write a number from {least} on, or None "
-            "for no bound"
+            f"{adapter.__name__}.{name} is {limit!r}: write a number of {least} or more, or None "
+            "for unlimited"
         )
 
 
 _FEWEST_REQUESTS = 6
-"""Drawn mixes have so many at a time."""
+"""Most requests at a time in drawn mixes, which an engine must allow."""
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
-    """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
+    """Raise ``TypeError`` for a class that is not a usable adapter; the message says why."""
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         hint = ""
         if isinstance(adapter, Adapter):
             made = type(adapter).__name__
-            hint = f": write conformance({made}), for a cache is made anew for every history"
+            hint = f": write conformance({made}), since each history gets a new cache"
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}{hint}")
     name = adapter.__name__
     _refuse_renamed(adapter)
@@ -262,7 +267,8 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         if not isinstance(adapter.atomic_batches, bool):
             raise TypeError(
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
-                "that finds no room stores the rows ahead of the one that found none, else True"
+                "without room for all rows stores the rows before the first that does not fit, "
+                "else True"
             )
     for capability in adapter.capabilities:
         for refuse in capability.refuse:

@@ -1,4 +1,4 @@
-"""Capabilities of a cache: a module for each, with all that tests it."""
+"""Capabilities of a cache: one module each, with the tests of that capability."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class _Module:
-    """A module that is imported when it is first used: an adapter class needs none of these."""
+    """A module imported at its first use, so that importing an adapter class stays cheap."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__[name] = getattr(importlib.import_module(self._name), name)
-        return found
+        value = self.__dict__[name] = getattr(importlib.import_module(self._name), name)
+        return value
 
 
 torch = _Module("torch")

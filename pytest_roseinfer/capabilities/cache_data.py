@@ -1,4 +1,4 @@
-"""The data by which a cache is described and shows itself: shape, books, fast paths."""
+"""Data that describes a cache: its shape, ledger, fast paths, tolerance and conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CacheFull(Exception):
-    """Raise this (or list your own in ``full_errors``) when a cache has no room left."""
+    """Error to raise when a cache has no room left, unless ``full_errors`` lists another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,20 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Who holds what in one layer, as the cache's own books say."""
+    """Refcounts and free blocks of one layer, as the cache itself records them."""
 
     refcounts: Mapping[int, int]
-    """The number of holders of every block that is not free."""
+    """Number of holders of each block that is not free."""
     free: Sequence[int]
-    """Blocks nobody holds."""
+    """Blocks without a holder."""
     total: int
-    """The number of blocks that sequences may use."""
+    """Number of blocks that sequences may use."""
     cached: Collection[int] = ()
-    """Those of ``free`` whose content is kept, since a text may find it again."""
+    """Blocks of ``free`` whose content is kept for later lookups."""
     swapped: int | None = None
-    """How many blocks of swap space are taken; None where that is not shown."""
+    """Blocks of swap space in use; None if not shown."""
     num_free: int | None = None
-    """How many blocks are free as the cache counts them, apart from ``free``; None where it does
-    not count."""
+    """The cache's own count of free blocks, kept apart from ``free``; None if it has no count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +64,43 @@ class BadCall:
     """The call in words, as in "free_blocks with a block of another layer"."""
     call: Callable[[], object]
     errors: tuple[type[BaseException], ...] = ()
-    """The errors of which it must raise one; none for a call that is fine and undoes itself."""
+    """Errors of which the call must raise one; empty for a valid call that undoes itself."""
 
 
-# A fast path of a cache or an engine, as its adapter declares it.
+# Fast paths, as an adapter declares them
 
 
 @dataclass(frozen=True, slots=True)
 class FastPath:
-    """A fast path: what it must equal, and when it can and cannot run.
+    """A fast path of a cache or engine: its slow twin, and when it can and cannot run.
 
-    A setting is given as in ``{"fused": True, "min_batch": 1}``, with switches of
-    ``option_choices``. It applies if every switch it names has that value.
+    A setting maps switches of ``option_choices`` to values, as in ``{"fused": True,
+    "min_batch": 1}``. It applies if each of these switches has its value.
     """
 
     equals: str
-    """The slow path whose results it must reproduce, by its name in ``path_counts``."""
+    """Slow path whose results it must reproduce, by its name in ``path_counts``."""
     runs_with: Sequence[Mapping[str, Any]] = ()
-    """Settings under each of which it can run, so that histories can aim at it. None are needed
-    where the first choice of every switch will do."""
+    """Settings under each of which it can run, so that histories can aim at it; may be empty if it
+    can run with the first choice of every switch."""
     never_with: Sequence[Mapping[str, Any]] = ()
-    """Settings any one of which keeps it from running; if it is counted under one, it fails."""
+    """Settings that each rule it out: counting it under one is a failure."""
     device: str | None = None
-    """The only kind of device it can run on, such as ``"cuda"``; None where any will do."""
+    """The only kind of device that it can run on, such as ``"cuda"``; None for any device."""
     share: float = 1.0
-    """How many examples aim at it for each that aims at another path; less where they take long."""
+    """Examples that aim at it, relative to another path; below 1 for one that takes long."""
     one_position: bool = False
-    """It can only write when all rows go to the same position of a block."""
+    """True if it can only write when all rows go to the same position of a block."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.equals, str):
             raise TypeError(f"equals={self.equals!r}: expected the name of a slow path")
         for name in ("runs_with", "never_with"):
-            given = getattr(self, name)
-            if isinstance(given, Mapping):
-                raise TypeError(f"{name}={given!r}: expected several settings, as in [{given!r}]")
-
+            settings = getattr(self, name)
+            if isinstance(settings, Mapping):
+                raise TypeError(
+                    f"{name}={settings!r}: expected several settings, as in [{settings!r}]"
+                )
         if not self.share > 0:
             raise TypeError(f"share={self.share!r}: expected a number above 0")
 
@@ -108,7 +108,7 @@ class FastPath:
         return self.device in (None, device.partition(":")[0])
 
     def can_run(self, options: Mapping[str, Any], device: str) -> bool:
-        """Return True if neither the device nor these switches keep it from running."""
+        """Return True if it can run on this device with these switches."""
 
         def applies(setting: Mapping[str, Any]) -> bool:
             return setting.items() <= options.items()
@@ -117,66 +117,71 @@ class FastPath:
         return allowed and self.runs_on(device) and not any(map(applies, self.never_with))
 
 
-# What a quantised cache promises: how far it may be off, and from what.
+# Tolerances of quantised caches
 
 
-OVER = ("token", "block")
-MOST = 0.25
-"""With more than that, one token could be read for another."""
+SCALE_SCOPES = ("token", "block")
+MAX_RELATIVE_ERROR = 0.25
+"""Largest ``of_greatest``; above it, one token could pass for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far what a cache reads back may be from what was written."""
+    """Largest difference between values that are written and those that are read back."""
 
     of_greatest: float
-    """As a part of the greatest value, in size, that shares the scale: 1/254 for a scale that maps
-    this value to 127, with a little for rounding the scale; 1/16 for ``float8_e4m3fn``."""
+    """Largest error, as a fraction of the largest magnitude that shares the scale: 1/254 for a
+    scale that maps this magnitude to 127, plus a little for rounding the scale; 1/16 for
+    ``float8_e4m3fn``."""
     over: str = "token"
-    """What is searched for the greatest value: all heads of a ``"token"``, or all that stood in its
-    ``"block"`` since that was taken. Keys, values and layers are apart in either case."""
+    """Values that share one scale: all heads of a ``"token"``, or all that was written to its
+    ``"block"`` since that was taken. Keys, values and layers have scales apart in either case."""
     tensors: str = "float32"
-    """The dtype of what the cache is handed and what it returns."""
+    """Dtype of the tensors that the cache receives and returns."""
 
 
 def is_dtype(value: object) -> bool:
-    found = getattr(torch, value, None) if isinstance(value, str) else None
-    return isinstance(found, torch.dtype) and found.is_floating_point
+    """Return True for the name of a floating-point dtype of torch."""
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# The few shapes that are drawn where kernels are compiled, since each new one costs seconds.
+# Shapes for devices that compile kernels: few, since each new shape costs seconds there.
 #
-# Which shapes meet is searched for on a CPU, where Triton's kernels are interpreted and a shape
-# costs nothing; a GPU shows what compilers and hardware make of each size.
+# Combinations of sizes are searched on a CPU, where Triton's kernels are interpreted and a shape
+# costs nothing; a GPU tests the compiler and the hardware with each size.
 
 
 _T = TypeVar("_T")
 Shape = tuple[tuple[int, ...], str]
-"""What kernels are compiled for: heads, the sizes of a head and of a block; and a dtype."""
+"""Key of a compiled kernel: number of heads, head size and block size; and a dtype."""
 
 
 class Bounds(NamedTuple):
-    """The most elements that a token and a block may have."""
+    """Largest numbers of elements of a token and of a block."""
 
-    of_a_token: int
-    of_a_block: int
+    token_elements: int
+    block_elements: int
 
     def allow(self, num_heads: int, head_dim: int, block_size: int) -> bool:
-        of_a_token = num_heads * head_dim
-        return of_a_token <= self.of_a_token and of_a_token * block_size <= self.of_a_block
+        token_elements = num_heads * head_dim
+        return (
+            token_elements <= self.token_elements
+            and token_elements * block_size <= self.block_elements
+        )
 
 
 @cache
-def few_shapes(
+def choose_shapes(
     head_counts: tuple[int, ...],
     head_dims: tuple[int, ...],
     block_sizes: tuple[int, ...],
     dtypes: tuple[str, ...],
     bounds: Bounds,
 ) -> tuple[Shape, ...]:
-    """Choose shapes, small and large by turns, so that all that is listed occurs in one."""
-    listed = head_counts, head_dims, block_sizes
-    allowed = [sizes for sizes in product(*listed) if bounds.allow(*sizes)]
+    """Choose shapes, alternately small and large, so that each allowed size occurs in one."""
+    choices = head_counts, head_dims, block_sizes
+    allowed = [sizes for sizes in product(*choices) if bounds.allow(*sizes)]
     allowed.sort(key=prod)
     missing = {entry for sizes in allowed for entry in enumerate(sizes)}
     chosen: list[tuple[int, ...]] = []
@@ -189,47 +194,47 @@ def few_shapes(
 
 
 def few_of(choices: Sequence[_T], spec: CacheSpec) -> Sequence[_T]:
-    """Keep the first choice and one that depends on the shape."""
+    """Keep the first choice and one other that depends on the shape."""
     others = choices[1:]
     at = spec.num_heads + spec.head_dim + 2 * spec.block_size
     return [choices[0], others[at % len(others)]] if others else choices
 
 
 class ReuseCondition(NamedTuple):
-    """A condition that the harness counts by the answers of one method."""
+    """A condition that the harness counts from the return values of one method."""
 
     method: str
     description: str
 
 
-USED_AGAIN: Mapping[str, ReuseCondition] = {
+REUSE_CONDITIONS: Mapping[str, ReuseCondition] = {
     "handle_used_again": ReuseCondition(
         "reserve",
-        "``reserve`` returns an object or a number that it returned before, and that was filled "
+        "``reserve`` returns an object or a number that it returned before and that was filled "
         "since. Needs ``reserve``.",
     ),
     "slot_used_again": ReuseCondition(
         "container",
-        "A sequence begins in the slot that ``container`` showed of another one, which has left "
+        "A sequence begins in a slot that ``container`` showed for another one, which has left "
         "it. Needs ``container``.",
     ),
     "list_used_again": ReuseCondition(
         "container",
-        "A sequence begins in the list object that ``container`` showed of another one, which has "
+        "A sequence begins in a list object that ``container`` showed for another one, which has "
         "left it. Needs ``container``.",
     ),
     "block_used_while_absent": ReuseCondition(
         "table",
-        "A sequence gets a block that another one gave up, which was preempted or swapped out and "
-        "is not back; counted for each such block of the first layer. Needs ``table``.",
+        "A sequence gets a block of another one that was preempted or swapped out and is not back; "
+        "counted for each such block of the first layer. Needs ``table``.",
     ),
 }
-"""The harness counts each of them, where an adapter names it and defines the method."""
+"""Conditions that the harness counts where an adapter names them and defines their methods."""
 
 
-def refuse_what_is_not_shown(adapter: type[Any]) -> None:
-    """Raise ``TypeError`` where a condition could never be met, since nothing shows it."""
-    for name, each in USED_AGAIN.items():
+def refuse_unobservable_conditions(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a condition whose method the adapter does not define."""
+    for name, each in REUSE_CONDITIONS.items():
         if name in adapter.conditions and each.method not in adapter.abilities:
             raise TypeError(
                 f"{adapter.__name__}.conditions names {name!r}: define {each.method}(), which "
@@ -237,16 +242,16 @@ def refuse_what_is_not_shown(adapter: type[Any]) -> None:
             )
 
 
-OWN_CONDITIONS: Mapping[str, str] = {
-    "last_position": "A row begins at the last position of its block, which holds other tokens "
-    "already; counted for each such row.",
-    "out_of_room_mid_batch": "A write of several rows is refused, and its first row alone would "
-    "have found room. Only a cache with a ``ledger`` is run out of room.",
+HARNESS_CONDITIONS: Mapping[str, str] = {
+    "last_position": "A row begins at the last position of a block that already holds other "
+    "tokens; counted for each such row.",
+    "out_of_room_mid_batch": "A write of several rows is refused although its first row alone "
+    "would fit. Only a cache with a ``ledger`` runs out of room.",
     "name_used_again": "A sequence begins, by a write or a fork, under the name of one that was "
     "freed; counted for each such sequence.",
 }
-"""The harness counts each of them where an adapter names it."""
-FINDS_PREFIXES = frozenset(
+"""Conditions that the harness counts where an adapter names them."""
+PREFIX_HIT_METHODS = frozenset(
     ("use_tokens", "match_prefix", "prefill", "table", "ledger", "prefixes.shares=equal prefixes")
 )
-"""What shows that a sequence began with what was found of its text."""
+"""Features that a cache needs to show that a sequence began with a stored prefix."""

@@ -1,8 +1,8 @@
-"""The contract of a capability: what a cache may offer, and what tests it.
+"""The contract of a capability: a feature that a cache may offer, and its tests.
 
-A capability is a module with a mixin of adapter methods and one ``Capability`` that names them.
-What an adapter offers follows from its own bases: those of ``KVCacheAdapter`` are the shipped
-capabilities, and another one is mixed in, as in ``class Toy(PinningMethods, KVCacheAdapter)``.
+A capability is a module with a mixin of adapter methods and one ``Capability`` that refers to it.
+The bases of an adapter class determine its capabilities: those of ``KVCacheAdapter`` are the
+shipped ones, and another one is mixed in, as in ``class Toy(PinningMethods, KVCacheAdapter)``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
         Observation,
         Snapshot,
     )
-    from pytest_roseinfer.capabilities.operation import Driven, Operation, Writer
+    from pytest_roseinfer.capabilities.operation import CacheUnderTest, Operation, Writer
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import State
-    from pytest_roseinfer.oracle.texts import Said
+    from pytest_roseinfer.oracle.texts import TextSlice
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 AnyObserver = TypeVar("AnyObserver", bound="Observer")
-_Part = TypeVar("_Part", bound="OfSome")
+_Part = TypeVar("_Part", bound="OptionalPart")
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The declarations of an adapter about one capability; unknown choices are refused."""
+    """Declarations of an adapter about one capability; unknown choices raise ``TypeError``."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -60,131 +60,131 @@ class Traits:
                 )
 
     def but(self, **changes: Any) -> Self:
-        """Return the same with some of the choices changed, for a class that inherits others."""
+        """Return a copy with some choices changed, for a class that inherits the others."""
         return replace(self, **changes)
 
 
 def optional(method: _Method) -> _Method:
-    """Mark a method that is tested where an adapter defines it."""
+    """Mark a method as optional: it is tested if an adapter defines it."""
     method.__dict__["optional"] = True
     return method
 
 
-class Across(Enum):
-    """A way in which the ranks of a cache do a method together."""
+class RankPolicy(Enum):
+    """A way to run one adapter method on all ranks of a cache."""
 
-    WRITE = "each stores its heads of the keys and values, which come last"
-    READ = "the heads that each returns are put together"
-    STORED = "the heads that each stores are put together, block by block"
-    SAME = "all must answer alike"
-    EACH = "the answers are returned as a list"
-    FIRST = "the first rank answers for all"
+    WRITE = "each rank stores its heads of the keys and values, which are the last arguments"
+    READ = "the heads that the ranks return are concatenated"
+    STORED = "the heads that the ranks store are concatenated, block by block"
+    SAME = "all ranks must return equal values"
+    EACH = "the return values are returned as a list"
+    FIRST = "the first rank's return value stands for all"
 
 
 class Ranks(Protocol):
-    """The ranks of one cache, as functions in ``Capability.sharded`` get them."""
+    """The ranks of one cache, as passed to functions in ``Capability.sharded``."""
 
     def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        """Have every rank do something; raise what all of them raise."""
+        """Call a function for every rank; raise the error that all of them raise."""
 
     def heads(self, *tensors: Any) -> list[tuple[Any, ...]]:
-        """Return for each rank its heads of ``[..., heads, head_dim]`` tensors."""
+        """Split ``[..., heads, head_dim]`` tensors into the heads of each rank."""
 
-    def agreed(self, name: str, answers: Sequence[Any]) -> Any:
-        """Return the answer that all ranks gave; raise where they differ."""
+    def require_equal_answers(self, name: str, answers: Sequence[Any]) -> Any:
+        """Return the value that all ranks returned; raise an error if they differ."""
 
 
 class Run(Protocol):
-    """The run of a history on one cache, as observers know it."""
+    """The run of a history on one cache, as observers use it."""
 
     adapter: Any
     declared: type[Any]
-    """The class of the adapter, for what it declares of its cache."""
+    """The adapter class, for its declarations."""
     spec: CacheSpec
     gathers_every: int
-    """Steps from one reading by ``gather`` to the next, as in ``History``."""
-    can: frozenset[str]
-    """The methods that the adapter defines, its conditions, its choices as in
-    "prefixes.shares=equal prefixes", and "tolerance" and "windows" where it is built with them."""
+    """Steps from one read by ``gather`` to the next, as in ``History``."""
+    features: frozenset[str]
+    """Optional methods that the adapter defines, its conditions, its choices as in
+    "prefixes.shares=equal prefixes", and "tolerance" and "windows" if the cache has them."""
     oracle: Oracle
     payload: Payload
-    driven: Driven
+    cache_under_test: CacheUnderTest
     observers: dict[type[Observer], Observer]
-    done: list[Operation]
-    """The steps so far, the present one included."""
+    completed_steps: list[Operation]
+    """Steps so far, including the present one."""
     last: bool
     """True during the last step of the history."""
-    seen: dict[int, int]
-    """Every token that was ever to be written, and the sequence that was the first to do it."""
-    now: Snapshot
+    first_writers: dict[int, int]
+    """The first sequence that wrote each token, by token; refused writes count too."""
+    snapshot: Snapshot
     """The cache after the latest step."""
 
     def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
-        """Return the observer of this kind, if the run has it."""
+        """Return the observer of this kind; None if the run has none."""
 
     def fail(self, finding: Finding) -> NoReturn:
         """Raise the failure of the history so far."""
 
 
-class OfSome(Protocol):
-    """A part of a capability that is for some of the caches that offer it."""
+class OptionalPart(Protocol):
+    """A part of a capability that applies to some of the caches that offer it."""
 
     @property
     def any_of(self) -> Collection[str]:
-        """Names as in ``Run.can``, of which the cache has any; for every cache if there is none."""
+        """Features as in ``Run.features``, any of which suffices; every cache if empty."""
 
 
 class Observer:
-    """Watches one run: it counts what steps meet, and knows what no single step shows."""
+    """Watcher of one run: counts conditions, and records facts that span several steps."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """The caches that it is made for, as in ``OfSome``."""
+    """Features of the caches that it watches, as in ``OptionalPart``."""
     conditions: ClassVar[Mapping[str, str]] = {}
-    """Descriptions of the conditions that it counts, by their names; caches leave these out."""
+    """Descriptions of the conditions that it counts, by name; ``path_counts`` omits these."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
-        """Look before a step; return what is counted."""
+        """Observe the run before a step; return counts by condition."""
         return {}
 
-    def driving(self, step: Operation, said: Sequence[Said]) -> None:
-        """Act right before the cache does a step, whose rows have these texts."""
+    def before_call(self, step: Operation, said: Sequence[TextSlice]) -> None:
+        """Prepare the adapter right before a step, whose rows have these texts."""
 
-    def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
-        """Look after a step in which all invariants held; return what is counted."""
+    def after(self, observation: Observation) -> Mapping[str, int]:  # noqa: ARG002
+        """Observe the run after a step in which all invariants held; return counts by condition."""
         return {}
 
     def notes(self, after: Snapshot) -> object:  # noqa: ARG002
-        """Return what invariants must know of the steps before this one; None if nothing."""
+        """Return facts about earlier steps that invariants need; None if they need none."""
         return None
 
-    def about_refusals(self) -> str:
-        """Say what may explain that a step was refused which fits."""
+    def explain_refusal(self) -> str:
+        """Describe a possible cause of the refusal of a step that fits; empty if unknown."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SnapshotScope:
     """The scope of one snapshot."""
 
     reads: bool
-    """True if sequences are read and prefixes are looked up as well."""
+    """True if sequences are also read, and prefixes looked up."""
     copies: bool
-    """True if the storage is copied; False if the snapshot has the live storage."""
+    """True if the storage is copied; False if the snapshot refers to the live storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """First steps of drawn histories, without which a capability is hard to test."""
+    """Fixed first steps of drawn histories, for states that random steps rarely reach."""
 
     any_of: Collection[str]
-    """The methods of an adapter, any of which is defined where a history opens so."""
+    """Methods of an adapter, any of which enables the prelude."""
     rank: int
-    """The lowest comes first."""
+    """Position among preludes; the lowest comes first."""
     open: Callable[[Writer], None]
-    """Function that takes the steps; it may take none."""
+    """Function that adds the steps to a history; it may add none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,61 +192,61 @@ class View:
     """A part of a snapshot."""
 
     any_of: Collection[str]
-    """The caches that it is taken of, as in ``OfSome``."""
-    show: Callable[[Run, Look], Mapping[str, Any]]
+    """Features of the caches that have it, as in ``OptionalPart``."""
+    show: Callable[[Run, SnapshotScope], Mapping[str, Any]]
     """Function that returns the fields of a ``Snapshot``."""
     in_pictures: bool = False
-    """True if the picture of a failure shows it."""
+    """True if pictures of failures show it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A preparation of a cache right after it was made, before anything looks at it."""
+    """A preparation of a cache right after ``make``, before the first snapshot."""
 
     any_of: Collection[str]
-    """The caches that are prepared, as in ``OfSome``."""
+    """Features of the caches that are prepared, as in ``OptionalPart``."""
     prepare: Callable[[Run], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """Questions that a cache is asked after a step, which change nothing."""
+    """Calls between two steps that must not change the cache."""
 
     any_of: Collection[str]
-    """The caches that are asked, as in ``OfSome``."""
+    """Features of the caches that have it, as in ``OptionalPart``."""
     every: int
-    """The number of steps after which it is due; it is due after the last step, too."""
+    """Steps between two inquiries; the last step of a history is always followed by one."""
     ask: Callable[[Run], Sequence[Any]]
-    """Function that returns the answers; none where there was nothing to ask."""
+    """Function that makes the calls and returns their results; empty if no call was possible."""
     after: str
-    """The kind of observation that invariants judge the answers by."""
+    """Kind of observation that carries the results to the invariants."""
 
 
 class Walk(NamedTuple):
-    """A small history that goes on with every step that may come next."""
+    """The state of a small history whose every possible next step is to be listed."""
 
     oracle: Oracle
     names: list[int]
-    """The names that a sequence can begin under."""
+    """Names available to a new sequence."""
 
     @property
     def filled(self) -> list[int]:
-        """The sequences that hold a token."""
+        """Sequences with at least one token."""
         return [seq for seq in self.oracle.sequences if self.oracle.length(seq)]
 
 
 @dataclass(slots=True)
 class Large:
-    """A history of many rows, or of long sequences, that is being made."""
+    """A history of large batches or long sequences, under construction."""
 
     adapter: type[Any]
     block_size: int
     names: list[int]
-    """The sequences that it has by now, in the order in which a batch of all has them."""
+    """Sequences so far, in the order of a batch of all of them."""
     most_names: int
 
     def fresh(self) -> int:
-        """Return a name that no sequence has had."""
+        """Return a name that was not used before."""
         return max(self.names) + 1
 
 
@@ -255,16 +255,16 @@ class CapabilityBase:
     """A feature that an adapter of some kind may offer."""
 
     methods: type
-    """A mixin with the adapter methods, and with the attributes by which an adapter describes them.
+    """Mixin of adapter methods, and of attributes for the adapter's declarations about them.
 
     It has no ``__init__`` and calls no ``super()``. Methods that are marked ``optional`` are tested
-    where an adapter defines them."""
+    if an adapter defines them."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Replacements for former attributes and methods, by their old names."""
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """For optional methods, the others without which nothing would call them."""
+    """Other methods that an optional method needs in order to be called, by its name."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()
-    """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
+    """Checks of an adapter class, each raising ``TypeError`` for inconsistent declarations."""
 
     def __post_init__(self) -> None:
         _OF_METHODS[self.methods] = self
@@ -280,37 +280,37 @@ class Capability(CapabilityBase):
     states: Sequence[type[State]] = ()
     """Its parts of the oracle."""
     setups: Sequence[Setup] = ()
-    """Its preparations of a cache that was just made."""
+    """Its preparations of a cache right after ``make``."""
     preludes: Sequence[Prelude] = ()
-    """Its first steps of histories."""
+    """Its fixed first steps of drawn histories."""
     operations: Sequence[type[Operation]] = ()
-    """Steps that histories may have; each is drawn where the adapter offers what it needs."""
-    endings: Callable[[Oracle], Iterable[Operation]] | None = None
-    """Lists the steps that finish what is open, which histories end with."""
-    way_back: Callable[[Oracle], Sequence[Operation]] | None = None
-    """Lists, for each sequence that it made absent, the next step of its way back."""
+    """Its kinds of steps; each is drawn if the adapter defines the methods that it needs."""
+    finishing_steps: Callable[[Oracle], Iterable[Operation]] | None = None
+    """Function that lists the last steps of a history, which complete all pending work."""
+    return_steps: Callable[[Oracle], Sequence[Operation]] | None = None
+    """Function that lists the next step to bring back each sequence that it made absent."""
     invariants: Sequence[Invariant] = ()
     """Checks that must hold after each step."""
     views: Sequence[View] = ()
     """Its parts of snapshots."""
     inquiries: Sequence[Inquiry] = ()
-    """Questions to a cache between two steps."""
+    """Its calls to a cache between two steps."""
     observers: Sequence[type[Observer]] = ()
-    """Kinds of observers; each run has one of each kind that is due."""
+    """Its kinds of observers; a run has one of each kind that applies to its cache."""
     walk: Callable[[Walk], Iterable[Operation]] | None = None
-    """Lists its steps that may come next where a walk does every one, those that differ in names
-    alone once."""
+    """Function that lists its possible next steps in a walk, without steps that differ from another
+    one only in names."""
     large: Callable[[Large], Iterator[Operation]] | None = None
-    """Yields its steps for a large history, whose names it keeps up to date."""
-    sharded: Mapping[str, Across | Callable[..., Any]] = field(default_factory=dict)
-    """Ways in which ranks do its methods; a function takes ``Ranks`` and the arguments. An adapter
-    of ranks offers these methods where the adapter of one rank defines them."""
+    """Function that yields its steps for a large history and updates the history's ``names``."""
+    sharded: Mapping[str, RankPolicy | Callable[..., Any]] = field(default_factory=dict)
+    """Ways to run its methods on ranks, by method; a function takes ``Ranks`` and the arguments. A
+    sharded adapter has these methods if the adapter of one rank defines them."""
     misuse: Sequence[Misuse] = ()
-    """Its kinds of bad calls, which an adapter may name in ``standard_bad_calls``."""
+    """Its kinds of bad calls, for adapters to list in ``standard_bad_calls``."""
 
 
-def offered(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
-    """Return what a cache built so offers, as in ``Run.can``."""
+def cache_features(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
+    """Return the features of a cache with this spec, as in ``Run.features``."""
     names = {*adapter.abilities, *adapter.conditions}
     for name in chain.from_iterable(vars(each.methods) for each in adapter.capabilities):
         if isinstance(traits := getattr(adapter, name), Traits):
@@ -320,17 +320,17 @@ def offered(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
     return frozenset(names)
 
 
-def due(parts: Iterable[_Part], can: frozenset[str]) -> list[_Part]:
-    """Return the parts of capabilities that are for a cache that offers this."""
+def select_parts(parts: Iterable[_Part], can: frozenset[str]) -> list[_Part]:
+    """Return the parts of capabilities that apply to a cache with these features."""
     return [each for each in parts if not each.any_of or can.intersection(each.any_of)]
 
 
 def counted_conditions(adapter: type[Any]) -> dict[str, str]:
-    """Return when each condition is met that the harness counts for an adapter, by names."""
+    """Return descriptions of the conditions that the harness counts for an adapter, by name."""
     every = (observer for each in capabilities_of(adapter) for observer in each.observers)
     return dict(chain.from_iterable(observer.conditions.items() for observer in every))
 
 
 def capabilities_of(adapter: type[Any]) -> list[Any]:
-    """Return the capabilities that are among the bases of an adapter class, in their order."""
+    """Return the capabilities among the bases of an adapter class, in their order."""
     return [_OF_METHODS[each] for each in adapter.__mro__ if each in _OF_METHODS]

@@ -1,4 +1,4 @@
-"""Forking a sequence, and copying it instead."""
+"""Forks of sequences, and copies that must equal them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, Large, optional
-from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
+from pytest_roseinfer.capabilities.capability import Capability, Large, RankPolicy, optional
+from pytest_roseinfer.capabilities.misuse import (
+    OTHER_UNKNOWN_SEQ,
+    UNKNOWN_SEQ,
+    Call,
+    MisuseState,
+    misuse,
+)
 from pytest_roseinfer.oracle.oracle import FORK_SHARES
 from pytest_roseinfer.words import some
 
@@ -17,22 +23,22 @@ if TYPE_CHECKING:
 
 
 class ForkMethods:
-    """The method that forks a sequence."""
+    """Adapter method for forks."""
 
     fork_shares: ClassVar[str] = "blocks"
-    """Blocks that a fork shares: all ``"blocks"``, where a partial one is copied when it is written
-    to; only ``"full blocks"``, where a partial one is copied at once; or ``"nothing"``."""
+    """Blocks that a fork shares: all ``"blocks"``, with copy-on-write of a partial one; only
+    ``"full blocks"``, where a partial one is copied at once; or ``"nothing"``."""
 
     @optional
     def fork(self, parent: int, child: int) -> None:
-        """Begin ``child`` with all tokens of ``parent``."""
+        """Begin the new sequence ``child`` with all tokens of ``parent``."""
 
 
 @operation.register("Copy")
 class Copy(operation.Write):
     """Write the tokens of a sequence again under a new name: a fork that shares nothing.
 
-    It is never drawn. Histories with forks are compared with the same ones with copies.
+    It is never drawn: a history with forks must end like the same history with copies.
     """
 
     parent: int
@@ -45,24 +51,24 @@ class Copy(operation.Write):
     def rows(self) -> operation.Rows:
         return [(self.child, self.count)]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         tokens = some(self.count, "token")
         return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
-    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+    def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
         return Copy(self.parent, self.child, oracle.length(self.parent), self.layout)
 
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.tokens(self.parent)
 
-    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
+    def text_slices(self, oracle: operation.Oracle) -> list[operation.TextSlice]:
         return oracle.said_by(self.parent)
 
     def change(self, oracle: operation.Oracle) -> None:
         oracle.append(self.rows(), self.tokens(oracle))
-        oracle.begin_as(self.parent, self.child)
+        oracle.branch_text(self.parent, self.child)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         if "prefill" in cache.adapter.abilities:
             cache.adapter.prefill(self.child, cache.key, cache.value)
             return
@@ -79,18 +85,18 @@ class Fork(operation.Operation):
     child: int
 
     needs = frozenset({"fork"})
-    of_tokens = True
+    needs_tokens = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"fork sequence {self.parent} as sequence {self.child}"
 
-    def begins(self) -> list[int]:
+    def new_seqs(self) -> list[int]:
         return [self.child]
 
     def uses(self) -> list[int]:
         return [self.parent]
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.child]
 
     def fits(self, oracle: operation.Oracle) -> bool:
@@ -99,26 +105,27 @@ class Fork(operation.Operation):
     def change(self, oracle: operation.Oracle) -> None:
         oracle.fork(self.parent, self.child)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.fork(self.parent, self.child)
 
     def copies_blocks(self, oracle: operation.Oracle) -> bool:
         return oracle.fork_shares != "blocks"
 
-    def unshared(self, oracle: operation.Oracle) -> Copy:
+    def without_sharing(self, oracle: operation.Oracle) -> Copy:
         return Copy(self.parent, self.child, oracle.length(self.parent))
 
     @classmethod
-    def of_any(cls, writer: operation.Writer) -> Fork:
+    def draw_for_any(cls, writer: operation.Writer) -> Fork:
         return cls(writer.pick(writer.filled), *writer.fresh(1))
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if writer.filled and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.Move(70, 4, lambda: cls.of_any(writer))
+            yield operation.DrawOption(70, 4, lambda: cls.draw_for_any(writer))
 
 
 def refuse_fork_shares(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for an unknown choice of ``fork_shares``."""
     if adapter.fork_shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))
         raise TypeError(
@@ -126,34 +133,35 @@ def refuse_fork_shares(adapter: type[Any]) -> None:
         )
 
 
-# Calls that must be refused.
+# Bad calls
 
 
 @misuse("fork")
-def fork_unknown(at: Situation) -> Iterator[Call]:
-    call = partial(at.adapter.fork, NEVER, NEVER_EITHER)
+def fork_unknown(at: MisuseState) -> Iterator[Call]:
+    call = partial(at.adapter.fork, UNKNOWN_SEQ, OTHER_UNKNOWN_SEQ)
     yield "fork of a sequence that never was", call
 
 
 @misuse("fork", "free")
-def fork_freed(at: Situation) -> Iterator[Call]:
+def fork_freed(at: MisuseState) -> Iterator[Call]:
     for seq in at.freed()[-1:]:
-        yield "fork of a sequence that was freed", partial(at.adapter.fork, seq, NEVER)
+        yield "fork of a sequence that was freed", partial(at.adapter.fork, seq, UNKNOWN_SEQ)
 
 
 @misuse("fork")
-def fork_to_a_live_name(at: Situation) -> Iterator[Call]:
+def fork_to_a_live_name(at: MisuseState) -> Iterator[Call]:
     live = at.live
     if len(live) > 1:
         yield "fork to the name of another sequence", partial(at.adapter.fork, live[0], live[-1])
 
 
 _LARGE = (2, 20, 40, 0)
-"""Parents in a large history: of blocks of 4 tokens, those of 20 and 40 are partial."""
+"""Sequences of a large history that are forked; with blocks of 4 tokens, 20 and 40 end in a partial
+one."""
 
 
 def _large(at: Large) -> Iterator[operation.Operation]:
-    """Fork some of the rows, and put each behind its parent at the end of a batch."""
+    """Fork some of the rows, and move each parent and its child to the end of the batch."""
     for parent in _LARGE:
         if parent in at.names and len(at.names) < at.most_names:
             child = at.fresh()
@@ -166,7 +174,7 @@ FORKS = Capability(
     walk=lambda at: starmap(Fork, product(at.filled, at.names)),
     large=_large,
     misuse=(fork_unknown, fork_freed, fork_to_a_live_name),
-    sharded={"fork": Across.SAME},
+    sharded={"fork": RankPolicy.SAME},
     operations=(
         Copy,
         Fork,

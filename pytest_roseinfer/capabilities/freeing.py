@@ -1,4 +1,4 @@
-"""Freeing a sequence."""
+"""Freeing of sequences."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, Large, optional
-from pytest_roseinfer.capabilities.misuse import NEVER, Call, Situation, misuse
+from pytest_roseinfer.capabilities.capability import Capability, Large, RankPolicy, optional
+from pytest_roseinfer.capabilities.misuse import UNKNOWN_SEQ, Call, MisuseState, misuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 class FreeingMethods:
-    """The method that frees a sequence."""
+    """Adapter method that frees sequences."""
 
     @optional
     def free(self, seq: int) -> None:
-        """Forget a sequence; its name is used again for new ones.
+        """Free a sequence; its name may be used again.
 
-        It may be preempted, or anywhere between ``swap_out`` and ``finish_swap_in``. All that it
-        held is free then, in swap space too, and what was returned for it is passed to no other
-        call.
+        It may be preempted, or anywhere between ``swap_out`` and ``finish_swap_in``. All its blocks
+        become free, those in swap space too, and no handle that was returned for it is passed to
+        another call.
         """
 
 
@@ -34,47 +34,47 @@ class Free(operation.Operation):
 
     needs = frozenset({"free"})
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"free sequence {self.seq}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return self.seq in oracle.named
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
         oracle.free(self.seq)
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.moving.pop(self.seq, None)
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.swap_handles.pop(self.seq, None)
         cache.adapter.free(self.seq)
 
     @classmethod
-    def of_away(cls, writer: operation.Writer) -> Free:
-        """Draw one that is on its way back, as few are, or else any that is away."""
+    def draw_for_absent(cls, writer: operation.Writer) -> Free:
+        """Draw a sequence that is being swapped in, which is rare; else any absent one."""
         return cls(writer.pick(writer.oracle.hidden or [*writer.oracle.absent]))
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if writer.oracle.absent:
-            yield operation.Move(80, 2, lambda: cls.of_away(writer))
+            yield operation.DrawOption(80, 2, lambda: cls.draw_for_absent(writer))
         if writer.live:
-            # Where the next batch may find no room, freeing lets the history go on.
+            # When room is short, freeing lets the history go on.
             times = 8 if writer.oracle.pages_free() < 2 else 2
-            yield operation.Move(80, times, lambda: cls(writer.pick(writer.live)))
+            yield operation.DrawOption(80, times, lambda: cls(writer.pick(writer.live)))
 
 
-# Calls that must be refused.
-
-
-@misuse("free")
-def free_unknown(at: Situation) -> Iterator[Call]:
-    yield "free of a sequence that never was", partial(at.adapter.free, NEVER)
+# Bad calls
 
 
 @misuse("free")
-def free_twice(at: Situation) -> Iterator[Call]:
+def free_unknown(at: MisuseState) -> Iterator[Call]:
+    yield "free of a sequence that never was", partial(at.adapter.free, UNKNOWN_SEQ)
+
+
+@misuse("free")
+def free_twice(at: MisuseState) -> Iterator[Call]:
     for seq in at.freed()[-1:]:
         yield "free of a sequence that was freed", partial(at.adapter.free, seq)
 
@@ -88,6 +88,6 @@ FREEING = Capability(
     walk=lambda at: map(Free, at.oracle.sequences),
     large=_large,
     misuse=(free_unknown, free_twice),
-    sharded={"free": Across.SAME},
+    sharded={"free": RankPolicy.SAME},
     operations=(Free,),
 )

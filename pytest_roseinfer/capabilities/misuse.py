@@ -1,8 +1,8 @@
-"""Calls that a cache must refuse: how a capability makes them up.
+"""Kinds of bad calls, which capabilities register.
 
-A bad call is made up for the state that a cache is in, and its words do not depend on that state.
-Where a list of blocks is wrong, its last block is: a cache that checks one after the other has
-done half of the work by then.
+A bad call is built for the current state of a cache, but its description does not depend on that
+state. In a wrong list of blocks, the last block is the wrong one: a cache that checks blocks while
+it processes them has changed the others by then.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 else:
     from pytest_roseinfer.capabilities import torch
 
-NEVER, NEVER_EITHER = (1 << 15) - 1, (1 << 15) - 2
-"""Names that no history gives to a sequence."""
+UNKNOWN_SEQ, OTHER_UNKNOWN_SEQ = (1 << 15) - 1, (1 << 15) - 2
+"""Names that no history uses for a sequence."""
 
 Call = tuple[str, Callable[[], object]]
-"""A call in words, and a function that makes it."""
+"""The description of a call, and a function that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """A cache to misuse, and what it holds."""
+class MisuseState:
+    """A cache to misuse, and the oracle of its contents."""
 
     adapter: Any
     spec: CacheSpec
@@ -48,10 +48,10 @@ class Situation:
         return [seq for seq in self.oracle.sequences if seq not in absent]
 
     def gather_absent(self, seqs: Sequence[int]) -> Iterator[Call]:
-        """Yield a call that gathers the last of some sequences that are absent."""
+        """Yield a call that gathers the last of these absent sequences, if there is one."""
         for seq in seqs[-1:]:
             call = partial(self.adapter.gather, seq, self.last)
-            yield f"gather of a sequence that is {self.oracle.absent[seq].words}", call
+            yield f"gather of a sequence that is {self.oracle.absent[seq].description}", call
 
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
@@ -62,17 +62,17 @@ class Situation:
 
     @property
     def last(self) -> int:
-        """The last layer: a cache that checks only its first one does not refuse."""
+        """The last layer, which a cache that checks only its first one does not look at."""
         return self.spec.num_layers - 1
 
     def tables(self, layer: int) -> list[list[int]]:
-        """The blocks of sequences that have some, the newest sequence first."""
+        """Return the blocks of each sequence that has some, the newest sequence first."""
         shown = [self.adapter.table(seq, layer) for seq in self.live]
         tables = [[block for block in table if block is not None] for table in shown]
         return [table for table in reversed(tables) if table]
 
     def newest_length(self) -> int:
-        """The number of tokens of the newest sequence that has blocks."""
+        """Return the number of tokens of the newest sequence that has some."""
         return next(filter(None, map(self.oracle.length, reversed(self.live))))
 
 
@@ -84,25 +84,25 @@ class Misuse:
     """Its name in ``standard_bad_calls``."""
     needs: frozenset[str]
     """The methods that an adapter must define for it."""
-    made_up: Callable[[Situation], Iterator[Call]]
-    """Yields nothing where the state has nothing to misuse in this way."""
+    make_calls: Callable[[MisuseState], Iterator[Call]]
+    """Function that yields the calls; none if the state does not allow this misuse."""
 
 
 def misuse(
     *needs: str, name: str = ""
-) -> Callable[[Callable[[Situation], Iterator[Call]]], Misuse]:
-    """Make a function a kind of bad calls, of the same name where none is given."""
-    return lambda made_up: Misuse(name or made_up.__name__, frozenset(needs), made_up)
+) -> Callable[[Callable[[MisuseState], Iterator[Call]]], Misuse]:
+    """Turn a function into a kind of bad calls, named after the function unless ``name`` is set."""
+    return lambda make_calls: Misuse(name or make_calls.__name__, frozenset(needs), make_calls)
 
 
 def catalogue(adapter: type[Any]) -> Mapping[str, Misuse]:
-    """Return the kinds of bad calls that the capabilities of an adapter know, by their names."""
+    """Return the kinds of bad calls of an adapter's capabilities, by name."""
     return {each.name: each for one in adapter.capabilities for each in one.misuse}
 
 
-def standard_bad_calls(at: Situation) -> Iterator[BadCall]:
-    """Make up those that the adapter names."""
+def standard_bad_calls(at: MisuseState) -> Iterator[BadCall]:
+    """Yield the standard bad calls that the adapter declares."""
     known = catalogue(type(at.adapter))
     for name in at.adapter.standard_bad_calls:
-        for words, call in known[name].made_up(at):
+        for words, call in known[name].make_calls(at):
             yield BadCall(words, call, at.adapter.bad_call_errors)

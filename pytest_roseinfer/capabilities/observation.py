@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, Ledger
     from pytest_roseinfer.capabilities.operation import Operation
-    from pytest_roseinfer.capabilities.payload import Contents, Payload
+    from pytest_roseinfer.capabilities.payload import HeadMismatch, Payload
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Written
 
@@ -26,47 +26,48 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state that a cache shows; where asking raised an error, the error is in its place."""
+    """The visible state of a cache; an error that a method raised stands for its return value."""
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
-    """By route, sequence and layer."""
+    """Keys and values, by route, sequence and layer."""
     tables: Mapping[tuple[int, int], list[int | None] | Exception] | None = None
-    """Blocks, by sequence and layer; None where they are not offered."""
-    kept: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
-    """The slot or list of each sequence."""
+    """Blocks, by sequence and layer; None if the adapter has no ``table``."""
+    containers: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
+    """Slot or list of each sequence."""
     ledgers: Sequence[Ledger | Exception] = ()
-    """By layer."""
+    """Ledgers, by layer."""
     shards: Sequence[Snapshot] = ()
-    """The tables and ledgers of each rank."""
+    """Tables and ledgers of each rank."""
     matches: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
-    """How many tokens of a text the cache finds, by text and by how many it was asked for."""
+    """Number of tokens that a lookup found, by text and number of tokens looked up."""
     collided: frozenset[tuple[int, int]] = frozenset()
-    """The lookups, by the same, that may have missed a block since its hash is another one's."""
+    """Lookups that may have missed a block because of a hash collision, by the keys of
+    ``matches``."""
     arena: Pair | None = None
     scales: Pair | None = None
     counts: Counter[str] = field(default_factory=Counter)
-    """How often each path ran and each condition was met so far."""
+    """Runs of each path and times each condition was met, since ``make``."""
     _of_layers: dict[int, Mapping[int, list[int | None]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The answers of ``tables_of`` by now."""
+    """Cached results of ``tables_of``."""
 
     def tables_of(self, layer: int) -> Mapping[int, list[int | None]]:
-        """The blocks of every sequence in one layer."""
+        """Return the blocks of every sequence in one layer."""
         if layer not in self._of_layers:
             tables = self.tables_or_errors(layer).items()
             self._of_layers[layer] = {seq: _shown(table) for seq, table in tables}
         return self._of_layers[layer]
 
     def tables_or_errors(self, layer: int) -> dict[int, list[int | None] | Exception]:
-        """The same for a picture: an error is in the place of a table that cannot be read."""
+        """Return the tables of a layer for a picture, with errors in place of unreadable ones."""
         return {seq: table for (seq, at), table in (self.tables or {}).items() if at == layer}
 
     def ledger(self, layer: int) -> Ledger:
         return _shown(self.ledgers[layer])
 
     def ledger_or_none(self, layer: int) -> Ledger | None:
-        """The same for a picture: None where the cache has no ledger, or it cannot be read."""
+        """Return the ledger of a layer for a picture; None if the cache shows none."""
         ledger = self.ledgers[layer] if self.ledgers else None
         return None if isinstance(ledger, Exception) else ledger
 
@@ -75,8 +76,8 @@ class Snapshot:
         tables = (table for layer in layers for table in self.tables_of(layer).values())
         return Counter(block for table in tables for block in table if block is not None)
 
-    def books(self) -> list[object]:
-        """Everything that the cache's books say, in a form that can be compared."""
+    def tables_and_ledgers(self) -> list[object]:
+        """Return all tables and ledgers in a form that can be compared."""
         books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
         for ledger in map(_shown, self.ledgers):
             books.append((ledger.refcounts, sorted(ledger.free), ledger.swapped, ledger.num_free))
@@ -94,18 +95,18 @@ class Outcome:
     """The result of a step."""
 
     fits: bool = True
-    """There was room for all of it; if not, it was refused."""
+    """True if there was room for the whole step; otherwise it was refused."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The switches it was planned under."""
+    """Switches under which the step was planned."""
     written: Written | None = None
-    """The tokens that it stored; of a refused step, those of the rows that were admitted."""
+    """Stored tokens; of a refused step, those of the admitted rows; None if it stores none."""
     refusal: str = ""
-    """Why it had to be refused; empty where it was not."""
+    """Reason why the step had to be refused; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
-    """One answer of a cache that was asked for attention."""
+class AttentionOutput:
+    """The output of one attention call."""
 
     seqs: Sequence[int]
     layer: int
@@ -116,41 +117,41 @@ class Attended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A cache before and after a step, the step, and the oracle that says what is right."""
+    """A cache before and after a step, the step, and the oracle of the expected contents."""
 
     spec: CacheSpec
     declared: type[Any]
-    """The class of the adapter, for what it declares of its cache."""
+    """The adapter class, for its declarations."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks that padding may write to."""
     operation: Operation | None = None
-    """None where the cache was asked for attention, or a bad call was made."""
+    """The step; None after attention or a bad call."""
     before: Snapshot = field(default_factory=Snapshot)
     outcome: Outcome = field(default_factory=Outcome)
     after: Snapshot
     oracle: Oracle
-    """What the cache must hold after the step."""
+    """Expected contents after the step."""
     payload: Payload
-    seen: Mapping[int, int] = field(default_factory=dict)
-    """Every token that was ever to be written, and the sequence that was the first to do it."""
+    first_writers: Mapping[int, int] = field(default_factory=dict)
+    """The first sequence that wrote each token, by token; refused writes count too."""
     notes: Mapping[Any, Any] = field(default_factory=dict)
-    """What observers know that no single step shows, by their kinds."""
-    answers: Sequence[Attended] = ()
-    """The cache's answers, where it was asked between two steps."""
+    """Facts about earlier steps, by the kind of observer that recorded them."""
+    answers: Sequence[AttentionOutput] = ()
+    """Results of an inquiry between two steps."""
     bad_call: BadCall | None = None
     raised: BaseException | None = None
-    """What the bad call raised."""
+    """Error that the bad call raised; None if it raised none."""
 
     @property
-    def ran(self) -> dict[str, int]:
-        """The paths and conditions that were counted in this step."""
+    def step_counts(self) -> dict[str, int]:
+        """Changes in the counts of paths and conditions during this step, without zeros."""
         before, after = self.before.counts, self.after.counts
         return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
     def slots(self, layer: int) -> list[tuple[int | None, int]]:
-        """The block and position where each token just written must lie, in written order.
+        """Return the block and position of each token just written, in the order of the write.
 
-        The block is None if the write gave it back, since it had left the window.
+        The block is None if the write freed it because it had left the window.
         """
         slots: list[tuple[int | None, int]] = []
         if written := self.outcome.written:
@@ -162,75 +163,74 @@ class Observation:
         return slots
 
 
-# A finding: its words, its location, and where a misplaced token lies.
+# Findings
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A sequence, one of its blocks, or a slot of that, in one layer."""
+    """A sequence, one of its blocks, or a position in a block, in one layer."""
 
     layer: int
     holders: Mapping[int, int | None]
-    """The sequences that hold it, and which of their blocks it is; None where that is unknown."""
+    """Index of the block in each holder's table, by sequence; None if unknown."""
     block: int | None = None
-    """The block's number, where a block was looked at and not a sequence."""
+    """Number of the block; None if the location is a sequence's."""
     slot: int | None = None
-    """Position within the block."""
-    contents: Contents | None = None
+    """Position within the block; None for the whole block."""
+    contents: HeadMismatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, in words."""
+    """One violation of an invariant, in words."""
 
     what: str
     location: Location | None = None
     cause: BaseException | None = None
-    """What the cache raised."""
-    without_room: bool = False
-    """It was raised by a step that had to be refused."""
+    """Error that the cache raised; None if it raised none."""
+    on_refused_step: bool = False
+    """True if a step that had to be refused raised the error."""
 
 
-def in_words(error: BaseException) -> str:
-    """Return what an error is called and what it says, if that is anything."""
+def describe_error(error: BaseException) -> str:
+    """Return the class name of an error, and its message if it has one."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def location_of_block(
-    seen: Observation,
+    observation: Observation,
     layer: int,
     block: int,
     slot: int | None = None,
-    contents: Contents | None = None,
+    contents: HeadMismatch | None = None,
 ) -> Location:
     """Locate a block in every table that names it."""
-    tables = seen.after.tables_of(layer)
+    tables = observation.after.tables_of(layer)
     holders = {seq: table.index(block) for seq, table in tables.items() if block in table}
     return Location(layer, holders, block, slot, contents)
 
 
 def find_change(
-    seen: Observation, expected: Pair | None, found: Pair | None
-) -> tuple[Location, Contents] | None:
-    """Find the first slot in which two arenas differ, if both are shown and do."""
-    if expected is None or found is None:
+    observation: Observation, expected: Pair | None, actual: Pair | None
+) -> tuple[Location, HeadMismatch] | None:
+    """Find the first position in which two arenas differ; None if they are equal or not shown."""
+    if expected is None or actual is None:
         return None
-    for kind, was, now in zip("KV", expected, found, strict=True):
+    for kind, was, now in zip("KV", expected, actual, strict=True):
         if same_bits(was, now):
             continue
         wrong = (as_bits(was) != as_bits(now)).any(-1)
         layer, block, head, slot = wrong.nonzero()[0].tolist()
         rows = was[layer, block, head, slot], now[layer, block, head, slot]
-        contents = seen.payload.contents(*rows, layer, head, kind, sorted(seen.seen))
-        return location_of_block(seen, layer, block, slot, contents), contents
+        contents = observation.payload.describe_mismatch(
+            *rows, layer, head, kind, sorted(observation.first_writers)
+        )
+        return location_of_block(observation, layer, block, slot, contents), contents
     return None
 
 
-# Where a token lies that is not where it must be.
-
-
-def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
-    """Say which slot of a layer holds what is missing; nothing if none does."""
+def find_misplaced(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
+    """Describe the position of a layer that holds a missing row; empty if none does."""
     held = arena["KV".index(kind)][layer]
     places = (as_bits(held) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
     for block, other, slot in places:
@@ -240,29 +240,30 @@ def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tens
 
 
 AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL = "operation", "attention", "bad call"
-"""What an observation can be made after."""
+"""Kinds of observations, by the event that they follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """A check of an observation, and when it is due."""
+    """A check of observations, and the observations that it applies to."""
 
     name: str
-    """How reports call it."""
+    """Name in reports."""
     check: Callable[[Observation], Finding | None]
     rank: int
-    """The lowest rank is judged first: what it finds explains most."""
+    """Position in the order of checks; the lowest goes first, since its findings explain most."""
     needs: frozenset[str]
-    """What an adapter must offer for it; "windows" where layers have some."""
+    """Features that a cache must have for it, as in ``Run.features``."""
     after: frozenset[str]
+    """Kinds of observations that it applies to."""
 
-    def __call__(self, seen: Observation) -> Finding | None:
-        return self.check(seen)
+    def __call__(self, observation: Observation) -> Finding | None:
+        return self.check(observation)
 
 
 def invariant(
     *, rank: int, needs: Iterable[str] = (), after: Iterable[str] = (AFTER_STEP,)
 ) -> Callable[[Callable[[Observation], Finding | None]], Invariant]:
-    """Make a function an invariant of the same name."""
-    due = rank, frozenset(needs), frozenset(after)
-    return lambda check: Invariant(check.__name__, check, *due)
+    """Turn a function into an invariant of the same name."""
+    scope = rank, frozenset(needs), frozenset(after)
+    return lambda check: Invariant(check.__name__, check, *scope)

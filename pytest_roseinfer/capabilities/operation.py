@@ -1,7 +1,7 @@
-"""The contract of an operation, and the registry of all of them by name.
+"""The contract of an operation, and the registry of all operations by name.
 
 A new operation is a class under ``@operation.register(name)``, which makes it a frozen dataclass.
-Its annotated fields are what a trace holds of it.
+Traces store its annotated fields.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.payload import Poison, poison_of
+from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.oracle.pages import Written as Written
 
 if TYPE_CHECKING:
@@ -21,104 +21,105 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
-    from pytest_roseinfer.oracle.texts import Said as Said
+    from pytest_roseinfer.oracle.texts import TextSlice as TextSlice
 
 Rows = list[tuple[int, int]]
-"""Sequences, and how many tokens each gets."""
+"""Sequences, and the number of tokens that each gets."""
 Tokens = Sequence[int]
 MOST_SEQUENCES = 6
-"""The most sequences that a history has at a time."""
+"""Most sequences that a drawn history has at a time."""
 NAMING = ("seq", "seqs", "parent", "child")
-"""The fields of operations that name sequences, whatever the operation."""
+"""Fields that hold names of sequences, in all operations."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
 
 
 class Device:
-    """The device that a cache works on. This one does at once all that it is asked for."""
+    """The device that a cache works on; this base class is synchronous."""
 
     @property
     def idle(self) -> bool:
+        """True if no call is in flight."""
         return True
 
     def last_steps(self) -> Sequence[Operation]:
-        """Return the steps that a history ends with, for all to be looked at."""
+        """Return the last steps of a history, which make its final state readable."""
         return ()
 
     def run(self, count: int, stream: int) -> None:
-        """Make the next calls that a stream was asked for."""
+        """Make the next ``count`` calls of a stream."""
 
     def finish(self) -> None:
-        """Make all calls that the device was asked for."""
+        """Make all calls in flight."""
 
-    def working(self) -> AbstractContextManager[object]:
-        """Return a context in which torch may be asked for what the device does later."""
+    def torch_context(self) -> AbstractContextManager[object]:
+        """Return a context in which torch operations on the device's tensors are deferred."""
         return nullcontext()
 
     def hand_over(self, *tensors: torch.Tensor) -> None:
-        """Say that these are the device's: the cache is about to be handed them."""
+        """Register tensors as the device's, right before they are passed to the cache."""
 
     def overwrite(self, tensor: torch.Tensor) -> None:
-        """Use what was handed over for something else, behind all that the device was asked for."""
+        """Overwrite a tensor that was handed over, after all calls in flight."""
         tensor.copy_(poison_of(tensor.dtype, Poison.INPUT))
 
 
 @dataclass(slots=True)
-class Driven:
-    """A cache under test, and what an operation needs in order to drive it."""
+class CacheUnderTest:
+    """A cache under test, and the state that operations need to drive it."""
 
     adapter: Any
     options: Mapping[str, Any]
-    """The switches as they stand."""
-    planned_with: Mapping[str, Any] = field(default_factory=dict)
-    """The switches under which the present step was planned."""
-    reserved: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
-    """For each open reservation: what the cache returned, and the switches at that time."""
-    looked_up: dict[int, object] = field(default_factory=dict)
-    """For each sequence that is to begin with what is found: what the lookup returned."""
-    moving: dict[int, object] = field(default_factory=dict)
-    """For each sequence that is being copied out or back: what the cache returned."""
-    said: list[Said] = field(default_factory=list)
-    """What the rows of the present step say, where sequences have texts."""
+    """Current values of the switches."""
+    planned_options: Mapping[str, Any] = field(default_factory=dict)
+    """Switches under which the present step was planned."""
+    open_reservations: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
+    """Handle that the cache returned, and the switches at that time, of each open reservation."""
+    lookup_handles: dict[int, object] = field(default_factory=dict)
+    """Return values of ``look_up``, by the sequence that is to begin with them."""
+    swap_handles: dict[int, object] = field(default_factory=dict)
+    """Handles that the cache returned, by the sequence that is being swapped out or in."""
+    said: list[TextSlice] = field(default_factory=list)
+    """Texts of the rows of the present step; empty if sequences have no texts."""
     device: Device = field(default_factory=lambda: Device())
     key: Any = None
     value: Any = None
-    """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
+    """Keys and values that the present step writes, ``[layers, tokens, heads, head_dim]``."""
 
 
-def asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
-    """Ask a cache, which may be so broken that it raises; return the error then.
+def call_or_error(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """Call a method of a cache that may be broken; return its result or the error that it raised.
 
-    What is no answer at all is not judged, and ends the step.
+    An invalid return value is not judged: its error is raised and ends the step.
     """
     try:
         return ask(*arguments)
-    except WrongAnswer:
+    except InvalidReturnValue:
         raise
     except Exception as error:
         return error
 
 
 class Writer(Protocol):
-    """What an operation may ask for while it is drawn."""
+    """Source of random choices, and the history so far, for operations that are drawn."""
 
     adapter: type[Any]
     oracle: Oracle
 
     @property
     def live(self) -> list[int]:
-        """The sequences whose tokens are all written, and that are not away."""
+        """Sequences that are not absent and have no reserved tokens to write."""
 
     @property
     def filled(self) -> list[int]:
-        """Those of the live sequences that were not cut to nothing."""
+        """Live sequences with at least one token."""
 
     @property
-    def finds_prompts(self) -> bool:
-        """Whether the cache takes prompts, and may find what they begin with."""
+    def reuses_prefixes(self) -> bool:
+        """True if the cache takes prompts and may reuse their prefixes."""
 
-    over: bool
-    """No step may follow."""
+    no_more_steps: bool
+    """True if the history has its last step."""
 
     def take(self, step: Operation) -> None:
         """Add a step."""
@@ -128,22 +129,22 @@ class Writer(Protocol):
     def between(self, least: int, most: int) -> int: ...
 
     def shuffled(self, choices: Sequence[_T]) -> Sequence[_T]:
-        """Draw an order of these."""
+        """Draw an order of these choices."""
 
     def length(self, seq: int) -> int:
-        """Draw a length to cut a sequence to, most of them near the boundary of a block."""
+        """Draw a length to truncate a sequence to, most often near the boundary of a block."""
 
     def fresh(self, count: int) -> tuple[int, ...]:
         """Draw names that no sequence has."""
 
-    def beginner(self) -> int:
-        """Draw a name that no sequence has, most often one that says again what was said before."""
+    def name_reusing_prefix(self) -> int:
+        """Draw a name that no sequence has, most often one whose text repeats a stored prefix."""
 
-    def repeater(self, tokens: int) -> int:
-        """Draw a name that no sequence has, and that says again what was said for so long."""
+    def name_with_prefix(self, tokens: int) -> int:
+        """Draw a name that no sequence has, whose text repeats ``tokens`` tokens of another."""
 
-    def parting(self, tokens: int) -> int | None:
-        """Draw one that says something else before so many tokens, or None where none does."""
+    def name_without_prefix(self, tokens: int) -> int | None:
+        """Draw a name whose text differs within its first ``tokens`` tokens; None if none does."""
 
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         """Draw live and fresh sequences to append to."""
@@ -160,115 +161,116 @@ class Writer(Protocol):
         """Draw a value for every switch of the adapter."""
 
 
-class Move(NamedTuple):
+class DrawOption(NamedTuple):
     """One way to draw an operation."""
 
     rank: int
-    """Moves of a lower rank are simpler; Hypothesis shrinks towards them."""
+    """Complexity of the operation; Hypothesis shrinks towards the lowest rank."""
     times: int
-    """How often it is listed among all moves: twice is twice as likely."""
+    """Weight among all options: 2 is twice as likely as 1."""
     draw: Callable[[], Operation]
 
 
-Moves = Iterable[Move]
+DrawOptions = Iterable[DrawOption]
 
 
 class Operation:
-    """One step of a history. The methods defined here suit most; a kind overrides the rest."""
+    """One step of a history; subclasses override the defaults that do not fit them."""
 
     __slots__ = ()
 
     trace_name: ClassVar[str]
-    """Its name in traces, which stays as it is when the class gets another."""
+    """Its name in traces, which is kept when the class is renamed."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Abilities that an adapter must offer for it to be drawn."""
+    """Methods that an adapter must define for it to be drawn."""
     in_parts: ClassVar[bool] = False
-    """A cache may be handed its tokens one by one, so that its rows are no batch."""
+    """True if the cache may get its tokens one by one, so that its rows are not one batch."""
 
-    looks: ClassVar[bool] = False
-    """Everything is looked at behind it, for which the device must finish."""
-    of_tokens: ClassVar[bool] = False
-    """The sequences that it uses must hold a token."""
+    waits_for_device: ClassVar[bool] = False
+    """True if the device must finish after it, since the whole cache is read then."""
+    needs_tokens: ClassVar[bool] = False
+    """True if each sequence that it uses must have at least one token."""
     least: ClassVar[int] = 1
-    """The smallest number that its fields may hold, those in ``NAMING`` apart."""
+    """Smallest number that its fields may hold, except those in ``NAMING``."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         raise NotImplementedError
 
     def rows(self) -> Rows:
-        """List the rows that it appends to the books of a cache."""
+        """List the rows that it appends to tables of a cache."""
         return []
 
     def padding(self) -> int:
         """Count the rows that belong to no sequence."""
         return 0
 
-    def changed(self) -> list[int]:
-        """List the sequences that it begins, adds to, cuts or frees."""
+    def changed_seqs(self) -> list[int]:
+        """List the sequences that it begins, appends to, truncates or frees."""
         return [seq for seq, _ in self.rows()]
 
     # ------------------------------------------------------------------ on the oracle
 
     def written(self, oracle: Oracle) -> Written | None:  # noqa: ARG002
-        """Return the tokens that it is about to store."""
+        """Return the tokens that it is about to store; None if it stores none."""
         return None
 
-    def said(self, oracle: Oracle) -> list[Said]:
-        """List what the tokens of its rows say, where sequences have texts."""
-        return oracle.said(self.rows())
+    def text_slices(self, oracle: Oracle) -> list[TextSlice]:
+        """List the texts of its rows; empty if sequences have no texts."""
+        return oracle.text_slices(self.rows())
 
     def fits(self, oracle: Oracle) -> bool:
         return oracle.fits(self.rows())
 
     def possible(self, oracle: Oracle) -> bool:
-        """Return True if what it is about is there, which in a drawn history it mostly is.
+        """Return True if its sequences exist and its new names are unused.
 
-        A cache that shares by prefix may have had no room where the drawing had.
+        In a drawn history that can be False only after the cache had no room where the drawing
+        had, as with a cache that shares by prefix.
         """
-        others = {*oracle.absent, *oracle.promised}
-        if not others.isdisjoint([*self.changed(), *self.uses()]):
+        others = {*oracle.absent, *oracle.pending_seqs}
+        if not others.isdisjoint([*self.changed_seqs(), *self.uses()]):
             return False
-        if not (others | oracle.sequences.keys()).isdisjoint(self.begins()):
+        if not (others | oracle.sequences.keys()).isdisjoint(self.new_seqs()):
             return False
-        there = {seq for seq in oracle.sequences if oracle.length(seq) or not self.of_tokens}
+        there = {seq for seq in oracle.sequences if oracle.length(seq) or not self.needs_tokens}
         return there.issuperset(self.uses())
 
     def uses(self) -> list[int]:
-        """List the sequences that must be there."""
+        """List the sequences that must exist."""
         return []
 
-    def begins(self) -> list[int]:
+    def new_seqs(self) -> list[int]:
         """List the names that no sequence may have yet."""
         return []
 
-    def fitted(self, oracle: Oracle) -> Operation:  # noqa: ARG002
-        """Return the same with the numbers that follow from what the oracle holds."""
+    def fill_in_numbers(self, oracle: Oracle) -> Operation:  # noqa: ARG002
+        """Return a copy with the numbers that follow from the oracle's contents."""
         return self
 
     def allowed(self, oracle: Oracle) -> bool:  # noqa: ARG002
-        """Return False if a cache must refuse it, however much room there is."""
+        """Return False if a cache must refuse it, however much room it has."""
         return True
 
     def refusal(self, oracle: Oracle) -> Refusal:
-        """Return how a cache must refuse it, where it must."""
+        """Return the refusal that a cache must raise if it does not fit."""
         rows = self.rows()
-        room = f" ({oracle.room(rows)})" if rows else ""
+        room = f" ({oracle.describe_free_blocks(rows)})" if rows else ""
         return Refusal("full_errors", f"does not fit{room}", f"no room{room}", room)
 
     def may_find_blocks(self) -> bool:
-        """Return True if a cache that shares by prefix may find some of what it stores."""
+        """Return True if a cache that shares by prefix may reuse stored blocks for it."""
         return bool(self.rows())
 
-    def brings_back(self) -> list[int]:
-        """List the sequences whose blocks it may fill with what was copied out."""
+    def restored_seqs(self) -> list[int]:
+        """List the sequences whose blocks it may fill with swapped-out tokens."""
         return []
 
     def first(self, rows: int) -> Operation | None:  # noqa: ARG002
-        """Return the same with its first rows alone; None where it is all or nothing."""
+        """Return a copy with only its first rows; None if it is all or nothing."""
         return None
 
-    def admitted(self, oracle: Oracle) -> Operation | None:
-        """Return what is done of it: all where it fits, else the first rows or nothing."""
+    def admitted_part(self, oracle: Oracle) -> Operation | None:
+        """Return the part that is admitted: itself if it fits, else its first rows or None."""
         if not self.allowed(oracle):
             return None
         if self.fits(oracle):
@@ -280,8 +282,8 @@ class Operation:
         return self.first(fit) if fit else None
 
     def apply(self, oracle: Oracle) -> bool:
-        """Do what is admitted of it to the oracle; return False when not all of it is."""
-        admitted = self.admitted(oracle)
+        """Apply its admitted part to the oracle; return False if that is not all of it."""
+        admitted = self.admitted_part(oracle)
         if admitted:
             admitted.change(oracle)
         if admitted is not self:
@@ -289,51 +291,51 @@ class Operation:
         return admitted is self
 
     def refuse(self, oracle: Oracle, admitted: Operation | None) -> None:
-        """Do to the oracle what the first row does that is not admitted."""
-        behind = self.rows()[len(admitted.rows()) if admitted else 0 :]
-        if behind and self.allowed(oracle):
-            oracle.try_in_vain(behind[0][0])
+        """Apply the effects of its first refused row to the oracle."""
+        refused = self.rows()[len(admitted.rows()) if admitted else 0 :]
+        if refused and self.allowed(oracle):
+            oracle.slide_refused(refused[0][0])
 
     def change(self, oracle: Oracle) -> None:
-        """Do it to an oracle in which it fits."""
+        """Apply it to an oracle in which it fits."""
 
     # ------------------------------------------------------------------- on a cache
 
     def inputs(self, tokens: Tokens) -> Tokens:
-        """Return the tokens that the cache is handed, padding included."""
+        """Return the tokens that are passed to the cache, padding included."""
         return tokens
 
-    def drive(self, cache: Driven) -> object:
-        """Do it to a cache; return what ``settle`` needs of its answer."""
+    def drive(self, cache: CacheUnderTest) -> object:
+        """Apply it to a cache; return the cache's answer for ``settle``."""
         raise NotImplementedError
 
     def settle(self, oracle: Oracle, answer: object) -> str | None:  # noqa: ARG002
-        """Do to the oracle what depends on the cache's answer; say what is wrong with that."""
+        """Apply effects that depend on the cache's answer; return a problem with it, or None."""
         return None
 
     def copies_blocks(self, oracle: Oracle) -> bool:  # noqa: ARG002
-        """Return True if it may copy blocks though it stores no token."""
+        """Return True if it may copy blocks although it stores no token."""
         return False
 
-    # ------------------------------------------- other histories that must end alike
+    # ------------------------------------------ variants that must have equal results
 
     def reversed(self) -> Operation:
-        """Return the same with the rows of a batch in reverse order."""
+        """Return a copy with the rows of its batch in reverse order."""
         return self
 
     def halves(self) -> list[Operation]:
-        """Return the same as two batches of half the rows each."""
+        """Split its batch in two, each with half of the rows."""
         return [self]
 
-    def unshared(self, oracle: Oracle) -> Operation:  # noqa: ARG002
-        """Return the same without sharing what the oracle holds."""
+    def without_sharing(self, oracle: Oracle) -> Operation:  # noqa: ARG002
+        """Return an equivalent operation that shares no blocks with other sequences."""
         return self
 
-    # ------------------------------------------------------------------ as a drawing
+    # ----------------------------------------------------------------------- drawing
 
     @classmethod
-    def moves(cls, writer: Writer) -> Moves:  # noqa: ARG003
-        """List the ways to draw one now; none where none makes sense."""
+    def draw_options(cls, writer: Writer) -> DrawOptions:  # noqa: ARG003
+        """List the ways to draw one in the present state; empty if it makes no sense there."""
         return ()
 
     # --------------------------------------------------------------------- as JSON
@@ -352,25 +354,26 @@ class Operation:
 
 
 class Refusal(NamedTuple):
-    """The refusal that a step must meet, in the terms of an adapter and in words."""
+    """The refusal that a cache must raise for a step: its errors, and the reason in words."""
 
     errors: str
-    """The attribute of its adapter that names the errors to raise."""
+    """Attribute of the adapter that lists the errors to raise."""
     problem: str
-    """The fault of the step, after "a write that"."""
+    """Fault of the step, as in "a write that <problem>"."""
     reason: str
+    """The same fault as a noun phrase."""
     room: str = ""
     """Room that the step needs and the cache has, in brackets; empty if it needs none."""
 
 
 class Write(Operation):
-    """An operation that stores new tokens of its rows at once."""
+    """An operation that stores new tokens for its rows in one call."""
 
     __slots__ = ()
 
     layout: str
 
-    def laid_out(self) -> str:
+    def describe_layout(self) -> str:
         return "" if self.layout == "plain" else f" (inputs {self.layout})"
 
     def tokens(self, oracle: Oracle) -> Tokens:
@@ -383,21 +386,21 @@ class Write(Operation):
         oracle.append(self.rows(), self.tokens(oracle))
 
 
-def take_while_they_fit(writer: Writer, steps: Iterator[Operation]) -> None:
+def add_while_fitting(writer: Writer, steps: Iterator[Operation]) -> None:
     """Add steps to a history until one finds no room."""
     for step in steps:
-        if writer.over or not step.fits(writer.oracle):
+        if writer.no_more_steps or not step.fits(writer.oracle):
             return
         writer.take(step)
 
 
 OPERATIONS: dict[str, type[Operation]] = {}
-"""Every kind of operation, by the name that a trace gives it."""
+"""All kinds of operations, by their names in traces."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
-    """Make a class a frozen dataclass, and a kind of operation that traces have by this name."""
+    """Turn a class into a frozen dataclass, and register it under its name in traces."""
 
     def registered(kind: type[_Kind]) -> type[_Kind]:
         kind.trace_name = name

@@ -1,8 +1,7 @@
 """The bits that are written for a token, their layout in memory, and the poison of free blocks.
 
-Bits are coded by sequence, position, layer, head, and K or V. Every element of every token
-differs, so a misplaced one shows, and what is found in the wrong place can be decoded back to
-where it belongs.
+Bits encode the sequence, position, layer, head, and K or V. All elements of all tokens differ, so
+a misplaced row is detected and can be decoded to the place where it belongs.
 """
 
 from __future__ import annotations
@@ -25,40 +24,40 @@ if TYPE_CHECKING:
 else:
     from pytest_roseinfer.capabilities import torch
 
-# Numbers for caches that round: coarse enough to stay apart, and of sizes that tell scales apart.
+# Payloads for quantised caches: distinct after rounding, with magnitudes that reveal a wrong scale
 #
-# All elements of a token are about as large as its greatest, so that none of them is lost in the
-# rounding. Its greatest is up to 32 times as large as that of the next token or, where a block has
-# one scale, up to 256 times that of the next block, so that the scale of another one shows.
-# Elements are below 2, as attention needs them, and where tokens are rounded one by one no
-# ``float8_e4m3fn`` of them is subnormal.
+# All elements of a token have about the same magnitude, so that rounding loses none of them. The
+# magnitudes of two tokens differ by a factor of up to 32, or, where a block has one scale, those of
+# two blocks by up to 256, so that another one's scale is detected. Elements are below 2, as
+# attention needs them, and with one scale per token none of them is subnormal in ``float8_e4m3fn``.
 
 
 _TELLING = 4
-"""Elements of a row that can tell whether it is another one enlarged."""
+"""Elements of a row from which on it can be recognised as a multiple of another one."""
 _ALIKE = 0.995
+"""Cosine similarity above which one row is taken for a multiple of the other."""
 
 
 def coarse(element: Tensor, token: Tensor, page: Tensor, over: str) -> Tensor:
-    """Make numbers out of random bits: of each element, of its token, and of its page."""
+    """Make values from random bits of each element, its token and its page."""
     size = 0.5 + (element & 0xFFFF) / (1 << 17)
     sign = 1 - 2 * ((element >> 16) & 1)
-    # The tokens of a page that has one scale differ by an octave, or small ones would be lost.
+    # Tokens that share the scale of a page differ by one octave at most, or small ones were lost.
     octave = token % 6 if over == "token" else page % 5 * 2 + token % 2
     return sign * size * torch.exp2(1.0 - octave)
 
 
-def times_as_large(want: Tensor, found: Tensor) -> float | None:
-    """Say how many times as large as wanted a row is, as with the scale of another, if it is so."""
-    if found.dtype != want.dtype or len(want) < _TELLING:
+def times_as_large(expected: Tensor, actual: Tensor) -> float | None:
+    """Return the factor between two rows, as a wrong scale makes it; None if there is no factor."""
+    if actual.dtype != expected.dtype or len(expected) < _TELLING:
         return None
-    cosine = float(torch.cosine_similarity(want.double(), found.double(), 0))
-    return float(found.norm() / want.norm()) if cosine > _ALIKE else None
+    cosine = float(torch.cosine_similarity(expected.double(), actual.double(), 0))
+    return float(actual.norm() / expected.norm()) if cosine > _ALIKE else None
 
 
-# What stands where nobody may read: NaNs that say how they came there.
+# Poison: NaNs in memory that must not be read, whose bits carry the reason
 #
-# A dtype of 8 bits has no room for that, and one of integers has no NaN: there poison is plain.
+# An 8-bit dtype has no bits for a reason, and an integer dtype has no NaN: poison has none there.
 
 
 _QUIET = {
@@ -67,31 +66,31 @@ _QUIET = {
     "float32": ("int32", 0x7FC0_0000, 19),
     "float64": ("int64", 0x7FF8 << 48, 48),
 }
-"""Of each dtype: its bits as an integer, the bits of NaN, and the place of three that are free."""
+"""The integer dtype, the bits of NaN, and the shift to three free bits, by dtype."""
 
 
 class Poison(IntEnum):
-    """Why a place must not be read; its NaNs carry the value."""
+    """Reason why memory must not be read, which its NaNs carry as a number."""
 
     NEVER_WRITTEN = 1
     FREED = 2
     INPUT = 3
-    NOT_YET = 4
+    NOT_COMPUTED = 4
 
 
 _WORDS = {
     Poison.NEVER_WRITTEN: "poison (nothing has been written there yet)",
     Poison.FREED: "poison (the block was freed, and nothing has been written there since)",
     Poison.INPUT: "poison (input was kept and not copied: its memory has another use now)",
-    Poison.NOT_YET: "poison (the device has not come to it yet)",
+    Poison.NOT_COMPUTED: "poison (the device has not computed it yet)",
 }
-WORDS = {
+POISON_DESCRIPTIONS = {
     (name, nan | why << place): _WORDS[why]
     for name, (_, nan, place) in _QUIET.items()
     for why in Poison
 }
-"""What the bits of a number say, by the name of its dtype, if it is poison."""
-ANY_NAN = "NaN (poison, or what became of it)"
+"""Descriptions of poison, by the name of the dtype and the bits of the number."""
+ANY_NAN = "NaN (poison, or computed from it)"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -100,7 +99,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @cache
 def poison_of(dtype: torch.dtype, why: Poison) -> torch.Tensor:
-    """Return the NaN that stands for a reason; one without a reason where the dtype has no room."""
+    """Return the NaN of a reason; a plain NaN if the dtype has no bits for a reason."""
     if name_of(dtype) not in _QUIET:
         return torch.tensor(float("nan"))
     integer, nan, place = _QUIET[name_of(dtype)]
@@ -108,7 +107,7 @@ def poison_of(dtype: torch.dtype, why: Poison) -> torch.Tensor:
 
 
 def poison(tensor: torch.Tensor, why: Poison) -> None:
-    """Overwrite what nobody may read: with NaN, or with codes at the end of their range."""
+    """Overwrite memory that must not be read: with NaN, or the lowest or highest integer."""
     if tensor.is_floating_point():
         tensor.copy_(poison_of(tensor.dtype, why))
     else:
@@ -118,30 +117,30 @@ def poison(tensor: torch.Tensor, why: Poison) -> None:
 
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
-_NOT_KEPT = ", which are not kept where numbers go through another dtype"
+_NOT_KEPT = ", which a conversion through another dtype loses"
 _NARROWER = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _NO_ELEMENT = 65535
-"""In the place of an element, for numbers that all elements of a token share."""
+"""Element number for random bits that all elements of a token share."""
 
 VIEWS = ("plain", "fused", "transposed", "strided")
-"""Names for ``lay_out`` that change strides alone."""
+"""Layouts of ``lay_out`` that change only strides."""
 LAYOUTS = (*VIEWS, "apart", "wider")
-"""All names. With ``apart``, keys and values are laid out differently."""
+"""All layouts. With ``apart``, keys and values are laid out differently."""
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """Copy ``[layers, tokens, heads, head_dim]`` values to other strides or dtype."""
-    if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
+    if layout == "fused":  # one third of a wider tensor, like the output of a qkv projection
         wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
         wide[:, :, 1] = tensor
         return wide[:, :, 1]
-    if layout == "transposed":  # [heads, tokens] in memory, as a prompt's keys are
+    if layout == "transposed":  # [heads, tokens] in memory, like the keys of a prompt
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "strided":  # every other element of the last dimension
         wide = tensor.new_empty((*tensor.shape, 2))
         wide[..., 1] = tensor
         return wide[..., 1]
-    if layout == "wider":  # a dtype the cache must convert from, losing nothing
+    if layout == "wider":  # a dtype that the cache must convert from, without loss
         return tensor.float()
     return tensor.clone()
 
@@ -165,7 +164,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Compare many pairs at once: a GPU is waited for once, and not for every pair."""
+    """Compare many pairs of tensors with a single synchronisation of the GPU."""
     if any(_kind(one) != _kind(other) for one, other in pairs):
         return False
     sides = [[as_bits(pair[side]).flatten() for pair in pairs] for side in (0, 1)]
@@ -173,32 +172,32 @@ def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bits that must be on in a number of moderate size, and the one that must be off.
+    """Return the bits that are set in a number of moderate size, and the bit that is clear.
 
-    With the top bit of its exponent off, a number is below 2, and neither NaN nor infinite.
-    With all others on but the last three, it is no smaller than 1/128.
+    With the top bit of its exponent clear, a number is below 2, and neither NaN nor infinite.
+    With all other exponent bits but the last three set, it is no smaller than 1/128.
     """
     top = dtype.itemsize * 8 - 2
     mantissa = round(-math.log2(torch.finfo(dtype).eps))
     return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
 
 
-class Place(NamedTuple):
-    """Where a row of bits belongs."""
+class HeadPosition(NamedTuple):
+    """The place where a row of bits belongs."""
 
     token: int
     layer: int
     head: int
     kind: str
 
-    def words(self, here: tuple[int, int, str]) -> str:
-        """Name the token, and its layer, head and kind where these are not those of ``here``."""
-        token, *own = self
-        elsewhere = f", layer {self.layer}, head {self.head}, {self.kind}" * (tuple(own) != here)
+    def describe(self, here: tuple[int, int, str]) -> str:
+        """Describe the token, with layer, head and kind if these differ from ``here``."""
+        token, *place = self
+        elsewhere = f", layer {self.layer}, head {self.head}, {self.kind}" * (tuple(place) != here)
         return token_words(token) + elsewhere
 
-    def unlike(self, other: Place) -> str:
-        """Say what mistake would leave ``other`` here, if it is a common one."""
+    def likely_cause(self, other: HeadPosition) -> str:
+        """Describe a common mistake that would put ``other`` here; empty if none would."""
         if self.token != other.token:
             return "one position off" * (abs(self.token - other.token) == 1)
         if self.kind != other.kind:
@@ -208,18 +207,18 @@ class Place(NamedTuple):
         return "another head's" * (self.head != other.head)
 
 
-def rounded_to(exact: torch.Tensor, found: torch.Tensor) -> str:
-    """Name the dtype to which a row was rounded on its way; nothing if that is not what it was."""
+def rounded_to(exact: torch.Tensor, actual: torch.Tensor) -> str:
+    """Return the dtype to which a row was rounded; empty if rounding does not explain it."""
     for name in _NARROWER:
         narrow = getattr(torch, name)
-        if narrow != exact.dtype and same_bits(exact.to(narrow).to(exact.dtype), found):
+        if narrow != exact.dtype and same_bits(exact.to(narrow).to(exact.dtype), actual):
             return name
     return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What one head of one slot should hold and what it holds, in words."""
+class HeadMismatch:
+    """The expected and the actual contents of one head of one token, in words."""
 
     head: int
     kind: str
@@ -227,32 +226,32 @@ class Contents:
     expected: str
     found: str
     token: int | None
-    """The token found, if it is one."""
-    looks: str = ""
-    """Like what mistake it looks."""
+    """Token whose bits were found; None if they are no token's."""
+    likely_cause: str = ""
+    """Likely cause, in words; empty if unknown."""
 
-    def words(self) -> str:
-        looks = f": {self.looks}" * bool(self.looks)
-        return f"expected {self.expected}, found {self.found}{looks}"
+    def describe(self) -> str:
+        likely_cause = f": {self.likely_cause}" * bool(self.likely_cause)
+        return f"expected {self.expected}, found {self.found}{likely_cause}"
 
 
 @dataclass(slots=True)
 class Payload:
-    """Codes tokens for caches of one spec."""
+    """Encoder of tokens as keys and values, for caches of one spec."""
 
     spec: CacheSpec
     finite: bool = True
-    """Numbers of moderate size. Off: any bit pattern, NaN payloads and infinities too."""
+    """True for numbers of moderate size; False for any bit pattern, with NaNs and infinities."""
     tolerance: Tolerance | None = None
-    """How far what is read back may be off. With it, numbers are of moderate size in any case."""
+    """Tolerance of a quantised cache, whose numbers are always of moderate size; None if exact."""
     _known: torch.Tensor | None = field(default=None, init=False, repr=False)
-    """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
+    """Tokens encoded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    """Where each token stands in there."""
+    """Index of each token in ``_known``."""
 
     @classmethod
     def of(cls, adapter: type[Any], spec: CacheSpec, *, finite: bool) -> Self:
-        """Return what codes tokens for the cache of an adapter."""
+        """Return the payload for a cache of an adapter."""
         return cls(spec, finite, adapter.tolerance.get(spec.dtype))
 
     @property
@@ -263,21 +262,21 @@ class Payload:
 
     @property
     def rounds_blocks(self) -> bool:
-        """A token may change as others come into its block, which has one scale."""
+        """True if a write may change other tokens of its block, since a block has one scale."""
         return self.tolerance is not None and self.tolerance.over == "block"
 
     def __post_init__(self) -> None:
         self.finite = self.finite or self.tolerance is not None
 
     def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Code keys and values in one layer, ``[tokens, heads, head_dim]``."""
+        """Encode keys and values of one layer, ``[tokens, heads, head_dim]``."""
         keys, values = self.all_layers(tokens, slice(layer, layer + 1))
         return keys[0], values[0]
 
     def all_layers(
         self, tokens: Sequence[int], layers: slice = slice(None)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Code keys and values, ``[layers, tokens, heads, head_dim]``; they may be overwritten."""
+        """Encode keys and values as fresh tensors, ``[layers, tokens, heads, head_dim]``."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._place]
         if new or self._known is None:
             coded = self._coded(new, range(self.spec.num_layers))
@@ -302,8 +301,8 @@ class Payload:
         if self.tolerance:
             pages = [page_number(token, self.spec.block_size) for token in tokens]
             by_token, by_page = scrambled(tokens, _NO_ELEMENT), scrambled(pages, _NO_ELEMENT)
-            found = coarse(scrambled(tokens, inner), by_token, by_page, self.tolerance.over)
-            return found.to(self.dtype)
+            values = coarse(scrambled(tokens, inner), by_token, by_page, self.tolerance.over)
+            return values.to(self.dtype)
         bits = scrambled(tokens, inner).to(_integer(self.dtype.itemsize))
         if self.finite:
             low, high = _exponent_bits(self.dtype)
@@ -311,14 +310,14 @@ class Payload:
         return bits.view(self.dtype)
 
     def inputs(self, tokens: Sequence[int], layout: str) -> list[torch.Tensor]:
-        """Code keys and values in all layers, laid out to be handed to a cache."""
+        """Encode keys and values of all layers, in the memory layout that a cache is to get."""
         if layout == "wider" and not self.finite:
-            layout = "plain"  # NaN patterns survive no conversion
+            layout = "plain"  # a conversion changes the bits of NaNs
         layouts = ("fused", "transposed") if layout == "apart" else (layout, layout)
         both = zip(self.all_layers(tokens), layouts, strict=True)
-        return [lay_out(tensor, own) for tensor, own in both]
+        return [lay_out(tensor, name) for tensor, name in both]
 
-    def contents(
+    def describe_mismatch(
         self,
         want: torch.Tensor,
         got: torch.Tensor,
@@ -326,25 +325,28 @@ class Payload:
         head: int,
         kind: str,
         known: Sequence[int],
-    ) -> Contents:
-        """Put two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
-        place = self._belongs(want, layer, head, known)
-        other = self._belongs(got, layer, head, known)
+    ) -> HeadMismatch:
+        """Describe two rows ``[head_dim]`` in words, decoded to ``known`` tokens if possible."""
+        place = self._find_position(want, layer, head, known)
+        other = self._find_position(got, layer, head, known)
         here = layer, head, kind
-        found = other.words(here) if other else self._words(got, want)
-        looks = place.unlike(other) if place and other else ""
-        expected = place.words(here) if place else self._words(want)
-        return Contents(head, kind, expected, found, other.token if other else None, looks)
+        actual = other.describe(here) if other else self._words(got, want)
+        likely_cause = place.likely_cause(other) if place and other else ""
+        expected = place.describe(here) if place else self._words(want)
+        return HeadMismatch(
+            head, kind, expected, actual, other.token if other else None, likely_cause
+        )
 
     def _words(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
-        """Put a row that is no token's in words, and how it differs from the ``right`` one."""
+        """Describe a row that is no token's, and its difference from the ``right`` one."""
         if row.dtype != self.dtype:
             return f"the codes {row.tolist()[:4]}..."
         if not as_bits(row).any():
             return "zeros"
         if row.isnan().all():
             bits = {
-                WORDS.get((name_of(row.dtype), each), ANY_NAN) for each in as_bits(row).tolist()
+                POISON_DESCRIPTIONS.get((name_of(row.dtype), each), ANY_NAN)
+                for each in as_bits(row).tolist()
             }
             return " and ".join(sorted(bits)) + ", or its scale is" * bool(self.tolerance)
         bits_of_none = f"bits no token has ({row.tolist()[:4]}...)"
@@ -369,10 +371,10 @@ class Payload:
             return f"that but for elements {_listed(wrong)}: {self._words(row[wrong])}"
         return f"{bits_of_none}, {off}"
 
-    def _belongs(
+    def _find_position(
         self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
-    ) -> Place | None:
-        """Find where a row of bits belongs; the layer and head it was found in come first."""
+    ) -> HeadPosition | None:
+        """Find the place where a row of bits belongs, first in the given layer and head."""
         if row.dtype != self.dtype:
             return None
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
@@ -381,7 +383,7 @@ class Payload:
                 coded = self._coded([token], layers)
                 if hit := alike(coded, row).all(-1).nonzero().tolist():
                     kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
-                    return Place(token, layers[layer_at], head_at, "KV"[kind])
+                    return HeadPosition(token, layers[layer_at], head_at, "KV"[kind])
         return None
 
     def _near(self, coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -391,7 +393,7 @@ class Payload:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """List ascending numbers, as a range where none is left out."""
+    """List ascending numbers, as a range if they are consecutive."""
     first, last = numbers[0], numbers[-1]
     if last - first + 1 == len(numbers) > 2:
         return f"{first} to {last}"
@@ -403,15 +405,16 @@ def _equal(coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 
 def page_number(token: int, block_size: int) -> int:
-    """Number the page that a token was written to: tokens of one sequence and page have the same.
+    """Number the page that a token was written to, alike for all tokens of the page.
 
-    That is as long as the sequence is not cut.
+    After a truncation, new tokens of the same page get another number.
     """
     wrote, position = divmod(token, POSITIONS)
     return wrote * POSITIONS + position // block_size
 
 
 def token_words(token: int) -> str:
+    """Describe a token by its sequence or text, and its position."""
     seq, position, life = token_parts(token)
     if seq == PADDING_SEQUENCE:
         return f"padding row {position}"

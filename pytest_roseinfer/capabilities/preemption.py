@@ -1,4 +1,4 @@
-"""Preempting a sequence, and writing its tokens again."""
+"""Preemption of sequences, whose tokens are written again later."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
-from pytest_roseinfer.capabilities.misuse import Call, Situation, misuse
-from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.capabilities.misuse import Call, MisuseState, misuse
+from pytest_roseinfer.capabilities.writes import draw_long_writes
 from pytest_roseinfer.oracle.pages import Absence, State
 from pytest_roseinfer.words import some
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class PreemptionMethods:
-    """The methods of preemption."""
+    """Adapter methods for preemption."""
 
     @optional
     def preempt(self, seq: int) -> None:
-        """Give up the blocks of a sequence, which keeps its name until ``resume`` or ``free``."""
+        """Free the blocks of a sequence, which keeps its name until ``resume`` or ``free``."""
 
     @optional
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -32,53 +32,54 @@ class PreemptionMethods:
 
 @dataclass(slots=True)
 class Preempted(State):
-    """The sequences that gave up their blocks, and whose tokens are to be written again."""
+    """Preempted sequences, whose tokens are to be written again."""
 
     any_of: ClassVar = ("preempt",)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of each preempted sequence."""
 
     @property
     def absent(self) -> Mapping[int, Absence]:
         return {seq: Absence("preempted", tokens) for seq, tokens in self.tokens.items()}
 
-    def freed(self, seq: int) -> None:
+    def on_free(self, seq: int) -> None:
         self.tokens.pop(seq, None)
 
 
 def preempted(oracle: operation.Oracle) -> dict[int, list[int]]:
-    """Return the tokens of the sequences that are preempted."""
-    return oracle.begun(Preempted).tokens
+    """Return the tokens of each preempted sequence."""
+    return oracle.ensure_state(Preempted).tokens
 
 
 @operation.register("Preempt")
 class Preempt(operation.Operation):
-    """Have a sequence give up its blocks."""
+    """Preempt a sequence, which frees its blocks."""
 
     seq: int
 
     needs = frozenset({"preempt", "resume"})
-    of_tokens = True
+    needs_tokens = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"preempt sequence {self.seq}"
 
     def uses(self) -> list[int]:
         return [self.seq]
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
         preempted(oracle)[self.seq] = oracle.tokens(self.seq)
-        oracle.give_up(self.seq)
+        oracle.release_pages(self.seq)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.preempt(self.seq)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if writer.filled:
-            yield operation.Move(121, 3, lambda: cls(writer.pick(writer.filled)))
+            yield operation.DrawOption(121, 3, lambda: cls(writer.pick(writer.filled)))
 
 
 @operation.register("Resume")
@@ -87,7 +88,7 @@ class Resume(operation.Write):
 
     seq: int
     count: int
-    """How many tokens that is."""
+    """Number of its tokens."""
     layout: str = "plain"
 
     needs = frozenset({"preempt", "resume"})
@@ -95,14 +96,14 @@ class Resume(operation.Write):
     def rows(self) -> operation.Rows:
         return [(self.seq, self.count)]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         tokens = some(self.count, "token")
-        return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
+        return f"resume sequence {self.seq}, with its {tokens}{self.describe_layout()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return len(preempted(oracle).get(self.seq, ())) == self.count
 
-    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+    def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
         tokens = preempted(oracle).get(self.seq, ())
         return Resume(self.seq, len(tokens) or self.count, self.layout)
 
@@ -113,11 +114,11 @@ class Resume(operation.Write):
         oracle.append(self.rows(), self.tokens(oracle))
         del preempted(oracle)[self.seq]
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.resume(self.seq, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         oracle = writer.oracle
         rows = [(seq, len(tokens)) for seq, tokens in preempted(oracle).items()]
         fitting = [row for row in rows if oracle.fits([row])]
@@ -126,15 +127,15 @@ class Resume(operation.Write):
             return cls(*writer.pick(fitting or rows), writer.layout())
 
         if rows:
-            yield operation.Move(122, 6 if fitting else 3, drawn)
-            yield from floods(writer)
+            yield operation.DrawOption(122, 6 if fitting else 3, drawn)
+            yield from draw_long_writes(writer)
 
 
-# Calls that must be refused.
+# Bad calls
 
 
 @misuse("gather", "preempt")
-def gather_preempted(at: Situation) -> Iterator[Call]:
+def gather_preempted(at: MisuseState) -> Iterator[Call]:
     yield from at.gather_absent([*preempted(at.oracle)])
 
 
@@ -142,7 +143,9 @@ PREEMPTION = Capability(
     methods=PreemptionMethods,
     misuse=(gather_preempted,),
     states=(Preempted,),
-    way_back=lambda oracle: [Resume(seq, len(own)) for seq, own in preempted(oracle).items()],
+    return_steps=lambda oracle: [
+        Resume(seq, len(tokens)) for seq, tokens in preempted(oracle).items()
+    ],
     needs={"preempt": ("resume",), "resume": ("preempt",)},
     operations=(
         Preempt,

@@ -1,4 +1,4 @@
-"""Prefix reuse: lookups of texts, what they must find, and the order of evictions."""
+"""Prefix reuse: lookups of texts, their expected results, and the eviction order."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -10,157 +10,159 @@ from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zlib import crc32
 
-from pytest_roseinfer.capabilities import answers, operation
+from pytest_roseinfer.capabilities import operation, return_values
+from pytest_roseinfer.capabilities.cached_blocks import CachedBlocks, cached_blocks_note, evictions
 from pytest_roseinfer.capabilities.capability import (
-    Across,
     Capability,
-    Look,
     Observer,
     Prelude,
+    RankPolicy,
     Ranks,
     Run,
+    SnapshotScope,
     Traits,
     View,
     Walk,
     optional,
 )
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.kept_blocks import KeptTexts, evictions, note_of
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
     invariant,
 )
-from pytest_roseinfer.capabilities.operation import asked
+from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.capabilities.truncation import Truncate
-from pytest_roseinfer.capabilities.writes import Append, Prefill, floods, start
+from pytest_roseinfer.capabilities.writes import Append, Prefill, begin_sequence, draw_long_writes
 from pytest_roseinfer.oracle.pages import State, first_live
-from pytest_roseinfer.oracle.texts import same_block_behind_another
+from pytest_roseinfer.oracle.texts import explain_equal_block
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.oracle.oracle import Oracle
-    from pytest_roseinfer.oracle.texts import Said
+    from pytest_roseinfer.oracle.texts import TextSlice
 
 
 @dataclass(frozen=True)
 class PrefixTraits(Traits):
-    """The blocks that sequences share, what is found of a text, and the order of evictions."""
+    """Shared blocks, results of lookups, and the eviction order."""
 
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
-    """Blocks that sequences share: those that ``fork`` shares, ``"exact"``; with ``use_tokens``,
-    ``table`` and ``ledger``, any whose tokens and all before them are equal, ``"equal prefixes"``;
-    or ``"none"``."""
+    """Blocks that sequences share: with ``"exact"``, those that ``fork`` shares; with
+    ``"equal prefixes"``, also blocks with equal tokens and equal prefixes, which needs
+    ``use_tokens``, ``table`` and ``ledger``; with ``"none"``, no blocks."""
     granularity: Literal["block", "token"] = "block"
     """Unit in which ``match_prefix`` finds tokens: whole blocks, or single tokens."""
     recomputed_tokens: Literal[0, 1] = 0
     """Last tokens of a text that are never found, since the model computes them again."""
     finds: Literal["all", "some"] = "all"
     """Part of the stored tokens of a text that ``match_prefix`` must find. With ``use_hash`` it may
-    find less where a hash that it needs is also that of another thing, which a step hashed, or
-    where it hashes fewer things than it looks for."""
+    find fewer if a hash that it needs collides with that of another thing, which a step hashed, or
+    if it hashes fewer things than the blocks that it looks up."""
     evicts: Literal["any", "least recent"] = "any"
-    """Block that is evicted first among those that a ledger has as ``cached``. ``"least recent"``
-    is the one that its last holder released longest ago, and of those that one sequence released
-    at once, the one nearest to its end. A lookup does not renew a block; a sequence that begins
-    with it does, when it releases it. Free blocks that are not ``cached`` may go before and after.
-    Needs ``use_tokens``, ``table`` and ``ledger``."""
+    """Block that is evicted first among the ``cached`` ones of a ledger. ``"least recent"`` is the
+    block whose last holder released it longest ago, and among blocks that one sequence released at
+    once, the one nearest to its end. A lookup does not renew a block; a sequence that begins with
+    the block renews it by releasing it. Free blocks that are not ``cached`` may be reused before or
+    after. Needs ``use_tokens``, ``table`` and ``ledger``."""
     keeps_prefix: bool = False
-    """True if what ``begin_with`` found can be found as long as the sequence holds it. Where the
-    sequence writes into such a block, or cuts one, it gets a copy as if others held the block, and
-    there must be room for that."""
+    """True if the blocks that a sequence got by ``begin_with`` can be found as long as it holds
+    them. If the sequence writes into such a block, or truncates within it, the block is copied as
+    if others held it, and there must be room for the copy."""
 
 
 class PrefixMethods:
-    """The methods of prefix reuse."""
+    """Adapter methods for prefix reuse."""
 
     prefixes: ClassVar[PrefixTraits] = PrefixTraits()
-    """The blocks that sequences share, what is found of a text, and the order of evictions."""
+    """Shared blocks, results of lookups, and the eviction order."""
 
     @optional
     def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Receive the token ids of the next write, or of the next ``reserve``.
 
-        A list for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
-        tokens are appended. Sequences whose first token ids are equal store the same for them. A
-        fork begins with the token ids of its parent.
+        A list for each sequence, in the order of the write, without padding; ``[5, 3]`` if two
+        tokens are appended. Sequences with equal first token ids have equal keys and values for
+        them. A fork begins with the token ids of its parent.
         """
 
     @optional
     def match_prefix(self, token_ids: Sequence[int]) -> int:
-        """Count the first tokens of a text that a sequence could begin with, since they are stored.
+        """Count the stored first tokens of a text, which a new sequence could reuse.
 
-        The lookup holds nothing and changes nothing.
+        The lookup holds no blocks and changes nothing.
         """
 
     @optional
     def look_up(self, token_ids: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; return what ``begin_with`` gets.
+        """Look up a text for a sequence that begins later; the result is passed to ``begin_with``.
 
-        The lookup holds nothing: until then, others may take what was found.
+        The lookup holds no blocks: until then, other sequences may take those that it found.
         """
 
     @optional
     def begin_with(self, prefix: Any, seq: int) -> int:
-        """Begin ``seq`` with what was found and is still there; return how many tokens that is."""
+        """Begin ``seq`` with the found blocks that are still stored; return their token count."""
 
     @optional
     def use_namespaces(self, namespaces: Sequence[int]) -> None:
-        """Receive the namespace of each row of the next write, or of the text that is looked up.
+        """Receive the namespace of each row of the next write, or of the next lookup.
 
-        It is passed before ``use_tokens``, or before the lookup. A namespace is an adapter of the
-        model's weights, say, or a salt. Equal texts in two namespaces store different things, and
-        one is not found where the other is looked up. A fork lies in the namespace of its parent.
+        It is called before ``use_tokens``, or before the lookup. A namespace is, for example, a
+        LoRA adapter or a salt. Equal texts in two namespaces have different keys and values, and a
+        lookup in one namespace must not find tokens of another. A fork has the namespace of its
+        parent.
         """
 
     @optional
     def use_hash(self, hash_function: Callable[[object], int]) -> None:
-        """Hash with this function from now on; it is called right after ``make``.
+        """Use this hash function from now on; called right after ``make``.
 
-        The function returns one of four values, so that different things often have one hash.
+        The function returns one of four values, so that collisions are frequent.
         """
 
 
 @dataclass(slots=True)
-class LookedUp(State):
-    """The sequences that are to begin with what a lookup found."""
+class PendingPrefixes(State):
+    """Sequences that are to begin with the result of a lookup."""
 
     any_of: ClassVar = ("look_up",)
 
-    promised: dict[int, int] = field(default_factory=dict)
-    """How many tokens each of them was looked up for."""
+    pending_seqs: dict[int, int] = field(default_factory=dict)
+    """Number of tokens that were looked up, by sequence."""
 
 
-def looked_up(oracle: Oracle) -> dict[int, int]:
-    """Return the sequences that are to begin with what was found, and for how many tokens."""
-    return oracle.begun(LookedUp).promised
+def pending_prefixes(oracle: Oracle) -> dict[int, int]:
+    """Return the number of tokens looked up for each sequence that is to begin with the result."""
+    return oracle.ensure_state(PendingPrefixes).pending_seqs
 
 
-class FoundPages(State):
-    """The pages that sequences began with, where a cache keeps what was found as it is."""
+class PrefixPages(State):
+    """Pages that sequences began with, for caches that keep them unchanged."""
 
     where: ClassVar = {"prefixes.keeps_prefix": True}
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-        """How many first pages of each sequence were found, and are still those."""
+        """Number of first pages of each sequence that a lookup found and that are still its own."""
 
     def begin(self, seq: int, pages: int) -> None:
-        """Note that a sequence began with so many pages."""
+        """Record that a sequence began with this number of pages."""
         self._counts[seq] = pages
 
-    def forked(self, parent: int, child: int, shared: int) -> None:
+    def on_fork(self, parent: int, child: int, shared: int) -> None:
         self._counts[child] = min(shared, self._counts[parent])
 
-    def cut(self, seq: int, pages: int) -> None:
+    def on_truncate(self, seq: int, pages: int) -> None:
         self._counts[seq] = min(pages, self._counts[seq])
 
-    def gave_up(self, seq: int) -> None:
+    def on_release(self, seq: int) -> None:
         del self._counts[seq]
 
     def keeps(self, seq: int, at: int) -> bool:
+        """Return True if a write to this page of a sequence must copy it."""
         return at < self._counts[seq]
 
 
@@ -173,128 +175,145 @@ class LookUp(operation.Operation):
 
     needs = frozenset({"use_tokens", "look_up", "begin_with"})
 
-    def words(self) -> str:
+    def describe(self) -> str:
         tokens = some(self.count, "token")
-        return f"look up the first {tokens} of what sequence {self.seq} will say"
+        return f"look up the first {tokens} of the text of sequence {self.seq}"
 
-    def begins(self) -> list[int]:
+    def new_seqs(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        looked_up(oracle)[self.seq] = self.count
+        pending_prefixes(oracle)[self.seq] = self.count
 
-    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
-        return oracle.said([(self.seq, self.count)])
+    def text_slices(self, oracle: operation.Oracle) -> list[operation.TextSlice]:
+        return oracle.text_slices([(self.seq, self.count)])
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.looked_up[self.seq] = cache.adapter.look_up(cache.said[0].tokens)
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.lookup_handles[self.seq] = cache.adapter.look_up(cache.said[0].tokens)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> LookUp:
-            seq = writer.beginner()
+            seq = writer.name_reusing_prefix()
             return cls(seq, writer.count(seq))
 
         if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.Move(90, 3, drawn)
+            yield operation.DrawOption(90, 3, drawn)
 
 
 @operation.register("BeginWith")
 class BeginWith(operation.Operation):
-    """Begin a sequence with what a lookup found, as far as it is still there."""
+    """Begin a sequence with the blocks that a lookup found, as far as they are still stored."""
 
     seq: int
 
     needs = frozenset({"use_tokens", "look_up", "begin_with"})
 
-    def words(self) -> str:
-        return f"begin sequence {self.seq} with what was found for it"
+    def describe(self) -> str:
+        return f"begin sequence {self.seq} with the result of its lookup"
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.seq]
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return self.seq in looked_up(oracle)
+        return self.seq in pending_prefixes(oracle)
 
     def change(self, oracle: operation.Oracle) -> None:
-        del looked_up(oracle)[self.seq]
+        del pending_prefixes(oracle)[self.seq]
         oracle.sequences[self.seq] = []
 
-    def drive(self, cache: operation.Driven) -> object:
-        return cache.adapter.begin_with(cache.looked_up.pop(self.seq), self.seq)
+    def drive(self, cache: operation.CacheUnderTest) -> object:
+        return cache.adapter.begin_with(cache.lookup_handles.pop(self.seq), self.seq)
 
     def settle(self, oracle: operation.Oracle, answer: object) -> str | None:
-        """Have the sequence say as much of its text as the cache took."""
+        """Append as many tokens of its text to the sequence as the cache reused."""
         if not isinstance(answer, int) or answer < 0:
-            return f"begin_with() returned {answer!r}, and must say how many tokens it took"
+            return f"begin_with() returned {answer!r}; it must return the number of tokens reused"
         rows = [(self.seq, answer)]
         oracle.append(rows, oracle.new_tokens(rows))
-        if state := oracle.state(FoundPages):
+        if state := oracle.state(PrefixPages):
             state.begin(self.seq, len(oracle.sequences[self.seq]))
         return None
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if names := looked_up(writer.oracle):
-            yield operation.Move(100, 3, lambda: cls(writer.pick([*names])))
-            yield from floods(writer)
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        if names := pending_prefixes(writer.oracle):
+            yield operation.DrawOption(100, 3, lambda: cls(writer.pick([*names])))
+            yield from draw_long_writes(writer)
 
 
 @invariant(rank=31, needs=("match_prefix", "use_tokens", "table", "ledger"))
-def lookups(seen: Observation) -> Finding | None:
+def lookups(observation: Observation) -> Finding | None:
     """A lookup must find the stored tokens of a text, and no others."""
-    for (text, count), found in seen.after.matches.items():
-        namespace = seen.oracle.texts.namespace(text) if seen.oracle.texts else 0
+    for (text, count), hit in observation.after.matches.items():
+        namespace = observation.oracle.texts.namespace(text) if observation.oracle.texts else 0
         within = f" (namespace {namespace})" if namespace else ""
-        asked = f"match_prefix() of text {text}{within}, {count} tokens long,"
-        if isinstance(found, Exception):
-            return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
-        most = _stored(seen, text, count)
-        if found > most:
-            what = f"{asked} found {found}, and only {most} of them may be found now"
-            return Finding(what + _taken_for_it(seen, text, most))
-        excused = seen.declared.prefixes.finds == "some" or (text, count) in seen.after.collided
-        if found < most and not excused:
-            return Finding(f"{asked} found {found}, though {most} of them are stored")
-        if seen.declared.prefixes.granularity == "block" and found % seen.spec.block_size:
-            return Finding(f"{asked} found {found}, which are no whole blocks")
+        lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
+        if isinstance(hit, Exception):
+            return Finding(f"{lookup} raised {type(hit).__name__}: {hit}", cause=hit)
+        most = _stored(observation, text, count)
+        if hit > most:
+            what = f"{lookup} found {hit}, and only {most} of them may be found now"
+            return Finding(what + _describe_false_hit(observation, text, most))
+        excused = (
+            observation.declared.prefixes.finds == "some"
+            or (text, count) in observation.after.collided
+        )
+        if hit < most and not excused:
+            return Finding(f"{lookup} found {hit}, though {most} of them are stored")
+        if (
+            observation.declared.prefixes.granularity == "block"
+            and hit % observation.spec.block_size
+        ):
+            return Finding(f"{lookup} found {hit}, which are no whole blocks")
     return None
 
 
-def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
-    """Say which block says what a text says in the first block that is not stored."""
-    size = seen.spec.block_size
-    assert seen.oracle.texts
+def _describe_false_hit(observation: Observation, text: int, stored: int) -> str:
+    """Describe a block with tokens equal to the first block of a text that is not stored."""
+    size = observation.spec.block_size
+    assert observation.oracle.texts
     begin = stored - stored % size
-    wanted = seen.oracle.text_tokens(text, begin + size)[begin:]
+    wanted = observation.oracle.text_tokens(text, begin + size)[begin:]
     every = (
-        same_block_behind_another(seen.oracle.texts, wanted, contents, seen.seen)
-        for contents in note_of(seen).contents.values()
+        explain_equal_block(observation.oracle.texts, wanted, contents, observation.first_writers)
+        for contents in cached_blocks_note(observation).contents.values()
     )
     return next(filter(None, every), "")
 
 
-def _stored(seen: Observation, text: int, count: int) -> int:
-    """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
-    size = seen.spec.block_size
-    wanted = seen.oracle.text_tokens(text, count - seen.declared.prefixes.recomputed_tokens)
+def _stored(observation: Observation, text: int, count: int) -> int:
+    """Count the first tokens of a text that are stored and that a lookup may find."""
+    size = observation.spec.block_size
+    wanted = observation.oracle.text_tokens(
+        text, count - observation.declared.prefixes.recomputed_tokens
+    )
     blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
     full = len(wanted) // size
-    while full and not all(_holds(seen, layer, blocks[:full]) for layer in note_of(seen).contents):
+    while full and not all(
+        _holds(observation, layer, blocks[:full])
+        for layer in cached_blocks_note(observation).contents
+    ):
         full -= 1
     stored = full * size
-    if seen.declared.prefixes.granularity == "token" and full < len(blocks):
-        every = (held for contents in note_of(seen).contents.values() for held in contents.values())
+    if observation.declared.prefixes.granularity == "token" and full < len(blocks):
+        every = (
+            held
+            for contents in cached_blocks_note(observation).contents.values()
+            for held in contents.values()
+        )
         stored += max((_common(blocks[full], held) for held in every), default=0)
     return stored
 
 
-def _holds(seen: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> bool:
-    """Return True if a layer has all that is live there once a sequence has these full blocks."""
-    size = seen.spec.block_size
-    window = seen.spec.windows[layer] if seen.spec.windows else None
+def _holds(observation: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> bool:
+    """Return True if a layer stores all blocks within the window of a sequence of these blocks."""
+    size = observation.spec.block_size
+    window = observation.spec.windows[layer] if observation.spec.windows else None
     live = blocks[first_live(window, len(blocks) * size) // size :]
-    return {tuple(held) for held in note_of(seen).contents[layer].values()}.issuperset(live)
+    return {
+        tuple(held) for held in cached_blocks_note(observation).contents[layer].values()
+    }.issuperset(live)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -303,75 +322,78 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-# A hash function whose values collide all the time, for caches that take one.
+# Hash collisions
 
 
 _VALUES = 4
+"""Number of different hashes, so that collisions are frequent."""
 
 
 @dataclass(slots=True)
 class LookupHashes:
-    """The hashes that one lookup needs."""
+    """Things that one lookup hashed."""
 
     things: set[str] = field(default_factory=set)
     collided: bool = False
-    """Another thing got one of its hashes before, in a step."""
+    """True if one of its hashes collides with that of another thing, which a step hashed."""
 
     def may_miss(self, blocks: int) -> bool:
-        """Return True if a lookup that found so many blocks may have missed one by its hash.
+        """Return True if a lookup that found this many blocks may have missed one by a collision.
 
-        A cache that hashes less than it looks for remembers hashes, and nobody knows which.
+        A cache that hashes fewer things than it looks up has remembered hashes, which may collide
+        unnoticed.
         """
         return self.collided or len(self.things) <= blocks
 
 
-class ToldTexts(Observer):
-    """Tells a cache the texts that come next."""
+class TokenIdFeed(Observer):
+    """Feeder of token ids and namespaces, right before a write."""
 
     any_of = ("use_tokens", "use_namespaces")
 
-    def driving(self, step: operation.Operation, said: Sequence[Said]) -> None:
+    def before_call(self, step: operation.Operation, said: Sequence[TextSlice]) -> None:
         if said:
-            tell(self.run.adapter, said, written=bool(step.rows()))
+            pass_token_ids(self.run.adapter, said, written=bool(step.rows()))
 
 
 class Collisions(Observer):
-    """Hashes to one of four values, and counts different things that get the same one."""
+    """Provider of a hash function with four values, and counter of its collisions."""
 
     any_of = ("use_hash",)
     conditions: ClassVar = {
-        "hash_collision": "The hash function returns one value for two different things, of which "
-        "a step hashed one. Required of a cache that defines ``use_hash``."
+        "hash_collision": "The hash function returns one value for two different things, one of "
+        "which a step hashed. Required of a cache that defines ``use_hash``."
     }
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._seen = 0
+        self._collisions = 0
         self._hashed: dict[int, set[str]] = defaultdict(set)
-        """The things that steps hashed, by value. A lookup stores nothing under its hashes."""
+        """Things that steps hashed, by hash; lookups are left out, since they store nothing."""
         self._lookup: LookupHashes | None = None
-        run.adapter.use_hash(self.hashed)
+        run.adapter.use_hash(self.hash_thing)
 
-    def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
-        times, self._seen = self._seen, 0
+    def after(self, observation: Observation) -> Mapping[str, int]:  # noqa: ARG002
+        times, self._collisions = self._collisions, 0
         return {"hash_collision": times}
 
-    def hashed(self, thing: object) -> int:
-        said = repr(thing)
-        value = crc32(said.encode()) % _VALUES
+    def hash_thing(self, thing: object) -> int:
+        """Return the hash of a thing, and record collisions."""
+        text = repr(thing)
+        value = crc32(text.encode()) % _VALUES
         alike = self._hashed[value]
-        collides = bool(alike - {said})
-        self._seen += collides
+        collides = bool(alike - {text})
+        self._collisions += collides
         if self._lookup:
-            self._lookup.things.add(said)
+            self._lookup.things.add(text)
             self._lookup.collided |= collides
         else:
-            alike.add(said)
+            alike.add(text)
         return value
 
     @contextmanager
     def lookup(self) -> Iterator[LookupHashes]:
-        """Record what is hashed inside as a lookup's."""
+        """Record the things that are hashed in this context as a lookup's."""
         self._lookup = LookupHashes()
         try:
             yield self._lookup
@@ -380,23 +402,23 @@ class Collisions(Observer):
 
     @property
     def any(self) -> bool:
-        """True once two things that steps hashed got the same value."""
+        """True once two things that steps hashed have collided."""
         return any(len(alike) > 1 for alike in self._hashed.values())
 
 
-# What a cache is told of texts, and what it finds of each.
+# Token ids and lookups
 
 
-def tell(adapter: Any, said: Sequence[Said], *, written: bool) -> None:
-    """Tell a cache what comes next: rows of a write, or a text that is looked up."""
+def pass_token_ids(adapter: Any, said: Sequence[TextSlice], *, written: bool) -> None:
+    """Pass the texts of the rows of a write, or the namespace of a lookup, to a cache."""
     if "use_namespaces" in adapter.abilities:
         adapter.use_namespaces([each.namespace for each in said])
     if written and "use_tokens" in adapter.abilities:
         adapter.use_tokens([each.tokens for each in said])
 
 
-def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
-    """Look up every text, a little longer than any sequence and up to a block's edge."""
+def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
+    """Look up every text, up to one token past the longest sequence, and up to a block boundary."""
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
     if not (look.reads and texts):
@@ -404,25 +426,25 @@ def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
     longest = max(map(oracle.length, oracle.sequences), default=0)
     counts = {longest + 1, -(-longest // size) * size or size}
 
-    def find(text: Said) -> int:
-        tell(adapter, [text], written=False)
-        return answers.count(
+    def find(text: TextSlice) -> int:
+        pass_token_ids(adapter, [text], written=False)
+        return return_values.count(
             f"match_prefix({list(text.tokens)})", adapter.match_prefix(text.tokens)
         )
 
     matches: dict[tuple[int, int], int | Exception] = {}
     collided = set()
-    for key in product(range(len(texts.drawn)), counts):
+    for key in product(range(len(texts.initial_branches)), counts):
         text, count = key
         with collisions.lookup() if collisions else nullcontext() as hashes:
-            found = matches[key] = asked(find, texts.said(text, 0, count))
-        if hashes and isinstance(found, int) and hashes.may_miss(found // size):
+            hit = matches[key] = call_or_error(find, texts.text_slice(text, 0, count))
+        if hashes and isinstance(hit, int) and hashes.may_miss(hit // size):
             collided.add(key)
     return {"matches": matches, "collided": frozenset(collided)}
 
 
 def refuse_sharing(adapter: type[Any]) -> None:
-    """Raise ``TypeError`` for traits that cannot be judged without methods that are not offered."""
+    """Raise ``TypeError`` for traits that need methods which the adapter does not define."""
     lacking = {"use_tokens", "table", "ledger"} - adapter.abilities
     for trait, needing in (("shares", "equal prefixes"), ("evicts", "least recent")):
         if lacking and getattr(adapter.prefixes, trait) == needing:
@@ -434,55 +456,55 @@ def refuse_sharing(adapter: type[Any]) -> None:
 
 
 class SharedByPrefix(Observer):
-    """Has the oracle share what the cache shares, once that was found right."""
+    """Observer that makes the oracle share the blocks that a cache shares, after its checks."""
 
     any_of = ("prefixes.shares=equal prefixes",)
 
-    def after(self, seen: Observation) -> Mapping[str, int]:
-        seen.oracle.adopt_sharing(seen.after.tables_of)
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        observation.oracle.adopt_sharing(observation.after.tables_of)
         return {}
 
 
-def _begin_with(ranks: Ranks, found: list[Any], seq: int) -> Any:
-    counts = ranks.each(lambda at, cache: cache.begin_with(found[at], seq))
-    return ranks.agreed("begin_with", counts)
+def _begin_with(ranks: Ranks, handles: list[Any], seq: int) -> Any:
+    counts = ranks.each(lambda at, cache: cache.begin_with(handles[at], seq))
+    return ranks.require_equal_answers("begin_with", counts)
 
 
 def _walk(at: Walk) -> Iterator[operation.Operation]:
     size = at.oracle.block_size
-    # All blocks that are left are needed, so that what is kept for later texts is evicted.
+    # Prompts that need all free blocks, or one more, so that cached blocks are evicted.
     if at.oracle.texts and (free := at.oracle.pages_free()):
         counts = [blocks * size for blocks in (free, free + 1)]
         yield from starmap(Prefill, product(at.names, counts))
     if at.oracle.texts and (at.oracle.sequences or at.oracle.lives):
         yield from starmap(LookUp, product(at.names, (size, 2 * size)))
-    yield from map(BeginWith, looked_up(at.oracle))
+    yield from map(BeginWith, pending_prefixes(at.oracle))
 
 
-# First steps of histories.
+# Preludes
 
 
-def leave_a_text(writer: operation.Writer) -> None:
-    """Open with a text that was stored and given up, and perhaps comes again, or with none."""
-    # Inside of two blocks there are more places where another text may go another way. Where
-    # sequences fork, the room is for what they share.
-    comes_again = writer.finds_prompts and "fork" not in writer.adapter.abilities
+def cache_one_text(writer: operation.Writer) -> None:
+    """Open with a text that is stored and freed, and may be reused; or add no steps."""
+    # Two blocks give more positions at which another text may diverge. If sequences can fork, the
+    # room is left for the forks.
+    comes_again = writer.reuses_prefixes and "fork" not in writer.adapter.abilities
     blocks = writer.pick((1, 0, 2, 2) if comes_again else (1, 0, 2))
     tokens = min(blocks, writer.oracle.capacity) * writer.oracle.block_size
     if tokens and "free" in writer.adapter.abilities:
-        start(writer, tokens)
+        begin_sequence(writer, tokens)
         writer.take(Free(*writer.live))
         if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
-            writer.take(LookUp(writer.beginner(), tokens))
+            writer.take(LookUp(writer.name_reusing_prefix(), tokens))
         elif comes_again:
-            _come_again(writer)
+            _reuse_cached_text(writer)
 
 
-def _come_again(writer: operation.Writer) -> None:
-    """Begin with what was left, if there is room; or take all blocks but one; or do nothing."""
+def _reuse_cached_text(writer: operation.Writer) -> None:
+    """Begin a sequence with the cached text, or take all free blocks but one, or add no step."""
     which = writer.between(0, 3)
     if which > 1:
-        seq = writer.beginner()
+        seq = writer.name_reusing_prefix()
         step = Prefill(seq, writer.count(seq), writer.layout())
         if step.fits(writer.oracle):
             writer.take(step)
@@ -491,54 +513,56 @@ def _come_again(writer: operation.Writer) -> None:
         writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
 
 
-def may_cut_what_is_found(writer: operation.Writer) -> bool:
-    """Return True if a cache may find a block of which its holders may keep a part."""
+def can_truncate_shared_block(writer: operation.Writer) -> bool:
+    """Return True if sequences may share a block by prefix and be truncated within it."""
     parts, needed = writer.oracle.block_size > 1, Truncate.needs | Free.needs
-    return writer.finds_prompts and parts and needed <= writer.adapter.abilities
+    return writer.reuses_prefixes and parts and needed <= writer.adapter.abilities
 
 
-def cut_what_is_found(writer: operation.Writer) -> None:
-    """Open with two who hold a full block: one is cut in it and writes, the other lets go of it.
+def truncate_shared_block(writer: operation.Writer) -> None:
+    """Open with two sequences that share a full block: one is truncated in it and appends.
 
-    Who then says what it held must not find what was written. Drawn one by one, these steps hardly
-    ever follow each other.
+    The other one is freed, before or after the append. A later lookup of the block's text must not
+    find the overwritten block. Random steps rarely follow each other in this way.
     """
-    operation.take_while_they_fit(writer, _cut_what_is_found(writer))
+    operation.add_while_fitting(writer, _truncate_shared_block(writer))
 
 
-def _cut_what_is_found(writer: operation.Writer) -> Iterator[operation.Operation]:
+def _truncate_shared_block(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
     (first,) = writer.fresh(1)
     yield Prefill(first, full + recomputed, writer.layout())
-    second = writer.repeater(full + recomputed)
+    second = writer.name_with_prefix(full + recomputed)
     yield Prefill(second, full + recomputed, writer.layout())
     cut, other = writer.shuffled((first, second))
     yield Truncate(cut, writer.between(full - size + 1, full - 1))
-    write, let_go = Append((cut,), writer.layout()), Free(other)
-    yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
-    yield Prefill(writer.repeater(full + recomputed), full + recomputed, writer.layout())
+    write, free = Append((cut,), writer.layout()), Free(other)
+    yield from writer.pick(((free, write), (free, write), (write, free)))
+    yield Prefill(writer.name_with_prefix(full + recomputed), full + recomputed, writer.layout())
 
 
-def may_evict_in_order(writer: operation.Writer) -> bool:
-    """Return True if a cache says which of the blocks that it keeps it gives to others first."""
+def can_check_eviction_order(writer: operation.Writer) -> bool:
+    """Return True if a cache declares its eviction order."""
     abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
-    return writer.finds_prompts and writer.adapter.prefixes.evicts != "any" and needed <= abilities
+    return (
+        writer.reuses_prefixes and writer.adapter.prefixes.evicts != "any" and needed <= abilities
+    )
 
 
-def let_two_texts_go(writer: operation.Writer) -> None:
-    """Open with two texts that part in their first block, let go of them, and need one block more.
+def free_two_texts(writer: operation.Writer) -> None:
+    """Open with two texts that differ in their first block, free both, and need one block more.
 
-    One of the two blocks must be given to others then, and it is known which.
+    One of the two blocks must be evicted then, and the eviction order decides which.
     """
-    operation.take_while_they_fit(writer, _let_two_texts_go(writer))
+    operation.add_while_fitting(writer, _free_two_texts(writer))
 
 
-def _let_two_texts_go(writer: operation.Writer) -> Iterator[operation.Operation]:
+def _free_two_texts(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     (first,) = writer.fresh(1)
     yield Prefill(first, size + recomputed, writer.layout())
-    second = writer.parting(size)
+    second = writer.name_without_prefix(size)
     if second is None:
         return
     yield Prefill(second, size + recomputed, writer.layout())
@@ -550,13 +574,13 @@ def _let_two_texts_go(writer: operation.Writer) -> Iterator[operation.Operation]
 
 
 def _open(writer: operation.Writer) -> None:
-    """Open with a text that is found again, in one of three ways."""
-    if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
-        cut_what_is_found(writer)
-    elif may_evict_in_order(writer) and writer.pick((False,) * 3 + (True,)):
-        let_two_texts_go(writer)
+    """Open with one of three preludes in which a text is reused."""
+    if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
+        truncate_shared_block(writer)
+    elif can_check_eviction_order(writer) and writer.pick((False,) * 3 + (True,)):
+        free_two_texts(writer)
     else:
-        leave_a_text(writer)
+        cache_one_text(writer)
 
 
 PREFIXES = Capability(
@@ -575,14 +599,14 @@ PREFIXES = Capability(
     },
     walk=_walk,
     sharded={
-        "use_tokens": Across.SAME,
-        "match_prefix": Across.SAME,
-        "use_hash": Across.SAME,
-        "look_up": Across.EACH,
+        "use_tokens": RankPolicy.SAME,
+        "match_prefix": RankPolicy.SAME,
+        "use_hash": RankPolicy.SAME,
+        "look_up": RankPolicy.EACH,
         "begin_with": _begin_with,
     },
-    states=(FoundPages, LookedUp),
-    endings=lambda oracle: map(BeginWith, [*looked_up(oracle)]),
+    states=(PrefixPages, PendingPrefixes),
+    finishing_steps=lambda oracle: map(BeginWith, [*pending_prefixes(oracle)]),
     needs={
         "match_prefix": ("use_tokens",),
         "look_up": ("begin_with", "use_tokens"),
@@ -598,6 +622,6 @@ PREFIXES = Capability(
         evictions,
     ),
     refuse=(refuse_sharing,),
-    observers=(ToldTexts, Collisions, KeptTexts, SharedByPrefix),
+    observers=(TokenIdFeed, Collisions, CachedBlocks, SharedByPrefix),
     views=(View(("match_prefix",), _look_up_all),),
 )

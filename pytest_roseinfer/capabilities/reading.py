@@ -1,4 +1,4 @@
-"""Reading back: every sequence, bit for bit, by every route; quantised, nearly so."""
+"""Reading back: every sequence by every route, bit for bit or within the tolerance."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,19 +6,26 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.capability import Across, Capability, Look, Run, View, optional
-from pytest_roseinfer.capabilities.misuse import NEVER, Call, Situation, misuse
+from pytest_roseinfer.capabilities import return_values
+from pytest_roseinfer.capabilities.capability import (
+    Capability,
+    RankPolicy,
+    Run,
+    SnapshotScope,
+    View,
+    optional,
+)
+from pytest_roseinfer.capabilities.misuse import UNKNOWN_SEQ, Call, MisuseState, misuse
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
     Observation,
-    elsewhere,
+    find_misplaced,
     invariant,
 )
-from pytest_roseinfer.capabilities.operation import asked
+from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_bits
-from pytest_roseinfer.oracle.texts import same_behind_another
+from pytest_roseinfer.oracle.texts import explain_equal_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,28 +40,28 @@ else:
 
 
 class ReadingMethods:
-    """The method by which a cache itself reads back."""
+    """Adapter method that reads with the cache's own code."""
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a sequence as the cache itself reads them.
+        """Return the keys and values of a sequence, read by the cache's own code.
 
-        They are shaped as in ``peek``. In half of the histories it is left out after two steps of
-        three, so that a cache which catches up only when it is read is tested as well.
+        Their shapes are as in ``peek``. In half of the histories it is called after one step of
+        three, to test caches that do deferred work when they are read.
         """
 
 
-# What a quantised cache may read back for a token: its values, give or take its tolerance.
+# Tolerances
 
 
 def beyond(
-    payload: Payload, oracle: Oracle, seq: int, layer: int, kind: str, found: torch.Tensor
+    payload: Payload, oracle: Oracle, seq: int, layer: int, kind: str, actual: torch.Tensor
 ) -> torch.Tensor:
-    """Say for each ``[token, head]`` that is found whether it is further off than it may be."""
-    tokens = oracle.tokens(seq)[: len(found)]
+    """Return a ``[token, head]`` mask of the values outside the tolerance."""
+    tokens = oracle.tokens(seq)[: len(actual)]
     want = _of_kind(payload, tokens, layer, kind).double()
-    limits = _limits(payload, oracle, seq, layer, kind)[: len(found)]
-    return ~((found.double() - want).abs() <= limits[:, None, None]).all(-1)  # NaN is as well
+    limits = _limits(payload, oracle, seq, layer, kind)[: len(actual)]
+    return ~((actual.double() - want).abs() <= limits[:, None, None]).all(-1)  # NaN is outside
 
 
 def _limits(payload: Payload, oracle: Oracle, seq: int, layer: int, kind: str) -> torch.Tensor:
@@ -64,7 +71,10 @@ def _limits(payload: Payload, oracle: Oracle, seq: int, layer: int, kind: str) -
     else:
         pages = oracle.sequences[seq]
         of_page = [
-            _of_kind(payload, [*page.tokens, *page.cut], layer, kind).abs().max().double()
+            _of_kind(payload, [*page.tokens, *page.removed_tokens], layer, kind)
+            .abs()
+            .max()
+            .double()
             for page in pages
         ]
         lengths = [len(oracle.tokens_on(seq, at)) for at in range(len(pages))]
@@ -88,84 +98,90 @@ class _Compared(NamedTuple):
 
 
 @invariant(rank=12)
-def read_back(seen: Observation) -> Finding | None:
+def read_back(observation: Observation) -> Finding | None:
     """Each sequence must read back bit for bit; a quantised one, within its tolerance."""
     raised = None
     compared: list[_Compared] = []
-    written = cache(partial(_written, seen))
-    for (route, seq, layer), found in seen.after.reads.items():
-        if isinstance(found, Exception):
-            what = f"{route}({seq}, {layer}) raised {type(found).__name__}: {found}"
-            raised = Finding(what, Location(layer, {seq: None}), found)
+    written = cache(partial(_written, observation))
+    for (route, seq, layer), result in observation.after.reads.items():
+        if isinstance(result, Exception):
+            what = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
+            raised = Finding(what, Location(layer, {seq: None}), result)
             break
-        start, unwritten = seen.oracle.first_live(seq, layer), seen.oracle.unwritten(seq)
-        for kind, stored, got in zip("KV", written(seq), found, strict=True):
+        start, unwritten = (
+            observation.oracle.first_live(seq, layer),
+            observation.oracle.unwritten(seq),
+        )
+        for kind, stored, read_values in zip("KV", written(seq), result, strict=True):
             want = stored[layer, start:]
-            # Room that was reserved holds anything until it is filled.
-            own = got[: len(want)] if unwritten else got
-            compared.append(_Compared(route, seq, layer, kind, want, own.contiguous()))
+            # Reserved room may hold anything until it is filled.
+            got = read_values[: len(want)] if unwritten else read_values
+            compared.append(_Compared(route, seq, layer, kind, want, got.contiguous()))
     if all_same_bits([(each.want, each.got) for each in compared]):
         return raised
     different = (each for each in compared if not same_bits(each.want, each.got))
-    return next(filter(None, (_difference(seen, each) for each in different)), raised)
+    return next(filter(None, (_difference(observation, each) for each in different)), raised)
 
 
-def _written(seen: Observation, seq: int) -> Pair:
-    """Return what a sequence must read back in all layers."""
-    tokens = seen.oracle.tokens(seq)
-    return seen.payload.all_layers(tokens[: len(tokens) - seen.oracle.unwritten(seq)])
+def _written(observation: Observation, seq: int) -> Pair:
+    """Return the keys and values that a sequence must read back in all layers."""
+    tokens = observation.oracle.tokens(seq)
+    return observation.payload.all_layers(tokens[: len(tokens) - observation.oracle.unwritten(seq)])
 
 
-def _difference(seen: Observation, compared: _Compared) -> Finding | None:
-    """Say where the two first differ, and what each holds there.
-
-    Those of a quantised cache may differ a little.
-    """
+def _difference(observation: Observation, compared: _Compared) -> Finding | None:
+    """Find the first position where two reads differ; within its tolerance, None."""
     route, seq, layer, kind, want, got = compared
     where = f"{route}: sequence {seq}, layer {layer}, {kind}"
     whole = Location(layer, {seq: None})
     if want.shape != got.shape:
         shapes = f"expected shape {list(want.shape)}, found {list(got.shape)}"
         return Finding(f"{where}: {shapes}", whole)
-    for due, found in ((want.dtype, got.dtype), (want.device, got.device)):
-        if due != found:
-            return Finding(f"{where}: expected {due}, found {found}", whole)
-    if seen.payload.tolerance:
-        wrong = beyond(seen.payload, seen.oracle, seq, layer, kind, got)
+    for expected, actual in ((want.dtype, got.dtype), (want.device, got.device)):
+        if expected != actual:
+            return Finding(f"{where}: expected {expected}, found {actual}", whole)
+    if observation.payload.tolerance:
+        wrong = beyond(observation.payload, observation.oracle, seq, layer, kind, got)
         if not wrong.any():
             return None
     else:
         wrong = (as_bits(want) != as_bits(got)).any(-1)
     row, head = wrong.nonzero()[0].tolist()
-    at = row + seen.oracle.first_live(seq, layer)
-    tokens = seen.oracle.tokens(seq)
-    known = [*tokens, *seen.seen]
-    contents = seen.payload.contents(want[row, head], got[row, head], layer, head, kind, known)
-    page, slot = divmod(at, seen.spec.block_size)
+    at = row + observation.oracle.first_live(seq, layer)
+    tokens = observation.oracle.tokens(seq)
+    known = [*tokens, *observation.first_writers]
+    contents = observation.payload.describe_mismatch(
+        want[row, head], got[row, head], layer, head, kind, known
+    )
+    page, slot = divmod(at, observation.spec.block_size)
     same = ""
-    if seen.oracle.texts and contents.token is not None:
-        same = same_behind_another(seen.oracle.texts, tokens[at], contents.token, seen.seen)
+    if observation.oracle.texts and contents.token is not None:
+        same = explain_equal_token(
+            observation.oracle.texts, tokens[at], contents.token, observation.first_writers
+        )
     lies = ""
-    if seen.after.arena and not seen.payload.tolerance:  # else it has codes
-        lies = elsewhere(seen.after.arena, layer, kind, head, want[row, head])
+    if (
+        observation.after.arena and not observation.payload.tolerance
+    ):  # a quantised arena has codes, not values
+        lies = find_misplaced(observation.after.arena, layer, kind, head, want[row, head])
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
-        f"{contents.words()}{same or lies}",
+        f"{contents.describe()}{same or lies}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
     )
 
 
-# What the routes of a cache return, as a copy: the next read may use the same memory.
+# Reads
 
 
 Reads = dict[tuple[str, int, int], "Pair | Exception"]
-"""By route, sequence and layer."""
+"""Keys and values, or the error, by route, sequence and layer."""
 
 
 def read(run: Run, routes: Callable[[int], Iterable[str]], when: str = "") -> Reads:
-    """Read every sequence by the routes that are due for it."""
+    """Read every sequence by its routes; copy, since the next read may reuse the memory."""
     return {
-        (route + when, seq, layer): asked(_copy, run.adapter, route, seq, layer)
+        (route + when, seq, layer): call_or_error(_copy, run.adapter, route, seq, layer)
         for seq in run.oracle.readable
         for layer in range(run.spec.num_layers)
         for route in routes(seq)
@@ -173,38 +189,38 @@ def read(run: Run, routes: Callable[[int], Iterable[str]], when: str = "") -> Re
 
 
 def _copy(adapter: Any, route: str, seq: int, layer: int) -> Pair:
-    shown = getattr(adapter, route)(seq, layer)
+    result = getattr(adapter, route)(seq, layer)
     like = torch.contiguous_format
     try:
-        keys, values = shown
+        keys, values = result
         return keys.clone(memory_format=like), values.clone(memory_format=like)
     except Exception:
-        answers.pair(f"{route}({seq}, {layer})", shown)
+        return_values.pair(f"{route}({seq}, {layer})", result)
         raise
 
 
-def _show_reads(run: Run, look: Look) -> Mapping[str, Any]:
-    if not (look.reads and run.driven.device.idle):
+def _show_reads(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
+    if not (look.reads and run.cache_under_test.device.idle):
         return {}
-    every, step, gathers = run.gathers_every, len(run.done), "gather" in run.can
+    every, step, gathers = run.gathers_every, len(run.completed_steps), "gather" in run.features
 
     def routes(seq: int) -> Iterable[str]:
-        due = gathers and (run.last or (step + seq) % every == 0)
-        return ("peek", "gather") if due else ("peek",)
+        gather = gathers and (run.last or (step + seq) % every == 0)
+        return ("peek", "gather") if gather else ("peek",)
 
     return {"reads": read(run, routes)}
 
 
-# Calls that must be refused.
+# Bad calls
 
 
 @misuse("gather")
-def gather_unknown(at: Situation) -> Iterator[Call]:
-    yield "gather of a sequence that never was", partial(at.adapter.gather, NEVER, at.last)
+def gather_unknown(at: MisuseState) -> Iterator[Call]:
+    yield "gather of a sequence that never was", partial(at.adapter.gather, UNKNOWN_SEQ, at.last)
 
 
 @misuse("gather", "free")
-def gather_freed(at: Situation) -> Iterator[Call]:
+def gather_freed(at: MisuseState) -> Iterator[Call]:
     for seq in at.freed()[-1:]:
         yield "gather of a sequence that was freed", partial(at.adapter.gather, seq, at.last)
 
@@ -212,7 +228,7 @@ def gather_freed(at: Situation) -> Iterator[Call]:
 READING = Capability(
     methods=ReadingMethods,
     misuse=(gather_unknown, gather_freed),
-    sharded={"gather": Across.READ},
+    sharded={"gather": RankPolicy.READ},
     views=(View((), _show_reads),),
     invariants=(read_back,),
 )

@@ -1,12 +1,12 @@
-"""The ranks of a cache, which must agree on every table and in all their books."""
+"""Ranks of a sharded cache, which must have equal tables and ledgers."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.capabilities.books import books_of
-from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
+from pytest_roseinfer.capabilities.block_tables import read_block_tables
+from pytest_roseinfer.capabilities.capability import Capability, Run, SnapshotScope, View, optional
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 class ShardMethods:
-    """The method that shows ranks."""
+    """Adapter method that shows ranks."""
 
     @optional
     def shards(self) -> Sequence[Any]:
-        """Return the caches of all ranks, each of which keeps some of the heads.
+        """Return the adapters of all ranks, each of which stores some of the heads.
 
-        Tables and ledgers of the adapter are those of the first rank, and those of the others must
-        be the same. Poison goes to the arenas of the ranks, so that ``arena`` may return copies. A
+        Tables and ledgers of the whole are those of the first rank, and those of the others must be
+        equal. The harness poisons the arenas of the ranks, so that ``arena`` may return copies. A
         ``ShardedAdapter`` does all this.
         """
 
 
 @invariant(rank=1, needs=("shards",))
-def shards(seen: Observation) -> Finding | None:
+def shards(observation: Observation) -> Finding | None:
     """All ranks must have the same tables and ledgers."""
-    first, *others = seen.after.shards
+    first, *others = observation.after.shards
     for rank, other in enumerate(others, 1):
-        if found := next(_differences(rank, first, other), None):
-            return found
+        if finding := next(_differences(rank, first, other), None):
+            return finding
     return None
 
 
@@ -53,10 +53,10 @@ def _differences(rank: int, first: Snapshot, other: Snapshot) -> Iterator[Findin
                 f"{len(table)} on rank 0",
                 Location(layer, {seq: None}),
             )
-        for at, (block, found) in enumerate(zip(table, another, strict=False)):
-            if block != found:
+        for at, (block, own) in enumerate(zip(table, another, strict=False)):
+            if block != own:
                 yield Finding(
-                    f"rank {rank}, layer {layer}: block {at} of sequence {seq} is block {found}, "
+                    f"rank {rank}, layer {layer}: block {at} of sequence {seq} is block {own}, "
                     f"and block {block} on rank 0",
                     Location(layer, {seq: at}, block),
                 )
@@ -72,9 +72,9 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
         counted = f"{other.num_free} free blocks are counted"
         yield Finding(f"{where}: {counted}, and {first.num_free} on rank 0")
     for block in sorted(first.refcounts.keys() | other.refcounts.keys()):
-        holders, found = (each.refcounts.get(block, 0) for each in (first, other))
-        if holders != found:
-            yield Finding(f"{where}: block {block} has {found} holders, and {holders} on rank 0")
+        holders, own = (each.refcounts.get(block, 0) for each in (first, other))
+        if holders != own:
+            yield Finding(f"{where}: block {block} has {own} holders, and {holders} on rank 0")
     for words in ("free", "cached"):
         blocks, others = {*getattr(first, words)}, {*getattr(other, words)}
         for block in sorted(blocks ^ others):
@@ -82,10 +82,12 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
             yield Finding(f"{where}: block {block} is {here}{words}, and {there}{words} on rank 0")
 
 
-def _show_ranks(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
+def _show_ranks(run: Run, look: SnapshotScope) -> Mapping[str, Any]:  # noqa: ARG001
     layers, ranks = run.spec.num_layers, run.adapter.shards()
-    with run.driven.device.working():
-        return {"shards": [Snapshot(**books_of(each, run.oracle, layers)) for each in ranks]}
+    with run.cache_under_test.device.torch_context():
+        return {
+            "shards": [Snapshot(**read_block_tables(each, run.oracle, layers)) for each in ranks]
+        }
 
 
 SHARDS = Capability(

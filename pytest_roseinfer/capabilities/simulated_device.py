@@ -1,20 +1,20 @@
-"""The simulated device, which does torch operations later, for code that calls torch by itself.
+"""A simulated device that runs torch operations asynchronously, for code that calls torch itself.
 
-Memory is the device's where the cache said so (``DeviceQueue.on_device``), and where an operation
-on the device's put its result; a result that is not there yet is poison. What CUDA and torch
-promise of a copy between host and device, and what is done here:
+Device memory is memory that the cache registers with ``DeviceQueue.on_device``, and the results of
+operations on it; a result that is not computed yet is poison. The semantics of copies between host
+and device follow CUDA and torch:
 
 - To the device, blocking: the host waits for the device, and the source has been read.
-- To the device, ``non_blocking``, from pinned memory: nothing is waited for, and the source is
-  read when the device gets there. From other memory it is read before the call returns: the
-  driver copies it to a buffer of its own.
+- To the device, ``non_blocking``, from pinned memory: the host does not wait, and the source is
+  read when the device reaches the copy. Other memory is read before the call returns: the driver
+  copies it to a staging buffer.
 - To the host, blocking, and ``item``, ``tolist``, ``cpu`` and ``numpy``: the host waits.
-- To the host, ``non_blocking``: what was there is there until the device gets to the copy. For
-  memory that is not pinned CUDA says it may wait, which nobody may rely on.
+- To the host, ``non_blocking``: the target keeps its old contents until the device reaches the
+  copy. For memory that is not pinned CUDA may wait, but code must not rely on it.
 
-A tensor of the host's that is an argument of any other operation stands for one that was copied
-to the device: it is read at once, and nobody waits. The host waits where an operation's result
-has no shape before it is computed, as with ``nonzero``.
+A host tensor that is an argument of any other operation stands for one that was copied to the
+device: it is read at once, and the host does not wait. The host waits for an operation whose result
+has no known shape before it is computed, such as ``nonzero``.
 """
 
 from __future__ import annotations
@@ -39,105 +39,105 @@ if TYPE_CHECKING:
 
 
 class Event:
-    """A mark behind what a stream was asked for so far; methods are named as torch's."""
+    """A position in a stream, after all calls submitted so far; methods are named as in torch."""
 
     def __init__(self) -> None:
         self._reached: Callable[[], bool] | None = None
         self._reach: Callable[[], None] | None = None
 
     def record(self, stream: Stream) -> None:
-        """Move the mark behind all that ``stream`` was asked for by now."""
-        asked = stream.asked
-        self._reached = lambda: stream.done >= asked
-        self._reach = partial(stream.run_to, asked)
+        """Move the event after all calls that were submitted to ``stream`` so far."""
+        position = stream.num_submitted
+        self._reached = lambda: stream.num_started >= position
+        self._reach = partial(stream.run_to, position)
 
     def query(self) -> bool:
-        """Return True if the device is there, as for an event that was never recorded."""
+        """Return True if the device has reached the event, or it was never recorded."""
         return self._reached is None or self._reached()
 
     def synchronize(self) -> None:
-        """Wait until the device is there."""
+        """Wait until the device reaches the event."""
         if self._reach:
             self._reach()
 
     @property
     def wait_on_device(self) -> Callable[[], None]:
-        """What another stream does to wait, for the mark as it stands now."""
+        """Call by which another stream waits for the event's present position."""
         return self._reach or (lambda: None)
 
 
 class Stream:
-    """Calls that run in the order in which they were submitted; methods are named as torch's."""
+    """Calls that run in the order of submission; methods are named as in torch."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        """How many calls were submitted."""
-        self.done = 0
-        """How many of them have run, or begun to."""
+        self.num_submitted = 0
+        """Number of calls submitted so far."""
+        self.num_started = 0
+        """Number of calls that have run or begun to."""
         self._calls: deque[Callable[[], object]] = deque()
         self.running = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have the device make this call when it gets there."""
+        """Append a call to the stream."""
         self._calls.append(call)
-        self.asked += 1
+        self.num_submitted += 1
 
     def record_event(self) -> Event:
-        """Return a mark behind what was submitted so far."""
+        """Return an event after all calls submitted so far."""
         event = Event()
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what is submitted next run only when ``event`` is reached; the host does not wait."""
+        """Delay later calls of this stream until ``event`` is reached; the host does not wait."""
         self.submit(event.wait_on_device)
 
     def synchronize(self) -> None:
-        """Wait until all has run."""
-        self.run_to(self.asked)
+        """Wait until all calls have run."""
+        self.run_to(self.num_submitted)
 
     def query(self) -> bool:
-        """Return True if all has run."""
+        """Return True if all calls have run."""
         return not self._calls
 
-    def run_to(self, asked: int) -> None:
-        """Run the first ``asked`` of all calls that were ever submitted, as far as they have not.
+    def run_to(self, position: int) -> None:
+        """Run the calls up to a position, counted from the first call ever submitted.
 
-        A call that waits for another stream has that one run as far as it must.
+        A call that waits for another stream runs that one as far as necessary.
         """
         was_running, self.running = self.running, True
         try:
-            while self.done < asked:
-                self.done += 1
+            while self.num_started < position:
+                self.num_started += 1
                 self._calls.popleft()()
         finally:
             self.running = was_running
 
 
 class DeviceQueue(Stream):
-    """The stream that a cache is given, and what belongs to the same device.
+    """The default stream of a simulated device, with its other streams and its memory.
 
-    A cache submits calls, or has torch do it: while the cache is driven, operations on tensors
-    that it names with ``on_device`` are held back (``QueuedTorch`` says how).
+    A cache submits calls, or torch does: while the cache is driven, operations on tensors that it
+    registers with ``on_device`` are deferred by ``QueuedTorch``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[Stream] = [self]
         self.current: Stream = self
-        """The stream that torch's operations go to."""
+        """Stream that gets torch's operations."""
         self._on_device: dict[int, object] = {}
         self._pinned: dict[int, object] = {}
 
     def new_stream(self) -> Stream:
-        """Make a stream that runs beside this one, in no order but that which events give."""
+        """Make a stream that runs concurrently with this one, ordered only by events."""
         stream = Stream()
         self.streams.append(stream)
         return stream
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Have torch's operations go to another stream, as in ``torch.cuda.stream``."""
+        """Submit torch's operations to another stream, as ``torch.cuda.stream`` does."""
         before, self.current = self.current, stream
         try:
             yield
@@ -145,16 +145,16 @@ class DeviceQueue(Stream):
             self.current = before
 
     def on_device(self, *tensors: torch.Tensor) -> None:
-        """Take the memory of these tensors for the device's."""
+        """Register the memory of these tensors as the device's."""
         self._on_device.update(map(_memory, tensors))
 
     def pinned(self, *tensors: torch.Tensor) -> None:
-        """Take the memory of these tensors for pinned, so that copies from it may read it late."""
+        """Register the memory of these tensors as pinned: copies from it may read it late."""
         self._pinned.update(map(_memory, tensors))
 
     @property
     def has_memory(self) -> bool:
-        """True once a tensor was named that is the device's."""
+        """True once a tensor was registered as the device's."""
         return bool(self._on_device)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
@@ -170,23 +170,23 @@ class DeviceQueue(Stream):
 
     @property
     def in_flight(self) -> int:
-        """How many calls of all streams have not run."""
-        return sum(stream.asked - stream.done for stream in self.streams)
+        """Number of calls in all streams that have not run."""
+        return sum(stream.num_submitted - stream.num_started for stream in self.streams)
 
     def run(self, count: int, stream: int = 0) -> None:
-        """Run the next ``count`` calls of a stream, or all that there are."""
+        """Run the next ``count`` calls of a stream, or all if it has fewer."""
         chosen = self.streams[stream % len(self.streams)]
-        chosen.run_to(min(chosen.asked, chosen.done + count))
+        chosen.run_to(min(chosen.num_submitted, chosen.num_started + count))
 
     def finish(self) -> None:
-        """Wait until every stream has run all; which comes first, nobody may rely on."""
-        first = self.asked % len(self.streams)
+        """Wait until every stream has run all calls, starting with a varying stream."""
+        first = self.num_submitted % len(self.streams)
         for stream in [*self.streams[first:], *self.streams[:first]]:
             stream.synchronize()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, object]:
-    """Return a number for the memory of a tensor, and what keeps others from getting it."""
+    """Return a key for the memory of a tensor, and the storage that keeps the key unique."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage
 
@@ -197,7 +197,7 @@ _READ_BY_THE_HOST = {_Tensor.tolist, _Tensor.numpy, _Tensor.cpu}
 
 
 class QueuedTorch(ExitStack):
-    """In this context, torch operations on the device's tensors are submitted to a queue."""
+    """A context in which torch operations on the device's tensors are submitted to a queue."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class QueuedTorch(ExitStack):
 
 
 class _HostReads(TorchFunctionMode):
-    """Waits for the device where the host reads a tensor by no operation."""
+    """A mode that waits for the device if the host reads a tensor without a torch operation."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         super().__init__()
@@ -245,13 +245,13 @@ class _Call:
     def written(self) -> list[torch.Tensor]:
         """List the tensors that it writes to."""
         arguments = self.operation._schema.arguments
-        given = dict(zip((each.name for each in arguments), self.args, strict=False))
-        given.update(self.kwargs)
+        bound = dict(zip((each.name for each in arguments), self.args, strict=False))
+        bound.update(self.kwargs)
         writes = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
         return [
             tensor
             for name in writes
-            for tensor in tree_leaves(given.get(name))
+            for tensor in tree_leaves(bound.get(name))
             if isinstance(tensor, _Tensor)
         ]
 
@@ -268,7 +268,7 @@ class _Call:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Submits operations; what they return is there when they have run."""
+    """A mode that submits operations; their results are poison until they have run."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch would import its compiler to leave this out."""
+        """Return False: torch would import its compiler for True, and nothing is compiled here."""
         return False
 
     def __torch_dispatch__(
@@ -289,7 +289,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _Call(operation, args, kwargs or {})
         if self._queue.busy or not any(map(self._queue.is_on_device, call.tensors())):
             return call()
-        # Made of others, as inference mode leaves it, it returns a view or not, as it turns out.
+        # In inference mode, composite operations arrive here; only their parts show if a result is
+        # a view.
         with self:
             result = operation.decompose(*call.args, **call.kwargs)
         if result is not NotImplemented:
@@ -304,7 +305,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._compute(call)
 
     def _copy(self, call: _Call) -> Any:
-        """Copy between host and device, or from one place of the device to another."""
+        """Copy between host and device, or within the device."""
         target, source = call.args[0], call.args[1]
         to_device, from_device = map(self._queue.is_on_device, (target, source))
         if not (to_device and from_device):
@@ -319,48 +320,48 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, call: _Call) -> Any:
         written, returns = call.written(), call.operation._schema.returns
         if len(returns) not in (0, len(written)):
-            return self._wait_for(call)
+            return self._run_synchronously(call)
         self._queue.on_device(*written)
-        self._submit(self._as_it_is_now(call))
+        self._submit(self._copy_host_arguments(call))
         return written[0] if len(returns) == 1 else tuple(written) if returns else None
 
     def _compute(self, call: _Call) -> Any:
         try:
             shapes = _on_meta(call)()
         except (NotImplementedError, RuntimeError):
-            return self._wait_for(call)
+            return self._run_synchronously(call)
         if not all(isinstance(each, _Tensor) for each in tree_leaves(shapes)):
-            return self._wait_for(call)
+            return self._run_synchronously(call)
         device = next(filter(self._queue.is_on_device, call.tensors())).device
-        promised = tree_map_only(_Tensor, lambda shape: _poison(shape, device), shapes)
-        self._queue.on_device(*tree_leaves(promised))
-        now = self._as_it_is_now(call)
+        outputs = tree_map_only(_Tensor, lambda shape: _poison(shape, device), shapes)
+        self._queue.on_device(*tree_leaves(outputs))
+        deferred = self._copy_host_arguments(call)
 
-        def keep_promise() -> None:
-            for promise, result in zip(tree_leaves(promised), tree_leaves(now()), strict=True):
-                promise.copy_(result)
+        def compute_outputs() -> None:
+            for output, result in zip(tree_leaves(outputs), tree_leaves(deferred()), strict=True):
+                output.copy_(result)
 
-        self._submit(keep_promise)
-        return promised
+        self._submit(compute_outputs)
+        return outputs
 
-    def _wait_for(self, call: _Call) -> Any:
-        """Run it at once, behind all that was asked for so far."""
+    def _run_synchronously(self, call: _Call) -> Any:
+        """Wait for all earlier calls of the stream, and run this one."""
         self._queue.current.synchronize()
         result = call()
         self._queue.on_device(*(each for each in tree_leaves(result) if isinstance(each, _Tensor)))
         return result
 
-    def _as_it_is_now(self, call: _Call) -> _Call:
-        """Copy the arguments that are the host's, which may change them."""
+    def _copy_host_arguments(self, call: _Call) -> _Call:
+        """Copy the arguments in host memory, which the host may change before the call runs."""
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_if_host(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if self._queue.is_on_device(tensor) else tensor.clone()
 
-        return call.with_tensors(kept)
+        return call.with_tensors(copy_if_host)
 
     def _submit(self, call: Callable[[], object]) -> None:
         def run() -> None:
-            # Results may have been promised in inference mode or outside it.
+            # Only inference mode may write to both inference tensors and others.
             with torch.inference_mode():
                 call()
 
@@ -368,7 +369,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _on_meta(call: _Call) -> _Call:
-    """Return the same call on tensors without memory, which computes nothing but shapes."""
+    """Return the same call on meta tensors, which computes only shapes."""
     call = call.with_tensors(
         lambda tensor: torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -381,24 +382,24 @@ def _on_meta(call: _Call) -> _Call:
 
 
 def _poison(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory that holds what nobody may read yet: NaN, or numbers that index nothing."""
+    """Return memory whose values must not be read yet: NaN, or integers that are no valid index."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     if like.dtype.is_complex:
         return made.fill_(float("nan"))
     if like.dtype.is_floating_point:
-        poison(made, Poison.NOT_YET)
+        poison(made, Poison.NOT_COMPUTED)
         return made
     return made.fill_(True if like.dtype is torch.bool else torch.iinfo(like.dtype).max)
 
 
-# The device of a cache that takes a queue.
+# The device of a cache that defines ``use_queue``
 
 
 class QueuedDevice(Device):
-    """It makes the calls that it is asked for when it is waited for, or told to."""
+    """A device that makes submitted calls only when it is waited for or advanced by a step."""
 
     def __init__(self, adapter: Any, read: Operation) -> None:
-        """Take the step that a history ends with while the device has something to do."""
+        """Pass a queue to an adapter; ``read`` ends histories that have calls in flight."""
         self._read = read
         self._queue = DeviceQueue()
         adapter.use_queue(self._queue)
@@ -416,7 +417,7 @@ class QueuedDevice(Device):
     def finish(self) -> None:
         self._queue.finish()
 
-    def working(self) -> AbstractContextManager[object]:
+    def torch_context(self) -> AbstractContextManager[object]:
         return QueuedTorch(self._queue) if self._queue.has_memory else nullcontext()
 
     def hand_over(self, *tensors: torch.Tensor) -> None:
@@ -424,7 +425,7 @@ class QueuedDevice(Device):
             self._queue.on_device(*tensors)
 
     def overwrite(self, tensor: torch.Tensor) -> None:
-        if self.idle:  # so that a cache that asks for nothing has nothing in flight
+        if self.idle:  # a cache that submits no calls must have none in flight
             super().overwrite(tensor)
         else:
             self._queue.submit(partial(super().overwrite, tensor))

@@ -1,4 +1,4 @@
-"""The storage of a cache: nothing changes but where a step writes, and free blocks are poisoned."""
+"""Storage of a cache: it changes only where a step writes, and free blocks are poisoned."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities import return_values
 from pytest_roseinfer.capabilities.capability import (
-    Across,
     Capability,
-    Look,
     Observer,
+    RankPolicy,
     Run,
+    SnapshotScope,
     View,
     optional,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class StorageMethods:
-    """The methods that show the storage, and where in it the cache keeps a sequence."""
+    """Adapter methods that show the storage, and the slot or list of each sequence."""
 
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
@@ -44,53 +44,54 @@ class StorageMethods:
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage.
 
-        Those of keys and of values may lie in one tensor. Copies are refused.
+        The first is of keys and the second of values; both may be parts of one tensor. Copies are
+        refused.
         """
 
     @optional
     def container(self, seq: int) -> int | list[Any]:
-        """Return the number of the slot of a sequence, or the list in which its blocks are kept.
+        """Return the slot number of a sequence, or the list object that holds its blocks.
 
-        It is the list itself and not a copy. No two sequences may have the same; when one is freed
-        or absent, another may get it.
+        Return the list itself, not a copy. No two sequences may share a slot or list; once a
+        sequence is freed or absent, another one may get its slot or list.
         """
 
 
 @invariant(rank=40, needs=("arena", "table"))
-def arena(seen: Observation) -> Finding | None:
-    """Nothing in the storage may change but where the step writes."""
-    change = find_change(seen, _expected(seen), seen.after.arena)
+def arena(observation: Observation) -> Finding | None:
+    """The storage may change only where the step writes."""
+    change = find_change(observation, _expected(observation), observation.after.arena)
     if change is None:
         return None
     location, contents = change
     return Finding(
         f"layer {location.layer}, {contents.kind}, block {location.block}, position "
-        f"{location.slot}, head {contents.head}: {contents.words()}",
+        f"{location.slot}, head {contents.head}: {contents.describe()}",
         location,
     )
 
 
-def handed_out(seen: Observation, layer: int) -> set[int]:
-    """Find the blocks that came in this step to all who hold them now.
+def newly_allocated_blocks(observation: Observation, layer: int) -> set[int]:
+    """Return the blocks that all of their holders got in this step.
 
-    A block that a sequence gave up may be handed out again at once, for a copy.
+    A block that a sequence released in the step may be allocated again at once, for a copy.
     """
-    before, after = _places(seen.before, layer), _places(seen.after, layer)
+    before, after = _places(observation.before, layer), _places(observation.after, layer)
     return {block for block, places in after.items() if places.isdisjoint(before[block])}
 
 
-def _out_of_windows(seen: Observation, layer: int) -> set[int]:
-    """Find the blocks that nobody holds, if what was written left the window in the same step.
+def _out_of_windows(observation: Observation, layer: int) -> set[int]:
+    """Return all free blocks if a token that was written left the window in the same step.
 
-    It lay in one of them, or was not written at all.
+    It was written to one of them, or not at all.
     """
-    if seen.after.arena and any(block is None for block, _ in seen.slots(layer)):
-        return {*range(seen.after.arena[0].shape[1])} - {*seen.after.owners(layer)}
+    if observation.after.arena and any(block is None for block, _ in observation.slots(layer)):
+        return {*range(observation.after.arena[0].shape[1])} - {*observation.after.owners(layer)}
     return set()
 
 
 def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]]]:
-    """Find the sequences that hold each block, and where in their tables it is."""
+    """Return the holders of each block, with its index in their tables."""
     places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for seq, table in shown.tables_of(layer).items():
         for at, block in enumerate(table):
@@ -99,72 +100,78 @@ def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]
     return places
 
 
-def _copied_back(seen: Observation, layer: int) -> set[int]:
-    """Find the blocks of sequences that are coming back, which are written at any time."""
-    coming = seen.oracle.hidden
-    if seen.operation:
-        coming += seen.operation.brings_back()
-    tables = seen.after.tables_of(layer)
+def _swapping_in_blocks(observation: Observation, layer: int) -> set[int]:
+    """Return the blocks of sequences that are being swapped in, which may change at any time."""
+    coming = observation.oracle.hidden
+    if observation.operation:
+        coming += observation.operation.restored_seqs()
+    tables = observation.after.tables_of(layer)
     return {block for seq in coming for block in tables[seq] if block is not None}
 
 
-def _expected(seen: Observation) -> Pair | None:
-    """Return the arena before the step, with what the step may have changed as it was found."""
-    before, found, written = seen.before.arena, seen.after.arena, seen.outcome.written
-    if before is None or found is None:
+def _expected(observation: Observation) -> Pair | None:
+    """Return the arena before the step, with its allowed changes copied from the arena after it."""
+    before, after, written = (
+        observation.before.arena,
+        observation.after.arena,
+        observation.outcome.written,
+    )
+    if before is None or after is None:
         return None
-    if seen.declared.prefixes.shares == "equal prefixes":
-        return _cached(seen, before, found)
+    if observation.declared.prefixes.shares == "equal prefixes":
+        return _expected_cached(observation, before, after)
     expected = before[0].clone(), before[1].clone()
-    for layer in range(seen.spec.num_layers):
-        slots = seen.slots(layer)
+    for layer in range(observation.spec.num_layers):
+        slots = observation.slots(layer)
         opened = {block for block, at in slots if at == 0}
         free_to_change = (
-            handed_out(seen, layer) - opened
-            | _copied_back(seen, layer)
-            | _out_of_windows(seen, layer)
+            newly_allocated_blocks(observation, layer) - opened
+            | _swapping_in_blocks(observation, layer)
+            | _out_of_windows(observation, layer)
         )
-        if seen.payload.rounds_blocks:
+        if observation.payload.rounds_blocks:
             free_to_change |= {block for block, _ in slots if block is not None}
-        if seen.operation and seen.operation.padding():
-            free_to_change |= seen.scratch_blocks
+        if observation.operation and observation.operation.padding():
+            free_to_change |= observation.scratch_blocks
         for block in free_to_change:
-            for image, cache in zip(expected, found, strict=True):
-                image[layer, block] = cache[layer, block]  # a copy: read-back has checked it
+            for image, cache in zip(expected, after, strict=True):
+                image[layer, block] = cache[layer, block]  # read-back has checked it
         if slots and written:
             rows = [row for row, (block, _) in enumerate(slots) if block is not None]
             blocks, positions = [slots[row][0] for row in rows], [slots[row][1] for row in rows]
-            new: Sequence[torch.Tensor] = seen.payload.layer(written.tokens, layer)
-            if seen.payload.tolerance:  # the codes are the cache's own: read-back has checked them
-                new = [cache[layer][blocks, :, positions] for cache in found]
+            new: Sequence[torch.Tensor] = observation.payload.layer(written.tokens, layer)
+            if observation.payload.tolerance:  # quantised codes: read-back has checked them
+                new = [cache[layer][blocks, :, positions] for cache in after]
             for image, tokens in zip(expected, new, strict=True):
                 image[layer][blocks, :, positions] = tokens[rows]
     return expected
 
 
-def _cached(seen: Observation, before: Pair, found: Pair) -> Pair:
-    """Return the arena as it was found, but for the cached blocks, which must be as before.
+def _expected_cached(observation: Observation, before: Pair, after: Pair) -> Pair:
+    """Return the arena after the step, with the blocks that stay cached as they were before it.
 
-    A block that turns out to hold what another does is written and given up for it, to be taken
-    again in the same step, so of others no more is known than what is read back.
+    Other blocks are checked by read-back alone: a cache may write a block, release it when it turns
+    out to be a duplicate, and allocate it again in the same step.
     """
-    expected = found[0].clone(), found[1].clone()
-    for layer in range(seen.spec.num_layers):
-        was, is_now = (each.ledger(layer).cached for each in (seen.before, seen.after))
+    expected = after[0].clone(), after[1].clone()
+    for layer in range(observation.spec.num_layers):
+        was, is_now = (
+            each.ledger(layer).cached for each in (observation.before, observation.after)
+        )
         kept = sorted({*was}.intersection(is_now))
         for image, cache in zip(expected, before, strict=True):
             image[layer, kept] = cache[layer, kept]
     return expected
 
 
-STORED = {"arena": (5,), "scales": (4, 3)}
-"""The methods that show a part of it, and how many dimensions that may have."""
+STORAGE_METHODS = {"arena": (5,), "scales": (4, 3)}
+"""Methods that show a part of the storage, with its possible numbers of dimensions."""
 
 
 class Storage(Observer):
-    """The storage that a cache shows: poisoned where nobody reads, and copied for snapshots."""
+    """The visible storage of a cache: poisoned where it is free, and copied for snapshots."""
 
-    any_of = STORED.keys()
+    any_of = STORAGE_METHODS.keys()
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -174,32 +181,32 @@ class Storage(Observer):
         for part in self._live():
             poison(part, Poison.NEVER_WRITTEN)
 
-    def after(self, seen: Observation) -> Mapping[str, int]:
-        if "table" in self.run.can and self.run.driven.device.idle:
-            self._poison_what_was_freed(seen.before, seen.after)
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        if "table" in self.run.features and self.run.cache_under_test.device.idle:
+            self._poison_freed_blocks(observation.before, observation.after)
         return {}
 
     def _require_shapes(self, spec: CacheSpec) -> None:
-        """Raise where what is shown is not laid out as the harness will take it to be."""
-        due = {
+        """Raise ``InvalidReturnValue`` for views of wrong shapes."""
+        sizes = {
             "layers": spec.num_layers,
-            "blocks": None,  # too few are the cache's mistake, and its ledger's
+            "blocks": None,  # other invariants detect a cache with too few blocks
             "heads": spec.num_heads,
             "block_size": spec.block_size,
             # Codes may be packed.
             "head_dim": None if spec.dtype in self.adapter.tolerance else spec.head_dim,
         }
-        for name, pair in zip(STORED, self.shown(copied=False), strict=True):
+        for name, pair in zip(STORAGE_METHODS, self.shown(copied=False), strict=True):
             for view in pair or ():
-                answers.laid_out(f"{name}()", view, due)
+                return_values.require_dimensions(f"{name}()", view, sizes)
 
     def _require_views(self) -> None:
-        """Raise where what is shown is not what is stored: poison would go nowhere."""
+        """Raise ``InvalidReturnValue`` for copies of the storage, which poison would not reach."""
         for rank in self._ranks:
-            for name in STORED:
+            for name in STORAGE_METHODS:
                 one, other = _shown(rank, name), _shown(rank, name)
                 for view, again in zip(one or (), other or (), strict=True):
-                    answers.lies_where_it_did(f"{name}()", view, again)
+                    return_values.require_same_storage(f"{name}()", view, again)
 
     @property
     def _ranks(self) -> Sequence[Any]:
@@ -207,17 +214,17 @@ class Storage(Observer):
         return self.adapter.shards() if sharded else [self.adapter]
 
     def _live(self) -> list[torch.Tensor]:
-        shown = [_shown(rank, name) for rank in self._ranks for name in STORED]
+        shown = [_shown(rank, name) for rank in self._ranks for name in STORAGE_METHODS]
         return [part for pair in shown for part in pair or ()]
 
     def shown(self, *, copied: bool) -> list[Pair | None]:
-        """Return what each of the methods shows, or a copy of that."""
-        pairs = [_shown(self.adapter, name) for name in STORED]
+        """Return the views of each method in ``STORAGE_METHODS``, or copies; None without it."""
+        pairs = [_shown(self.adapter, name) for name in STORAGE_METHODS]
         return [(pair[0].clone(), pair[1].clone()) if pair and copied else pair for pair in pairs]
 
-    def _poison_what_was_freed(self, before: Snapshot, after: Snapshot) -> None:
-        """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
-        if before.arena is None and before.scales is None:  # the device was at work
+    def _poison_freed_blocks(self, before: Snapshot, after: Snapshot) -> None:
+        """Overwrite blocks that were freed and are not cached, in the storage and the snapshot."""
+        if before.arena is None and before.scales is None:  # calls were in flight
             return
         for layer in {layer for _, layer in before.tables or ()}:
             kept = {*after.ledger(layer).cached} if after.ledgers else set[int]()
@@ -229,41 +236,41 @@ class Storage(Observer):
 def _shown(adapter: Any, name: str) -> Pair | None:
     if name not in adapter.abilities:
         return None
-    return answers.storage(f"{name}()", getattr(adapter, name)(), STORED[name])
+    return return_values.storage(f"{name}()", getattr(adapter, name)(), STORAGE_METHODS[name])
 
 
 @invariant(rank=21, needs=("container",))
-def separate_containers(seen: Observation) -> Finding | None:
-    """No two sequences may be kept in one slot, or in one list."""
+def separate_containers(observation: Observation) -> Finding | None:
+    """No two sequences may share a slot or a list."""
     holders: dict[tuple[type, int], int] = {}
-    for seq, kept in seen.after.kept.items():
-        if isinstance(kept, Exception):
-            what = f"container({seq}) raised {type(kept).__name__}: {kept}"
-            return Finding(what, Location(0, {seq: None}), kept)
-        identity, shared = id(kept), "the same list"
-        if isinstance(kept, int):
-            identity, shared = kept, f"slot {kept}"
-        other = holders.setdefault((type(kept), identity), seq)
+    for seq, container in observation.after.containers.items():
+        if isinstance(container, Exception):
+            what = f"container({seq}) raised {type(container).__name__}: {container}"
+            return Finding(what, Location(0, {seq: None}), container)
+        identity, shared = id(container), "the same list"
+        if isinstance(container, int):
+            identity, shared = container, f"slot {container}"
+        other = holders.setdefault((type(container), identity), seq)
         if other != seq:
             what = f"sequences {other} and {seq} are kept in {shared}"
             return Finding(what, Location(0, {other: None, seq: None}))
     return None
 
 
-def _show_storage(run: Run, look: Look) -> Mapping[str, Any]:
-    """Show nothing while the device has something to do."""
+def _show_storage(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
+    """Return the storage as fields of a snapshot; empty while calls are in flight."""
     storage = run.observer(Storage)
-    if storage is None or not run.driven.device.idle:
+    if storage is None or not run.cache_under_test.device.idle:
         return {}
-    return dict(zip(STORED, storage.shown(copied=look.copies), strict=True))
+    return dict(zip(STORAGE_METHODS, storage.shown(copied=look.copies), strict=True))
 
 
 STORAGE = Capability(
     methods=StorageMethods,
     renamed={"kept_in": "container(seq)"},
-    sharded={"container": Across.FIRST, "arena": Across.STORED},
+    sharded={"container": RankPolicy.FIRST, "arena": RankPolicy.STORED},
     needs={"arena": ("table",)},
     invariants=(arena, separate_containers),
     observers=(Storage,),
-    views=(View(STORED.keys(), _show_storage),),
+    views=(View(STORAGE_METHODS.keys(), _show_storage),),
 )

@@ -1,4 +1,4 @@
-"""Swapping a sequence out of the cache and back, each in two steps."""
+"""Swapping of sequences out of the cache and back in, each in two steps."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, optional
-from pytest_roseinfer.capabilities.misuse import Call, Situation, misuse
+from pytest_roseinfer.capabilities.misuse import Call, MisuseState, misuse
 from pytest_roseinfer.capabilities.observation import Finding, Observation, invariant
-from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.capabilities.writes import draw_long_writes
 from pytest_roseinfer.oracle.pages import Absence, State
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SwappingMethods:
-    """The methods that swap sequences out and in."""
+    """Adapter methods for swapping."""
 
     swap_out_holds: ClassVar[bool] = True
     """True if a sequence holds its blocks until ``finish_swap_out``; False if they are free as soon
@@ -28,26 +28,26 @@ class SwappingMethods:
 
     @optional
     def swap_out(self, seq: int) -> object:
-        """Begin to copy a sequence out of the cache; ``finish_swap_out`` gets the result.
+        """Begin to copy a sequence out; the result is passed to ``finish_swap_out``.
 
-        Until then the sequence reads back as before, unless ``swap_out_holds`` is False, and no
-        step uses it but ``free``. Swap space for ``spec.num_blocks`` blocks of each layer is
-        enough.
+        Until then the sequence reads back as before, unless ``swap_out_holds`` is False, and
+        ``free`` is the only step that may use it. Swap space of ``spec.num_blocks`` blocks per
+        layer is enough.
         """
 
     @optional
     def finish_swap_out(self, swap: Any) -> None:
-        """Wait until the copy is done; from here on the sequence holds no block.
+        """Wait until the copy is done; from then on the sequence holds no block.
 
-        Blocks that others hold are copied too, and have a holder less.
+        Blocks that others hold are copied too, and their refcount decreases.
         """
 
     @optional
     def swap_in(self, seq: int) -> object:
-        """Take blocks for a sequence and begin to copy it back; ``finish_swap_in`` gets the result.
+        """Allocate blocks and begin to copy back; the result is passed to ``finish_swap_in``.
 
-        They are in its ``table`` from here on, none of them shared. It is not read before
-        ``finish_swap_in``.
+        The blocks are in its ``table`` from then on, and none of them is shared. The sequence is
+        not read before ``finish_swap_in``.
         """
 
     @optional
@@ -56,26 +56,26 @@ class SwappingMethods:
 
 
 class Stage(Enum):
-    """A stage of swapping a sequence out or back in."""
+    """A stage of swapping a sequence out and back in."""
 
-    LEAVING = "on its way out"
-    """It is being copied out."""
-    OUT = "swapped out"
-    """It was copied out, and has given up its blocks."""
-    COMING = "on its way back"
-    """It has blocks again, and is being copied to them."""
+    SWAPPING_OUT = "being swapped out"
+    """Copy out of the cache in progress."""
+    SWAPPED_OUT = "swapped out"
+    """Copied out, without blocks."""
+    SWAPPING_IN = "being swapped in"
+    """Blocks allocated, and copy back in progress."""
 
 
 @dataclass(slots=True)
 class Swapped(State):
-    """The sequences that are swapped out, or half way."""
+    """Sequences that are swapped out, or being swapped out or in."""
 
     any_of: ClassVar = ("swap_out",)
-    holds: bool = True
-    """As ``SwappingMethods.swap_out_holds``."""
+    holds_blocks: bool = True
+    """Value of ``SwappingMethods.swap_out_holds``."""
     stages: dict[int, Stage] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """What each sequence holds when it is back."""
+    """Tokens of each sequence, as it must read back after the swap-in."""
 
     @classmethod
     def of(cls, adapter: Any) -> Swapped:
@@ -88,25 +88,26 @@ class Swapped(State):
 
     @property
     def hidden(self) -> Collection[int]:
-        return self.at(Stage.COMING)
+        return self.at(Stage.SWAPPING_IN)
 
     def unwritten(self, seq: int) -> int:
-        return len(self.tokens[seq]) if self.stages.get(seq) is Stage.COMING else 0
+        return len(self.tokens[seq]) if self.stages.get(seq) is Stage.SWAPPING_IN else 0
 
-    def freed(self, seq: int) -> None:
+    def on_free(self, seq: int) -> None:
         self.stages.pop(seq, None)
         self.tokens.pop(seq, None)
 
     def at(self, stage: Stage) -> list[int]:
-        return [seq for seq, own in self.stages.items() if own is stage]
+        """Return the sequences at a stage."""
+        return [seq for seq, current in self.stages.items() if current is stage]
 
     def blocks(self, block_size: int) -> int:
         """Count the blocks of swap space that these sequences need at most."""
-        return sum(-(-len(own) // block_size) for own in self.tokens.values())
+        return sum(-(-len(tokens) // block_size) for tokens in self.tokens.values())
 
 
 def swapped(oracle: operation.Oracle) -> Swapped:
-    return oracle.begun(Swapped)
+    return oracle.ensure_state(Swapped)
 
 
 def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
@@ -114,18 +115,18 @@ def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
 
 
 _TOGETHER = ("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")
-"""Methods that are nothing without each other."""
+"""Methods that each need the three others."""
 
 
-class _Move(operation.Operation):
-    """An operation that moves one sequence a step further, out of the cache or back."""
+class _Swap(operation.Operation):
+    """An operation that moves one sequence to the next stage of swapping."""
 
     __slots__ = ()
 
     seq: int
     needs = frozenset(_TOGETHER)
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.seq]
 
     def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
@@ -133,14 +134,14 @@ class _Move(operation.Operation):
 
 
 @operation.register("SwapOut")
-class SwapOut(_Move):
+class SwapOut(_Swap):
     """Begin to copy a sequence out of the cache."""
 
     seq: int
 
-    of_tokens = True
+    needs_tokens = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"begin to swap sequence {self.seq} out"
 
     def uses(self) -> list[int]:
@@ -154,56 +155,56 @@ class SwapOut(_Move):
 
     def change(self, oracle: operation.Oracle) -> None:
         out = swapped(oracle)
-        out.stages[self.seq], out.tokens[self.seq] = Stage.LEAVING, oracle.tokens(self.seq)
-        if not out.holds:
-            oracle.give_up(self.seq)
+        out.stages[self.seq], out.tokens[self.seq] = Stage.SWAPPING_OUT, oracle.tokens(self.seq)
+        if not out.holds_blocks:
+            oracle.release_pages(self.seq)
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.moving[self.seq] = cache.adapter.swap_out(self.seq)
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.swap_handles[self.seq] = cache.adapter.swap_out(self.seq)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if fitting := [seq for seq in writer.filled if cls(seq).possible(writer.oracle)]:
-            yield operation.Move(130, 6, lambda: cls(writer.pick(fitting)))
+            yield operation.DrawOption(130, 6, lambda: cls(writer.pick(fitting)))
 
 
 @operation.register("FinishSwapOut")
-class FinishSwapOut(_Move):
-    """Finish copying a sequence out; its blocks are free for others from here on."""
+class FinishSwapOut(_Swap):
+    """Finish copying a sequence out, which frees its blocks."""
 
     seq: int
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"finish swapping sequence {self.seq} out"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.LEAVING)
+        return _at(oracle, self.seq, Stage.SWAPPING_OUT)
 
     def change(self, oracle: operation.Oracle) -> None:
-        swapped(oracle).stages[self.seq] = Stage.OUT
-        if swapped(oracle).holds:
-            oracle.give_up(self.seq)
+        swapped(oracle).stages[self.seq] = Stage.SWAPPED_OUT
+        if swapped(oracle).holds_blocks:
+            oracle.release_pages(self.seq)
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.adapter.finish_swap_out(cache.moving.pop(self.seq))
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.adapter.finish_swap_out(cache.swap_handles.pop(self.seq))
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if leaving := swapped(writer.oracle).at(Stage.LEAVING):
-            yield operation.Move(130, 10, lambda: cls(writer.pick(leaving)))
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        if leaving := swapped(writer.oracle).at(Stage.SWAPPING_OUT):
+            yield operation.DrawOption(130, 10, lambda: cls(writer.pick(leaving)))
 
 
 @operation.register("SwapIn")
-class SwapIn(_Move):
-    """Take blocks for a sequence that is swapped out, and begin to copy it back."""
+class SwapIn(_Swap):
+    """Allocate blocks for a swapped-out sequence, and begin to copy it back."""
 
     seq: int
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"begin to swap sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.OUT)
+        return _at(oracle, self.seq, Stage.SWAPPED_OUT)
 
     def fits(self, oracle: operation.Oracle) -> bool:
         return oracle.fits([(self.seq, len(swapped(oracle).tokens[self.seq]))])
@@ -214,81 +215,87 @@ class SwapIn(_Move):
     def change(self, oracle: operation.Oracle) -> None:
         tokens = swapped(oracle).tokens[self.seq]
         oracle.append([(self.seq, len(tokens))], tokens)
-        swapped(oracle).stages[self.seq] = Stage.COMING
+        swapped(oracle).stages[self.seq] = Stage.SWAPPING_IN
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.moving[self.seq] = cache.adapter.swap_in(self.seq)
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.swap_handles[self.seq] = cache.adapter.swap_in(self.seq)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        steps = [cls(seq) for seq in swapped(writer.oracle).at(Stage.OUT)]
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        steps = [cls(seq) for seq in swapped(writer.oracle).at(Stage.SWAPPED_OUT)]
         fitting = [step for step in steps if step.fits(writer.oracle)]
         if steps:
-            yield operation.Move(130, 10 if fitting else 3, lambda: writer.pick(fitting or steps))
-            yield from floods(writer)
+            yield operation.DrawOption(
+                130, 10 if fitting else 3, lambda: writer.pick(fitting or steps)
+            )
+            yield from draw_long_writes(writer)
 
 
 @operation.register("FinishSwapIn")
-class FinishSwapIn(_Move):
-    """Finish copying a sequence back; it can be read and appended to from here on."""
+class FinishSwapIn(_Swap):
+    """Finish copying a sequence back; from then on it can be read and appended to."""
 
     seq: int
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"finish swapping sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.COMING)
+        return _at(oracle, self.seq, Stage.SWAPPING_IN)
 
-    def brings_back(self) -> list[int]:
+    def restored_seqs(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        swapped(oracle).freed(self.seq)
+        swapped(oracle).on_free(self.seq)
 
-    def drive(self, cache: operation.Driven) -> None:
-        cache.adapter.finish_swap_in(cache.moving.pop(self.seq))
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.adapter.finish_swap_in(cache.swap_handles.pop(self.seq))
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if coming := swapped(writer.oracle).at(Stage.COMING):
-            yield operation.Move(130, 10, lambda: cls(writer.pick(coming)))
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        if coming := swapped(writer.oracle).at(Stage.SWAPPING_IN):
+            yield operation.DrawOption(130, 10, lambda: cls(writer.pick(coming)))
 
 
 @invariant(rank=22, needs=("ledger", "swap_out"))
-def swap_space(seen: Observation) -> Finding | None:
+def swap_space(observation: Observation) -> Finding | None:
     """Swap space in use must belong to sequences that are swapped out."""
-    most = swapped(seen.oracle).blocks(seen.spec.block_size)
-    for layer in range(seen.spec.num_layers):
-        taken = seen.after.ledger(layer).swapped or 0
+    most = swapped(observation.oracle).blocks(observation.spec.block_size)
+    for layer in range(observation.spec.num_layers):
+        taken = observation.after.ledger(layer).swapped or 0
         if taken > most:
             return Finding(
-                f"layer {layer}: {taken} blocks of swap space are taken, and what is swapped out "
-                f"fills {most}"
+                f"layer {layer}: {taken} blocks of swap space are in use, and sequences swapped "
+                f"out need {most}"
             )
     return None
 
 
-_NEXT = {Stage.LEAVING: FinishSwapOut, Stage.OUT: SwapIn, Stage.COMING: FinishSwapIn}
+_NEXT = {
+    Stage.SWAPPING_OUT: FinishSwapOut,
+    Stage.SWAPPED_OUT: SwapIn,
+    Stage.SWAPPING_IN: FinishSwapIn,
+}
 
 
 def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
     return [_NEXT[stage](seq) for seq, stage in swapped(oracle).stages.items()]
 
 
-# Calls that must be refused.
+# Bad calls
 
 
 @misuse("gather", "swap_out", "swap_in")
-def gather_swapped_out(at: Situation) -> Iterator[Call]:
-    for stage in (Stage.OUT, Stage.COMING):
+def gather_swapped_out(at: MisuseState) -> Iterator[Call]:
+    for stage in (Stage.SWAPPED_OUT, Stage.SWAPPING_IN):
         yield from at.gather_absent(swapped(at.oracle).at(stage))
 
 
 @misuse("swap_out", "swap_in")
-def append_to_swapped_out(at: Situation) -> Iterator[Call]:
+def append_to_swapped_out(at: MisuseState) -> Iterator[Call]:
     new = at.tokens(1)
-    for stage in (Stage.LEAVING, Stage.OUT, Stage.COMING):
+    for stage in (Stage.SWAPPING_OUT, Stage.SWAPPED_OUT, Stage.SWAPPING_IN):
         for seq in swapped(at.oracle).at(stage)[-1:]:
             call = partial(at.adapter.append, [seq], new, new)
             yield f"append to a sequence that is {stage.value}", call
@@ -302,7 +309,7 @@ SWAPPING = Capability(
     },
     misuse=(gather_swapped_out, append_to_swapped_out),
     states=(Swapped,),
-    way_back=_way_back,
+    return_steps=_way_back,
     needs=dict.fromkeys(_TOGETHER, _TOGETHER),
     operations=(
         SwapOut,

@@ -1,26 +1,26 @@
-"""Changing the switches of a live cache."""
+"""Switches of a cache, and changes of them while it is in use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, RankPolicy, optional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 class SwitchMethods:
-    """The method that changes switches."""
+    """Adapter method and attribute for switches."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Switches and their values, the usual one first. Each history draws one of each for
+    """Values of each switch, the usual one first. Each history draws one value per switch for
     ``spec.options``."""
 
     @optional
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Change the switches of a live cache."""
+        """Change the switches of a cache in use."""
 
 
 @operation.register("SetOptions")
@@ -31,21 +31,21 @@ class SetOptions(operation.Operation):
 
     needs = frozenset({"set_options"})
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return "set " + ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.set_options(self.options)
-        cache.options = cache.planned_with = self.options
+        cache.options = cache.planned_options = self.options
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if writer.live and writer.adapter.option_choices:
-            yield operation.Move(91, 2, lambda: cls(writer.switches()))
+            yield operation.DrawOption(91, 2, lambda: cls(writer.switches()))
 
 
 SWITCHES = Capability(
     methods=SwitchMethods,
-    sharded={"set_options": Across.SAME},
+    sharded={"set_options": RankPolicy.SAME},
     operations=(SetOptions,),
 )

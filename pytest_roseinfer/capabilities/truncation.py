@@ -1,4 +1,4 @@
-"""Cutting sequences down to their first tokens, one at a time or several at once."""
+"""Truncation of sequences to their first tokens, one at a time or several at once."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Across, Capability, Traits, optional
+from pytest_roseinfer.capabilities.capability import Capability, RankPolicy, Traits, optional
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TruncationTraits(Traits):
-    """The ways to cut a block that others hold, and to refuse a cut."""
+    """Copies of shared blocks at truncation, and errors of refused truncations."""
 
     copies: bool = False
-    """True if ``truncate`` copies the kept part of a block that others hold; False if that stays
-    shared until it is written to. A sequence that alone holds a block keeps it. Blocks that are
-    given back make room for the copy, and for those of later rows."""
+    """True if ``truncate`` copies the kept part of a shared block at once; False if the block stays
+    shared until it is written to. A block with a single holder is never copied. Blocks that the
+    truncation frees make room for the copy, and for those of later rows."""
     errors: tuple[type[BaseException], ...] = ()
-    """Errors of which ``truncate`` raises one, changing nothing, where ``can_truncate`` returns
+    """Errors of which ``truncate`` raises one, without changes, if ``can_truncate`` returns
     False."""
 
 
 class TruncationMethods:
-    """The methods that cut sequences."""
+    """Adapter methods for truncation."""
 
     truncation: ClassVar[TruncationTraits] = TruncationTraits()
-    """The ways to cut a block that others hold, and to refuse a cut."""
+    """Copies of shared blocks at truncation, and errors of refused truncations."""
 
     @optional
     def truncate(self, seq: int, length: int) -> None:
-        """Keep the first ``length`` tokens of a sequence, which may be none or all of them.
+        """Keep the first ``length`` tokens of a sequence; 0 and its full length are allowed.
 
-        One that is cut to nothing is not freed: it reads back as empty, and can be appended to.
-        ``match_prefix`` no longer finds what was cut off a block that it alone held.
+        A sequence of length 0 is not freed: it reads back as empty, and can be appended to.
+        ``match_prefix`` no longer finds tokens that were cut off a block with a single holder.
         """
 
     @optional
@@ -49,30 +49,30 @@ class TruncationMethods:
 
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
-        """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
+        """Return False if a cache of this spec cannot truncate ``stored`` tokens to ``length``.
 
-        Nothing but these numbers may matter.
+        The result may depend only on these arguments.
         """
         return True
 
 
-class _Cut(operation.Operation):
-    """An operation that cuts sequences."""
+class _Truncation(operation.Operation):
+    """An operation that truncates sequences."""
 
     __slots__ = ()
 
     def refusal(self, oracle: operation.Oracle) -> operation.Refusal:
         if self.allowed(oracle):
             return operation.Operation.refusal(self, oracle)
-        return operation.Refusal("truncation.errors", "it must refuse", "it cannot be trimmed")
+        return operation.Refusal("truncation.errors", "it must refuse", "it cannot be truncated")
 
     def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
 
 @operation.register("Truncate")
-class Truncate(_Cut):
-    """Cut a sequence down to its first tokens."""
+class Truncate(_Truncation):
+    """Truncate a sequence to its first tokens."""
 
     seq: int
     length: int
@@ -80,43 +80,43 @@ class Truncate(_Cut):
     needs = frozenset({"truncate"})
     least = 0
 
-    def words(self) -> str:
-        return f"cut sequence {self.seq} down to {some(self.length, 'token')}"
+    def describe(self) -> str:
+        return f"truncate sequence {self.seq} to {some(self.length, 'token')}"
 
     def uses(self) -> list[int]:
         return [self.seq]
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.seq]
 
-    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+    def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
         return Truncate(self.seq, min(self.length, oracle.length(self.seq)))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
-        return oracle.may_cut(self.seq, self.length)
+        return oracle.allows_truncation(self.seq, self.length)
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.cuts_fit([(self.seq, self.length)])
+        return oracle.truncations_fit([(self.seq, self.length)])
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.cut(self.seq, self.length)
+        oracle.truncate(self.seq, self.length)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.truncate(self.seq, self.length)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> Truncate:
             seq = writer.pick(writer.live)
             return cls(seq, writer.length(seq))
 
         if writer.live:
-            yield operation.Move(101, 4, drawn)
+            yield operation.DrawOption(101, 4, drawn)
 
 
 @operation.register("TruncateMany")
-class TruncateMany(_Cut):
-    """Cut several sequences down to their first tokens: all of them, or none."""
+class TruncateMany(_Truncation):
+    """Truncate several sequences to their first tokens: all of them, or none."""
 
     seqs: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -124,34 +124,34 @@ class TruncateMany(_Cut):
     needs = frozenset({"truncate_many"})
     least = 0
 
-    def cuts(self) -> list[tuple[int, int]]:
+    def truncations(self) -> list[tuple[int, int]]:
         return list(zip(self.seqs, self.lengths, strict=True))
 
-    def words(self) -> str:
-        each = ", ".join(f"sequence {seq} to {length}" for seq, length in self.cuts())
-        return f"cut down to so many tokens: {each}"
+    def describe(self) -> str:
+        each = ", ".join(f"sequence {seq} to {length}" for seq, length in self.truncations())
+        return f"truncate to these lengths: {each}"
 
     def uses(self) -> list[int]:
         return list(self.seqs)
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return list(self.seqs)
 
-    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
-        lengths = (min(length, oracle.length(seq)) for seq, length in self.cuts())
+    def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
+        lengths = (min(length, oracle.length(seq)) for seq, length in self.truncations())
         return TruncateMany(self.seqs, tuple(lengths))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
-        return all(oracle.may_cut(*cut) for cut in self.cuts())
+        return all(oracle.allows_truncation(*cut) for cut in self.truncations())
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.cuts_fit(self.cuts())
+        return oracle.truncations_fit(self.truncations())
 
     def change(self, oracle: operation.Oracle) -> None:
-        for cut in self.cuts():
-            oracle.cut(*cut)
+        for cut in self.truncations():
+            oracle.truncate(*cut)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.truncate_many(self.seqs, self.lengths)
 
     def reversed(self) -> operation.Operation:
@@ -165,13 +165,13 @@ class TruncateMany(_Cut):
         ]
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> TruncateMany:
             seqs = writer.batch(())
             return cls(seqs, tuple(map(writer.length, seqs)))
 
         if writer.live:
-            yield operation.Move(112, 2, drawn)
+            yield operation.DrawOption(112, 2, drawn)
 
 
 TRUNCATION = Capability(
@@ -182,7 +182,7 @@ TRUNCATION = Capability(
         "untrimmable_errors": "truncation = TruncationTraits(errors=...)",
     },
     walk=lambda at: [Truncate(seq, at.oracle.length(seq) - 1) for seq in at.filled],
-    sharded={"truncate": Across.SAME, "truncate_many": Across.SAME},
+    sharded={"truncate": RankPolicy.SAME, "truncate_many": RankPolicy.SAME},
     operations=(
         Truncate,
         TruncateMany,

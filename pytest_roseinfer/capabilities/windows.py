@@ -1,11 +1,11 @@
-"""Layers with sliding windows, whose blocks are given back as they leave the window."""
+"""Layers with sliding windows, whose blocks are freed after they leave the window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pytest_roseinfer.capabilities.books import wrong_length
+from pytest_roseinfer.capabilities.block_tables import wrong_length
 from pytest_roseinfer.capabilities.capability import Capability, Observer, Traits
 from pytest_roseinfer.capabilities.observation import (
     Finding,
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowTraits(Traits):
-    """Groups of layers with windows, and when blocks that leave a window are given back."""
+    """Groups of layers with windows, and the time at which blocks outside a window are freed."""
 
     groups: int = 0
-    """Most different windows among the layers of a cache, no window counting as one; 0 if layers
-    have none. They are drawn for ``spec.windows``. In a layer of window W a token attends to itself
-    and the W - 1 before it. So of the stored tokens the last W - 1 are live: ``peek`` and
-    ``gather`` return these alone, ``attend`` attends to them, and ``table`` has None for a block
-    that was given back, all of whose tokens come before them."""
+    """Most different windows among the layers of a cache, where no window counts as one; 0 if no
+    layer has a window. They are drawn for ``spec.windows``. In a layer of window W a token attends
+    to itself and the W - 1 before it. So the last W - 1 stored tokens are live: ``peek`` and
+    ``gather`` return only these, ``attend`` attends to these, and ``table`` has None for a freed
+    block, all of whose tokens come before them."""
     pools: Literal["own", "shared"] = "own"
     """Pools of blocks: each layer has its ``"own"``, of ``spec.num_blocks`` blocks, or all layers
-    take blocks from a ``"shared"`` one. There a block is one group's at a time, layers of a group
-    have the same table, and a ledger of any layer shows the whole pool."""
+    allocate from a ``"shared"`` one. There a block belongs to one group at a time, layers of a
+    group have equal tables, and the ledger of any layer shows the whole pool."""
     gives_back: Literal["at once", "next write", "next try"] = "at once"
-    """Time at which a block that left the window is given back: ``"at once"``, when the write that
-    moved it out is stored, or by the sequence's ``"next write"``. That makes room for the write's
-    own row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the
-    row that found no room has given back all the same, as in vLLM."""
+    """Time at which a block that left the window is freed: ``"at once"``, when the write that moved
+    it out is stored, or by the sequence's ``"next write"``. The latter makes room for the write's
+    own row and for later ones, and a refused write frees nothing. With ``"next try"`` a refused row
+    also frees its blocks outside the window, as in vLLM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,33 +56,39 @@ class WindowTraits(Traits):
 
 
 class WindowMethods:
-    """How a cache gives back what leaves a window."""
+    """Adapter attribute for sliding windows."""
 
     windows: ClassVar[WindowTraits] = WindowTraits()
-    """Groups of layers with windows, and when blocks that leave a window are given back."""
+    """Groups of layers with windows, and the time at which blocks outside a window are freed."""
 
 
 @invariant(rank=0, needs=("table", "windows"))
-def windows(seen: Observation) -> Finding | None:
-    """Blocks must be given back when their tokens have left the window, and not before."""
-    for seq in _begun(seen):
-        if found := _wrong_beginning(seen, seq):
-            return found
-    for layer, window in enumerate(seen.spec.windows):
-        if found := _in_two_groups(seen, layer):
-            return found
-        for seq in seen.oracle.sequences:
-            if found := wrong_length(seen, seq, layer) or _wrong_end(seen, seq, layer, window):
-                return found
+def windows(observation: Observation) -> Finding | None:
+    """Blocks must be freed when their tokens have left the window, and not before."""
+    for seq in _new_prefix_seqs(observation):
+        if finding := _check_prefix_blocks(observation, seq):
+            return finding
+    for layer, window in enumerate(observation.spec.windows):
+        if finding := _in_two_groups(observation, layer):
+            return finding
+        for seq in observation.oracle.sequences:
+            finding = wrong_length(observation, seq, layer)
+            if finding := finding or _check_table_end(observation, seq, layer, window):
+                return finding
     return None
 
 
-def _wrong_end(seen: Observation, seq: int, layer: int, window: int | None) -> Finding | None:
-    """Say where a table has None for a block that is needed, or a block that is not."""
-    gone, live = seen.oracle.given_back(seq, layer), seen.oracle.first_live(seq, layer)
-    if seq in _begun(seen):
-        gone = _held_from(seen, seq, layer)
-    for at, block in enumerate(seen.after.tables_of(layer)[seq]):
+def _check_table_end(
+    observation: Observation, seq: int, layer: int, window: int | None
+) -> Finding | None:
+    """Find a table with None in place of a live block, or with a block that must be freed."""
+    gone, live = (
+        observation.oracle.count_out_of_window(seq, layer),
+        observation.oracle.first_live(seq, layer),
+    )
+    if seq in _new_prefix_seqs(observation):
+        gone = _first_held_block(observation, seq, layer)
+    for at, block in enumerate(observation.after.tables_of(layer)[seq]):
         if (block is None) == (at < gone):
             continue
         where = f"layer {layer} of window {window}, sequence {seq}: block {at} of its table"
@@ -93,63 +99,66 @@ def _wrong_end(seen: Observation, seq: int, layer: int, window: int | None) -> F
     return None
 
 
-def _begun(seen: Observation) -> set[int]:
-    """Return the sequences that began in this step with what may have been found of a text.
+def _new_prefix_seqs(observation: Observation) -> set[int]:
+    """Return the sequences that began in this step and may have reused a stored prefix.
 
-    What its window left out of that, such a sequence has never held.
+    Such a sequence never held the blocks of the prefix that lie outside its window.
     """
-    oracle, written = seen.oracle, seen.outcome.written
+    oracle, written = observation.oracle, observation.outcome.written
     if (
         oracle.windows.gives_back == AT_ONCE
-        or seen.declared.prefixes.shares != "equal prefixes"
+        or observation.declared.prefixes.shares != "equal prefixes"
         or not written
     ):
         return set()
     return {seq for seq, count in written.rows if count == oracle.length(seq)}
 
 
-def _held_from(seen: Observation, seq: int, layer: int) -> int:
-    """Return where in its table a sequence has its first block."""
-    table = seen.after.tables_of(layer)[seq]
+def _first_held_block(observation: Observation, seq: int, layer: int) -> int:
+    """Return the index of the first block in a sequence's table; its length if all are None."""
+    table = observation.after.tables_of(layer)[seq]
     return next((at for at, block in enumerate(table) if block is not None), len(table))
 
 
-def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
-    """Say where no beginning of a text explains what a sequence left out that found it."""
+def _check_prefix_blocks(observation: Observation, seq: int) -> Finding | None:
+    """Check that one length of a reused prefix explains the first None entries in all layers."""
     size, most = (
-        seen.spec.block_size,
-        seen.oracle.length(seq) - seen.declared.prefixes.recomputed_tokens,
+        observation.spec.block_size,
+        observation.oracle.length(seq) - observation.declared.prefixes.recomputed_tokens,
     )
-    left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.windows.groups}
+    left_out = {
+        layer: _first_held_block(observation, seq, layer)
+        for layer in observation.oracle.windows.groups
+    }
 
-    def explains(found: int) -> bool:
-        windows = {layer: seen.spec.windows[layer] for layer in left_out}
-        return left_out == {at: first_live(each, found) // size for at, each in windows.items()}
+    def explains(prefix: int) -> bool:
+        windows = {layer: observation.spec.windows[layer] for layer in left_out}
+        return left_out == {at: first_live(each, prefix) // size for at, each in windows.items()}
 
-    if any(explains(found) for found in range(0, most + 1, size)):
+    if any(explains(prefix) for prefix in range(0, most + 1, size)):
         return None
     each = ", ".join(f"{blocks} in layer {layer}" for layer, blocks in left_out.items())
     return Finding(
-        f"sequence {seq} has {seen.oracle.length(seq)} tokens, and the first blocks of its tables "
-        f"are None, {each}: no number of tokens that it can have found explains that",
+        f"sequence {seq} has {observation.oracle.length(seq)} tokens, and the first blocks of its "
+        f"tables are None, {each}: no length of a reused prefix explains that",
         Location(0, {seq: None}),
     )
 
 
-def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
-    """Say where layers that share a pool disagree about whose a block is."""
-    (_, *others), shown = seen.oracle.pool_of(layer), seen.after
+def _in_two_groups(observation: Observation, layer: int) -> Finding | None:
+    """Find layers of a shared pool whose tables disagree about the owner of a block."""
+    (_, *others), shown = observation.oracle.pool_of(layer), observation.after
     if both := shown.owners(layer).keys() & shown.owners(*others).keys():
         what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
-        return Finding(what, location_of_block(seen, layer, min(both)))
-    if seen.oracle.windows.shared_pool:
-        first = seen.spec.windows.index(seen.spec.windows[layer])
+        return Finding(what, location_of_block(observation, layer, min(both)))
+    if observation.oracle.windows.shared_pool:
+        first = observation.spec.windows.index(observation.spec.windows[layer])
         if shown.tables_of(layer) != shown.tables_of(first):
             return Finding(f"layers {first} and {layer} have one window and different tables")
     return None
 
 
-# What an adapter says of windows, and what the harness cannot judge together with them.
+# Declarations that cannot be judged together with windows
 
 
 _WITH_TEXTS = ("fork", "truncate", "look_up", "use_queue")
@@ -157,20 +166,20 @@ _JUDGED = {"finds": "some", "granularity": "block", "evicts": "any"}
 
 
 def refuse_windows(adapter: type[Any]) -> None:
-    """Raise ``TypeError`` where what is said of windows makes no sense or cannot be judged."""
+    """Raise ``TypeError`` for declarations about windows that contradict or cannot be judged."""
     name, windows = adapter.__name__, adapter.windows
     if not windows.groups:
         return
-    told = "use_tokens" in adapter.abilities
-    others = _WITH_TEXTS if told else ("preempt",)
+    has_texts = "use_tokens" in adapter.abilities
+    others = _WITH_TEXTS if has_texts else ("preempt",)
     for method in ("swap_out", *others):
         if method in adapter.abilities:
-            both = " and texts" if told and method in others else ""
+            both = " and texts" if has_texts and method in others else ""
             raise TypeError(
                 f"{name} defines {method}, which cannot be judged with windows{both} yet"
             )
-    if told:
-        _refuse_promises(adapter)
+    if has_texts:
+        _refuse_prefix_traits(adapter)
     if adapter.tolerance:
         raise TypeError(f"{name} has a tolerance, which cannot be judged with windows yet")
     if adapter.row_conditions:
@@ -178,19 +187,19 @@ def refuse_windows(adapter: type[Any]) -> None:
     gives_back = windows.gives_back
     if gives_back == NEXT_TRY and (adapter.atomic_batches or "reserve" in adapter.abilities):
         raise TypeError(
-            f"{name}.windows.gives_back is {gives_back!r}, which is said of a cache that admits "
-            "row by row: set atomic_batches = False, and leave out reserve"
+            f"{name}.windows.gives_back is {gives_back!r}, which is for a cache that admits row by "
+            "row: set atomic_batches = False, and leave out reserve"
         )
     needs_prefill = gives_back != AT_ONCE and "fork" in adapter.abilities
     if needs_prefill and "prefill" not in adapter.abilities:
         raise TypeError(
             f"{name} must define prefill: forks are compared with copies, which must be one write "
-            "where a write gives back what left the window before it"
+            "if a write frees the blocks that left the window before it"
         )
 
 
-def _refuse_promises(adapter: type[Any]) -> None:
-    """Refuse what a cache says of texts that is not known where each group keeps blocks."""
+def _refuse_prefix_traits(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for prefix traits that cannot be judged per group of layers."""
     for trait, judged in _JUDGED.items():
         if (chosen := getattr(adapter.prefixes, trait)) != judged:
             raise TypeError(
@@ -200,23 +209,23 @@ def _refuse_promises(adapter: type[Any]) -> None:
 
 
 def with_windows(spec: CacheSpec, adapter: type[Any], windows: Sequence[int | None]) -> CacheSpec:
-    """Return the cache with a layer for each window, and with blocks for all who share them."""
+    """Return the spec with one layer per window, and with blocks for all groups that share them."""
     sharing = len({*windows}) if adapter.windows.pools == "shared" else 1
     blocks = sharing * spec.num_blocks
     return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=tuple(windows))
 
 
-class LeftWindows(Observer):
-    """Counts the blocks that left a window."""
+class OutOfWindowBlocks(Observer):
+    """Counter of the blocks that left a window."""
 
     any_of = ("windows",)
     conditions: ClassVar = {
-        "block_left_window": "A block has left its window and must be given back. Required of a "
-        "cache whose layers have windows."
+        "block_left_window": "A block has left its window and must be freed. Required of a cache "
+        "whose layers have windows."
     }
 
-    def after(self, seen: Observation) -> Mapping[str, int]:
-        return {"block_left_window": seen.oracle.windows.take_left()}
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        return {"block_left_window": observation.oracle.windows.pop_newly_out_of_window()}
 
 
 WINDOWS = Capability(
@@ -228,5 +237,5 @@ WINDOWS = Capability(
     },
     invariants=(windows,),
     refuse=(refuse_windows,),
-    observers=(LeftWindows,),
+    observers=(OutOfWindowBlocks,),
 )

@@ -1,4 +1,4 @@
-"""Writing tokens: single ones, many, padded batches, prompts, and room that is reserved first."""
+"""Writes of tokens: appends, padded batches, prompts, and writes to room reserved before."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -9,21 +9,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.answers import reservation
 from pytest_roseinfer.capabilities.capability import (
-    Across,
     Capability,
     Large,
     Observer,
     Prelude,
+    RankPolicy,
     Ranks,
     Run,
     Walk,
     optional,
 )
 from pytest_roseinfer.capabilities.forks import Fork
-from pytest_roseinfer.capabilities.misuse import NEVER, NEVER_EITHER, Call, Situation, misuse
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
+from pytest_roseinfer.capabilities.misuse import (
+    OTHER_UNKNOWN_SEQ,
+    UNKNOWN_SEQ,
+    Call,
+    MisuseState,
+    misuse,
+)
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, DrawOption
+from pytest_roseinfer.capabilities.return_values import reservation
 from pytest_roseinfer.oracle.pages import State, Written, padding_token
 from pytest_roseinfer.words import some
 
@@ -33,11 +39,11 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.capabilities.observation import Observation
-    from pytest_roseinfer.capabilities.operation import Moves, Operation, Writer
+    from pytest_roseinfer.capabilities.operation import DrawOptions, Operation, Writer
 
 
 class WriteMethods:
-    """The methods that write more than a token of each sequence."""
+    """Adapter methods that write, besides ``append``."""
 
     @optional
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -45,39 +51,38 @@ class WriteMethods:
 
     @optional
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
-        """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
+        """Reserve room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
 
-        What it returns is passed to ``fill``, which writes all of that room. Until then the
-        sequences are left alone. A sequence that is to begin with blocks that a lookup found is
-        begun by ``begin_with`` first.
+        The result is passed to ``fill``, which writes all of that room. Until then no step uses the
+        sequences. ``begin_with`` is called first for a sequence that begins with a stored prefix.
         """
 
     @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the tokens that room was made for."""
+        """Write the tokens for which room was reserved."""
 
     @optional
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
+        """Append ``counts[i]`` tokens to ``seqs[i]``; tokens of one sequence are contiguous."""
 
     @optional
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Append as ``append`` does, but for padding rows, whose sequence is None."""
+        """Append as ``append`` does, and ignore padding rows, whose sequence is None."""
 
 
 @dataclass(slots=True)
 class Reservations(State):
-    """The tokens that count as stored, since there is room for them, but are not written yet."""
+    """Reserved tokens, which count as stored but are not written yet."""
 
     any_of: ClassVar = ("reserve",)
     open: list[Written] = field(default_factory=list)
 
     def unwritten(self, seq: int) -> int:
-        return sum(count for due in self.open for name, count in due.rows if name == seq)
+        return sum(count for each in self.open for name, count in each.rows if name == seq)
 
 
 def reservations(oracle: operation.Oracle) -> list[Written]:
@@ -88,7 +93,7 @@ def reservations(oracle: operation.Oracle) -> list[Written]:
 
 @operation.register("Append")
 class Append(operation.Write):
-    """Append one token to each of some sequences, in this order; unseen names start empty."""
+    """Append one token to each of these sequences, in this order; new names begin sequences."""
 
     seqs: tuple[int, ...]
     layout: str = "plain"
@@ -96,11 +101,11 @@ class Append(operation.Write):
     def rows(self) -> operation.Rows:
         return [(seq, 1) for seq in self.seqs]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         seqs = f"sequence{'s' * (len(self.seqs) != 1)} {', '.join(map(str, self.seqs))}"
-        return f"append one token to {seqs}{self.laid_out()}"
+        return f"append one token to {seqs}{self.describe_layout()}"
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.append(self.seqs, cache.key, cache.value)
 
     def first(self, rows: int) -> operation.Operation:
@@ -114,23 +119,23 @@ class Append(operation.Write):
         return [Append(half, self.layout) for half in (self.seqs[:at], self.seqs[at:]) if half]
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> Append:
             live = len(writer.live)
             least, most = (0, int(live < operation.MOST_SEQUENCES)) if live else (1, 3)
-            if live and writer.finds_prompts and writer.between(0, 1):
+            if live and writer.reuses_prefixes and writer.between(0, 1):
                 most = 0
             return cls(writer.batch(writer.fresh(writer.between(least, most))), writer.layout())
 
-        few = writer.finds_prompts and not writer.live
-        yield operation.Move(0, 1 if few else 3, drawn)
+        few = writer.reuses_prefixes and not writer.live
+        yield operation.DrawOption(0, 1 if few else 3, drawn)
         if writer.live:
-            yield operation.Move(60, 3, lambda: cls(tuple(writer.live), writer.layout()))
+            yield operation.DrawOption(60, 3, lambda: cls(tuple(writer.live), writer.layout()))
 
 
 @operation.register("AppendMany")
 class AppendMany(operation.Write):
-    """Append several tokens to each of some sequences."""
+    """Append several tokens to each of these sequences."""
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
@@ -144,21 +149,21 @@ class AppendMany(operation.Write):
     def first(self, rows: int) -> operation.Operation:
         return AppendMany(self.seqs[:rows], self.counts[:rows], self.layout)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         each = ", ".join(f"{count} to sequence {seq}" for seq, count in self.rows())
-        return f"append tokens: {each}{self.laid_out()}"
+        return f"append tokens: {each}{self.describe_layout()}"
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.append_many(self.seqs, self.counts, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        yield operation.Move(10, 1, lambda: cls(*writer.rows(), writer.layout()))
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        yield operation.DrawOption(10, 1, lambda: cls(*writer.rows(), writer.layout()))
 
 
 @operation.register("AppendPadded")
 class AppendPadded(operation.Write):
-    """Append one token to each of some sequences, with padding rows where a sequence is None."""
+    """Append one token to each of these sequences; None stands for a padding row."""
 
     seqs: tuple[int | None, ...]
     layout: str = "plain"
@@ -175,9 +180,9 @@ class AppendPadded(operation.Write):
         refused = [at for at, seq in enumerate(self.seqs) if seq is not None][rows]
         return AppendPadded(self.seqs[:refused], self.layout)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         rows = ["padding" if seq is None else str(seq) for seq in self.seqs]
-        return f"append one token to rows {', '.join(rows)}{self.laid_out()}"
+        return f"append one token to rows {', '.join(rows)}{self.describe_layout()}"
 
     def inputs(self, tokens: operation.Tokens) -> operation.Tokens:
         coming = iter(tokens)
@@ -185,18 +190,18 @@ class AppendPadded(operation.Write):
             padding_token(row) if seq is None else next(coming) for row, seq in enumerate(self.seqs)
         ]
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.append_padded(self.seqs, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> AppendPadded:
             seqs: list[int | None] = list(writer.batch(writer.fresh(1)))
             for _ in range(writer.between(1, 3)):
                 seqs.insert(writer.between(0, len(seqs)), None)
             return cls(tuple(seqs), writer.layout())
 
-        yield operation.Move(20, 1, drawn)
+        yield operation.DrawOption(20, 1, drawn)
 
 
 @operation.register("Prefill")
@@ -212,31 +217,31 @@ class Prefill(operation.Write):
     def rows(self) -> operation.Rows:
         return [(self.seq, self.count)]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         tokens = some(self.count, "token")
-        return f"prefill sequence {self.seq} with {tokens}{self.laid_out()}"
+        return f"prefill sequence {self.seq} with {tokens}{self.describe_layout()}"
 
-    def begins(self) -> list[int]:
+    def new_seqs(self) -> list[int]:
         return [self.seq]
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.prefill(self.seq, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def drawn() -> Prefill:
-            seq = writer.beginner()
+            seq = writer.name_reusing_prefix()
             return cls(seq, writer.count(seq), writer.layout())
 
         if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.Move(50, 3 if writer.finds_prompts else 2, drawn)
+            yield operation.DrawOption(50, 3 if writer.reuses_prefixes else 2, drawn)
 
 
 @operation.register("Reserve")
 class Reserve(operation.Operation):
-    """Reserve room for several tokens of some sequences, which a ``Fill`` writes later.
+    """Reserve room for several tokens of these sequences, which a ``Fill`` writes later.
 
-    The oracle takes them as stored from now on, and knows which are not written yet.
+    The oracle counts them as stored from now on, and records which are not written yet.
     """
 
     seqs: tuple[int, ...]
@@ -248,26 +253,26 @@ class Reserve(operation.Operation):
     def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         each = ", ".join(f"{count} of sequence {seq}" for seq, count in self.rows())
         return f"reserve room for tokens: {each}"
 
     def change(self, oracle: operation.Oracle) -> None:
         tokens = oracle.new_tokens(self.rows())
         written = Written(self.rows(), tokens, self.layout)
-        oracle.begun(Reservations).open.append(written)
+        oracle.ensure_state(Reservations).open.append(written)
         oracle.append(self.rows(), tokens)
 
-    def drive(self, cache: operation.Driven) -> None:
+    def drive(self, cache: operation.CacheUnderTest) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)
-        cache.reserved.append((handle, cache.options))
+        cache.open_reservations.append((handle, cache.options))
 
     def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        yield operation.Move(30, 1, lambda: cls(*writer.rows(), writer.layout()))
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        yield operation.DrawOption(30, 1, lambda: cls(*writer.rows(), writer.layout()))
 
 
 @operation.register("Fill")
@@ -276,8 +281,8 @@ class Fill(operation.Operation):
 
     needs = frozenset({"reserve", "fill"})
 
-    def words(self) -> str:
-        return "write the tokens that room was reserved for first"
+    def describe(self) -> str:
+        return "fill the oldest reservation"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         return bool(reservations(oracle))
@@ -286,11 +291,11 @@ class Fill(operation.Operation):
         return reservations(oracle)[0]
 
     def change(self, oracle: operation.Oracle) -> None:
-        due = reservations(oracle).pop(0)
-        oracle.slide_written(due.rows)
+        filled = reservations(oracle).pop(0)
+        oracle.slide_written(filled.rows)
 
-    def drive(self, cache: operation.Driven) -> None:
-        handle, cache.planned_with = cache.reserved.pop(0)
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        handle, cache.planned_options = cache.open_reservations.pop(0)
         try:
             cache.adapter.fill(handle, cache.key, cache.value)
         except Exception as error:
@@ -299,32 +304,32 @@ class Fill(operation.Operation):
             raise
 
     @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if reservations(writer.oracle):
-            yield operation.Move(40, 2, cls)
+            yield operation.DrawOption(40, 2, cls)
 
 
-# Kinds of batches that show what a write of several rows does wrong, by what the rows find.
+# Kinds of batches that a test of batched writes must cover
 
 
 FEWEST_ROWS = 3
-"""Rows of a batch that is counted; in a smaller one, the first and the last are all."""
+"""Fewest rows of a counted batch: a smaller one has no row between the first and the last."""
 MIXED_LENGTHS = "mixed lengths"
 """Sequences of different lengths."""
 ONE_POSITION = "one position"
-"""Rows that all begin at one position of their blocks, which hold more tokens than one."""
+"""Rows that all begin at one position of their blocks; blocks of one token do not count."""
 MIXED_POSITIONS = "mixed positions"
 """Rows that begin at different positions of their blocks."""
 BOUNDARY = "boundary"
 """A row that fills its block, or begins one after the sequence's first."""
 SHARED_TWICE = "shared twice"
-"""A sequence with a block that two hold."""
+"""A sequence with a block of refcount 2."""
 LAST_SHARED = "last block shared"
-"""A sequence whose last block two hold."""
+"""A sequence whose last block has refcount 2."""
 
 
 def batch_kinds(oracle: operation.Oracle, rows: operation.Rows) -> Iterator[str]:
-    """Yield the kinds of a batch of at least ``FEWEST_ROWS`` that is about to be appended."""
+    """Yield the kinds of a batch of ``FEWEST_ROWS`` or more that is about to be appended."""
     size, lengths = oracle.block_size, [oracle.length(seq) for seq, _ in rows]
     if len({*lengths}) > 1:
         yield MIXED_LENGTHS
@@ -332,7 +337,7 @@ def batch_kinds(oracle: operation.Oracle, rows: operation.Rows) -> Iterator[str]
         yield ONE_POSITION if len({length % size for length in lengths}) == 1 else MIXED_POSITIONS
     if any(length and length % size in (0, size - 1) for length in lengths):
         yield BOUNDARY
-    blocks = oracle.blocks()
+    blocks = oracle.block_counts()
     holders = [of_group for seq, _ in rows for of_group in blocks.holders_of(seq)]
     if any(2 in of_group for of_group in holders):
         yield SHARED_TWICE
@@ -341,7 +346,7 @@ def batch_kinds(oracle: operation.Oracle, rows: operation.Rows) -> Iterator[str]
 
 
 class BatchKinds(Observer):
-    """Counts the batches of several rows that were stored, by their kinds."""
+    """Counter of the batches of several rows that were stored, by kind."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -354,14 +359,14 @@ class BatchKinds(Observer):
         self._kinds = [*batch_kinds(self.run.oracle, rows)] if counted else []
         return {}
 
-    def after(self, seen: Observation) -> Mapping[str, int]:
-        if seen.outcome.fits:
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        if observation.outcome.fits:
             self.counts.update(self._kinds)
         return {}
 
 
-def start(writer: operation.Writer, length: int) -> None:
-    """Begin a sequence, of its full length if the cache takes prompts."""
+def begin_sequence(writer: operation.Writer, length: int) -> None:
+    """Begin a sequence of this length; of at most 5 tokens if the cache has no ``prefill``."""
     (seq,) = writer.fresh(1)
     if "prefill" in writer.adapter.abilities:
         writer.take(Prefill(seq, length, writer.layout()))
@@ -371,9 +376,9 @@ def start(writer: operation.Writer, length: int) -> None:
 
 
 def share_blocks(writer: operation.Writer) -> None:
-    """Open with sequences of which some share blocks, or with none.
+    """Open with sequences of which some share blocks; or add no steps.
 
-    Their last block is partial, full or begun, or there is one of each, so that a batch of
+    Their last blocks are partial, full, or just begun, or there is one of each, so that a batch of
     all of them meets most conditions at once.
     """
     size = writer.oracle.block_size
@@ -383,18 +388,18 @@ def share_blocks(writer: operation.Writer) -> None:
     if not lengths:
         return
     for length in writer.shuffled(lengths):
-        if not writer.over:
-            start(writer, length)
+        if not writer.no_more_steps:
+            begin_sequence(writer, length)
     for _ in range(writer.between(1, 2)):
-        if not writer.over:
-            writer.take(Fork.of_any(writer))
+        if not writer.no_more_steps:
+            writer.take(Fork.draw_for_any(writer))
 
 
-# Steps that need every block that is left, so that what was given back or found is overwritten.
+# Writes that need all free blocks, so that freed and cached blocks are overwritten
 
 
-def floods(writer: Writer) -> Moves:
-    """List a way to draw such a step, if any block is left."""
+def draw_long_writes(writer: Writer) -> DrawOptions:
+    """Yield a way to draw a write that needs all free blocks, if any block is free."""
     free = writer.oracle.pages_free()
 
     def drawn() -> Operation:
@@ -404,7 +409,7 @@ def floods(writer: Writer) -> Moves:
         return Append(writer.fresh(min(free, MOST_SEQUENCES)))
 
     if free:
-        yield Move(110, 3, drawn)
+        yield DrawOption(110, 3, drawn)
 
 
 def _fill(ranks: Ranks, handles: list[Any], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -412,44 +417,47 @@ def _fill(ranks: Ranks, handles: list[Any], key: torch.Tensor, value: torch.Tens
     ranks.each(lambda at, cache: cache.fill(handles[at], *heads[at]))
 
 
-# Calls that must be refused.
+# Bad calls
 
 
 @misuse("prefill")
-def prefill_twice(at: Situation) -> Iterator[Call]:
+def prefill_twice(at: MisuseState) -> Iterator[Call]:
     for seq in at.live[-1:]:
         call = partial(at.adapter.prefill, seq, at.tokens(1), at.tokens(1))
         yield "prefill of a sequence that has tokens", call
 
 
 @misuse()
-def append_twice(at: Situation) -> Iterator[Call]:
+def append_twice(at: MisuseState) -> Iterator[Call]:
     for seq in at.live[-1:]:
         call = partial(at.adapter.append, [seq, seq], at.tokens(2), at.tokens(2))
         yield "append to one sequence twice", call
 
 
 @misuse()
-def append_of_another_shape(at: Situation) -> Iterator[Call]:
+def append_of_another_shape(at: MisuseState) -> Iterator[Call]:
     new = at.tokens(2)
-    call = partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new[:, :, :0])
+    call = partial(at.adapter.append, [UNKNOWN_SEQ, OTHER_UNKNOWN_SEQ], new, new[:, :, :0])
     yield "append of values without heads", call
 
 
 @misuse()
-def append_one_row_short(at: Situation) -> Iterator[Call]:
+def append_one_row_short(at: MisuseState) -> Iterator[Call]:
     new = at.tokens(2)
-    call = partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new[:, :1])
+    call = partial(at.adapter.append, [UNKNOWN_SEQ, OTHER_UNKNOWN_SEQ], new, new[:, :1])
     yield "append of two keys and one value", call
 
 
 @misuse()
-def append_of_integers(at: Situation) -> Iterator[Call]:
+def append_of_integers(at: MisuseState) -> Iterator[Call]:
     new = at.tokens(2).int()
-    yield "append of integers", partial(at.adapter.append, [NEVER, NEVER_EITHER], new, new)
+    yield (
+        "append of integers",
+        partial(at.adapter.append, [UNKNOWN_SEQ, OTHER_UNKNOWN_SEQ], new, new),
+    )
 
 
-# Every step of a small history, and the steps of a large one.
+# Steps of walks and of large histories
 
 
 def _walk(at: Walk) -> Iterator[Operation]:
@@ -461,9 +469,9 @@ def _walk(at: Walk) -> Iterator[Operation]:
 
 
 def _large(at: Large) -> Iterator[Operation]:
-    """Append to all rows, one token or several, at once or where room was reserved.
+    """Append one token or several to all rows, directly or with a reservation.
 
-    The last rows are new ones, and one with a full block.
+    The last rows are new sequences, and one with a full block.
     """
     first, *others = at.names
     new = range(at.fresh(), min(at.fresh() + 2, at.most_names))
@@ -478,11 +486,11 @@ def _large(at: Large) -> Iterator[Operation]:
 
 
 ONE_BY_ONE = 8
-"""No sequence of a large history gets more tokens in steps that bring one."""
+"""Most tokens that a sequence of a large history gets in steps of one token."""
 
 
 def _counts(at: Large) -> tuple[int, ...]:
-    """Return a number of tokens for each row, up to a block and one, which it can get twice."""
+    """Return a number of tokens for each row, at most a block and one, which it can get twice."""
     most = at.block_size + 1
     if longest := at.adapter.most_tokens:
         most = min(most, (longest - ONE_BY_ONE) // 2)
@@ -490,7 +498,7 @@ def _counts(at: Large) -> tuple[int, ...]:
 
 
 def written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operation]:
-    """Begin sequences with so many tokens, in as few steps as there can be."""
+    """Yield the fewest steps that begin sequences with these numbers of tokens."""
     if "prefill" in can:
         yield from (Prefill(seq, count) for seq, count in counts.items())
     elif "append_many" in can:
@@ -516,15 +524,15 @@ WRITES = Capability(
         append_of_integers,
     ),
     sharded={
-        "append_many": Across.WRITE,
-        "append_padded": Across.WRITE,
-        "prefill": Across.WRITE,
-        "reserve": Across.EACH,
+        "append_many": RankPolicy.WRITE,
+        "append_padded": RankPolicy.WRITE,
+        "prefill": RankPolicy.WRITE,
+        "reserve": RankPolicy.EACH,
         "fill": _fill,
     },
     states=(Reservations,),
     observers=(BatchKinds,),
-    endings=lambda oracle: [Fill()] * len(reservations(oracle)),
+    finishing_steps=lambda oracle: [Fill()] * len(reservations(oracle)),
     needs={"reserve": ("fill",), "fill": ("reserve",)},
     operations=(
         Append,

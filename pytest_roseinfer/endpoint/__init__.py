@@ -1,1 +1,1 @@
-"""Servers that somebody runs, held over HTTP to what they give a request alone."""
+"""Tests of running servers over HTTP, against their own completions of each request alone."""

@@ -1,4 +1,4 @@
-"""An engine that is reached over HTTP, and the promises that its streams keep."""
+"""Engine adapter for a server that is reached over HTTP, and the checks of its streams."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone, Streamed
+from pytest_roseinfer.endpoint.server import CompletionStream, Server, ServerError, ServerGone
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
-from pytest_roseinfer.run.watchdog import FoundByAdapter
+from pytest_roseinfer.run.watchdog import AdapterFinding
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -18,41 +18,44 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 
-# What a text must have in common with the one that its request gets alone.
+# Comparison of a stream with the reference: the completion of the same request alone.
 
 
-_NEAR = 0.25
-"""Where the log-probabilities of the two likeliest tokens lie nearer, rounding may choose the
-other: between two logits of a dozen, in bfloat16, another batch moved the distance by 0.19."""
+_NEAR_TIE_GAP = 0.25
+"""Gap of the top two logprobs below which rounding may change the argmax.
+
+In bfloat16, between two logits of about 12, another batch changed the gap by 0.19.
+"""
 _MOST = 400
-"""A longer text is not shown whole, but so many characters of it around where it parts."""
+"""Maximum characters of a text in a message; a longer one is cut around the difference."""
 _COUNTED = ("prompt_tokens", "completion_tokens")
-"""How much of a prompt was known before may differ."""
+"""Usage fields that must match; the number of cached prompt tokens may differ."""
 
 
-def broken_promise(stream: Streamed, alone: Streamed) -> str:
-    """Say what is wrong with a stream that has ended; nothing is right."""
+def find_mismatch(stream: CompletionStream, alone: CompletionStream) -> str:
+    """Describe the mismatch of a stream that has ended; "" for a expected one."""
     if stream.error:
-        return f"failed: {stream.error}, behind {_around(stream.text, len(stream.text))}"
-    at = _parted(stream.text, alone.text)
+        return f"failed: {stream.error}, after {_around(stream.text, len(stream.text))}"
+    at = _first_difference(stream.text, alone.text)
     if at is not None:
         if near_tie(alone, at):
             return ""
         got, right = _around(stream.text, at), _around(alone.text, at)
-        return f"parts at character {at} from what it gets alone: got {got}; alone it gets {right}"
+        where = f"differs at character {at} from what it gets alone"
+        return f"{where}: got {got}; alone it gets {right}"
     if stream.finish_reason != alone.finish_reason:
         return f"ended by {stream.finish_reason!r}; alone by {alone.finish_reason!r}"
     counts = [(stream.usage.get(name), alone.usage.get(name)) for name in _COUNTED]
-    if any(found != right for found, right in counts):
+    if any(actual != expected for actual, expected in counts):
         return f"has the usage {stream.usage}; alone it has {alone.usage}"
-    if stream.usage and stream.usage["total_tokens"] != sum(found or 0 for found, _ in counts):
+    if stream.usage and stream.usage["total_tokens"] != sum(actual or 0 for actual, _ in counts):
         return f"has a usage that does not add up: {stream.usage}"
     return ""
 
 
-def goes_wrong(begun: str, alone: Streamed) -> bool:
-    """Return True if a text that goes on is no longer what its request gets alone."""
-    at = _parted(begun, alone.text[: len(begun)])
+def diverges(partial_text: str, alone: CompletionStream) -> bool:
+    """Return True if an unfinished text already differs from what its request gets alone."""
+    at = _first_difference(partial_text, alone.text[: len(partial_text)])
     return at is not None and not near_tie(alone, at)
 
 
@@ -64,26 +67,26 @@ def _around(text: str, at: int) -> str:
     return f"{shown!r} (from character {begin} on, of {len(text)})"
 
 
-def _parted(found: str, right: str) -> int | None:
-    """Return the first character in which two texts differ; None if they are the same."""
-    if found == right:
+def _first_difference(actual: str, expected: str) -> int | None:
+    """Return the index of the first different character; None for equal texts."""
+    if actual == expected:
         return None
-    pairs = enumerate(zip(found, right, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(found), len(right)))
+    pairs = enumerate(zip(actual, expected, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(actual), len(expected)))
 
 
-def near_tie(alone: Streamed, at: int) -> bool:
-    """Return True if the token that has a character was nearly another one.
+def near_tie(alone: CompletionStream, at: int) -> bool:
+    """Return True if the token of a character, or the token before it, was a near tie.
 
-    So it is with the token in front: two tokens may begin with the same characters.
+    The token before counts too: two candidate tokens may start with the same characters.
     """
     begins, before = 0, float("inf")
-    for token, gap in zip(alone.tokens, alone.gaps, strict=True):
+    for token, gap in zip(alone.tokens, alone.top2_gaps, strict=True):
         begins += len(token)
         if begins > at:
-            return min(gap, before) < _NEAR
+            return min(gap, before) < _NEAR_TIE_GAP
         before = gap
-    return before < _NEAR
+    return before < _NEAR_TIE_GAP
 
 
 _ANIMALS = """
@@ -92,15 +95,15 @@ wren yak zebu ape bat cod doe eel fly goat
 """
 _WORDS = _ANIMALS.split()
 _FIRST_LONG = 26
-"""Tokens from here on stand for several words, so that some texts fill many blocks."""
+"""First token that stands for several words, so that some texts fill many blocks."""
 _WORDS_OF_LONG = 8
 _APART = 5
-"""In the list of words, those of one token are so far apart."""
+"""Distance in the word list between consecutive words of one token."""
 _server = lru_cache(maxsize=1)(Server)
 
 
 def _text(prompt: Sequence[int]) -> str:
-    """Write words for each token: texts begin alike as far as their prompts do."""
+    """Spell a prompt as words; prompts with a common prefix give texts with a common prefix."""
     words: list[str] = []
     for token in prompt:
         count = 1 if token < _FIRST_LONG else _WORDS_OF_LONG
@@ -109,22 +112,23 @@ def _text(prompt: Sequence[int]) -> str:
 
 
 _END = -1
-"""Stands behind the characters of a text that has ended by itself: that may be a near tie too."""
+"""Token after the characters of a text that stopped by itself, which may be a near tie too."""
 
 
 def _characters(text: str, finish_reason: str | None) -> list[int]:
     return [*map(ord, text), *[_END] * (finish_reason == "stop")]
 
 
-class BrokenPromise(FoundByAdapter):
-    """A request got something else than alone."""
+class CompletionMismatch(AdapterFinding):
+    """Error for a request whose completion differs from the one it gets alone."""
 
 
 class ServedEngine(EngineAdapter):
-    """Sends prompts of words; the characters of the texts that come stand for tokens.
+    """Adapter of a server: prompts are words, and characters of completions stand for tokens.
 
-    A mix is served twice: first at once, when the server may know none of its prompts, then as it
-    was drawn. In between each of its requests is served alone, if it was not before.
+    A mix is served twice: first all requests at once, while the server may have none of their
+    prompts cached, then as drawn. In between, each request that has no reference yet is served
+    alone.
     """
 
     vocabulary = len(_WORDS)
@@ -132,7 +136,7 @@ class ServedEngine(EngineAdapter):
     sampling = SamplingTraits(greedy_only=True)
     replays = 20
     block_sizes: ClassVar[Sequence[int]] = (1,)
-    _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
+    _reference_streams: ClassVar[dict[tuple[Any, ...], CompletionStream]] = {}
 
     @classmethod
     def describe(cls, example: RequestMix) -> str:
@@ -151,66 +155,69 @@ class ServedEngine(EngineAdapter):
     def make(self, mix: RequestMix) -> None:
         endpoint = settings.current().endpoint
         if endpoint is None:
-            raise ServerError("which server? --roseinfer-endpoint http://127.0.0.1:8000 names it")
+            raise ServerError(
+                "no server to test; name it with --roseinfer-endpoint http://127.0.0.1:8000"
+            )
         self.server = _server(endpoint)
         self._news = threading.Condition()
         self._seen = self._arrived = 0
         self._submitted = 0
-        self._open: dict[Streamed, tuple[int, Streamed]] = {}
-        """The number of each request, and what it gets alone."""
-        self._seen_of: dict[Streamed, tuple[str, bool]] = {}
-        """The text of each when it was last looked at, and whether it had ended."""
+        self._open: dict[CompletionStream, tuple[int, CompletionStream]] = {}
+        """Open streams, each with its request's number and its reference."""
+        self._seen_of: dict[CompletionStream, tuple[str, bool]] = {}
+        """Text of each stream at the last check, and True if it had ended."""
         first = [self._ask(each.prompt, each.sampling) for each in mix.requests]
         for cold in first:
             cold.wait()
-        self.server.held()  # until it is idle, for a mix that failed may have left some
-        alone = [self._alone(each.prompt, each.sampling) for each in mix.requests]
+        self.server.describe_leaks()  # waits until idle: a failed mix may have left requests
+        alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
         self._cold = list(zip(range(len(first)), first, alone, strict=True))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         stream = self._ask(prompt, sampling)
-        self._open[stream] = self._submitted, self._alone(prompt, sampling)
+        self._open[stream] = self._submitted, self._reference_stream(prompt, sampling)
         self._submitted += 1
         return stream
 
     def step(self) -> None:
-        """Wait until some stream brings something, if one is open."""
+        """Wait until an open stream sends something or all have ended."""
         self._check()
         silence = settings.current().step_seconds
         with self._news:
             if not self._news.wait_for(self._has_news, silence or None):
-                raise BrokenPromise(f"no stream has brought anything for {silence:g} s")
+                raise CompletionMismatch(f"no stream has sent anything for {silence:g} s")
             self._seen = self._arrived
         self._check()
 
     def _check(self) -> None:
-        """Raise if a stream is not what its request gets alone; all of it is shown then."""
-        for number, cold, right in self._cold:
-            if wrong := broken_promise(cold, right):
-                self._fail(f"request {number}, when all came at once, {wrong}")
+        """Raise if a stream differs from its reference, once all of it has arrived."""
+        for number, cold, reference in self._cold:
+            if mismatch := find_mismatch(cold, reference):
+                self._fail(f"request {number}, when all arrived at once, {mismatch}")
         self._cold = []
-        for stream, (number, right) in self._open.items():
-            over, text = stream.over, stream.text
-            if not over and goes_wrong(text, right):
+        for stream, (number, reference) in self._open.items():
+            has_ended, text = stream.has_ended, stream.text
+            if not has_ended and diverges(text, reference):
                 stream.wait()
-            if stream.over and (wrong := broken_promise(stream, right)):
-                self._fail(f"request {number} {wrong}")
-
-            self._seen_of[stream] = text, over
+            if stream.has_ended and (mismatch := find_mismatch(stream, reference)):
+                self._fail(f"request {number} {mismatch}")
+            self._seen_of[stream] = text, has_ended
 
     def _fail(self, what: str, cause: ServerError | None = None) -> NoReturn:
-        """Say what is wrong, unless it is so because the server is gone."""
-        self.server.require_there()
-        raise BrokenPromise(what) from cause
+        """Raise the mismatch, or ``ServerGone`` if the server has stopped."""
+        self.server.require_reachable()
+        raise CompletionMismatch(what) from cause
 
     def _has_news(self) -> bool:
-        return self._arrived > self._seen or all(stream.over for stream in self._open)
+        return self._arrived > self._seen or all(stream.has_ended for stream in self._open)
 
-    def _ask(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
+    def _ask(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
         text = _text(prompt)
         silence = settings.current().step_seconds or 600.0
         try:
-            return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+            return CompletionStream(
+                self.server, text, sampling.max_new_tokens, silence, self._arrive
+            )
         except ServerGone:
             raise
         except ServerError as error:
@@ -221,18 +228,21 @@ class ServedEngine(EngineAdapter):
             self._arrived += 1
             self._news.notify_all()
 
-    def _alone(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
+    def _reference_stream(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
         key = self._key(prompt, sampling)
-        if key not in self._right:
-            self._right[key] = self._ask(prompt, sampling)
-            self._right[key].wait()
-        if self._right[key].error:
-            self._fail(f"{_text(prompt)!r}, asked for alone, failed: {self._right.pop(key).error}")
-        return self._right[key]
+        if key not in self._reference_streams:
+            self._reference_streams[key] = self._ask(prompt, sampling)
+            self._reference_streams[key].wait()
+        if self._reference_streams[key].error:
+            self._fail(
+                f"{_text(prompt)!r}, requested alone, failed: "
+                f"{self._reference_streams.pop(key).error}"
+            )
+        return self._reference_streams[key]
 
     def tokens(self, request: Any) -> list[int]:
-        text, over = self._seen_of.get(request, ("", False))
-        return _characters(text, request.finish_reason if over else None)
+        text, has_ended = self._seen_of.get(request, ("", False))
+        return _characters(text, request.finish_reason if has_ended else None)
 
     def spell(self, token: int) -> str:
         return "the end of the text" if token == _END else repr(chr(token))
@@ -242,15 +252,15 @@ class ServedEngine(EngineAdapter):
 
     def cancel(self, request: Any) -> None:
         self._open.pop(request)
-        request.leave()
+        request.disconnect()
         self._seen_of[request] = self._seen_of.get(request, ("", False))[0], True
 
     def find_leaks(self) -> str:
-        """Say what the server still holds; what ended behind the last step is checked first."""
+        """Describe what the server still holds, after checking streams that ended since."""
         for stream in self._open:
             stream.wait()
         self._check()
-        return self.server.held()
+        return self.server.describe_leaks()
 
     def path_counts(self) -> Mapping[str, int]:
         return {}
@@ -261,15 +271,15 @@ class ServedEngine(EngineAdapter):
         sampling: Sampling,
         mix: RequestMix,  # noqa: ARG002
     ) -> list[int]:
-        right = self._alone(prompt, sampling)
-        return _characters(right.text, right.finish_reason)
+        reference = self._reference_stream(prompt, sampling)
+        return _characters(reference.text, reference.finish_reason)
 
     def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        """Return True where the prompt and what came behind it were a near tie alone."""
+        """Return True if the next token after a prompt and its output was a near tie alone."""
         prompts = {each.prompt for each in mix.requests}
-        own = [prompt for prompt in prompts if tuple(tokens[: len(prompt)]) == prompt]
-        known = [(len(p), self._right.get(self._key(p, sampling))) for p in own]
-        return any(right and near_tie(right, len(tokens) - length) for length, right in known)
+        matching = [prompt for prompt in prompts if tuple(tokens[: len(prompt)]) == prompt]
+        known = [(len(p), self._reference_streams.get(self._key(p, sampling))) for p in matching]
+        return any(stream and near_tie(stream, len(tokens) - length) for length, stream in known)
 
     def _key(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, ...]:
         return self.server, tuple(prompt), sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""A server under test: its address and key, one request, one stream."""
+"""HTTP client of a server under test: dialect detection, requests and completion streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pytest_roseinfer.run.watchdog import StoppedAnswering
+from pytest_roseinfer.run.watchdog import TargetGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,45 +22,45 @@ if TYPE_CHECKING:
     from pytest_roseinfer.settings import Endpoint
 
 _SETTLES = 5.0
-"""Seconds within which a server must have given back what ended requests held."""
+"""Seconds for a server to release what ended requests held; also a timeout of short requests."""
 _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 class ServerError(Exception):
-    """The server cannot be asked, or answers with an error."""
+    """Failure to reach the server, or an error response."""
 
 
-class KeyRefused(ServerError):
-    """The server wants a key, or another one."""
+class AuthError(ServerError):
+    """Response to a missing or wrong key."""
 
 
-class ServerGone(ServerError, StoppedAnswering):
-    """Nobody listens there any more, or the engine behind it has stopped."""
+class ServerGone(ServerError, TargetGoneError):
+    """Failure after the server worked: it no longer listens, or its engine has stopped."""
 
-    who: ClassVar[str] = "the server"
+    subject_name: ClassVar[str] = "the server"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server takes. Every later choice is for servers that refuse the ones before."""
+    """Request format that a server accepts; later candidates ask for less."""
 
     chat: bool
-    """Prompts are messages of a chat."""
-    told: bool
-    """It tells the two likeliest tokens at each place."""
+    """True if prompts are chat messages."""
+    has_logprobs: bool
+    """True if the server returns the top two logprobs of each token."""
     usage: bool
-    """It counts tokens at the end of a stream."""
+    """True if the server sends token counts at the end of a stream."""
 
     def body(self, model: str, prompt: str, most: int) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
         if self.chat:
-            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
-            told = {"logprobs": True, "top_logprobs": 2}
+            text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+            logprobs = {"logprobs": True, "top_logprobs": 2}
         else:
-            asked, told = {"prompt": prompt}, {"logprobs": 2}
-        body = {"model": model, "max_tokens": most, "temperature": 0, "stream": True, **asked}
-        if self.told:
-            body |= told
+            text, logprobs = {"prompt": prompt}, {"logprobs": 2}
+        body = {"model": model, "max_tokens": most, "temperature": 0, "stream": True, **text}
+        if self.has_logprobs:
+            body |= logprobs
         if self.usage:
             body["stream_options"] = {"include_usage": True}
         return body
@@ -71,7 +71,7 @@ class Dialect:
 
 
 class Server:
-    """Opens requests, at most so many a second, and looks at what the server says it holds."""
+    """Client of one server, with a rate limit, that also reads the server's usage metrics."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._where = urlsplit(endpoint.url)
@@ -81,14 +81,14 @@ class Server:
             self._headers["Authorization"] = f"Bearer {endpoint.key}"
         self._apart = 1 / endpoint.rate
         self._opened = 0.0
-        self._was_there = False
+        self._was_reachable = False
         self.model = endpoint.model or self._first_model()
         self.dialect = self._dialect()
-        self._idle = self._holds()
-        self._was_there = True
+        self._idle = self._read_usage_metrics()
+        self._was_reachable = True
 
     def open(self, prompt: str, most: int, dialect: Dialect, silence: float) -> HTTPResponse:
-        """Ask for a text and return the answer, whose lines are still to be read."""
+        """Send a completion request and return the response, with its lines still unread."""
         wait = self._opened + self._apart - time.monotonic()
         if wait > 0:
             time.sleep(wait)
@@ -96,8 +96,8 @@ class Server:
         body = json.dumps(dialect.body(self.model, prompt, most))
         return self._answer("POST", dialect.path, silence, body)
 
-    def require_there(self) -> None:
-        """Raise an error if the server is gone. That it answers with errors is another matter."""
+    def require_reachable(self) -> None:
+        """Raise ``ServerGone`` if the server has stopped; ignore error responses."""
         try:
             with self.open("a", 1, self.dialect, _SETTLES) as answer:
                 answer.read()
@@ -106,11 +106,11 @@ class Server:
         except (ServerError, OSError, HTTPException):
             pass
 
-    def held(self) -> str:
-        """Say what is held beyond what was when nobody asked for anything; nothing is right."""
+    def describe_leaks(self) -> str:
+        """Describe what the server holds beyond its idle state; "" if nothing."""
         ends = time.monotonic() + _SETTLES
         while True:
-            now = self._holds() or {}  # which also shows whether it is still there
+            now = self._read_usage_metrics() or {}  # also raises if the server is gone
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
                 for name, was in (self._idle or {}).items()
@@ -133,26 +133,28 @@ class Server:
                 answer = connection.getresponse()
                 if answer.status != HTTPStatus.OK:
                     with answer:
-                        said = answer.read(2000).decode(errors="replace")
+                        text = answer.read(2000).decode(errors="replace")
             except (OSError, HTTPException) as error:
-                gone = self._was_there and isinstance(error, ConnectionRefusedError)
+                gone = self._was_reachable and isinstance(error, ConnectionRefusedError)
                 broken = ServerGone if gone else ServerError
-                raise broken(f"{method} {path}: {in_words(error, silence)}") from error
+                raise broken(
+                    f"{method} {path}: {describe_connection_error(error, silence)}"
+                ) from error
             if answer.status != HTTPStatus.OK:
-                raise self._refused(f"{method} {path}", answer.status, said)
+                raise self._refused(f"{method} {path}", answer.status, text)
             stack.pop_all()
         return answer
 
-    def _refused(self, asked: str, status: int, said: str) -> ServerError:
-        gone = self._was_there and _has_stopped(status, said)
-        shown = said.replace(self._key, "(the key)") if self._key else said
-        said = f"{asked} was answered with {status}: {shown}"
+    def _refused(self, request: str, status: int, text: str) -> ServerError:
+        gone = self._was_reachable and _has_stopped(status, text)
+        shown = text.replace(self._key, "(the key)") if self._key else text
+        message = f"{request} was answered with {status}: {shown}"
         if gone:
-            return ServerGone(said)
+            return ServerGone(message)
         if status == HTTPStatus.UNAUTHORIZED:
-            why = "refuses the key in" if self._key else "wants a key: put it into"
-            return KeyRefused(f"the server {why} ROSEINFER_API_KEY ({said})")
-        return ServerError(said)
+            why = "refuses the key in" if self._key else "needs a key; put it into"
+            return AuthError(f"the server {why} ROSEINFER_API_KEY ({message})")
+        return ServerError(message)
 
     def _models(self) -> list[str]:
         with self._answer("GET", "/v1/models", _SETTLES) as answer:
@@ -160,44 +162,49 @@ class Server:
                 return [str(each["id"]) for each in json.load(answer)["data"]]
             except (OSError, HTTPException, ValueError, LookupError, TypeError):
                 raise ServerError(
-                    "GET /v1/models brought no list of models: --roseinfer-model names one"
+                    "GET /v1/models: no list of models in the response; name a model with "
+                    "--roseinfer-model"
                 ) from None
 
     def _first_model(self) -> str:
         if not (models := self._models()):
-            raise ServerError("GET /v1/models names no model")
+            raise ServerError(
+                "GET /v1/models: the list of models is empty; name one with --roseinfer-model"
+            )
         return models[0]
 
     def _refuse_unknown_model(self, refused: ServerError) -> None:
-        """Raise an error if the server lists its models, and not the one that is asked for."""
+        """Raise an error if the server lists its models without the requested one."""
         try:
             models = self._models()
         except ServerError:
-            return  # it may have no such list
+            return  # some servers do not list models
         if models and self.model not in models:
             known = ", ".join(models)
             raise ServerError(f"the server has no model {self.model}: it has {known} ({refused})")
 
     def _dialect(self) -> Dialect:
-        """Find the first dialect that the server takes."""
-        for chat, told, usage in product((False, True), (True, False), (True, False)):
-            dialect = Dialect(chat, told, usage)
+        """Return the first dialect that the server accepts."""
+        for chat, has_logprobs, usage in product((False, True), (True, False), (True, False)):
+            dialect = Dialect(chat, has_logprobs, usage)
             try:
                 with self.open("a", 1, dialect, 60.0) as answer:
                     answer.read()
-            except KeyRefused:
+            except AuthError:
                 raise
             except ServerError as error:
                 refused = error
             except (OSError, HTTPException) as error:
-                refused = ServerError(f"POST {dialect.path}: {in_words(error, 60.0)}")
+                refused = ServerError(
+                    f"POST {dialect.path}: {describe_connection_error(error, 60.0)}"
+                )
             else:
                 return dialect
-        self._refuse_unknown_model(refused)  # not before: some take names that they do not list
-        raise ServerError(f"the server takes no streamed text: {refused}")
+        self._refuse_unknown_model(refused)  # last: some accept names they do not list
+        raise ServerError(f"the server refuses all streamed completions: {refused}")
 
-    def _holds(self) -> dict[str, float] | None:
-        """Return what the metrics say is held; None for a server without them."""
+    def _read_usage_metrics(self) -> dict[str, float] | None:
+        """Return the metrics of held resources; None for a server without them."""
         try:
             with self._answer("GET", "/metrics", _SETTLES) as answer:
                 lines = answer.read().decode(errors="replace").splitlines()
@@ -205,51 +212,51 @@ class Server:
             raise
         except (ServerError, OSError, HTTPException):
             return None
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for line in lines:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
             if name in _HELD:
                 with suppress(ValueError):
-                    found[name] = found.get(name, 0.0) + float(value)
-        return found or None
+                    metrics[name] = metrics.get(name, 0.0) + float(value)
+        return metrics or None
 
 
-def in_words(error: Exception, silence: float) -> str:
-    """Say what broke a connection that may be silent for so many seconds."""
+def describe_connection_error(error: Exception, silence: float) -> str:
+    """Describe a connection's error; ``silence`` is its timeout in seconds."""
     if isinstance(error, TimeoutError):
-        return f"nothing came for {silence:g} s"
+        return f"nothing received for {silence:g} s"
     return f"{type(error).__name__}: {error}"
 
 
-def _has_stopped(status: int, said: str) -> bool:
-    """Return True if an error says that the engine behind the server has stopped."""
+def _has_stopped(status: int, text: str) -> bool:
+    """Return True if an error response says that the server's engine has stopped."""
     if status != HTTPStatus.SERVICE_UNAVAILABLE:
         return False
     try:
-        return json.loads(said)["error"]["code"] in ("engine_stopped", "engine_restarting")
+        return json.loads(text)["error"]["code"] in ("engine_stopped", "engine_restarting")
     except (ValueError, LookupError, TypeError):
         return False
 
 
-# One text that a server streams, read by a thread of its own.
+# Streams of completions.
 
 
-class Streamed:
-    """A request, and what has come of it by now."""
+class CompletionStream:
+    """A streamed request and what has arrived so far, read by a thread of its own."""
 
     def __init__(
         self, server: Server, prompt: str, most: int, silence: float, arrived: Callable[[], None]
     ) -> None:
         self.text = ""
         self.tokens: list[str] = []
-        """The tokens of the text, where the server tells them."""
-        self.gaps: list[float] = []
-        """By how much the likeliest token was likelier than the second, at each."""
+        """Tokens of the text; empty for a server without logprobs."""
+        self.top2_gaps: list[float] = []
+        """Gap between the top two logprobs, of each token."""
         self.usage: dict[str, Any] = {}
         self.finish_reason: str | None = None
         self.error = ""
-        self.over = False
+        self.has_ended = False
         self._left = False
         self._arrived = arrived
         self._silence = silence
@@ -258,9 +265,9 @@ class Streamed:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def leave(self) -> None:
-        """Close the connection in the middle of the text, as a client that goes away does."""
-        self._left = self.over = True
+    def disconnect(self) -> None:
+        """Close the connection in the middle of the stream, as a client that disconnects does."""
+        self._left = self.has_ended = True
         with suppress(OSError, AttributeError):
             raw: Any = self._answer.fp
             raw.raw._sock.shutdown(socket.SHUT_RDWR)
@@ -275,8 +282,8 @@ class Streamed:
         except (OSError, HTTPException, ValueError, KeyError, ServerError) as error:
             if not self._left:
                 broke = "" if isinstance(error, TimeoutError) else "the stream broke off: "
-                self.error = f"{broke}{in_words(error, self._silence)}"
-        self.over = True
+                self.error = f"{broke}{describe_connection_error(error, self._silence)}"
+        self.has_ended = True
         self._arrived()
 
     def _read_events(self, answer: HTTPResponse) -> None:
@@ -293,8 +300,8 @@ class Streamed:
                 continue
             self._take(json.loads(data))
             self._arrived()
-        if not (ended or self.finish_reason):  # not every server has a last word
-            raise ServerError("it ended without saying so")
+        if not (ended or self.finish_reason):  # not every server sends [DONE]
+            raise ServerError("it ended without a finish reason or [DONE]")
 
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -303,22 +310,22 @@ class Streamed:
         for choice in event.get("choices", ()):
             piece = choice["delta"].get("content") if self._dialect.chat else choice["text"]
             if self.finish_reason and piece:
-                raise ServerError(f"{piece!r} came behind the end")
+                raise ServerError(f"{piece!r} arrived after the finish reason")
             self.text += piece or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self._note(choice.get("logprobs") or {})
 
-    def _note(self, told: dict[str, Any]) -> None:
+    def _note(self, logprobs: dict[str, Any]) -> None:
         if self._dialect.chat:
-            for each in told.get("content") or ():
+            for each in logprobs.get("content") or ():
                 self.tokens.append(each["token"])
-                self.gaps.append(_gap([top["logprob"] for top in each["top_logprobs"]]))
+                self.top2_gaps.append(_gap([top["logprob"] for top in each["top_logprobs"]]))
             return
         for token, top in zip(
-            told.get("tokens") or (), told.get("top_logprobs") or (), strict=False
+            logprobs.get("tokens") or (), logprobs.get("top_logprobs") or (), strict=False
         ):
             self.tokens.append(token)
-            self.gaps.append(_gap((top or {}).values()))
+            self.top2_gaps.append(_gap((top or {}).values()))
 
 
 def _gap(logprobs: Any) -> float:

@@ -1,1 +1,1 @@
-"""Capabilities of an engine: a module for each, with all that tests it."""
+"""Capabilities of an engine: one module each, with the tests of that capability."""

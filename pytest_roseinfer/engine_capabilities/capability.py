@@ -1,10 +1,10 @@
-"""The contract of a capability of engines: what a request may have, and what tests it.
+"""The contract of a capability of engines: features of requests, and their tests.
 
 A capability is a module with a mixin of adapter methods, the fields that it adds to requests, and
-one ``EngineCapability`` that names them. Fields are frozen dataclasses: those right under
-``SamplingCore`` are passed to ``submit``, those right under ``RequestCore`` are for the harness.
-``Sampling`` and ``RequestSpec`` are made of the shipped ones, as ``EngineAdapter`` is made of the
-shipped mixins. Those of another capability are added where an adapter has its mixin, as in
+one ``EngineCapability`` that refers to them. Fields are frozen dataclasses: direct subclasses of
+``SamplingCore`` are passed to ``submit``, direct subclasses of ``RequestCore`` are for the harness.
+``Sampling`` and ``RequestSpec`` combine the shipped ones, as ``EngineAdapter`` combines the shipped
+mixins. Fields of another capability are added to requests for adapters with its mixin, as in
 ``class Mine(BiasMethods, EngineAdapter)``.
 """
 
@@ -28,70 +28,70 @@ if TYPE_CHECKING:
 
 _Spec = TypeVar("_Spec", bound="RequestCore")
 
-# Fields of every request.
+# Fields of every request
 
 
 @dataclass(frozen=True)
 class SamplingCore:
-    """The parameters that every request has."""
+    """Parameters that every request has."""
 
     max_new_tokens: int = 1
-    """Most tokens that the request gets."""
+    """Most tokens of the completion."""
     ignore_eos: bool = field(default=False, kw_only=True)
-    """True if the token that ends a text does not end the request."""
+    """True if the end-of-sequence token does not end the request."""
 
 
 @dataclass(frozen=True)
 class RequestCore:
-    """A request, and when it arrives."""
+    """A request, and the step at which it arrives."""
 
     prompt: tuple[int, ...]
     """Tokens of the prompt, one or more."""
     sampling: Any = SamplingCore()
-    """Parameters that ``submit`` gets."""
+    """Parameters for ``submit``."""
     arrival: int = 0
     """Step before which it is submitted."""
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of the prompt and the completion."""
+        """Most tokens of the prompt and the completion together."""
         return len(self.prompt) + int(self.sampling.max_new_tokens)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return the request as a failure shows it."""
         prompt = f"{some(len(self.prompt), 'token')} {list(self.prompt)}"
         parts = [f"at step {self.arrival}: {prompt}, up to {self.sampling.max_new_tokens} new"]
         parts += ["past the end of the text"] * self.sampling.ignore_eos
         for capability in _capabilities_of(self):
-            parts += capability.words(self) if capability.words else ()
+            parts += capability.describe(self) if capability.describe else ()
         return ", ".join(parts)
 
 
-# A mix that is being served, and its observers.
+# Observers of a mix that is being served
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """A request that was submitted, and what is known of it."""
+    """A submitted request, and its state after the latest step."""
 
     number: int
-    """Its place in the mix."""
+    """Index in the mix."""
     spec: Any
-    """The request, with what the mix left open."""
+    """The settled request spec."""
     request: Any
     """The adapter's own object for it."""
     expected: list[int]
-    """Tokens that it gets alone."""
+    """Tokens of its slow twin."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens that it had when it was last looked at."""
-    known: int = 0
-    """Number of tokens that it had one look earlier."""
+    """Tokens generated so far."""
+    num_tokens_before: int = 0
+    """Number of tokens generated before the latest step."""
     cancelled: bool = False
     finished: bool = False
-    """True if it had finished when it was last looked at."""
-    tied: int | None = None
-    """First token that rounding decided, from which on it need not get what it gets alone; None
-    while there is none."""
+    """True once it has finished."""
+    near_tie_index: int | None = None
+    """Index of the first token decided by rounding, from which on tokens may differ from
+    ``expected``; None if none was so far."""
 
     @property
     def name(self) -> str:
@@ -99,28 +99,27 @@ class ServedRequest:
 
     @property
     def new_tokens(self) -> range:
-        """The numbers of the tokens that it got since the previous look."""
-        return range(self.known, len(self.tokens))
+        """Indices of the tokens that the latest step generated."""
+        return range(self.num_tokens_before, len(self.tokens))
 
 
 class EngineRun(Protocol):
-    """An engine that serves a mix, as observers know it."""
+    """An engine that serves a mix, as observers use it."""
 
     adapter: Any
     mix: Any
     served: list[ServedRequest]
-    """The requests that were submitted by now."""
+    """Requests submitted so far."""
 
 
 class MixObserver:
-    """Watches an engine serve one mix: it acts between steps, and judges what requests got.
+    """Watcher of an engine that serves one mix: acts between steps, and judges requests.
 
-    Judgements are returned in words: what is wrong, or an empty text.
+    A judgement describes a problem; it is empty without one.
     """
 
     any_of: ClassVar[Collection[str]] = ()
-    """Methods of the adapter, any of which is defined where it watches; for every engine if there
-    are none."""
+    """Adapter methods, any of which enables it; for every engine if empty."""
 
     def __init__(self, run: EngineRun) -> None:
         self.run = run
@@ -130,26 +129,26 @@ class MixObserver:
         return ""
 
     def note(self, served: ServedRequest) -> None:
-        """Look at a request after a step, before it is judged."""
+        """Record the state of a request after a step, before it is judged."""
 
     def judge(self, served: ServedRequest) -> str:  # noqa: ARG002
-        """Judge a request, after its tokens were compared with those that it gets alone."""
+        """Judge a request, after its tokens were compared with those of its slow twin."""
         return ""
 
     def judge_step(self) -> str:
-        """Judge a step, after each of its requests."""
+        """Judge a step, after all requests were judged."""
         return ""
 
-    def past(self, served: ServedRequest) -> str:  # noqa: ARG002
-        """Return the past of a request, in words that its failure ends with."""
+    def describe_past(self, served: ServedRequest) -> str:  # noqa: ARG002
+        """Describe the past of a request, for the end of its failure message."""
         return ""
 
     def stage(self, served: ServedRequest) -> str:  # noqa: ARG002
-        """Return the stage of a request for its timeline; empty if that is not known."""
+        """Return the stage of a request for its timeline; empty if unknown."""
         return ""
 
 
-# The capability itself, and the requests that have its fields.
+# Capabilities and the requests with their fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,21 +156,22 @@ class EngineCapability(CapabilityBase):
     """A feature that an engine may offer beyond serving requests to their ends."""
 
     fields: Sequence[type[SamplingCore] | type[RequestCore]] = ()
-    """Its fields of a request. In a failing mix, each goes back to its default if it can."""
+    """Its fields of a request. Minimising a failing mix resets each to its default if
+    the mix still fails."""
     draw: Callable[[DrawFn, type[Any], Any], Any] | None = None
-    """Function that adds to a drawn request what an adapter class offers."""
+    """Function that draws its fields of a request, as far as the adapter class supports them."""
     restrict: Callable[[type[Any], Any], Any] | None = None
-    """Function that takes out of a request what an adapter class does not offer."""
-    words: Callable[[Any], Iterable[str]] | None = None
+    """Function that resets the fields of a request that an adapter class does not support."""
+    describe: Callable[[Any], Iterable[str]] | None = None
     """Function that describes its fields of a request, as parts of a sentence."""
     settle: Callable[[Any, Any, list[int], Any], tuple[Any, list[int]]] | None = None
-    """Function that settles what a request leaves open. It takes the adapter, the request, the
-    tokens that it gets alone, and the mix; it returns the request and these tokens anew."""
+    """Function that settles its fields of a request. It takes the adapter, the request, the tokens
+    of its slow twin, and the mix; it returns the settled request and its expected tokens."""
     adjust: Callable[[Floats, Any, Sequence[int], int], Floats] | None = None
-    """Function that changes logits before a token is chosen. It takes the logits, the parameters,
-    the tokens before, and the length of the prompt; it returns logits of its own."""
+    """Function that adjusts logits before a token is chosen. It takes the logits, the parameters,
+    the tokens so far, and the length of the prompt; it returns new logits."""
     observers: Sequence[type[MixObserver]] = ()
-    """Kinds of observers; each mix is watched by one of each kind that is due."""
+    """Its kinds of observers; each mix has one of each kind that applies to the adapter."""
 
     def __post_init__(self) -> None:
         CapabilityBase.__post_init__(self)
@@ -181,8 +181,8 @@ class EngineCapability(CapabilityBase):
 _OF_FIELDS: dict[type, EngineCapability] = {}
 
 
-def offered(adapter: type[Any]) -> list[EngineCapability]:
-    """Return the capabilities of which an adapter class defines a method, or that have none."""
+def offered_capabilities(adapter: type[Any]) -> list[EngineCapability]:
+    """Return the capabilities with a method that an adapter class defines, or without methods."""
     return [
         each
         for each in adapter.capabilities
@@ -192,8 +192,8 @@ def offered(adapter: type[Any]) -> list[EngineCapability]:
 
 def capabilities_of_fields(kind: type) -> list[EngineCapability]:
     """Return the capabilities with fields in a class of requests or parameters, in their order."""
-    found = (_OF_FIELDS[each] for each in reversed(kind.__mro__) if each in _OF_FIELDS)
-    return [*dict.fromkeys(found)]
+    capabilities = (_OF_FIELDS[each] for each in reversed(kind.__mro__) if each in _OF_FIELDS)
+    return [*dict.fromkeys(capabilities)]
 
 
 def _capabilities_of(spec: RequestCore) -> list[EngineCapability]:
@@ -202,28 +202,28 @@ def _capabilities_of(spec: RequestCore) -> list[EngineCapability]:
 
 
 def change(spec: _Spec, **values: Any) -> _Spec:
-    """Return a request with other values of some fields, be they its own or its parameters'."""
-    own = {name: value for name, value in values.items() if hasattr(spec, name)}
-    others = {name: value for name, value in values.items() if name not in own}
-    if others:
-        own["sampling"] = replace(spec.sampling, **others)
-    return replace(spec, **own) if own else spec
+    """Return a copy of a request with other values of its own fields or of its parameters."""
+    spec_fields = {name: value for name, value in values.items() if hasattr(spec, name)}
+    parameters = {name: value for name, value in values.items() if name not in spec_fields}
+    if parameters:
+        spec_fields["sampling"] = replace(spec.sampling, **parameters)
+    return replace(spec, **spec_fields) if spec_fields else spec
 
 
 def plain(spec: _Spec) -> _Spec:
-    """Return a request with nothing but the parameters that every request has."""
+    """Return a copy of a request with default values for all but the core parameters."""
     core = {each.name: getattr(spec.sampling, each.name) for each in fields(SamplingCore)}
     return replace(spec, sampling=type(spec.sampling)(**core))
 
 
-# Requests with the fields of capabilities that are not shipped.
+# Requests with fields of capabilities that are not shipped
 
 
 _EXTENDED: dict[tuple[type, frozenset[type]], type] = {}
 
 
 def with_fields(kind: type[Any], added: frozenset[type]) -> type[Any]:
-    """Return a class of requests or parameters with more fields; the same one every time."""
+    """Return a class of requests or parameters with added fields; the same class on each call."""
     core = SamplingCore if issubclass(kind, SamplingCore) else RequestCore
     new = [
         each
@@ -238,7 +238,7 @@ def with_fields(kind: type[Any], added: frozenset[type]) -> type[Any]:
 
 
 def for_adapter(adapter: type[Any], spec: _Spec) -> _Spec:
-    """Return a request that has the fields of all capabilities of an adapter class."""
+    """Return a request with the fields of all capabilities of an adapter class."""
     added = frozenset(kind for each in adapter.capabilities for kind in each.fields)
     kind, params = with_fields(type(spec), added), with_fields(type(spec.sampling), added)
     if (kind, params) == (type(spec), type(spec.sampling)):
@@ -248,7 +248,7 @@ def for_adapter(adapter: type[Any], spec: _Spec) -> _Spec:
 
 
 def from_data(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    """Return a request or parameters of plain data, with the fields that the data has."""
+    """Make a request or parameters from plain data, with the fields that occur in it."""
     added = frozenset(each for each in _OF_FIELDS if data.keys() & get_annotations(each).keys())
     return with_fields(kind, added)(**{name: _as_tuples(each) for name, each in data.items()})
 

@@ -1,4 +1,4 @@
-"""The life of a request: forks of its prompt, its stages, and cancelling it."""
+"""The life of a request: forks of its prompt, its stages, and its cancellation."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,8 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.capabilities.answers import are_tokens, is_number, is_text, list_of, returns
 from pytest_roseinfer.capabilities.capability import optional
+from pytest_roseinfer.capabilities.return_values import (
+    are_tokens,
+    is_number,
+    is_text,
+    list_of,
+    returns,
+)
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
     MixObserver,
@@ -30,10 +36,10 @@ STAGES = ("waiting", "prefilling", "decoding", "preempted")
 
 @dataclass(frozen=True, kw_only=True)
 class CancelFields(RequestCore):
-    """The step at which a request is cancelled."""
+    """Fields of the cancellation of a request."""
 
     cancel_after: int | None = None
-    """Steps from its arrival until it is cancelled; None for one that runs to its end."""
+    """Steps from its arrival until it is cancelled; None if it runs to its end."""
 
 
 def _is_stage(shown: Any) -> bool:
@@ -41,87 +47,92 @@ def _is_stage(shown: Any) -> bool:
 
 
 class LifecycleMethods:
-    """The methods about a request between its submission and its end."""
+    """Adapter methods for the life of a request."""
 
     never_idles: ClassVar[bool] = False
-    """True if no more than ``extra_steps`` steps in a row bring no token while all requests that
-    were submitted and go on are ``decoding`` by ``stage``, before the step and after it. A step
-    with one that waits, is prefilled or was preempted is never judged."""
+    """True if at most ``extra_steps`` steps in a row generate no token while all unfinished
+    requests are ``decoding`` by ``stage``, before and after the step. A step with a request that is
+    waiting, prefilling or preempted is never judged."""
 
     @optional
     @returns(_is_stage, f"one of {', '.join(STAGES)}")
     def stage(self, request: Any) -> str:
-        """Return ``waiting``, ``prefilling``, ``decoding`` or ``preempted``, for one that goes on.
+        """Return the stage of an unfinished request.
 
-        A failure says that its request was preempted before, and its timeline shows all stages.
+        It is ``waiting``, ``prefilling``, ``decoding`` or ``preempted``. Failure messages mention
+        earlier preemptions of a request, and its timeline shows all stages.
         """
 
     @optional
     @returns(is_number, "a number of tokens")
     def cached_tokens(self, request: Any) -> int:
-        """Return how many of its first tokens were served from the prefix cache, for a failure.
+        """Return the number of tokens that were served from the prefix cache, for failures.
 
-        That is when it last began; one that was preempted begins again.
+        It counts the request's latest start; a preempted request starts again.
         """
 
     @optional
     def cancel(self, request: Any) -> None:
-        """End a request, which may have finished already. Without it, none is cancelled."""
+        """End a request, which may have finished already. Without it, no request is cancelled."""
 
     @optional
     @returns(list_of(are_tokens), "a list of tokens for each sampling")
     def fork(self, prompt: Sequence[int], samplings: Sequence[Any]) -> list[list[int]]:
-        """Store the prompt once, complete it in each of these ways, and return the tokens of each.
+        """Store the prompt once, and return the tokens of its completion by each sampling.
 
-        Each must be what ``generate_alone`` gives for it.
+        Each completion must equal that of ``generate_alone``.
         """
 
 
-# The past of a request, and idle steps.
+# Stages and idle steps
 
 
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 @dataclass(slots=True)
-class Past:
-    """What happened to a request by now."""
+class RequestPast:
+    """The past of a request: its preemptions, and its tokens from the prefix cache."""
 
     stage: str = ""
-    """Its stage when it was last looked at."""
+    """Stage after the latest step."""
     tokens: int = 0
-    """Number of tokens that it had then."""
+    """Number of tokens after the latest step."""
     preemptions: int = 0
-    had: int = 0
-    """Number of tokens that it had when it was preempted last."""
+    tokens_at_preemption: int = 0
+    """Number of tokens at the latest preemption."""
     cached: int = 0
-    """Number of its first tokens that were served from the prefix cache."""
+    """Number of prompt tokens served from the prefix cache."""
 
     def note(self, adapter: Any, request: Any, tokens: int) -> None:
-        """Look at a request that went on and has so many tokens now."""
+        """Record the stage of an unfinished request, which has this number of tokens now."""
         self.tokens = tokens
         if adapter.defines("stage") and not adapter.is_finished(request):
             before, self.stage = self.stage, adapter.stage(request)
             if self.stage == "preempted" and before != "preempted":
-                self.preemptions, self.had = self.preemptions + 1, tokens
+                self.preemptions, self.tokens_at_preemption = self.preemptions + 1, tokens
         if adapter.defines("cached_tokens"):
             self.cached = adapter.cached_tokens(request)
 
-    def words(self) -> str:
-        """Return the past in words that a failure of the request ends with."""
+    def describe(self) -> str:
+        """Describe the past, for the end of a failure message."""
         words = ""
         if self.cached:
             first = "token was" if self.cached == 1 else f"{self.cached} tokens were"
             words = f"; its first {first} found in the cache"
         if self.preemptions:
             last = f" {self.preemptions} times, last" if self.preemptions > 1 else ""
-            when = f"after its {_ordinal(self.had)} token" if self.had else "before its first token"
+            when = (
+                f"after its {_ordinal(self.tokens_at_preemption)} token"
+                if self.tokens_at_preemption
+                else "before its first token"
+            )
             words += f"; it was preempted{last} {when}{' and came back' * self._is_back()}"
         return words
 
     def _is_back(self) -> bool:
-        """Return True if it goes on again, or did: it got a token or is at another stage."""
-        return self.tokens > self.had or self.stage != "preempted"
+        """Return True if it has resumed: it got a token, or is at another stage."""
+        return self.tokens > self.tokens_at_preemption or self.stage != "preempted"
 
 
 def _ordinal(number: int) -> str:
@@ -130,37 +141,38 @@ def _ordinal(number: int) -> str:
 
 
 @dataclass(slots=True)
-class Idle:
-    """The steps in a row, up to the latest, that brought no token although all were decoding."""
+class IdleSteps:
+    """Counter of consecutive steps without a token although all requests were decoding."""
 
     steps: int = 0
+    """Idle steps in a row, up to the latest step."""
     _before: Mapping[int, int] = field(default_factory=dict)
-    """Numbers of tokens after the step before, by requests."""
+    """Number of tokens of each request after the previous step."""
 
     def note(self, now: Mapping[int, int]) -> None:
-        """Look at how many tokens each request that goes on has, if all are decoding."""
+        """Record the tokens of each unfinished request; empty if one is not decoding."""
         self.steps = self.steps + 1 if now and now == self._before else 0
         self._before = now
 
-    def words(self) -> str:
-        """Describe the idle steps, for a failure."""
+    def describe(self) -> str:
+        """Describe the idle steps, for a failure message."""
         many = f"{self.steps} steps in a row" if self.steps > 1 else "a step"
-        return f"requests {[*self._before]} were decoding, and {many} brought none of them a token"
+        return f"requests {[*self._before]} were decoding, and {many} generated no token for them"
 
 
 class Stages(MixObserver):
-    """Remembers what happened to each request, and sees that no step is idle."""
+    """Recorder of the past of each request, and judge of idle steps."""
 
     any_of = ("stage", "cached_tokens")
 
     def __init__(self, run: EngineRun) -> None:
         super().__init__(run)
-        self._pasts: dict[int, Past] = {}
-        """What happened to each request, by its number."""
-        self._idle = Idle()
+        self._pasts: dict[int, RequestPast] = {}
+        """Past of each request, by its number."""
+        self._idle = IdleSteps()
 
     def note(self, served: ServedRequest) -> None:
-        past = self._pasts.setdefault(served.number, Past())
+        past = self._pasts.setdefault(served.number, RequestPast())
         if not served.finished:
             past.note(self.run.adapter, served.request, len(served.tokens))
 
@@ -170,13 +182,13 @@ class Stages(MixObserver):
         self._idle.note({each.number: len(each.tokens) for each in going if decoding})
         adapter = self.run.adapter
         return (
-            self._idle.words()
+            self._idle.describe()
             if adapter.never_idles and self._idle.steps > adapter.extra_steps
             else ""
         )
 
-    def past(self, served: ServedRequest) -> str:
-        return self._pasts[served.number].words()
+    def describe_past(self, served: ServedRequest) -> str:
+        return self._pasts[served.number].describe()
 
     def stage(self, served: ServedRequest) -> str:
         adapter = self.run.adapter
@@ -184,17 +196,18 @@ class Stages(MixObserver):
 
 
 def refuse_unknown_stages(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for ``never_idles`` without ``stage``."""
     if adapter.never_idles and "stage" not in adapter.abilities:
         raise TypeError(
-            f"{adapter.__name__}.never_idles is True and must be judged by stage: define that too"
+            f"{adapter.__name__}.never_idles is True, which needs stage: define that too"
         )
 
 
-# Cancelling requests.
+# Cancellation
 
 
 class Cancellations(MixObserver):
-    """Cancels requests when their time has come, and sees that they end."""
+    """Canceller of requests at their steps, and judge that they end."""
 
     any_of = ("cancel",)
 
@@ -211,17 +224,18 @@ class Cancellations(MixObserver):
 
 
 def draw_cancel_after(draw: st.DrawFn) -> int | None:
-    """Draw when a request of a crowd is cancelled, if it is."""
+    """Draw the steps until a request of a large mix is cancelled; mostly None."""
     after: int | None = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4, 8)))
     return after
 
 
 def let_run(adapter: type[Any], spec: Any) -> Any:
-    """Return a request that nobody cancels, for an engine that cannot."""
+    """Return a request without cancellation for an engine that cannot cancel."""
     return spec if adapter.defines("cancel") else change(spec, cancel_after=None)
 
 
-def words(spec: CancelFields) -> Iterator[str]:
+def describe(spec: CancelFields) -> Iterator[str]:
+    """Describe the cancellation of a request."""
     if spec.cancel_after is not None:
         yield f"cancelled {some(spec.cancel_after, 'step')} later"
 
@@ -231,7 +245,7 @@ LIFECYCLE = EngineCapability(
     renamed={"forked": "fork(prompt, samplings)"},
     fields=(CancelFields,),
     restrict=let_run,
-    words=words,
+    describe=describe,
     observers=(Stages, Cancellations),
     refuse=(refuse_unknown_stages,),
 )

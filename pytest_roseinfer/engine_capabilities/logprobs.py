@@ -1,4 +1,4 @@
-"""Logprobs of tokens, of the top tokens at each place, and of prompts, held to the model's own."""
+"""Logprobs of tokens, top logprobs, and prompt logprobs, compared with those of the model."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.capabilities.answers import (
+from pytest_roseinfer.capabilities.capability import optional
+from pytest_roseinfer.capabilities.return_values import (
     are_floats,
     elements,
     is_float,
@@ -14,7 +15,6 @@ from pytest_roseinfer.capabilities.answers import (
     list_of,
     returns,
 )
-from pytest_roseinfer.capabilities.capability import optional
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
     MixObserver,
@@ -37,15 +37,14 @@ else:
 
 @dataclass(frozen=True)
 class LogprobFields(SamplingCore):
-    """The logprobs that a request gets with its tokens."""
+    """Parameters of logprobs."""
 
     logprobs: bool = False
-    """True if it gets the log-probability of each token."""
+    """True if the request gets the log-probability of each token."""
     top_logprobs: int = 0
-    """Number of the tokens of the highest logits whose log-probabilities it gets, at the place of
-    each token."""
+    """Number of top logprobs that the request gets for each token."""
     prompt_logprobs: bool = False
-    """True if it gets the log-probability of each token of its prompt."""
+    """True if the request gets the log-probability of each token of its prompt."""
 
 
 def _is_pair(shown: Any) -> bool:
@@ -58,12 +57,12 @@ def _is_float_or_none(shown: Any) -> bool:
 
 
 class LogprobMethods:
-    """The methods that return logprobs."""
+    """Adapter methods that return logprobs."""
 
     @optional
     @returns(are_floats, "a list of numbers, one for each token")
     def logprobs(self, request: Any) -> Sequence[float]:
-        """Return the log-probability of each token by now, if the request has ``logprobs``."""
+        """Return the log-probability of each token so far, if the request has ``logprobs``."""
 
     @optional
     @returns(
@@ -71,7 +70,7 @@ class LogprobMethods:
         "a list of pairs for each token, each of a token and its log-probability",
     )
     def top_logprobs(self, request: Any) -> Sequence[Sequence[tuple[int, float]]]:
-        """Return for each token by now the top logprobs at its place.
+        """Return the top logprobs at the position of each token so far.
 
         They are pairs of a token and its log-probability, as many as the request's
         ``top_logprobs``, the highest first.
@@ -90,11 +89,11 @@ class LogprobMethods:
 
 
 _SUM_ERROR = 1e-5
-"""Error of log-probabilities in 32 bits, at most."""
+"""Largest error of log-probabilities in float32."""
 
 
 class Logprobs(MixObserver):
-    """Holds logprobs to those of the model's own logits, whatever the parameters of a request."""
+    """Judge of logprobs, which must be those of the model's logits before any sampling."""
 
     any_of = ("logprobs", "prompt_logprobs")
 
@@ -114,9 +113,13 @@ class Logprobs(MixObserver):
                 wrong = wrong or self._wrong_top(text[:place], top[at], most)
             if wrong:
                 return f"{served.name}, token {at}: {wrong}"
-        if served.tokens and not served.known and self._wants(served, "prompt_logprobs"):
-            found = self.run.adapter.prompt_logprobs(served.request)
-            if wrong := self._wrong_prompt(served.spec.prompt, found):
+        if (
+            served.tokens
+            and not served.num_tokens_before
+            and self._wants(served, "prompt_logprobs")
+        ):
+            logprobs = self.run.adapter.prompt_logprobs(served.request)
+            if wrong := self._wrong_prompt(served.spec.prompt, logprobs):
                 return f"{served.name}: {wrong}"
         return ""
 
@@ -124,18 +127,18 @@ class Logprobs(MixObserver):
         return self.run.adapter.defines(name) and bool(getattr(served.spec.sampling, name))
 
     def _of_tokens(self, served: ServedRequest, name: str) -> Sequence[Any] | None:
-        """Return the logprobs of the tokens by now; None for a request without."""
+        """Return the logprobs of the tokens so far; None for a request without logprobs."""
         if not self._wants(served, name):
             return None
-        found: Sequence[Any] = getattr(self.run.adapter, name)(served.request)
-        return found
+        logprobs: Sequence[Any] = getattr(self.run.adapter, name)(served.request)
+        return logprobs
 
-    def _wrong_logprob(self, before: Sequence[int], token: int, found: float) -> str:
+    def _wrong_logprob(self, before: Sequence[int], token: int, actual: float) -> str:
         logits = logits_of(self.run.adapter, before, self.run.mix)
         right = float(log_probabilities(logits)[token])
-        if abs(found - right) <= self._room(logits):
+        if abs(actual - right) <= self._room(logits):
             return ""
-        return f"log-probability {found:.6g}; by the model it is {right:.6g}"
+        return f"log-probability {actual:.6g}; by the model it is {right:.6g}"
 
     def _wrong_top(self, before: Sequence[int], top: Sequence[tuple[int, float]], most: int) -> str:
         logits = logits_of(self.run.adapter, before, self.run.mix)
@@ -155,14 +158,14 @@ class Logprobs(MixObserver):
                 return f"top logprobs are of {ids}; by the model {token} is not number {at + 1}"
         return ""
 
-    def _wrong_prompt(self, prompt: Sequence[int], found: Sequence[float | None]) -> str:
-        if len(found) != len(prompt) or found[0] is not None:
+    def _wrong_prompt(self, prompt: Sequence[int], logprobs: Sequence[float | None]) -> str:
+        if len(logprobs) != len(prompt) or logprobs[0] is not None:
             return (
-                f"prompt logprobs are {[*found]}; there must be one for each of its {len(prompt)} "
-                "tokens, with None for the first"
+                f"prompt logprobs are {[*logprobs]}; there must be one for each of its "
+                f"{len(prompt)} tokens, with None for the first"
             )
         for at in range(1, len(prompt)):
-            value = found[at]
+            value = logprobs[at]
             if value is None:
                 return f"prompt logprobs have None for token {at}"
             if wrong := self._wrong_logprob(prompt[:at], prompt[at], value):
@@ -170,11 +173,12 @@ class Logprobs(MixObserver):
         return ""
 
     def _room(self, logits: Floats) -> float:
-        """Return how far off log-probabilities of such logits may be."""
+        """Return the largest allowed error of log-probabilities from these logits."""
         return 2 * float(self.run.adapter.rounding) * float(np.abs(logits).max()) + _SUM_ERROR
 
 
 def draw_logprobs(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
+    """Draw the logprob parameters that an adapter class supports."""
     values: dict[str, Any] = {}
     if adapter.defines("logprobs"):
         values["logprobs"] = draw(st.sampled_from((False, False, False, True)))
@@ -185,7 +189,8 @@ def draw_logprobs(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
     return change(spec, **values)
 
 
-def words(spec: Any) -> Iterator[str]:
+def describe(spec: Any) -> Iterator[str]:
+    """Describe the logprob parameters of a request."""
     sampling: LogprobFields = spec.sampling
     if sampling.logprobs:
         yield "with logprobs"
@@ -204,6 +209,6 @@ LOGPROBS = EngineCapability(
     },
     fields=(LogprobFields,),
     draw=draw_logprobs,
-    words=words,
+    describe=describe,
     observers=(Logprobs,),
 )

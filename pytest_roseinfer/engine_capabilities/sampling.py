@@ -1,8 +1,8 @@
-"""Sampling: the tokens that a request gets alone, and those that its parameters allow.
+"""Sampling: the tokens of a request's slow twin, and the tokens that its parameters allow.
 
-What an engine may choose is computed in numpy from a model's logits and nothing else. The order is
-that of transformers: repetition penalty, temperature, top-k, top-p, min-p. OpenAI's two penalties
-come right after the first, as in vLLM, and then the adjustments of other capabilities.
+The allowed tokens are computed in NumPy from a model's logits alone. The order is that of
+transformers: repetition penalty, temperature, top-k, top-p, min-p. OpenAI's two penalties come
+right after the repetition penalty, as in vLLM, and then the adjustments of other capabilities.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.capabilities.answers import (
+from pytest_roseinfer.capabilities.capability import Traits, optional
+from pytest_roseinfer.capabilities.return_values import (
     are_floats,
     are_tokens,
     floats,
-    is_truth,
+    is_bool,
     returns,
 )
-from pytest_roseinfer.capabilities.capability import Traits, optional
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
     MixObserver,
@@ -46,41 +46,41 @@ else:
 
 @dataclass(frozen=True)
 class SamplingFields(SamplingCore):
-    """The parameters by which tokens are chosen."""
+    """Parameters of sampling."""
 
     temperature: float = 0.0
     """Divisor of the logits; 0 takes the argmax."""
     top_k: int = 0
-    """Number of tokens of the highest logits that may be chosen; 0 for all."""
+    """Number of tokens with the highest logits that may be sampled; 0 for all."""
     top_p: float = 1.0
-    """Probability of the nucleus: the fewest tokens that have it together may be chosen."""
+    """Nucleus probability: only the fewest tokens with this total probability may be sampled."""
     repetition_penalty: float = 1.0
-    """Divisor of the positive logits of tokens before, and factor of the negative ones."""
+    """Divisor of positive logits, and factor of negative ones, of all tokens so far."""
     seed: int = 0
-    """Seed of the tokens that are drawn."""
+    """Seed of the random draws."""
     min_p: float = 0.0
-    """Part of the top probability; tokens below it are dropped."""
+    """Fraction of the top probability; tokens below it are dropped."""
     presence_penalty: float = 0.0
     """Number that is subtracted once from the logit of every token already generated."""
     frequency_penalty: float = 0.0
-    """Number that is subtracted from it for each time that the token was generated."""
+    """Number that is subtracted from a token's logit for each time that it was generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyEndFields(RequestCore):
-    """The end of a request by the model itself."""
+    """Fields of a request that the model itself ends."""
 
     ends_early: bool = False
-    """True if its seed is the next one with which the model ends the text before the last token."""
+    """True if settling takes the next seed with which the text ends before ``max_new_tokens``."""
 
 
 @dataclass(frozen=True)
 class SamplingTraits(Traits):
-    """The parameters that an engine takes."""
+    """Parameters that an engine supports."""
 
     greedy_only: bool = False
-    """True if every request gets the argmax of the logits, so that nothing but its length and
-    ``ignore_eos`` is drawn; ``logits`` will then do for ``generate_alone``."""
+    """True if every request gets the argmax of the logits, so that only its length and
+    ``ignore_eos`` are drawn; ``logits`` then suffices in place of ``generate_alone``."""
     min_p: bool = False
     """True if requests may set ``min_p``."""
     presence_and_frequency: bool = False
@@ -88,24 +88,24 @@ class SamplingTraits(Traits):
 
 
 class SamplingMethods:
-    """The methods that say which tokens are right."""
+    """Adapter methods that define the right tokens."""
 
     sampling: ClassVar[SamplingTraits] = SamplingTraits()
-    """Parameters that it takes."""
+    """Parameters that the engine supports."""
     eos_token: ClassVar[int | None] = None
-    """Token that ends a text, for an adapter without an ``generate_alone`` of its own; None if none
-    does."""
+    """End-of-sequence token, for an adapter that does not define ``generate_alone``; None if no
+    token ends a text."""
     rounding: ClassVar[float] = 3e-5
-    """Difference between the engine's logits and ``logits``, at most, relative to the largest."""
+    """Largest difference between the engine's logits and ``logits``, relative to the largest."""
 
     @optional
     @returns(are_tokens, "a list of tokens")
     def generate_alone(self: Any, prompt: Sequence[int], sampling: Any, mix: Any) -> list[int]:
-        """Return what the slow twin generates: this request alone, on no fast path.
+        """Return the tokens of the slow twin: this request alone, without fast paths.
 
-        Only where ``sampling.greedy_only`` is True may it be left out: then each token is the
-        argmax of ``logits``. It gets no ``stop`` that was drawn: the harness cuts what it returns
-        after the token that completes a stop string.
+        It is optional only if ``sampling.greedy_only`` is True: then each token is the argmax of
+        ``logits``. It gets no drawn ``stop``: the harness cuts its result after the token that
+        completes a stop string.
         """
         new: list[int] = []
         goes_on = sampling.ignore_eos
@@ -115,13 +115,13 @@ class SamplingMethods:
         return new
 
     @optional
-    @returns(is_truth, "True or False")
+    @returns(is_bool, "True or False")
     def is_near_tie(self: Any, tokens: Sequence[int], sampling: Any, mix: Any) -> bool:  # noqa: ARG002
         """Return True if rounding could change the token after these.
 
-        It is called where a token differs from ``generate_alone``; if True, the rest of that
-        request is not compared with it. Where ``sampling.greedy_only`` is True it may be left out:
-        then two logits within ``rounding`` could be swapped.
+        It is called when a token differs from ``generate_alone``; if True, the rest of that request
+        is not compared with it. The default, for ``sampling.greedy_only``, is True if ``rounding``
+        could swap the two largest logits.
         """
         if not (self.sampling.greedy_only and self.defines("logits")):
             return False
@@ -135,29 +135,29 @@ class SamplingMethods:
         least="vocabulary",
     )
     def logits(self, tokens: Sequence[int], mix: Any) -> Sequence[float]:
-        """Return the logits of the token after these, by the model alone.
+        """Return the logits of the token after these, computed by the model alone.
 
-        Each token of a request must then be one that its parameters allow, by a sampling of the
-        harness's own.
+        Each token of a request must then be allowed by its parameters, as the harness's own
+        sampling code computes them.
         """
 
 
-# The twin of sampling.
+# Reference implementation of sampling
 
 
 _SUM_ERROR = 1e-6
-"""Error of a sum of probabilities in 32 bits."""
+"""Largest error of a sum of probabilities in float32."""
 
 
 def log_probabilities(logits: Floats) -> Floats:
-    """Return the logarithm of each token's probability by the model alone."""
+    """Return the log-softmax of logits."""
     below = logits - logits.max()
     shifted: Floats = below - np.log(np.exp(below).sum())
     return shifted
 
 
 def distribution(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:
-    """Return the log-probability that each token is drawn with; -infinity for one that is not."""
+    """Return the log-probability of sampling each token; -infinity for an excluded one."""
     scaled = _scaled(logits, sampling, tokens, prompted)
     kept = _kept(scaled, sampling, room=0.0)
     if sampling.temperature == 0:
@@ -168,10 +168,10 @@ def distribution(logits: Floats, sampling: Any, tokens: Sequence[int], prompted:
 def may_be_chosen(
     logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int, rounding: float
 ) -> Mask:
-    """Mark the tokens that may come after ``tokens``, the first of which are the prompt.
+    """Mark the tokens that may follow ``tokens``, whose first ``prompted`` ones are the prompt.
 
-    The engine's logits may differ from these by ``rounding`` times the largest, so a token that
-    is as close to a bound may lie on either side of it. Of tokens that tie, each may be chosen.
+    The engine's logits may differ from these by ``rounding`` times the largest, so a token this
+    close to a bound may lie on either side of it. Each of several tied tokens may be chosen.
     """
     scaled = _scaled(logits, sampling, tokens, prompted)
     return _kept(scaled, sampling, room=2 * rounding * float(np.abs(scaled).max()))
@@ -193,7 +193,7 @@ def penalise(
     tokens: Sequence[int],
     prompted: int,
 ) -> Floats:
-    """Return logits that are lower for tokens before, the first of which are the prompt."""
+    """Return logits with penalties for ``tokens``, whose first ``prompted`` ones are the prompt."""
     logits, before = logits.copy(), np.unique(np.asarray(tokens, dtype=np.int64))
     penalty = sampling.repetition_penalty
     logits[before] = np.where(
@@ -206,7 +206,7 @@ def penalise(
 
 
 def _kept(scaled: Floats, sampling: SamplingFields, *, room: float) -> Mask:
-    """Mark the tokens that no bound excludes, by ``room`` or more; the argmax always stays."""
+    """Mark the tokens that no bound excludes by more than ``room``; the argmax always stays."""
     argmax: Mask = scaled >= scaled.max() - room
     if sampling.temperature == 0:
         return argmax
@@ -222,10 +222,7 @@ def _kept(scaled: Floats, sampling: SamplingFields, *, room: float) -> Mask:
 
 
 def _within_top_p(scaled: Floats, top_p: float, room: float) -> Mask:
-    """Mark the tokens of the nucleus.
-
-    Of tokens that are as likely but for rounding, any may come first.
-    """
+    """Mark the tokens of the nucleus, in any order of those whose logits tie within ``room``."""
     descending = np.sort(scaled)[::-1]
     sums = np.concatenate([[0.0], np.cumsum(np.exp(log_probabilities(descending)))])
     clearly_above = np.searchsorted(-descending, -(scaled + room), side="left")
@@ -235,12 +232,12 @@ def _within_top_p(scaled: Floats, top_p: float, room: float) -> Mask:
 
 
 def logits_of(adapter: Any, tokens: Sequence[int], mix: Any) -> Floats:
-    """Return the logits of the token after these, by the adapter's model."""
+    """Return the logits of the token after these, by the adapter's model, as an array."""
     return floats(adapter.logits(tokens, mix))
 
 
 class ChosenTokens(MixObserver):
-    """Holds each token to those that the parameters of its request allow."""
+    """Judge of tokens, which the parameters of their request must allow."""
 
     any_of = ("logits",)
 
@@ -260,11 +257,11 @@ class ChosenTokens(MixObserver):
         return ""
 
 
-# Drawing requests, describing them, and settling their seeds.
+# Drawing, describing and settling of parameters
 
 
 HOTTEST = 30.0
-"""Temperature at which unlikely tokens are drawn too, since nothing leaves them out."""
+"""Temperature at which unlikely tokens are sampled too, for which top-k and top-p are off."""
 _NUCLEI = ((0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
 """Pairs of top-k and top-p."""
 _PENALTIES: tuple[dict[str, float], ...] = (
@@ -274,15 +271,15 @@ _PENALTIES: tuple[dict[str, float], ...] = (
     {"presence_penalty": -1.0, "frequency_penalty": 2.0},
 )
 _SEEDS = 24
-"""Seeds that are tried for one with which a text ends early."""
+"""Most seeds that are tried until a text ends early."""
 
 
 def draw_parameters(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Draw the parameters of a request that gets up to ``most`` tokens."""
+    """Draw the parameters of a request for up to ``most`` tokens."""
     temperature = draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, HOTTEST)))
     top_k, top_p = draw(st.sampled_from(_NUCLEI)) if temperature < HOTTEST else (0, 1.0)
     return {
-        # With one new token, the blocks of the prompt alone are left.
+        # A single new token leaves only the blocks of the prompt.
         "max_new_tokens": draw(st.one_of(st.just(1), st.integers(1, most))),
         "temperature": temperature,
         "top_k": top_k,
@@ -294,7 +291,7 @@ def draw_parameters(draw: st.DrawFn, most: int) -> dict[str, Any]:
 
 
 def draw_more(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
-    """Add the parameters that only some engines take."""
+    """Draw the parameters that only some engines support."""
     if adapter.sampling.min_p and 0 < spec.sampling.temperature < HOTTEST:
         spec = change(spec, min_p=draw(st.sampled_from((0.0, 0.05, 0.4))))
     if adapter.sampling.presence_and_frequency:
@@ -303,14 +300,15 @@ def draw_more(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
 
 
 def restrict_to_greedy(adapter: type[Any], spec: Any) -> Any:
-    """Return a greedy request, for an engine that takes no other."""
+    """Return a greedy request for an engine that supports no other."""
     if not adapter.sampling.greedy_only:
         return spec
     greedy = {name: getattr(SamplingFields, name) for name in get_annotations(SamplingFields)}
     return change(spec, ends_early=False, **greedy)
 
 
-def words(spec: Any) -> Iterator[str]:
+def describe(spec: Any) -> Iterator[str]:
+    """Describe the sampling parameters of a request."""
     sampling: SamplingFields = spec.sampling
     if sampling.temperature:
         yield f"drawn at temperature {sampling.temperature} from seed {sampling.seed}"
@@ -330,7 +328,7 @@ def words(spec: Any) -> Iterator[str]:
 
 
 def settle_seed(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple[Any, list[int]]:
-    """Take the next seed with which the text ends early, where a request is to have one."""
+    """Find the next seed with which the text ends early, if the request has ``ends_early``."""
     for _ in range(_SEEDS if spec.ends_early else 0):
         if 1 < len(expected) < spec.sampling.max_new_tokens:
             break
@@ -340,6 +338,7 @@ def settle_seed(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple
 
 
 def refuse_no_twin(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for an adapter without a slow twin."""
     by_logits = "logits" in adapter.abilities and adapter.sampling.greedy_only
     if not by_logits and "generate_alone" not in adapter.abilities:
         raise TypeError(
@@ -361,7 +360,7 @@ SAMPLING = EngineCapability(
     fields=(SamplingFields, EarlyEndFields),
     draw=draw_more,
     restrict=restrict_to_greedy,
-    words=words,
+    describe=describe,
     settle=settle_seed,
     adjust=penalise,
     observers=(ChosenTokens,),

@@ -1,1 +1,1 @@
-"""Checking whole engines: what a request gets must not depend on what else is going on."""
+"""Tests of whole engines: a completion must not depend on the other requests in flight."""

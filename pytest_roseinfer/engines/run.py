@@ -1,4 +1,4 @@
-"""Serving a mix of requests, and comparing each completion with its slow twin."""
+"""Runs of a mix of requests, which compare each completion with its slow twin."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from itertools import chain
 from time import process_time
 from typing import TYPE_CHECKING, NoReturn
 
-from pytest_roseinfer.capabilities.answers import (
-    WrongAnswer,
+from pytest_roseinfer.capabilities.capability import select_parts
+from pytest_roseinfer.capabilities.return_values import (
+    InvalidReturnValue,
     call_of,
     checks_of,
-    refuse,
+    raise_invalid,
 )
-from pytest_roseinfer.capabilities.capability import due
-from pytest_roseinfer.engine_capabilities.capability import ServedRequest, for_adapter, offered
+from pytest_roseinfer.engine_capabilities.capability import (
+    ServedRequest,
+    for_adapter,
+    offered_capabilities,
+)
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.watchdog import WATCHED, FoundByAdapter, StepHung, StoppedAnswering
+from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, AdapterFinding, StepHung, TargetGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
     from pytest_roseinfer.engine_capabilities.capability import EngineRun
-    from pytest_roseinfer.findings.timeline import Line, Timeline
+    from pytest_roseinfer.findings.timeline import RequestTimeline, Timeline
 
 _SLACK = 20
-"""Steps that an engine may take beyond one for every token of every request."""
-_COMPLETE = FoundByAdapter, WrongAnswer
-"""Errors whose messages need no more words, whatever the engine was doing."""
+"""Steps that an engine may take beyond one per token of every request."""
+_COMPLETE = AdapterFinding, InvalidReturnValue
+"""Errors whose messages are complete without the engine's state."""
 
 
 class MixDivergence(Difference):
-    """A request got something else than it gets alone. The error carries the mix."""
+    """Error for a request whose output differs from what it gets alone; carries the mix."""
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class MixDivergence(Difference):
         what: str,
         settled: RequestMix | None = None,
     ) -> None:
-        """``settled`` is the mix with what it left open, where that is known."""
+        """``settled`` is the mix with open fields filled in, if they are known."""
         super().__init__(what, partial(adapter.describe, settled or mix))
         self.mix = mix
 
@@ -54,53 +58,53 @@ class MixDivergence(Difference):
 def settle(
     adapter: EngineAdapter, spec: RequestSpec, mix: RequestMix
 ) -> tuple[RequestSpec, list[int]]:
-    """Return a request with nothing left open, and the tokens that it gets alone."""
+    """Return a request spec with all open fields filled in, and the tokens that it gets alone."""
     spec = for_adapter(type(adapter), spec)
     expected = [*adapter.generate_alone(spec.prompt, spec.sampling, mix)]
-    for capability in offered(type(adapter)):
+    for capability in offered_capabilities(type(adapter)):
         if capability.settle:
             spec, expected = capability.settle(adapter, spec, expected, mix)
     return spec, expected
 
 
 class MixRun:
-    """An engine that serves a mix, and what is known of its requests."""
+    """Run of an engine on a mix, with the state of each request."""
 
     def __init__(self, adapter_type: type[EngineAdapter], mix: RequestMix) -> None:
         self.mix = mix
-        self.adapter = _made(adapter_type)
+        self.adapter = _make_adapter(adapter_type)
         self.adapter.make(mix)
         self.served: list[ServedRequest] = []
-        self.comparing: ServedRequest | None = None
-        """The request that is looked at now."""
+        self.current_request: ServedRequest | None = None
+        """Request that is being compared; None between comparisons."""
         self.largest = Counter(rows=0, tokens=0)
-        """The most rows of a batch, which are requests that got tokens in one step, and the most
-        tokens of a sequence."""
-        kinds = chain.from_iterable(each.observers for each in offered(adapter_type))
-        run: EngineRun = weakref.proxy(self)  # else it would keep itself, and its engine
-        self.observers = [kind(run) for kind in due(kinds, adapter_type.abilities)]
+        """Maximum rows of a batch (requests that got tokens in one step), and maximum tokens of a
+        sequence."""
+        kinds = chain.from_iterable(each.observers for each in offered_capabilities(adapter_type))
+        run: EngineRun = weakref.proxy(self)  # avoids a cycle that keeps the engine alive
+        self.observers = [kind(run) for kind in select_parts(kinds, adapter_type.abilities)]
 
     def run(self) -> Counter[str]:
-        """Serve all requests; return the paths that the engine took."""
+        """Serve all requests; return the counts of paths that the engine took."""
         for _ in self.steps():
             pass
         return self.finish()
 
     def finish(self) -> Counter[str]:
-        """Look at what is left after all requests; return the paths that the engine took."""
+        """Check for leaks after all requests; return the counts of paths that the engine took."""
         if left := self.adapter.find_leaks():
             self.fail(f"every request has ended, and the engine still holds {left}")
         return _paths(self.adapter, self.mix)
 
     def steps(self) -> Iterator[int]:
-        """Let the engine do one step after the other; yield each number before the step is done."""
+        """Run the engine step by step; yield each step's number before it runs."""
         specs = self.mix.requests
-        # A request that is preempted is computed again, at worst for each token of the others.
+        # A preempted request is recomputed, at worst once for each token of the others.
         tokens = sum(each.most_tokens for each in specs) * len(specs)
         late = self.adapter.extra_steps * len(specs)
         most = max(each.arrival for each in specs) + tokens + late + _SLACK
         for step in range(most + 1):
-            WATCHED.began = process_time()
+            CURRENT_EXAMPLE.began = process_time()
             self._submit(step)
             for observer in self.observers:
                 self._judge(observer.act(step))
@@ -137,71 +141,80 @@ class MixRun:
     def _compare_all(self) -> None:
         rows = 0
         for each in self.served:
-            self.comparing = each
+            self.current_request = each
             self._compare(each)
             rows += len(each.new_tokens) > 0
             self._note_largest("tokens", len(each.spec.prompt) + len(each.tokens))
-        self.comparing = None
+        self.current_request = None
         self._note_largest("rows", rows)
 
     def _note_largest(self, what: str, size: int) -> None:
         self.largest[what] = max(size, self.largest[what])
 
     def _compare(self, each: ServedRequest) -> None:
-        over, each.known = each.finished, len(each.tokens)
+        was_finished, each.num_tokens_before = each.finished, len(each.tokens)
         each.tokens = [*self.adapter.tokens(each.request)]
         for observer in self.observers:
             observer.note(each)
-        found = len(each.tokens)
-        if found < each.known and not each.cancelled:  # an engine may forget who was
-            self._judge(f"{each.name} had {each.known} tokens and has {found}", each)
-        if over and found > each.known:
-            late = self.adapter.spell(each.tokens[each.known])
-            self._judge(f"{each.name} had ended and got token {each.known}: {late}", each)
+        num_tokens = len(each.tokens)
+        # An engine may drop cancelled requests.
+        if num_tokens < each.num_tokens_before and not each.cancelled:
+            self._judge(
+                f"{each.name} had {each.num_tokens_before} tokens and has {num_tokens}", each
+            )
+        if was_finished and num_tokens > each.num_tokens_before:
+            late = self.adapter.spell(each.tokens[each.num_tokens_before])
+            self._judge(
+                f"{each.name} had ended and got token {each.num_tokens_before}: {late}", each
+            )
         self._compare_tokens(each)
         each.finished = self.adapter.is_finished(each.request)
         for observer in self.observers:
             self._judge(observer.judge(each), each)
-        enough = each.cancelled or each.tied is not None or found >= len(each.expected)
+        enough = (
+            each.cancelled or each.near_tie_index is not None or num_tokens >= len(each.expected)
+        )
         if each.finished and not enough:
-            wanted = len(each.expected)
-            self._judge(f"{each.name} ended after {found} tokens; alone it gets {wanted}", each)
+            num_expected = len(each.expected)
+            self._judge(
+                f"{each.name} ended after {num_tokens} tokens; alone it gets {num_expected}", each
+            )
 
     def _compare_tokens(self, each: ServedRequest) -> None:
-        for at, token in enumerate(each.tokens[: each.tied]):
-            wanted = each.expected[at] if at < len(each.expected) else None
-            if token == wanted:
+        for at, token in enumerate(each.tokens[: each.near_tie_index]):
+            expected = each.expected[at] if at < len(each.expected) else None
+            if token == expected:
                 continue
             before = [*each.spec.prompt, *each.tokens[:at]]
             if not self.adapter.is_near_tie(before, each.spec.sampling, self.mix):
-                gets = "" if wanted is None else f"it gets {self.adapter.spell(wanted)}"
-                right = gets or "it has ended by then"
+                alone = "" if expected is None else f"it gets {self.adapter.spell(expected)}"
+                right = alone or "it has ended by then"
                 wrong = f"{each.name}, token {at}: {self.adapter.spell(token)}; alone {right}"
                 self._judge(wrong, each)
-            each.tied = at
+            each.near_tie_index = at
             break
 
     def _judge(self, wrong: str, each: ServedRequest | None = None) -> None:
-        """Fail if something is wrong; say what happened before to the request that it is about."""
+        """Fail if ``wrong`` is not empty, and add the history of the request concerned."""
         if wrong:
-            pasts = [observer.past(each) for observer in self.observers] if each else ()
+            pasts = [observer.describe_past(each) for observer in self.observers] if each else ()
             self.fail(wrong + "".join(pasts))
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(type(self.adapter), self.mix, what, self.settled()) from cause
 
     def settled(self) -> RequestMix:
-        """Return the mix with the seeds and stop strings that its requests were submitted with."""
+        """Return the mix with the seeds and stop strings of the submitted requests."""
         requests = [*self.mix.requests]
         for each in self.served:
             requests[each.number] = each.spec
         return replace(self.mix, requests=tuple(requests))
 
 
-def _made(kind: type[EngineAdapter]) -> EngineAdapter:
+def _make_adapter(kind: type[EngineAdapter]) -> EngineAdapter:
     adapter = kind()
     for name, check in checks_of(kind).items():
-        coverage.send_through(check, adapter, name)
+        coverage.wrap_method(check, adapter, name)
     coverage.current().count_calls(adapter)
     return adapter
 
@@ -222,22 +235,22 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
 
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
-    """Serve a mix and return the paths it took; raise where a request is served wrongly."""
+    """Serve a mix and return its path counts; raise ``MixDivergence`` on a wrong completion."""
     with failing_on(adapter, mix):
         return MixRun(adapter, mix).run()
 
 
 @contextmanager
 def failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
-    """Say on which mix a step hangs, or what is tested is gone or found wrong by its adapter."""
+    """Turn hangs, a lost target and errors found by the adapter into ``MixDivergence``."""
     try:
         yield
-    except StoppedAnswering as gone:
-        said = f"{gone.who} stopped answering while this mix was served: {gone}"
-        raise MixDivergence(adapter, mix, said) from gone
-    except FoundByAdapter as found:
+    except TargetGoneError as gone:
+        problem = f"{gone.subject_name} stopped answering while this mix was served: {gone}"
+        raise MixDivergence(adapter, mix, problem) from gone
+    except AdapterFinding as found:
         raise MixDivergence(adapter, mix, str(found)) from found
-    except WrongAnswer as wrong:
+    except InvalidReturnValue as wrong:
         raise MixDivergence(adapter, mix, str(wrong)) from None
     except StepHung as hung:
         raise MixDivergence(adapter, mix, f"a step {hung}") from hung
@@ -247,9 +260,9 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Fork the mix's first prompt for each of its samplings; compare the forks with requests."""
     mix = room_for_forks(mix)
     with failing_on(adapter, mix):
-        engine = _made(adapter)
+        engine = _make_adapter(adapter)
         for number, fork in enumerate(served_forks(engine, mix)):
-            if fork.parted is not None:
+            if fork.diverged_at is not None:
                 got = f"got {fork.found}; alone it gets {fork.expected}"
                 raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {got}")
         if left := engine.find_leaks():
@@ -262,7 +275,7 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
 def room_for_forks(mix: RequestMix) -> RequestMix:
     """Return the mix with a cache that is large enough for all forks.
 
-    No engine promises anything for forks that run out of blocks.
+    Engines make no promise for forks that run out of blocks.
     """
     most = max(spec.sampling.max_new_tokens for spec in mix.requests)
     each = len(mix.requests[0].prompt) + most + mix.block_size
@@ -273,21 +286,21 @@ def room_for_forks(mix: RequestMix) -> RequestMix:
 class ServedFork:
     expected: list[int]
     found: list[int]
-    parted: int | None
-    """The first token that is not as alone and that rounding did not decide."""
+    diverged_at: int | None
+    """Index of the first wrong token, near ties left out; None if all are right."""
 
 
 def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]:
-    """Serve the forks of the mix's first prompt, and each as a request alone."""
+    """Serve the forks of the mix's first prompt, and each fork as a request alone."""
     engine.make(mix)
     prompt = mix.requests[0].prompt
     samplings = [spec.sampling for spec in mix.requests]
     forks = engine.fork(prompt, samplings)
     if len(forks) != len(samplings):
-        due = f"{len(samplings)} lists of tokens, one for each sampling"
-        refuse(call_of(type(engine), "fork"), forks, due)
+        expected_value = f"{len(samplings)} lists of tokens, one for each sampling"
+        raise_invalid(call_of(type(engine), "fork"), forks, expected_value)
     for found, sampling in zip(map(list, forks), samplings, strict=True):
-        WATCHED.began = process_time()
+        CURRENT_EXAMPLE.began = process_time()
         expected = [*engine.generate_alone(prompt, sampling, mix)]
         same = enumerate(zip(expected, found, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)
@@ -298,42 +311,42 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
         yield ServedFork(expected, found, at)
 
 
-# Serves a mix of requests once more, and notes what becomes of each.
+# Timelines of a mix that is served once more.
 
 
 def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
-    """Return the timeline of a mix, up to where a request is served wrongly."""
+    """Return the timeline of a mix, up to the first wrong completion."""
     run = MixRun(adapter, mix)
-    lines: list[Line] = [_line(at) for at in range(mix.size)]
+    lines: list[RequestTimeline] = [_line(at) for at in range(mix.size)]
     step, ended = -1, False
-    with suppress(Exception):  # what is wrong was said by the run that found it
+    with suppress(Exception):  # the run that found the failure has reported it
         for step in run.steps():
             _note(run, lines, step)
         ended = True
     if not ended:
         step += 1
         _note(run, lines, step)
-        if run.comparing:
-            lines[run.comparing.number]["wrong"] = True
+        if run.current_request:
+            lines[run.current_request.number]["wrong"] = True
     for line, spec in zip(lines, run.settled().requests, strict=True):
         line["words"] = adapter.describe_request(spec)
     return {"steps": step + 1, "requests": lines}
 
 
 def timeline_of_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
-    """Return how the forks of a mix's first prompt ended; its engine serves them in one call."""
-    lines: list[Line] = [
+    """Return the timeline of the forks of a mix's first prompt, which one call serves."""
+    lines: list[RequestTimeline] = [
         _line(at, f"fork {at} of request 0's prompt") for at in range(len(mix.requests))
     ]
     for line, fork in zip(lines, served_forks(adapter(), room_for_forks(mix)), strict=True):
         line["stages"], line["tokens"] = ["arrived", "ended"], [0, len(fork.found)]
         line["expected"], line["found"] = list(fork.expected), list(fork.found)
-        if fork.parted is not None:
-            line["parted"], line["parted_step"], line["wrong"] = fork.parted, 1, True
+        if fork.diverged_at is not None:
+            line["parted"], line["parted_step"], line["wrong"] = fork.diverged_at, 1, True
     return {"steps": 2, "requests": lines}
 
 
-def _line(number: int, words: str = "") -> Line:
+def _line(number: int, words: str = "") -> RequestTimeline:
     return {
         "number": number,
         "words": words,
@@ -347,20 +360,20 @@ def _line(number: int, words: str = "") -> Line:
     }
 
 
-def _note(run: MixRun, lines: list[Line], step: int) -> None:
+def _note(run: MixRun, lines: list[RequestTimeline], step: int) -> None:
     for line in lines:
         line["stages"].append("")
         line["tokens"].append(0)
     for each in run.served:
         line = lines[each.number]
-        found = list(run.adapter.tokens(each.request))
-        over = line["stages"][-2:-1]
-        line["stages"][-1] = _stage(run, each, first=not any(line["stages"]), had=len(found))
-        if over and over[0] in ("ended", "cancelled", "") and any(line["stages"][:-1]):
+        tokens = list(run.adapter.tokens(each.request))
+        previous = line["stages"][-2:-1]
+        line["stages"][-1] = _stage(run, each, first=not any(line["stages"]), had=len(tokens))
+        if previous and previous[0] in ("ended", "cancelled", "") and any(line["stages"][:-1]):
             line["stages"][-1] = ""
-        line["tokens"][-1] = len(found)
-        line["expected"], line["found"] = list(each.expected), found
-        parted = _parted(each, found, ended=run.adapter.is_finished(each.request))
+        line["tokens"][-1] = len(tokens)
+        line["expected"], line["found"] = list(each.expected), tokens
+        parted = _parted(each, tokens, ended=run.adapter.is_finished(each.request))
         if parted is not None and line["parted"] is None:
             line["parted"], line["parted_step"], line["wrong"] = parted, step, True
 
@@ -375,8 +388,8 @@ def _stage(run: MixRun, each: ServedRequest, *, first: bool, had: int) -> str:
 
 
 def _parted(each: ServedRequest, found: list[int], *, ended: bool) -> int | None:
-    """Return the first token that is not as alone; None while all are."""
-    if each.tied is not None:
+    """Return the index of the first wrong token; None while all are right."""
+    if each.near_tie_index is not None:
         return None
     pairs = enumerate(zip(each.expected, found, strict=False))
     if (at := next((at for at, (right, got) in pairs if right != got), None)) is not None:

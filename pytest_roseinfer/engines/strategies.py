@@ -1,4 +1,4 @@
-"""The strategies that draw mixes of requests, and the wide mixes that every engine gets."""
+"""Strategies that draw mixes of requests, and the fixed wide mixes for every engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
-from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered
+from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered_capabilities
 from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
 from pytest_roseinfer.engine_capabilities.sampling import draw_parameters
 from pytest_roseinfer.histories.strategies import switches
@@ -20,28 +20,30 @@ if TYPE_CHECKING:
 
 __all__ = ["large_mixes", "prompts", "request_mixes", "samplings"]
 
-# The text that prompts are made of.
+# Prompts.
 
 
 def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
-    """Return tokens that look like any others and are the same every time."""
+    """Return the first tokens of a fixed pseudo-random text."""
     return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
 
 
-# Has a drawn request ask for what an engine offers, and for nothing else.
+# Parameters that an engine supports.
 
 
-def with_more(draw: st.DrawFn, adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
-    """Add to some requests what the capabilities of an adapter class draw."""
+def draw_capability_fields(
+    draw: st.DrawFn, adapter: type[EngineAdapter], spec: RequestSpec
+) -> RequestSpec:
+    """Draw a request's optional parameters from the capabilities of an adapter class."""
     spec = for_adapter(adapter, spec)
-    for capability in offered(adapter):
+    for capability in offered_capabilities(adapter):
         if capability.draw:
             spec = capability.draw(draw, adapter, spec)
-    return restricted(adapter, spec)
+    return for_adapter_only(adapter, spec)
 
 
-def restricted(adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
-    """Return a request with all fields of an adapter class, and nothing that it does not offer."""
+def for_adapter_only(adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
+    """Return a request with an adapter class's fields, unsupported parameters removed."""
     spec = for_adapter(adapter, spec)
     for capability in adapter.capabilities:
         if capability.restrict:
@@ -49,11 +51,11 @@ def restricted(adapter: type[EngineAdapter], spec: RequestSpec) -> RequestSpec:
     return spec
 
 
-# Draws mixes of requests.
+# Drawn mixes.
 
 
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
-"""What still writes behind the end of a request has room to do so in the last of these."""
+"""Block sizes for mixes with early ends; a write past a request's end fits into the last block."""
 _MOST_REQUESTS = 6
 _KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow", "relay")
 
@@ -62,9 +64,10 @@ _KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow",
 def prompts(
     draw: st.DrawFn, *, vocabulary: int, longest: int, length: str = "any"
 ) -> tuple[int, ...]:
-    """Some of the common text, then some of one of four others; ``short``, ``long`` or any.
+    """Draw a prompt: a prefix of the common text, then of one of four others.
 
-    A few differ from the others in their first token alone, and agree from there on.
+    ``length`` is ``short``, ``long`` or ``any``. A few prompts differ from the others in their
+    first token alone.
     """
     short, long = st.integers(0, 2), st.integers(longest // 3, longest)
     shared = draw({"short": short, "long": long, "any": st.one_of(short, long)}[length])
@@ -77,7 +80,7 @@ def prompts(
 
 @st.composite
 def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
-    """The parameters of a request that gets up to ``most`` tokens."""
+    """Draw the parameters of a request for at most ``most`` tokens."""
     return Sampling(**draw_parameters(draw, most))
 
 
@@ -91,14 +94,18 @@ def request_mixes(
     aim: str | None = None,
     preludes: Sequence[RequestMix] = (),
 ) -> RequestMix:
-    """A small engine and requests that share prefixes, crowd its cache and come and go.
+    """Draw a small engine, and requests that share prefixes, fill its cache, and come and go.
 
-    Five in eleven begin with short and long prompts in turn, all at once. Of these, three crowd
-    the cache for certain: they run to their last token, and there are hardly more blocks than the
-    largest takes. Two are a prompt and its continuation, in a cache that holds no more than that;
-    two end early before another that waits, one is a relay, and one comes anyhow. With ``aim``,
-    the engine has the switches that path needs. Given ``preludes``, two in three are one of them
-    with one request more.
+    Of eleven mixes:
+
+    - five start short and long prompts in turn, all at once; three of these run to their last
+      token in a cache with hardly more blocks than the largest request needs;
+    - two are a prompt and its continuation, in a cache with room for just that;
+    - in two, requests end early while another one waits;
+    - one is a relay, and one is arbitrary.
+
+    With ``aim``, the engine has the switches that the path needs. With ``preludes``, two in three
+    mixes are one of them with one more request.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
@@ -114,7 +121,7 @@ def request_mixes(
         specs = _ended_early(draw, adapter.vocabulary, longest, new)
     else:
         specs = _crowd(draw, adapter.vocabulary, longest, new, kind)
-    specs = [with_more(draw, adapter, each) for each in specs]
+    specs = [draw_capability_fields(draw, adapter, each) for each in specs]
     larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
     roomy = kind == "ended" and larger
     block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))
@@ -123,7 +130,7 @@ def request_mixes(
     if kind == "relay":
         room = sum(sizes) + block_size * len(sizes)
     elif kind == "ended":
-        # The last one must wait for those that end early.
+        # The last request must wait for those that end early.
         room = max(sizes[-1], sum(sizes[:-1])) + block_size
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
@@ -136,9 +143,9 @@ def _with_one_more(
 ) -> RequestMix:
     prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest))
     drawn = RequestSpec(prompt, draw(samplings(most=new)), arrival=draw(st.integers(0, new)))
-    spec = with_more(draw, adapter, drawn)
+    spec = draw_capability_fields(draw, adapter, drawn)
     room = max(mix.cache_tokens, spec.most_tokens)
-    # What reached something may be such a mix itself.
+    # A prelude may be such an extended mix itself.
     return replace(mix, requests=(*mix.requests[:_MOST_REQUESTS], spec), cache_tokens=room)
 
 
@@ -164,9 +171,9 @@ def _crowd(
 
 
 def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
-    """Two requests last, some between them end soon, and others come after those and last.
+    """Draw two long requests, short ones between them, and later long ones.
 
-    A new request takes over what belonged to one that ended, while its neighbours still go on.
+    The later requests take over rows and blocks of the short ones while their neighbours go on.
     """
     soon = min(new, draw(st.integers(2, 3)))
     ends = [new, *[soon] * draw(st.integers(1, 2)), new]
@@ -191,10 +198,10 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Req
 
 
 def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
-    """The model ends one or two texts early. Another, begun after them, lasts.
+    """Draw one or two requests that the model ends early, a longer one, and a late one.
 
-    Then comes a long prompt with a penalty, which many engines decode apart from the others. It
-    takes the blocks of those that ended while their neighbour goes on.
+    The late one has a long prompt, and mostly a penalty, for which many engines decode it apart
+    from the others. It takes the blocks of those that ended while their neighbour goes on.
     """
     short = st.integers(1, max(1, longest // 4))
     specs = []
@@ -212,9 +219,9 @@ def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> li
 
 
 def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
-    """A prompt gets one token, and a longer prompt begins with all that was stored of it.
+    """Draw a prompt that gets one token, and a longer prompt that starts with all of it.
 
-    Some are cancelled before that: what is stored then is a part of the prompt.
+    Sometimes the first is cancelled early, so that only a part of the prompt is stored.
     """
     stored = draw(st.integers(1, longest - 2))
     more = draw(st.integers(1, 2))
@@ -228,20 +235,21 @@ def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
 _LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
 _MOST_PROMPTED = 20_000
-"""All prompts of a mix have no more tokens together."""
+"""Maximum prompt tokens of all requests of a mix together."""
 _MOST_GENERATED = 120
-"""All requests of a mix get no more tokens; alone, each token takes a forward pass."""
+"""Maximum output tokens of all requests of a mix together; alone, each takes a forward pass."""
 
 
 @st.composite
 def large_mixes(
     draw: st.DrawFn, adapter: type[EngineAdapter], *, device: str = "cpu", few: int | None = None
 ) -> RequestMix:
-    """Engines and requests of any size: blocks of one token to 256, prompts of one to 1,200, one
-    request to a hundred, a pool that hardly takes the largest of them or all at once.
+    """Draw engines and requests of any size.
 
-    Sizes lie around those that buffers begin with, grow to and are given up at. With ``few``,
-    only so many of each of the engine's switches are drawn, so that few kernels are compiled.
+    Blocks have 1 to 256 tokens, prompts 1 to 1,200, mixes 1 to 100 requests, and pools have just
+    enough room for the largest request, or up to enough for all at once. Sizes are around those
+    at which buffers start, grow and are abandoned. ``few`` limits the values of each of the
+    engine's switches, so that few kernels are compiled.
     """
     crowd = draw(st.sampled_from((1, 2, 5, 20, 100)))
     new = min(8, max(1, _MOST_GENERATED // crowd))
@@ -255,7 +263,7 @@ def large_mixes(
         )
         for at in range(crowd)
     ]
-    specs = tuple(restricted(adapter, each) for each in drawn)
+    specs = tuple(for_adapter_only(adapter, each) for each in drawn)
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))
@@ -265,23 +273,26 @@ def large_mixes(
     return RequestMix(specs, block_size, room, device, options)
 
 
-# The wide mixes that every engine gets: many requests at a time.
+# Wide mixes: many requests at a time.
 #
-# Drawn ones have few, since many of them find more. But a batch has rows that only a wide one has.
+# Drawn mixes are narrow, because many narrow mixes find more than few wide ones. But some code only
+# runs for the later rows of a wide batch.
 
 
 _WAVES = ((0, 9, 16), (2, 8, 14), (4, 18, 9))
-"""The step at which requests arrive, how many do, and the most tokens each gets: 9, 17 and 35 at a
-time, one or more beyond what a program often takes."""
+"""Waves of requests: arrival step, number of requests, and maximum tokens of each.
+
+9, 17 and 35 run at a time: at least one more than the rows a kernel program often takes.
+"""
 REQUESTS = sum(many for _, many, _ in _WAVES)
 _LONGEST = 11
 
 
 def wide_mix(adapter: type[EngineAdapter], options: Mapping[str, Any], device: str) -> RequestMix:
-    """Make requests of mixed lengths for an engine with these switches and room for all.
+    """Return requests of mixed lengths for an engine with these switches and room for all.
 
-    Every fourth goes on where the prompt of the one before it ends, and some are drawn or have a
-    penalty. They end one by one, so that those behind them move up.
+    Every fourth continues the previous request's prompt, and some are sampled or have a penalty.
+    They end one by one, so that later rows move up.
     """
     specs: list[RequestSpec] = []
     for arrival, many, tokens in _WAVES:
@@ -308,14 +319,14 @@ def _request(
         repetition_penalty=1.5 if number % 7 == 5 else 1.0,
         ignore_eos=number % 6 != 2 or arrival < _WAVES[-1][0],
     )
-    return restricted(adapter, RequestSpec(prompt[:longest], sampling, arrival))
+    return for_adapter_only(adapter, RequestSpec(prompt[:longest], sampling, arrival))
 
 
 def wide_settings(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return settings that have every value of every switch, but of numbers the largest alone.
+    """Return settings that cover every value of each switch, and only the largest of numbers.
 
-    A batch is as wide as the least of its bounds. Switches with as many values as each other come
-    together in other ways the next time round.
+    Numbers bound the width of a batch, so smaller ones would narrow it. Switches with equally
+    many values are combined differently in each round.
     """
     wide = {
         name: [max(values)] if all(type(value) is int for value in values) else values

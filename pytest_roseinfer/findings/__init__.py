@@ -1,1 +1,1 @@
-"""What is wrong with a cache: where, in words, as a picture, and to run again."""
+"""Failures of caches and engines: messages, pictures, and data for reports."""

@@ -1,40 +1,40 @@
-"""The error that a failing history raises, with its picture in words."""
+"""Error that a failing history raises, with a picture of the cache as text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.findings.frame import Look
+from pytest_roseinfer.findings.frame import LayerState
 from pytest_roseinfer.oracle.pages import token_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.observation import Finding, Location, Snapshot
-    from pytest_roseinfer.findings.frame import Frame, Row
+    from pytest_roseinfer.findings.frame import Frame, SequenceView
     from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
-# A picture of the blocks involved in a failure: their right contents and their holders.
+# Picture of the blocks involved in a failure: expected contents and holders.
 
 
 _FIRST, _LAST = 4, 3
-"""Tokens of a long page that are shown in any case."""
+"""Number of first and last tokens of a long page that are always shown."""
 
 
 def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
-    """Draw the tokens the oracle expects and the tables the cache keeps, the wrong place marked.
+    """Draw the oracle's tokens and the cache's tables, with the wrong location marked.
 
-    Where the location is known, only its layer and the sequences it has to do with are drawn.
+    If the location is known, draw only its layer and the sequences involved.
     """
     layers = [location.layer] if location else range(num_layers)
-    frames = {layer: Look(oracle, shown, layer, location).frame() for layer in layers}
+    frames = {layer: LayerState(oracle, shown, layer, location).frame() for layer in layers}
     everyone = next(iter(frames.values()))["sequences"]
     here = [row for row in everyone if row["pages"]]
     rows = _involved(here, location) if location else here
     lines = [_legend(location)] if location else []
     named = "t and text.token" if oracle.texts else "sequence.token"
-    lines.append(f"what should be stored, page by page ({named}, x holders where shared):")
+    lines.append(f"expected contents, page by page ({named}, x holders where shared):")
     for row in rows:
         pages = (_page(location, row, at, oracle.block_size) for at in range(len(row["pages"])))
         lines.append(f"  {_name(location, row)}: {' '.join(pages)}")
@@ -48,10 +48,10 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     return "\n".join(lines)
 
 
-def _involved(rows: Sequence[Row], location: Location) -> list[Row]:
-    """List the place's holders, who shares a block with them, and who wrote what is there."""
+def _involved(rows: Sequence[SequenceView], location: Location) -> list[SequenceView]:
+    """List the location's holders, sequences that share blocks with them, and its writers."""
 
-    def held(row: Row) -> set[tuple[str, int]]:
+    def held(row: SequenceView) -> set[tuple[str, int]]:
         pages = {("page", page["number"]) for page in row["pages"]}
         return pages | {("block", each) for each in row["blocks"] or () if each is not None}
 
@@ -67,8 +67,8 @@ def _involved(rows: Sequence[Row], location: Location) -> list[Row]:
 
 
 def _legend(location: Location) -> str:
-    """Say what the mark means, and where what it marks is."""
-    legend = f"> < marks what is wrong in layer {location.layer}"
+    """Explain the mark and name the location it marks."""
+    legend = f"> < marks the error in layer {location.layer}"
     if location.block is not None:
         legend += f", block {location.block}"
     if contents := location.contents:
@@ -93,16 +93,16 @@ def _draw_tables(location: Location | None, frame: Frame, names: Collection[int]
         table = f"unreadable, {row['unreadable']}" if row["unreadable"] else " ".join(blocks)
         yield f"  {_name(location, row)}: {table}"
     if location and location.block is not None and not location.holders:
-        yield f"  of no sequence: {drawn(location.block, wrong=True)}"
+        yield f"  held by no sequence: {drawn(location.block, wrong=True)}"
 
 
-def _name(location: Location | None, row: Row) -> str:
-    """Name a sequence, marked if its wrong block is unknown."""
+def _name(location: Location | None, row: SequenceView) -> str:
+    """Name a sequence, marked if the sequence is wrong but the block is unknown."""
     wrong = location is not None and location.holders.get(row["name"], 0) is None
     return _marked(f"sequence {row['name']}", wrong)
 
 
-def _page(location: Location | None, row: Row, at: int, block_size: int) -> str:
+def _page(location: Location | None, row: SequenceView, at: int, block_size: int) -> str:
     is_wrong = location is not None and location.holders.get(row["name"]) == at
     if location and at < row["given_back"]:
         return _marked("[given back]", is_wrong)
@@ -118,7 +118,7 @@ def _page(location: Location | None, row: Row, at: int, block_size: int) -> str:
 
 
 def _shortened(tokens: list[str], slot: int | None) -> list[str]:
-    """Keep the first and the last of many tokens, and the one in ``slot``."""
+    """Shorten a long list of tokens to the first, the last, and the one in ``slot``."""
     count = len(tokens)
     if count <= _FIRST + _LAST + 1:
         return tokens
@@ -134,31 +134,32 @@ def _marked(text: str, wrong: bool = True) -> str:
 
 
 class Difference(AssertionError):
-    """The target does something else than it must.
+    """Difference between the target's actual and expected behaviour.
 
-    Its message is put together when it is read: a search sees hundreds of these on its way to the
-    smallest example.
+    The message is composed when it is read: shrinking raises hundreds of these errors.
     """
 
     def __init__(self, what: str, details: Callable[[], str]) -> None:
         super().__init__(what)
         self.what = what
-        """In one line."""
-        self.added: list[str] = []
-        """Paragraphs for the end of the message, such as how to replay it."""
-        self.without_room = False
-        """It is an error of a step that had to be refused anyway."""
-        self.shown_by = ""
-        """The test that met the same before, and shows what this one leaves out."""
+        """Summary in one line."""
+        self.extra_paragraphs: list[str] = []
+        """Paragraphs at the end of the message, such as the replay command."""
+        self.on_refused_step = False
+        """True for an error in a step that had to be refused anyway."""
+        self.reported_by = ""
+        """Test that already reported this failure in full; empty if none did."""
         self._details = details
 
     def __str__(self) -> str:
-        before = f"All of it is shown by {self.shown_by}, which met the same."
-        return "\n\n".join([self.what, before if self.shown_by else self._details(), *self.added])
+        before = f"Details: see {self.reported_by}, which failed in the same way."
+        return "\n\n".join(
+            [self.what, before if self.reported_by else self._details(), *self.extra_paragraphs]
+        )
 
 
 class Divergence(Difference):
-    """A cache differs from its oracle after ``history``, which ends with the step that shows it."""
+    """Difference between a cache and its oracle after ``history``, whose last step shows it."""
 
     def __init__(
         self,
@@ -168,13 +169,13 @@ class Divergence(Difference):
         shown: Snapshot,
         refused: Mapping[int, str],
     ) -> None:
-        """``refused`` says why of the steps that the cache had to refuse, and did."""
+        """``refused`` maps the steps that the cache rightly refused to the reasons."""
 
         def details() -> str:
             drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
-            return f"after step {history.size} of\n{history.words(refused)}\n\n{drawn}"
+            return f"after step {history.size} of\n{history.describe(refused)}\n\n{drawn}"
 
         super().__init__(finding.what, details)
         self.history = history
         self.location = finding.location
-        self.without_room = finding.without_room
+        self.on_refused_step = finding.on_refused_step

@@ -1,4 +1,4 @@
-"""The model that pictures of a cache share: frames, marks and style."""
+"""Data model, SVG marks and styles that pictures of a cache share."""
 
 from __future__ import annotations
 
@@ -15,84 +15,84 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 
 
-class Wrong(TypedDict):
+class WrongToken(TypedDict):
     """A token that reads back wrong."""
 
     position: int
     found: str
-    """What is there, as short as tokens are named."""
+    """Label of the token that is there."""
     words: str
 
 
-class Page(TypedDict):
-    """One block of a sequence by the oracle."""
+class PageView(TypedDict):
+    """One block of a sequence, according to the oracle."""
 
     number: int
-    """Number that only pages have in common which are one."""
+    """Identity of the page: equal only where sequences share it."""
     holders: int
-    """Number of sequences that hold it."""
+    """Number of sequences that hold the page."""
 
 
-class Row(TypedDict):
+class SequenceView(TypedDict):
     """One sequence."""
 
     name: int
     state: str
-    """How it is away; empty for one that is there."""
+    """Why the sequence is absent, such as preempted; empty if it is present."""
     tokens: list[str]
-    """What it must hold, by position, as in ``sequence.token``."""
+    """Labels of the expected tokens by position, as in ``sequence.token``."""
     unwritten: int
-    """How many of the last tokens have room and are not written yet."""
-    pages: list[Page]
-    """The blocks that it must have; none where it is away."""
+    """Number of last tokens that are reserved and not written yet."""
+    pages: list[PageView]
+    """Expected blocks; empty if the sequence is absent."""
     blocks: list[int | None] | None
-    """Its table, with None for a block that was given back; None if no table can be read."""
+    """Block table, with None for a block that was given back; None if it cannot be read."""
     unreadable: str
-    """The error in place of its table; empty where there was none."""
+    """Error of reading the table; empty without one."""
     given_back: int
-    """How many of its first blocks left the window of this layer."""
-    wrong: list[Wrong]
+    """Number of first blocks that left the window of this layer."""
+    wrong: list[WrongToken]
     marked: bool
-    """It is wrong, and no token of it alone."""
+    """True if the sequence is wrong as a whole, not just some of its tokens."""
 
 
-class Block(TypedDict):
-    """One block that the cache's books or tables name."""
+class BlockView(TypedDict):
+    """One block in the cache's ledger or tables."""
 
     number: int
     states: list[str]
-    """Some of ``held``, ``shared``, ``free``, ``cached`` and ``poisoned``; or ``counted``, for one
-    that is not free and in no table."""
+    """Any of ``held``, ``shared``, ``free``, ``cached`` and ``poisoned``; or ``counted`` for a
+    block that is not free and in no table."""
     refcount: int | None
-    """By the cache's own books."""
+    """Refcount in the cache's ledger; None if it has none."""
     holders: list[int]
-    """The sequences whose tables name it."""
+    """Sequences whose tables name the block."""
     marked: bool
-    """It is wrong."""
+    """True if the block is wrong."""
 
 
 class Frame(TypedDict):
     step: int
-    """The number of the step that led here; 0 before the first."""
+    """Number of the step that led here; 0 before the first."""
     words: str
     refused: str
-    """Why the step was refused, if it was."""
-    sequences: list[Row]
-    blocks: list[Block]
+    """Why the step was refused; empty if it was not."""
+    sequences: list[SequenceView]
+    blocks: list[BlockView]
 
 
 def title(frame: Frame) -> str:
-    """Say which step led to a frame."""
+    """Name the step that led to a frame."""
     return f"{frame['step']}. {frame['words']}" if frame["step"] else frame["words"]
 
 
-class Look:
-    """One layer of a cache at one moment, beside what it must hold."""
+class LayerState:
+    """One layer of a cache at one moment, with its expected contents."""
 
     scratch_blocks: Collection[int] = ()
-    """Blocks that are left out."""
+    """Blocks that pictures leave out."""
     poisons_free = False
-    """True where free blocks hold poison."""
+    """True if free blocks hold poison."""
 
     def __init__(
         self, oracle: Oracle, shown: Snapshot, layer: int, marked: Location | None
@@ -111,11 +111,11 @@ class Look:
             "blocks": list(self._blocks()),
         }
 
-    def wrong(self, seq: int) -> list[Wrong]:  # noqa: ARG002
-        """List the tokens of a sequence that read back wrong, where they are compared."""
+    def wrong(self, seq: int) -> list[WrongToken]:  # noqa: ARG002
+        """List the tokens of a sequence that read back wrong; none here, as nothing is compared."""
         return []
 
-    def _row(self, seq: int) -> Row:
+    def _row(self, seq: int) -> SequenceView:
         oracle, here = self.oracle, seq in self.oracle.sequences
         absence, table = oracle.absent.get(seq), self.tables.get(seq) if here else []
         wrong = self.wrong(seq) if here else []
@@ -123,35 +123,35 @@ class Look:
         error = f"{type(table).__name__}: {table}" if isinstance(table, Exception) else ""
         return {
             "name": seq,
-            "state": absence.words if absence else "",
+            "state": absence.description if absence else "",
             "tokens": list(map(token_label, tokens)),
             "unwritten": oracle.unwritten(seq) if here else 0,
             "pages": list(self._pages(seq)) if here else [],
             "blocks": None if isinstance(table, Exception) else table,
             "unreadable": error,
-            "given_back": oracle.given_back(seq, self.layer) if here else 0,
+            "given_back": oracle.count_out_of_window(seq, self.layer) if here else 0,
             "wrong": wrong,
             "marked": self.marked is not None and seq in self.marked.holders and not wrong,
         }
 
-    def _pages(self, seq: int) -> Iterator[Page]:
+    def _pages(self, seq: int) -> Iterator[PageView]:
         for page in self.oracle.sequences[seq]:
             number = self._numbers.setdefault(id(page), len(self._numbers))
             yield {"number": number, "holders": page.holders}
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[BlockView]:
         ledger, holders = self.ledger, self._holders()
         free, cached = (ledger.free, ledger.cached) if ledger else ((), ())
         refcounts = ledger.refcounts if ledger else {}
         wrong = self.marked.block if self.marked else None
         numbers = {*holders, *free, *cached, *refcounts, *([] if wrong is None else [wrong])}
         for number in sorted(numbers - {*self.scratch_blocks}):
-            own = holders.get(number, [])
+            block_holders = holders.get(number, [])
             yield {
                 "number": number,
-                "states": self._states(len(own), number in free, number in cached),
+                "states": self._states(len(block_holders), number in free, number in cached),
                 "refcount": refcounts.get(number),
-                "holders": own,
+                "holders": block_holders,
                 "marked": number == wrong,
             }
 
@@ -163,47 +163,47 @@ class Look:
         return states or ["counted"]
 
     def _holders(self) -> dict[int, list[int]]:
-        """Return, for each block of the layer's pool, the sequences whose tables name it."""
-        found: dict[int, list[int]] = {}
+        """Map each block of the layer's pool to the sequences whose tables name it."""
+        holders: dict[int, list[int]] = {}
         for layer in self.oracle.pool_of(self.layer):
             for seq, table in self.shown.tables_or_errors(layer).items():
                 for block in () if isinstance(table, Exception) else table:
-                    if block is not None and seq not in found.setdefault(block, []):
-                        found[block].append(seq)
-        return found
+                    if block is not None and seq not in holders.setdefault(block, []):
+                        holders[block].append(seq)
+        return holders
 
 
-# The marks that drawings are made of, as SVG.
+# SVG marks.
 
 
 CHARACTER = 7.3
-"""The width of a character."""
+"""Width of a character, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Marks, and the room that they take."""
+    """SVG marks, with their width and height in pixels."""
 
     marks: str
     width: float
     height: float
 
     def as_image(self, label: str) -> str:
-        """Make inline SVG of it, with a name for who cannot see it."""
+        """Return inline SVG with a label for screen readers."""
         return (
             f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" '
             f'height="{self.height:.0f}" role="img" aria-label="{escape(label)}">{self.marks}</svg>'
         )
 
 
-def text(x: float, y: float, said: str, kind: str = "", more: str = "") -> str:
-    """Write a line, its middle at the height ``y``."""
+def text(x: float, y: float, content: str, kind: str = "", more: str = "") -> str:
+    """Return a line of text, vertically centred at ``y``."""
     of_kind = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}" dy="0.35em"{of_kind}{more}>{escape(said)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" dy="0.35em"{of_kind}{more}>{escape(content)}</text>'
 
 
-def centred(x: float, y: float, said: str, kind: str = "") -> str:
-    return text(x, y, said, kind, ' text-anchor="middle"')
+def centred(x: float, y: float, content: str, kind: str = "") -> str:
+    return text(x, y, content, kind, ' text-anchor="middle"')
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 2) -> str:
@@ -214,7 +214,7 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: floa
 
 
 def hatched(x: float, y: float, width: float, height: float) -> str:
-    """Strike through a box with lines that rise to the right."""
+    """Return hatching for a box: lines that rise to the right."""
     strokes = []
     for begin in range(7 - round(height), round(width), 7):
         left, right = max(begin, 0), min(begin + height, width)
@@ -223,16 +223,16 @@ def hatched(x: float, y: float, width: float, height: float) -> str:
     return f'<path d="{"".join(strokes)}" class="hatch"/>'
 
 
-def titled(said: str, marks: str) -> str:
-    """Have a browser say something of these marks where they are pointed at."""
-    return f"<g><title>{escape(said)}</title>{marks}</g>"
+def with_tooltip(tooltip: str, marks: str) -> str:
+    """Add a tooltip to marks."""
+    return f"<g><title>{escape(tooltip)}</title>{marks}</g>"
 
 
-def width_of(said: str) -> float:
-    return CHARACTER * len(said)
+def width_of(content: str) -> float:
+    return CHARACTER * len(content)
 
 
-# The colours of pages and drawings, light and dark, and how what is drawn looks in them.
+# Styles of pages and drawings, light and dark.
 
 
 PALETTE = """
@@ -246,7 +246,7 @@ PALETTE = """
     --of-0: #1f3d59; --of-1: #573a1b; --of-2: #1f482b; --of-3: #422f59; --of-4: #592d3b;
     --of-5: #474520; } }
 """
-"""``--of-0`` and so on are the tokens of one sequence each."""
+"""Colours; ``--of-0`` and so on are for the tokens of one sequence each."""
 COLOURS_OF_SEQUENCES = 6
 DRAWN = """
 svg text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: var(--ink); }

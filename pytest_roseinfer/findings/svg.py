@@ -1,4 +1,4 @@
-"""The picture of a finding as SVG."""
+"""Pictures of a finding as SVG."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pytest_roseinfer.findings.frame import (
     hatched,
     text,
     title,
-    titled,
     width_of,
+    with_tooltip,
 )
 from pytest_roseinfer.findings.timeline import draw_timeline
 from pytest_roseinfer.words import some
@@ -26,19 +26,19 @@ from pytest_roseinfer.words import some
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pytest_roseinfer.findings.frame import Block, Frame, Row
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.frame import BlockView, Frame, SequenceView
+    from pytest_roseinfer.findings.timeline import FindingRecord
 
 _MOST_SLOTS, _FIRST, _LAST = 8, 4, 2
-"""Of a longer block only some slots are drawn: the first, the last that are taken, the wrong."""
+"""Slots drawn of a block: up to 8; of a longer one the first 4, the last 2 filled, the wrong."""
 _MOST_BLOCKS = 24
-"""Of more blocks that nobody holds the others are counted."""
+"""Maximum blocks drawn of those without holders; the rest are counted."""
 _LINE = 300
-"""Blocks beyond this width, which a phone has, begin a new line."""
+"""Width in pixels at which blocks wrap, that of a phone."""
 _CELL, _HEAD, _LABEL, _GAP, _MARGIN = 24, 18, 24, 8, 2
-"""The heights of a slot, of what is said over a block and over a sequence; gaps."""
+"""Heights of a slot, of a block's header and of a sequence's label; gap and margin."""
 _FREE = 34
-"""The width of a block that nobody holds."""
+"""Width of a block without holders."""
 
 Placed = set[tuple[int, int, int | None]]
 """Sequence, position and block of every token."""
@@ -53,9 +53,9 @@ class _Slot:
 
 
 def draw(frames: Sequence[Frame], block_size: int) -> list[Drawing]:
-    """Draw each frame; what is not where it was in the one before has a darker line."""
-    said = {label for frame in frames for row in frame["sequences"] for label in _labels(row)}
-    cell = 10 + max([width_of("0.0"), *map(width_of, said)])
+    """Draw each frame; tokens that are new or moved since the previous one have a darker line."""
+    labels = {label for frame in frames for row in frame["sequences"] for label in _labels(row)}
+    cell = 10 + max([width_of("0.0"), *map(width_of, labels)])
     drawn, before = [], None
     for frame in frames:
         drawn.append(_Picture(frame, block_size, cell, before).draw())
@@ -64,20 +64,20 @@ def draw(frames: Sequence[Frame], block_size: int) -> list[Drawing]:
 
 
 def words(frame: Frame) -> str:
-    """Say what a drawing shows, for who cannot see it."""
-    said = []
+    """Describe a drawing for screen readers."""
+    parts = []
     for row in frame["sequences"]:
         blocks = [str(block) for block in row["blocks"] or () if block is not None]
         in_blocks = f" in blocks {', '.join(blocks)}" if blocks else ""
         wrong = [f"position {each['position']} is wrong" for each in row["wrong"]]
         state = [row["state"]] if row["state"] else []
         stored = f"sequence {row['name']}: {len(row['tokens'])} tokens{in_blocks}"
-        said.append(", ".join([stored, *state, *wrong]))
+        parts.append(", ".join([stored, *state, *wrong]))
     free = [str(block["number"]) for block in frame["blocks"] if "free" in block["states"]]
-    return "; ".join([*said, *([f"free: {', '.join(free)}"] if free else [])]) or "nothing stored"
+    return "; ".join([*parts, *([f"free: {', '.join(free)}"] if free else [])]) or "nothing stored"
 
 
-def _labels(row: Row) -> Iterator[str]:
+def _labels(row: SequenceView) -> Iterator[str]:
     yield from row["tokens"]
     yield from (each["found"] for each in row["wrong"])
 
@@ -90,7 +90,7 @@ def _placed(frame: Frame, block_size: int) -> Placed:
     }
 
 
-def _block_at(row: Row, page: int) -> int | None:
+def _block_at(row: SequenceView, page: int) -> int | None:
     blocks = row["blocks"] or ()
     return blocks[page] if page < len(blocks) else None
 
@@ -110,10 +110,10 @@ class _Picture:
             self._sequence(row)
         if not self.frame["sequences"]:
             self._label([("no sequence", "faint")])
-        self._unheld()
+        self._draw_free_blocks()
         return Drawing("".join(self.marks), self.width + _MARGIN, self.y + _MARGIN)
 
-    def _sequence(self, row: Row) -> None:
+    def _sequence(self, row: SequenceView) -> None:
         count = len(row["tokens"])
         tokens = some(count, "token")
         name = f"sequence {row['name']}"
@@ -135,17 +135,17 @@ class _Picture:
 
     def _label(self, parts: Iterable[tuple[str, str]]) -> None:
         x = float(_MARGIN)
-        for said, kind in parts:
-            self.marks.append(text(x, self.y + _LABEL / 2, said, kind))
-            x += width_of(said) + 9
+        for content, kind in parts:
+            self.marks.append(text(x, self.y + _LABEL / 2, content, kind))
+            x += width_of(content) + 9
         self.width = max(self.width, x)
         self.y += _LABEL
 
     def _break(self, height: float) -> None:
-        """Go on below, at the left."""
+        """Continue on a new line."""
         self.x, self.y = float(_MARGIN), self.y + height
 
-    def _block(self, row: Row, page: int) -> None:
+    def _block(self, row: SequenceView, page: int) -> None:
         slots = list(self._slots(row, page))
         gone = page < row["given_back"]
         width = width_of("given back") + 12 if gone else self.cell * len(slots)
@@ -171,26 +171,26 @@ class _Picture:
         self.x += room + _GAP
         self.width = max(self.width, self.x)
 
-    def _head(self, number: int | None, block: Block | None, page: int, width: float) -> float:
-        """Say over a block which it is, and how many have it; return the width that this takes."""
+    def _head(self, number: int | None, block: BlockView | None, page: int, width: float) -> float:
+        """Draw a block's header, its number and notes; return the width that this takes."""
         middle = self.y + _HEAD / 2
         short, name = (
             (str(page), f"page {page}") if number is None else (str(number), f"block {number}")
         )
-        noted = [""] if block is None else _notes(block)
-        ways = [(name, noted[0]), (short, noted[0]), (name, noted[-1]), (short, noted[-1])]
-        widths = [width_of(said) + 8 * bool(note) + width_of(note) for said, note in ways]
-        at = next((at for at, each in enumerate(widths) if each <= width), len(ways) - 1)
-        (said, note), room = ways[at], max(width, widths[at])
-        self.marks.append(text(self.x, middle, said, "faint" if number is None else ""))
+        notes = [""] if block is None else _notes(block)
+        candidates = [(name, notes[0]), (short, notes[0]), (name, notes[-1]), (short, notes[-1])]
+        widths = [width_of(label) + 8 * bool(note) + width_of(note) for label, note in candidates]
+        at = next((at for at, each in enumerate(widths) if each <= width), len(candidates) - 1)
+        (label, note), room = candidates[at], max(width, widths[at])
+        self.marks.append(text(self.x, middle, label, "faint" if number is None else ""))
         if block is not None:
             kind = "bad strong" if block["marked"] or "free" in block["states"] else "faint"
             end = self.x + room - width_of(note)
-            self.marks.append(titled(_about(block), text(end, middle, note, kind)))
+            self.marks.append(with_tooltip(_about(block), text(end, middle, note, kind)))
         return room
 
-    def _slots(self, row: Row, page: int) -> Iterator[_Slot]:
-        """Return what is drawn of a page, slot by slot."""
+    def _slots(self, row: SequenceView, page: int) -> Iterator[_Slot]:
+        """Yield the slots to draw of a page."""
         begin = page * self.block_size
         stored = row["tokens"][begin : begin + self.block_size]
         wrong = {each["position"] - begin: each for each in row["wrong"]}
@@ -208,15 +208,15 @@ class _Picture:
             yield self._slot(row, begin + at, stored[at], at in wrong)
         empty = self.block_size - len(stored)
         if self.block_size > _MOST_SLOTS and empty > 1:
-            yield _Slot("slot", f"+{empty}", f"{empty} slots that nobody wrote")
+            yield _Slot("slot", f"+{empty}", f"{empty} unwritten slots")
         else:
-            yield from (_Slot("slot", "", "nobody wrote here") for _ in range(empty))
+            yield from (_Slot("slot", "", "not written") for _ in range(empty))
 
-    def _slot(self, row: Row, position: int, label: str, wrong: bool) -> _Slot:
+    def _slot(self, row: SequenceView, position: int, label: str, wrong: bool) -> _Slot:
         if wrong:
             (each,) = (one for one in row["wrong"] if one["position"] == position)
-            said = f"position {position}: {each['words']}"
-            return _Slot(_colour(each["found"]), each["found"], said, wrong=True)
+            tooltip = f"position {position}: {each['words']}"
+            return _Slot(_colour(each["found"]), each["found"], tooltip, wrong=True)
         if position >= len(row["tokens"]) - row["unwritten"]:
             return _Slot("unwritten", label, f"position {position}: reserved, not written yet")
         key = (row["name"], position, _block_at(row, position // self.block_size))
@@ -227,7 +227,7 @@ class _Picture:
         marks = box(x, y, self.cell, _CELL, slot.kind)
         kind = "strong bad" if slot.wrong else "faint" if slot.kind in ("slot", "unwritten") else ""
         marks += centred(x + self.cell / 2, y + _CELL / 2, slot.said, kind)
-        return titled(slot.title, marks)
+        return with_tooltip(slot.title, marks)
 
     def _outline_wrong(self, slots: Sequence[_Slot], top: float) -> None:
         for at, slot in enumerate(slots):
@@ -235,14 +235,14 @@ class _Picture:
                 x = self.x + at * self.cell
                 self.marks.append(box(x, top - 1, self.cell, _CELL + 2, "wrong"))
 
-    def _unheld(self) -> None:
-        """Draw the blocks that no sequence holds, those of one kind beside each other."""
+    def _draw_free_blocks(self) -> None:
+        """Draw the blocks without holders, grouped by state."""
         alone = [block for block in self.frame["blocks"] if not block["holders"]]
         alone.sort(key=lambda block: (block["states"], block["number"]))
         for states, group in groupby(alone, key=lambda block: block["states"]):
             blocks = list(group)
-            said = "not free, and of no sequence" if states == ["counted"] else ", ".join(states)
-            self._label([("blocks", "strong"), (said, "faint")])
+            label = "not free, held by no sequence" if states == ["counted"] else ", ".join(states)
+            self._label([("blocks", "strong"), (label, "faint")])
             for block in blocks[:_MOST_BLOCKS]:
                 self._alone(block)
             if len(blocks) > _MOST_BLOCKS:
@@ -250,7 +250,7 @@ class _Picture:
                 self.marks.append(text(self.x, self.y + _CELL / 2, more, "faint"))
             self._break(_CELL + _GAP)
 
-    def _alone(self, block: Block) -> None:
+    def _alone(self, block: BlockView) -> None:
         if self.x + _FREE > _LINE:
             self._break(_CELL + _GAP / 2)
         marks = box(
@@ -262,55 +262,55 @@ class _Picture:
             marks += box(self.x, self.y, _FREE, _CELL, "wrong")
         kind = "strong bad" if block["marked"] else ""
         marks += centred(self.x + _FREE / 2, self.y + _CELL / 2, str(block["number"]), kind)
-        self.marks.append(titled(_about(block), marks))
+        self.marks.append(with_tooltip(_about(block), marks))
         self.x += _FREE + 4
         self.width = max(self.width, self.x)
 
 
-def _notes(block: Block) -> list[str]:
-    """Return what is said over a block of who has it, the longest first."""
+def _notes(block: BlockView) -> list[str]:
+    """Return the notes on a block's holders for its header, the longest first."""
     count = "" if block["refcount"] is None else f"x{block['refcount']}"
     if "free" in block["states"]:
-        return [f"{count} free too".strip(), "free too"]
+        return [f"{count} also free".strip(), "also free"]
     return [f"{count} shared".strip(), count] if "shared" in block["states"] else [count]
 
 
-def _about(block: Block) -> str:
-    holders = f"of sequences {', '.join(map(str, block['holders']))}" * bool(block["holders"])
+def _about(block: BlockView) -> str:
+    holders = f"held by sequences {', '.join(map(str, block['holders']))}" * bool(block["holders"])
     count = "" if block["refcount"] is None else f"refcount {block['refcount']}"
-    said = [f"block {block['number']}: {', '.join(block['states'])}", holders, count]
-    return ", ".join(filter(None, said))
+    parts = [f"block {block['number']}: {', '.join(block['states'])}", holders, count]
+    return ", ".join(filter(None, parts))
 
 
 def _colour(label: str) -> str:
-    """Return the class of a token's box: tokens that one sequence or text wrote look alike."""
+    """Return the style class of a token's box: one colour per writing sequence or text."""
     writer = "".join(filter(str.isdigit, label.partition(".")[0].partition("(")[0]))
     return f"of-{int(writer) % COLOURS_OF_SEQUENCES}" if writer else "slot"
 
 
-# A finding as one picture: a file that can be put into an issue or a pull request.
+# A finding as one picture, for an issue or a pull request.
 
 
 _MOST = 12
-"""So many steps are drawn, the last ones; the others are said to be left out."""
+"""Maximum steps drawn, the last ones; the number of steps left out is shown."""
 _CHARACTERS = 78
 _LINE_HEIGHT, _SPACE, _POSTER_MARGIN = 19, 14, 16
 
 
-def poster(found: Found) -> str:
-    """Draw what was found, or return nothing where nothing is known but words."""
-    if not (found["frames"] or found["timeline"]):
+def draw_failure(finding: FindingRecord) -> str:
+    """Draw a finding; return "" for one without frames and timeline."""
+    if not (finding["frames"] or finding["timeline"]):
         return ""
-    lines = [(line, "strong bad") for line in wrap(found["what"], _CHARACTERS)]
-    lines.append((found["target"], "faint"))
+    lines = [(line, "strong bad") for line in wrap(finding["what"], _CHARACTERS)]
+    lines.append((finding["target"], "faint"))
     marks, y = [], float(_POSTER_MARGIN)
-    for said, kind in lines:
-        marks.append(text(_POSTER_MARGIN, y + _LINE_HEIGHT / 2, said, kind))
+    for caption, kind in lines:
+        marks.append(text(_POSTER_MARGIN, y + _LINE_HEIGHT / 2, caption, kind))
         y += _LINE_HEIGHT
-    width = max(width_of(said) for said, _ in lines)
-    for said, drawing in _parts(found):
+    width = max(width_of(caption) for caption, _ in lines)
+    for caption, drawing in _parts(finding):
         y += _SPACE
-        for line in wrap(said, _CHARACTERS):
+        for line in wrap(caption, _CHARACTERS):
             marks.append(text(_POSTER_MARGIN, y + _LINE_HEIGHT / 2, line))
             width, y = max(width, width_of(line)), y + _LINE_HEIGHT
         marks.append(f'<g transform="translate({_POSTER_MARGIN} {y:.0f})">{drawing.marks}</g>')
@@ -325,16 +325,16 @@ def poster(found: Found) -> str:
     )
 
 
-def _parts(found: Found) -> Iterator[tuple[str, Drawing]]:
-    """Return the drawings, and what is said over each."""
-    if found["timeline"]:
-        for line in found["timeline"]["requests"]:
+def _parts(finding: FindingRecord) -> Iterator[tuple[str, Drawing]]:
+    """Yield the drawings of a finding, each with its caption."""
+    if finding["timeline"]:
+        for line in finding["timeline"]["requests"]:
             yield f"request {line['number']}: {line['words']}", Drawing("", 0, 0)
-        yield "", draw_timeline(found["timeline"])
-    frames = found["frames"]
+        yield "", draw_timeline(finding["timeline"])
+    frames = finding["frames"]
     left_out = len(frames) - _MOST
     for at, (frame, drawing) in enumerate(
-        zip(frames, draw(frames, found["block_size"]), strict=True)
+        zip(frames, draw(frames, finding["block_size"]), strict=True)
     ):
         if at < left_out:
             continue

@@ -1,10 +1,10 @@
-"""The timeline of served requests, and the findings of a search as plain data."""
+"""Timelines of served requests, and findings of a search as plain data."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from pytest_roseinfer.findings.frame import Drawing, box, centred, text, titled, width_of
+from pytest_roseinfer.findings.frame import Drawing, box, centred, text, width_of, with_tooltip
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
@@ -21,39 +21,41 @@ STAGES = {
     "cancelled": "slot",
     "ended": "slot",
 }
-"""What a request may be at, and how that is drawn. An engine's adapter says which of ``waiting``,
-``prefilling``, ``decoding`` and ``preempted``; where it does not, a request has arrived until it
-has a token."""
+"""Stages of a request and their style classes.
+
+An engine's adapter reports ``waiting``, ``prefilling``, ``decoding`` and ``preempted``; without
+that, a request is ``arrived`` until it has a token.
+"""
 _SIGNS = {"cancelled": "x", "ended": "end", "preempted": "off", "waiting": "-", "arrived": "in"}
 _LABEL, _STEP, _ROW, _GAP = 92, 30, 26, 6
 
 
-class Line(TypedDict):
-    """One request."""
+class RequestTimeline(TypedDict):
+    """Timeline of one request."""
 
     number: int
     words: str
     stages: list[str]
-    """At each step that was looked at; empty texts before it arrives and after it ends."""
+    """Stage at each recorded step; empty before the request arrives and after it ends."""
     tokens: list[int]
-    """How many tokens it had then."""
+    """Number of output tokens at each recorded step."""
     expected: list[int]
-    """The tokens that it gets alone."""
+    """Tokens that the request gets alone."""
     found: list[int]
     parted: int | None
-    """The first token that is another than alone, or too many, or that it did not get."""
+    """Index of the first token that is different, surplus or missing; None if all are right."""
     parted_step: int | None
-    """The step at which that showed."""
+    """Step at which the difference appeared; None without one."""
     wrong: bool
 
 
 class Timeline(TypedDict):
     steps: int
-    requests: list[Line]
+    requests: list[RequestTimeline]
 
 
 def draw_timeline(timeline: Timeline) -> Drawing:
-    """Draw a row for each request and a column for each step, and where a request parted."""
+    """Draw a row per request and a column per step, and mark where a request diverged."""
     kept = _kept(timeline)
     marks = [text(0, _ROW / 2, "before step", "faint")]
     for column, step in enumerate(kept):
@@ -72,20 +74,20 @@ def draw_timeline(timeline: Timeline) -> Drawing:
     return Drawing("".join(marks), width + 2, y)
 
 
-def timeline_words(timeline: Timeline) -> str:
-    """Say what a drawing shows, for who cannot see it."""
-    said = []
+def describe_timeline(timeline: Timeline) -> str:
+    """Describe a drawing for screen readers."""
+    parts = []
     for line in timeline["requests"]:
         stages = " then ".join(dict.fromkeys(filter(None, line["stages"])))
         parted = ""
         if line["parted"] is not None:
-            parted = f", another token {line['parted']} than alone at step {line['parted_step']}"
-        said.append(f"request {line['number']}: {stages}{parted}")
-    return "; ".join(said)
+            parted = f", token {line['parted']} differs from alone at step {line['parted_step']}"
+        parts.append(f"request {line['number']}: {stages}{parted}")
+    return "; ".join(parts)
 
 
 def _kept(timeline: Timeline) -> list[int]:
-    """Return the steps at which anything had changed, and the last."""
+    """Return the steps at which anything changed, and the last step."""
     kept, before = [], None
     for step in range(timeline["steps"]):
         now = [(line["stages"][step], line["tokens"][step]) for line in timeline["requests"]]
@@ -95,54 +97,54 @@ def _kept(timeline: Timeline) -> list[int]:
     return kept
 
 
-def _row(line: Line, kept: Sequence[int], y: float) -> list[str]:
+def _row(line: RequestTimeline, kept: Sequence[int], y: float) -> list[str]:
     name = text(0, y + _ROW / 2, f"request {line['number']}", "strong bad" * line["wrong"])
-    marks = [titled(line["words"], name)]
+    marks = [with_tooltip(line["words"], name)]
     for column, step in enumerate(kept):
         stage, tokens = line["stages"][step], line["tokens"][step]
         if not stage:
             continue
         x = float(_LABEL + column * _STEP)
-        said = str(tokens) if stage == "decoding" else _SIGNS.get(stage, "")
+        label = str(tokens) if stage == "decoding" else _SIGNS.get(stage, "")
         drawn = box(x + 1, y + 1, _STEP - 2, _ROW - 2, STAGES.get(stage, "slot"))
-        drawn += centred(x + _STEP / 2, y + _ROW / 2, said, "" if tokens else "faint")
+        drawn += centred(x + _STEP / 2, y + _ROW / 2, label, "" if tokens else "faint")
         if step == line["parted_step"]:
             drawn += box(x, y, _STEP, _ROW, "wrong")
         count = some(tokens, "token")
-        marks.append(titled(f"before step {step}: {stage}, {count}", drawn))
+        marks.append(with_tooltip(f"before step {step}: {stage}, {count}", drawn))
     return marks
 
 
 def _key(timeline: Timeline, y: float, width: float) -> tuple[list[str], float, float]:
-    """Say what the boxes mean that occur."""
-    met = {stage for line in timeline["requests"] for stage in line["stages"]}
+    """Draw a legend of the boxes that occur."""
+    stages = {stage for line in timeline["requests"] for stage in line["stages"]}
     marks, x, y = [], 0.0, y + _GAP
     for stage, kind in STAGES.items():
-        if stage not in met:
+        if stage not in stages:
             continue
         sign = "2" if stage == "decoding" else _SIGNS.get(stage, "")
-        said = f"{stage}, tokens so far" if stage == "decoding" else stage
-        if x and x + 40 + width_of(said) > 340:
+        label = f"{stage}, tokens so far" if stage == "decoding" else stage
+        if x and x + 40 + width_of(label) > 340:
             x, y = 0.0, y + _ROW
         marks += [box(x + 1, y + 2, 26, _ROW - 6, kind), centred(x + 14, y + _ROW / 2 - 1, sign)]
-        marks.append(text(x + 34, y + _ROW / 2 - 1, said, "faint"))
-        x += 46 + width_of(said)
+        marks.append(text(x + 34, y + _ROW / 2 - 1, label, "faint"))
+        x += 46 + width_of(label)
         width = max(width, x)
     return marks, width, y + _ROW + _GAP
 
 
-def _tokens(line: Line, y: float) -> tuple[list[str], float, float]:
-    """Draw the tokens that a request got below those it gets alone."""
+def _tokens(line: RequestTimeline, y: float) -> tuple[list[str], float, float]:
+    """Draw the tokens that a request got, below those it gets alone."""
     rows = {"generate_alone": line["expected"], f"request {line['number']}": line["found"]}
     cell = 12 + max(width_of(str(token)) for row in (*rows.values(), [0]) for token in row)
     marks, width = [], 0.0
     for name, row in rows.items():
         marks.append(text(0, y + _ROW / 2, name, "strong"))
         for at in range(max(len(row), (line["parted"] or 0) + 1)):
-            x, said = _LABEL + at * cell, str(row[at]) if at < len(row) else ""
-            marks.append(box(x, y + 1, cell, _ROW - 2, "of-0" if said else "unwritten"))
+            x, label = _LABEL + at * cell, str(row[at]) if at < len(row) else ""
+            marks.append(box(x, y + 1, cell, _ROW - 2, "of-0" if label else "unwritten"))
             parted = at == line["parted"]
-            marks.append(centred(x + cell / 2, y + _ROW / 2, said, "strong" * parted))
+            marks.append(centred(x + cell / 2, y + _ROW / 2, label, "strong" * parted))
             if parted and row is line["found"]:
                 marks.append(box(x, y, cell, _ROW, "wrong"))
             width = max(width, x + cell)
@@ -150,41 +152,41 @@ def _tokens(line: Line, y: float) -> tuple[list[str], float, float]:
     return marks, width, y + _GAP
 
 
-# What a search found, as plain data: reports hold it, and workers send it to their controller.
+# Findings as plain data, for reports and for workers to send to their controller.
 
 
-class Found(TypedDict):
-    """One difference, however many tests met it."""
+class FindingRecord(TypedDict):
+    """One failure, with all tests that hit it."""
 
     target: str
     check: str
-    """The check that found it, by the name that a trace gives it."""
+    """Check that found it, by its name in traces."""
     tests: list[str]
-    """The tests that met it, by their ids."""
+    """Ids of the tests that hit it."""
     what: str
-    """What is wrong, in one line."""
+    """Summary in one line."""
     message: str
     expected: str
-    """What must stand in the wrong place, where one place is known to be wrong."""
+    """Expected contents of the wrong location; empty if it is unknown."""
     found: str
-    """What stands there."""
+    """Actual contents of the wrong location; empty if it is unknown."""
     example: dict[str, Any]
-    """The smallest history or mix of requests, as in the trace."""
+    """Smallest history or mix of requests, as in the trace."""
     trace: str
-    """The file to replay, from the root of the project; empty where none could be saved."""
+    """Trace file to replay, relative to the project's root; empty if none could be saved."""
     script: str
     drawing: str
     layer: int
-    """The layer that frames show."""
+    """Layer that the frames show."""
     block_size: int
     frames: list[Frame]
-    """The cache before the first step of the history and after each; empty for an engine."""
+    """Cache before the first step of the history and after each; empty for an engine."""
     timeline: Timeline | None
-    """What became of an engine's requests."""
+    """Timeline of an engine's requests; None for a cache."""
 
 
-def add(known: list[Found], new: Found) -> None:
-    """Add what was found; of what is known already, add the tests that met it."""
+def add(known: list[FindingRecord], new: FindingRecord) -> None:
+    """Add a finding; if it is known already, add only its tests."""
     for each in known:
         if each["what"] == new["what"] or each["example"] == new["example"]:
             each["tests"] = sorted({*each["tests"], *new["tests"]})

@@ -1,4 +1,4 @@
-"""The bytes that a step moves, by owner, and the least that it must move."""
+"""Traffic of a step: bytes moved by kind of memory, and the minimum that it must move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.step_work import (
     DECLARATION,
     GROUPS,
-    Listening,
+    OperationMode,
     StepWork,
     compiled_launches,
     interpreted_launches,
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.step_work import Launch, Step
 
     Given = Mapping[str, Any]
-    """The arguments of an operation by name."""
+    """Arguments of an operation by name."""
     Amount = int | Callable[[], int]
     Weights = torch.nn.Module | Tensor | Iterable["torch.nn.Module | Tensor"]
 
 
-# How many bytes a torch operation must move, by its arguments.
+# Traffic of torch operations, by their arguments.
 #
-# An operation reads what its tensors span and writes its results, each region once. One that picks
-# rows reads those rows and not the whole table. Views and tensors without values move nothing.
+# An operation reads the memory that its tensors span and writes its results, each region once. One
+# that picks rows reads only those rows. Views and tensors without values move nothing.
 
 
 _NO_VALUES = {
     *("empty", "new_empty", "resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_"),
     *("t_", "transpose_", "swapaxes_", "detach_", "rename_", "record_stream", "requires_grad_"),
 }
-"""Operations that make a tensor without values, or change only how memory is looked at."""
+"""Operations that make a tensor without values, or change only its metadata."""
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_"}
 """Operations that write a tensor in place without reading it."""
 _PICKS = {
@@ -61,17 +61,17 @@ _PICKS = {
     "take": "self",
     "take_along_dim": "self",
 }
-"""Operations that read as much of this argument as their result holds."""
+"""Operations that read only as many elements of this argument as their result has."""
 _ADDS = {"index_add_", "scatter_add_", "scatter_reduce_"}
-"""Operations that read the places they write."""
+"""Operations that also read the elements they write."""
 
 
-def operation_moves(
+def operation_accesses(
     func: Any, args: Any, kwargs: Any, result: Any
 ) -> Iterator[tuple[Tensor, int]] | None:
-    """Yield every tensor that is read or written, with the bytes; None if nothing says how many.
+    """Yield each tensor that is read or written, with its bytes; return None if unknown.
 
-    Nothing is known of operations that are not torch's own, nor of sparse tensors.
+    Traffic is unknown for operations outside of torch, and for sparse tensors.
     """
     tensors = tensors_in((args, kwargs, result))
     if func.namespace not in ("aten", "prims") or any(
@@ -90,7 +90,7 @@ def address(tensor: Tensor) -> int:
 
 
 def spanned(tensor: Tensor) -> int:
-    """Return the bytes that a tensor touches: a dimension that was expanded has one place."""
+    """Return the bytes of memory that a tensor covers; expanded dimensions count once."""
     if not tensor.numel():
         return 0
     dims = [*zip(tensor.shape, tensor.stride(), strict=True)]
@@ -104,24 +104,24 @@ def _by_name(func: Any, args: Any, kwargs: Any) -> Given:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _moves(func: Any, given: Given, result: Any) -> Iterator[tuple[Tensor, int]]:
+def _moves(func: Any, arguments: Given, result: Any) -> Iterator[tuple[Tensor, int]]:
     name = func.overloadpacket.__name__
-    inputs = {address(tensor) for tensor in tensors_in(given)}
+    inputs = {address(tensor) for tensor in tensors_in(arguments)}
     fresh = [tensor for tensor in tensors_in(result) if address(tensor) not in inputs]
     if name in _NO_VALUES or name.startswith(("empty_", "new_empty_")):
         return
     if not fresh and not func._schema.is_mutable:  # a view
         return
-    seen = set()
+    regions = set()
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(given.get(argument.name)):
+        for tensor in tensors_in(arguments.get(argument.name)):
             region = (address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-            if not written and region in seen:
+            if not written and region in regions:
                 continue
-            seen.add(region)
+            regions.add(region)
             if written:
-                yield tensor, _written(name, argument, given, tensor)
+                yield tensor, _written(name, argument, arguments, tensor)
             else:
                 picked = _PICKS.get(name) == argument.name
                 yield tensor, _at_most(tensor, tensors_in(result)[0].numel() if picked else None)
@@ -129,23 +129,23 @@ def _moves(func: Any, given: Given, result: Any) -> Iterator[tuple[Tensor, int]]
         yield tensor, spanned(tensor)
 
 
-def _written(name: str, argument: Any, given: Given, tensor: Tensor) -> int:
-    """Return the bytes that are moved of an argument that is written, and mostly read too."""
+def _written(name: str, argument: Any, arguments: Given, tensor: Tensor) -> int:
+    """Return the traffic of an argument that is written, including reads where it is read too."""
     if places := _PLACES.get(name):
-        reads = name in _ADDS or given.get("accumulate") or given.get("reduce")
-        return _at_most(tensor, places(given)) * (2 if reads else 1)
+        reads = name in _ADDS or arguments.get("accumulate") or arguments.get("reduce")
+        return _at_most(tensor, places(arguments)) * (2 if reads else 1)
     return spanned(tensor) * (1 if argument.is_out or name in _OVERWRITES else 2)
 
 
 def _at_most(tensor: Tensor, elements: int | None) -> int:
-    """Return the bytes of so many elements of a tensor, or of all."""
+    """Return the bytes of ``elements`` elements of a tensor, at most all; None means all."""
     whole = spanned(tensor)
     return whole if elements is None else min(whole, elements * tensor.element_size())
 
 
-def _assigned(given: Given) -> int:
-    """Return how many places an assignment to indices writes; to a mask, all it may."""
-    tensor, indices = given["self"], given["indices"]
+def _assigned(arguments: Given) -> int:
+    """Return the number of elements an indexed assignment writes; for a mask, the maximum."""
+    tensor, indices = arguments["self"], arguments["indices"]
     used = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in used):
         return int(tensor.numel())
@@ -156,13 +156,13 @@ def _assigned(given: Given) -> int:
     return places * int(prod(kept))
 
 
-def _rows(given: Given) -> int:
-    tensor, index = given["self"], given["index"]
-    return int(index.numel()) * int(tensor.numel()) // max(1, int(tensor.shape[given["dim"]]))
+def _rows(arguments: Given) -> int:
+    tensor, index = arguments["self"], arguments["index"]
+    return int(index.numel()) * int(tensor.numel()) // max(1, int(tensor.shape[arguments["dim"]]))
 
 
-def _indexed(given: Given) -> int:
-    return int(given["index"].numel())
+def _indexed(arguments: Given) -> int:
+    return int(arguments["index"].numel())
 
 
 _PLACES: Mapping[str, Callable[[Given], int]] = {
@@ -176,39 +176,40 @@ _PLACES: Mapping[str, Callable[[Given], int]] = {
     "scatter_add_": _indexed,
     "scatter_reduce_": _indexed,
 }
-"""For operations that write some places of ``self``, how many these are."""
+"""Functions that return the number of written elements, for operations that write part of
+``self``."""
 
 
-# Noting what torch operations and Triton kernels move, in a step or in the capture of a graph.
+# Recording the traffic of torch operations and Triton kernels, in a step or a graph capture.
 
 
-class Move(NamedTuple):
-    """Bytes that one operation or kernel moves of one tensor's memory."""
+class MemoryAccess(NamedTuple):
+    """Traffic of one operation or kernel on one tensor's memory."""
 
     by: str
     address: int
     amount: Amount
-    """A function of nothing where it depends on what tensors hold when the kernel runs."""
+    """Bytes; a function if they depend on tensor values at the time the kernel runs."""
 
-    def settled(self) -> Move:
+    def resolve_amount(self) -> MemoryAccess:
         amount = self.amount
         return self if isinstance(amount, int) else self._replace(amount=int(amount()))
 
 
-class ByteRecorder(Listening):
-    """Notes what is moved on a kind of device while it is entered."""
+class ByteRecorder(OperationMode):
+    """Context that records traffic on one type of device."""
 
     def __init__(self, device_type: str, *, captures: bool = False) -> None:
-        """In a capture nothing runs yet, so that amounts stay open which depend on values."""
+        """In a capture nothing runs yet, so amounts that depend on values stay functions."""
         super().__init__()
-        self.moves: list[Move] = []
+        self.accesses: list[MemoryAccess] = []
         self.not_counted: Counter[str] = Counter()
         self._device_type = device_type
         self._captures = captures
         self._watch = ExitStack()
 
     def __enter__(self) -> Self:
-        self._watch.enter_context(interpreted_launches(self._note_launch, self.deaf))
+        self._watch.enter_context(interpreted_launches(self._note_launch, self.pause_recording))
         self._watch.enter_context(compiled_launches(self._note_launch))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -217,23 +218,23 @@ class ByteRecorder(Listening):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._watch.close()
 
-    def note(self, move: Move) -> None:
-        """Note a move that happens now."""
-        with self.deaf():
-            self.moves.append(move if self._captures else move.settled())
+    def note(self, move: MemoryAccess) -> None:
+        """Record an access that happens now."""
+        with self.pause_recording():
+            self.accesses.append(move if self._captures else move.resolve_amount())
 
     def _note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
-        found = operation_moves(func, args, kwargs, result)
-        if found is not None:
-            for tensor, amount in found:
+        accesses = operation_accesses(func, args, kwargs, result)
+        if accesses is not None:
+            for tensor, amount in accesses:
                 self._note_tensor(name, tensor, amount)
         elif any(map(self._on_device, tensors_in((args, kwargs, result)))):
             self.not_counted[f"{func.namespace}::{name}"] += 1
 
     def _note_launch(self, launch: Launch) -> None:
-        if launch.moves is not None:
-            for tensor, amount in launch.moves():
+        if launch.traffic is not None:
+            for tensor, amount in launch.traffic():
                 self._note_tensor(launch.kernel, tensor, amount)
             return
         declaration = getattr(launch.function, DECLARATION, None)
@@ -244,23 +245,23 @@ class ByteRecorder(Listening):
             tensor = launch.arguments.get(parameter)
             if not isinstance(tensor, torch.Tensor):
                 raise CannotCompare(
-                    f"{launch.kernel} declares what it moves of {parameter!r}, which is no tensor "
+                    f"{launch.kernel}: declares traffic of {parameter!r}, which is not a tensor "
                     "among its arguments"
                 )
             self._note_tensor(launch.kernel, tensor, amount)
 
     def _note_tensor(self, by: str, tensor: Tensor, amount: Amount) -> None:
         if self._on_device(tensor):
-            self.note(Move(by, address(tensor), amount))
+            self.note(MemoryAccess(by, address(tensor), amount))
 
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
 
 
-# What CUDA graphs move: their launches are noted when they are captured, and count in replays.
+# Traffic of CUDA graphs: launches are recorded at capture and counted at each replay.
 #
-# The host does nothing in a replay but start it. Amounts that depend on what tensors hold, such as
-# the lengths of sequences, are worked out anew when a replay begins.
+# A replay runs no host code per launch. Amounts that depend on tensor values, such as sequence
+# lengths, are recomputed when a replay begins.
 
 
 DEVICE_TYPE = "cuda"
@@ -269,8 +270,8 @@ _captured: WeakKeyDictionary[torch.cuda.CUDAGraph, ByteRecorder] = WeakKeyDictio
 
 
 @contextmanager
-def noting_captures() -> Iterator[None]:
-    """Note what is captured meanwhile, whoever captures it."""
+def record_captures() -> Iterator[None]:
+    """Record the traffic of all CUDA graphs that are captured inside the context."""
     kind = torch.cuda.CUDAGraph
     begin, end = kind.capture_begin, kind.capture_end
     under_way: dict[Any, ByteRecorder] = {}
@@ -280,7 +281,7 @@ def noting_captures() -> Iterator[None]:
         under_way[graph] = ByteRecorder(DEVICE_TYPE, captures=True).__enter__()
 
     def capture_end(graph: Any) -> None:
-        if graph in under_way:  # it began meanwhile too
+        if graph in under_way:  # a capture may have begun before the context
             _captured[graph] = under_way.pop(graph)
             _captured[graph].__exit__(None, None, None)
         end(graph)
@@ -293,14 +294,14 @@ def noting_captures() -> Iterator[None]:
 
 
 @contextmanager
-def counting_replays(recorder: ByteRecorder) -> Iterator[None]:
-    """Have ``recorder`` note what every replay moves."""
+def record_replays(recorder: ByteRecorder) -> Iterator[None]:
+    """Add the traffic of each graph replay to ``recorder``."""
     kind = torch.cuda.CUDAGraph
     run = kind.replay
 
     def replay(graph: Any) -> None:
         if graph in _captured:
-            for move in _captured[graph].moves:
+            for move in _captured[graph].accesses:
                 recorder.note(move)
             recorder.not_counted.update(_captured[graph].not_counted)
         else:
@@ -311,31 +312,31 @@ def counting_replays(recorder: ByteRecorder) -> Iterator[None]:
         yield
 
 
-# Whose memory a step moves: weights, keys and values, or neither; and the least it must move.
+# Kinds of memory (weights, keys and values, all else), and the minimum traffic of a step.
 
 
 WEIGHTS = "weights"
 KEYS_AND_VALUES = "keys_and_values"
 ACTIVATIONS = "activations"
-"""All that is neither: also indices, block tables and logits."""
+"""All other memory, including indices, block tables and logits."""
 
 _NAMES = {torch.nn.Module: "torch.nn.Module", torch.Tensor: "torch.Tensor"}
 _TOKEN_BYTES = 8
-"""A token is a 64-bit number where it comes in, and where the next one goes out."""
+"""Bytes of a token id, which is a 64-bit number at input and output."""
 
 
 class StepMemory:
-    """Tells the memory of a step's weights and of its keys and values from all other."""
+    """Classifies memory of a step as weights, keys and values, or neither."""
 
     def __init__(
         self, weights: Weights, cache: Iterable[Tensor], context_bytes: Callable[[], int]
     ) -> None:
-        """``context_bytes`` says what the keys and values of the step's sequences take."""
+        """``context_bytes`` returns the bytes of keys and values of the step's sequences."""
         if isinstance(weights, (torch.nn.Module, torch.Tensor)):
             weights = [weights]
         self._weights = _all_of("weights", weights, (torch.nn.Module, torch.Tensor))
         self._groups = {address(tensor): WEIGHTS for tensor in self._tensors()}
-        # Kept, so that no other tensor gets an address of theirs.
+        # Kept alive, so that no other tensor gets one of their addresses.
         self._cache = _all_of("cache", cache, (torch.Tensor,))
         self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in self._cache}
         self._context_bytes = context_bytes
@@ -345,14 +346,14 @@ class StepMemory:
         return bool(self._weights)
 
     def group_of(self, of: int) -> str:
-        """Return whose memory lies at an address, that of a tensor's storage."""
+        """Return the kind of memory at an address, that of a tensor's storage."""
         return self._groups.get(of, ACTIVATIONS)
 
-    def least(self, tokens: int) -> Mapping[str, int]:
-        """Return the least that a step of so many tokens must move, when it has just ended.
+    def min_bytes(self, tokens: int) -> Mapping[str, int]:
+        """Return the minimum traffic of a step of ``tokens`` tokens that has just ended.
 
-        That is every weight once, of tables the rows of the tokens; the keys and values of the
-        contexts once, the new ones included; and a token in and one out for each.
+        That is each weight once (of embedding tables, only the rows of the tokens), the keys and
+        values of all contexts once, including the new ones, and a token id in and out per token.
         """
         return {
             WEIGHTS: sum(self._least_weights(tokens)),
@@ -370,15 +371,15 @@ class StepMemory:
             ) from None
 
     def _tensors(self) -> Iterator[Tensor]:
-        for given in self._weights:
-            if isinstance(given, torch.nn.Module):
-                yield from given.parameters()
-                yield from given.buffers()
+        for item in self._weights:
+            if isinstance(item, torch.nn.Module):
+                yield from item.parameters()
+                yield from item.buffers()
             else:
-                yield given
+                yield item
 
     def _least_weights(self, tokens: int) -> Iterator[int]:
-        """Yield the least to be read of each weight."""
+        """Yield the minimum bytes to read of each weight."""
         whole: dict[tuple[int, int], int] = {}
         rows: dict[tuple[int, int], int] = {}
         for tensor, is_table in self._parameters():
@@ -388,32 +389,32 @@ class StepMemory:
                 rows[place] = min(tokens * width, spanned(tensor))
             else:
                 whole[place] = max(spanned(tensor), whole.get(place, 0))
-        # A table that is a language-model head too is read whole.
+        # An embedding table that is tied to the language-model head is read whole.
         yield from whole.values()
         yield from (size for place, size in rows.items() if place not in whole)
 
     def _parameters(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield every weight, and whether only the rows of tokens need be read of it."""
-        for given in self._weights:
-            if isinstance(given, torch.nn.Module):
-                for module in given.modules():
+        """Yield each weight, with True for an embedding table, of which only some rows are read."""
+        for item in self._weights:
+            if isinstance(item, torch.nn.Module):
+                for module in item.modules():
                     is_table = isinstance(module, torch.nn.Embedding)
                     for tensor in module.parameters(recurse=False):
                         yield tensor, is_table
             else:
-                yield given, False
+                yield item, False
 
 
-def _all_of(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Return what was given one by one, and raise for anything of another kind."""
+def _all_of(name: str, argument: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Flatten an argument into a list, and raise if an item has another type."""
     try:
-        found = tree_leaves([*given])
+        items = tree_leaves([*argument])
     except TypeError:
-        found = [given]
-    if wrong := [each for each in found if not isinstance(each, kinds)]:
-        wanted = " or ".join(_NAMES[kind] for kind in kinds)
-        raise CannotCompare(f"{name}= must hold {wanted}, and not {type(wrong[0]).__name__}")
-    return found
+        items = [argument]
+    if wrong := [each for each in items if not isinstance(each, kinds)]:
+        expected = " or ".join(_NAMES[kind] for kind in kinds)
+        raise CannotCompare(f"{name}= must hold {expected}, and not {type(wrong[0]).__name__}")
+    return items
 
 
 NOT_COUNTED = "not_counted"
@@ -422,70 +423,70 @@ _SHARES = {WEIGHTS: "weights", KEYS_AND_VALUES: "keys and values", ACTIVATIONS: 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """The bytes that a step moved."""
+    """Traffic of a step."""
 
     work: StepWork
-    least: Mapping[str, int]
-    """For each group, the least that any such step must move."""
+    min_bytes: Mapping[str, int]
+    """Minimum bytes that any such step must move, by group."""
 
     def moved(self, group: str) -> int:
         return sum(self.work.groups[group].values())
 
     def in_words(self) -> Iterator[str]:
-        """Say how much was moved, beside the least, and what was not looked at."""
+        """Describe the traffic next to the minimum, and list operations that were not counted."""
         moved = {group: self.moved(group) for group in _SHARES}
         skipped = self.work.groups[NOT_COUNTED]
         at_least = "at least " if skipped else ""
-        yield f"{at_least}{_beside(sum(moved.values()), sum(self.least.values()))}"
+        yield f"{at_least}{_format_moved(sum(moved.values()), sum(self.min_bytes.values()))}"
         for group, title in _SHARES.items():
-            yield f"  {title}: {_beside(moved[group], self.least[group])}"
+            yield f"  {title}: {_format_moved(moved[group], self.min_bytes[group])}"
         if skipped:
             yield f"  not counted: {', '.join(f'{name} ({n})' for name, n in skipped.items())}"
 
 
-def _beside(moved: int, least: int) -> str:
-    ratio = f"{moved / least:,.{0 if moved >= 100 * least else 2}f} times " if least else "beside "
-    return f"{moved:,} bytes, {ratio}the least of {least:,}"
+def _format_moved(moved: int, least: int) -> str:
+    ratio = f"{moved / least:,.{0 if moved >= 100 * least else 2}f} times " if least else "against "
+    return f"{moved:,} bytes, {ratio}the minimum of {least:,}"
 
 
 def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
-    """Return the bytes that one step moves, which must be the same in the next."""
+    """Return the traffic of one step; raise if the next step's differs."""
     warm_up(step, 1)
     first, second = (_moved(step, memory, device) for _ in range(2))
     refuse_differences(first.work, second.work)
     if memory.has_weights and not first.work.groups[WEIGHTS]:
         skipped = ", ".join(first.work.groups[NOT_COUNTED]) or "nothing"
         raise CannotCompare(
-            f"nothing that was counted reads any of weights=; what was not counted: {skipped}"
+            f"weights=: no counted operation reads any of them; not counted: {skipped}"
         )
-    _refuse_less_than_the_least(first)
+    _refuse_below_minimum(first)
     return first
 
 
-def _refuse_less_than_the_least(found: StepBytes) -> None:
-    """Raise if fewer keys and values were moved than any such step must move.
+def _refuse_below_minimum(found: StepBytes) -> None:
+    """Raise if less traffic of keys and values was counted than the minimum.
 
-    Weights may be fewer: a step of a model with experts does not read them all.
+    Weights may be below it: a step of a mixture-of-experts model does not read all of them.
     """
-    moved, least = found.moved(KEYS_AND_VALUES), found.least[KEYS_AND_VALUES]
+    moved, least = found.moved(KEYS_AND_VALUES), found.min_bytes[KEYS_AND_VALUES]
     if moved < least and not found.work.groups[NOT_COUNTED]:
         raise CannotCompare(
-            f"keys and values: {_beside(moved, least)}, and no step can move less. Probably it "
-            "replaces tensors that cache= names, as torch.cat does: they must stay the same "
-            "tensors, which are written in place. Else context_bytes= returns more than it reads"
+            f"keys and values: {_format_moved(moved, least)}, and no step can move less; probably "
+            "the step replaces tensors of cache=, as torch.cat does, which must be written in "
+            "place; otherwise context_bytes= returns more than the step reads"
         )
 
 
 def _moved(step: Step, memory: StepMemory, device: str) -> StepBytes:
     step.prepare()
     recorder = ByteRecorder(device)
-    with recorder, counting_replays(recorder):
+    with recorder, record_replays(recorder):
         step.run()
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for by, place, amount in recorder.moves:
-        assert isinstance(amount, int), "a step runs, so that no amount is open"
+    for by, place, amount in recorder.accesses:
+        assert isinstance(amount, int), "amounts are resolved while a step runs"
         if amount:
             counts[memory.group_of(place)][by] += amount
     counts[NOT_COUNTED] = recorder.not_counted
     work = StepWork(step.tokens, {group: dict(counts[group]) for group in GROUPS})
-    return StepBytes(work, memory.least(step.tokens))
+    return StepBytes(work, memory.min_bytes(step.tokens))

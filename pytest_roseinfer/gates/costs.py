@@ -1,4 +1,4 @@
-"""The gate that compares the work of a step with its baseline, to the call."""
+"""Gate that compares the work of a step, in exact counts, with its baseline."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.step_work import CostVerdict
 
     Where = tuple[str, str, str]
-    """Test, step and device."""
+    """Key of a baseline: test, step and device."""
     Test = tuple[str, str]
-    """The file of a test, and its name in there."""
+    """Key of a test: its file, and its name there."""
 
 
-# The file of baselines for the work of steps.
+# Baseline file for the work of steps:
+# ``{test: {step: {device: {"tokens": 3, versions: {group: {name: times}}}}}}``.
 #
-# ``{test: {step: {device: {"tokens": 3, versions: {group: {name: times}}}}}}``. A run reads and
-# writes the entries of its own versions and leaves the others as they are.
+# A run reads and writes the entries of its own versions and leaves the others as they are.
 
 
 NAME = "roseinfer-costs.json"
@@ -52,18 +52,18 @@ UPDATE = "--roseinfer-update-costs"
 
 
 def name_of(file: Path, test_file: Path, test: str) -> str:
-    """Return the name of a test in a file of baselines, which is the same wherever both lie."""
+    """Return the name of a test in a baseline file, relative to that file."""
     return f"{os.path.relpath(test_file, file.parent).replace(os.sep, '/')}::{test}"
 
 
 def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> StepWork:
-    """Return the work that was recorded for ``where`` with these versions."""
+    """Return the recorded work for ``where`` and these versions; raise if it is missing."""
     test, step, device = where
     devices = read_steps(file).get(test, {}).get(step, {})
     entry = devices.get(device)
     if entry is None:
         others = f", which has one on {', '.join(sorted(devices))}" if devices else ""
-        where_looked = f"in {file}{others}" if file.exists() else f"since {file} is not there"
+        where_looked = f"in {file}{others}" if file.exists() else f"since {file} does not exist"
         raise CannotCompare(
             f"no baseline for {step!r} of {test} on {device} {where_looked}: {UPDATE} records one"
         )
@@ -85,40 +85,42 @@ def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> Step
 
 
 def as_entry(work: StepWork, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Lay the work out as in the file, which has no line for a group that counted nothing."""
+    """Convert work to the file's format, without groups whose counts are all 0."""
     entry: dict[str, Any] = {TOKENS: work.tokens}
     for name, group in GROUPS.items():
         counts = entry.setdefault(versions[group.depends_on], {})
-        if happened := {what: times for what, times in work.groups[name].items() if times}:
-            counts[name] = happened
+        if nonzero := {thing: times for thing, times in work.groups[name].items() if times}:
+            counts[name] = nonzero
     return entry
 
 
 def update(file: Path, measured: Iterable[tuple[Where, Mapping[str, Any]]]) -> None:
-    """Put what was measured into a file, beside all else that it holds."""
+    """Write measured baselines to a file, and keep its other entries."""
     steps = read_steps(file)
     for (test, step, device), new in measured:
         devices = steps.setdefault(test, {}).setdefault(step, {})
         old = devices.get(device, {})
-        # Counts of other versions are useless once the step brings another number of tokens.
+        # Counts of other versions are useless once the step's number of tokens has changed.
         devices[device] = {**(old if old.get(TOKENS) == new[TOKENS] else {}), **new}
     write_steps(file, steps)
 
 
-# Entries of a file of baselines that no test stands for any more: it, or its step, was renamed.
+# Stale baselines: entries whose test or step was renamed or removed.
 
 
 def is_of_whole_file(item: pytest.Item) -> bool:
-    """Return True if all tests of this one's file are collected, whatever is deselected later."""
-    said, here = item.config.args, item.config.invocation_params.dir
-    in_part = {(here / each.partition("::")[0]).resolve() for each in said if "::" in each}
+    """Return True if all tests of this test's file were collected, before deselection."""
+    arguments, here = item.config.args, item.config.invocation_params.dir
+    in_part = {(here / each.partition("::")[0]).resolve() for each in arguments if "::" in each}
     return not item.config.getoption("lf", False) and item.path.resolve() not in in_part
 
 
-def left_behind(file: Path, tests: Iterable[Test], measured: Collection[Where]) -> Iterator[str]:
-    """Yield the names of entries: of tests that are gone, and of steps that a test has no more.
+def stale_baselines(
+    file: Path, tests: Iterable[Test], measured: Collection[Where]
+) -> Iterator[str]:
+    """Yield the names of entries whose test is gone, or whose test no longer has the step.
 
-    ``tests`` are all of their files, and ``measured`` is what this run found.
+    ``tests`` must be all tests of their files; ``measured`` are the steps of this run.
     """
     known = {name_of(file, Path(path), test) for path, test in tests}
     whole_files = {name.partition("::")[0] for name in known}
@@ -135,53 +137,53 @@ def left_behind(file: Path, tests: Iterable[Test], measured: Collection[Where]) 
                 yield f"{test}, {step}"
 
 
-# The gate of work compares steps with their baselines, or writes new baselines.
+# The gate.
 
 
 _TITLE = "roseinfer: work of steps"
-_COLLECTED = ("compared", "less", "more", "bytes", "measured", "tests")
+_COLLECTED = ("compared", "decreases", "increases", "bytes", "measured", "tests")
 
 
 class CostGate(Gate):
-    """Tests add what they find to the public attributes."""
+    """Gate of the work of steps; tests add their results to the public attributes."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self.compared = 0
-        """How many steps did no more than their baselines."""
-        self.less: list[str] = []
-        """What steps did less of, in words."""
-        self.more: list[str] = []
-        """What steps did more of, as the failures of their tests say."""
+        """Number of steps that did no more work than their baselines."""
+        self.decreases: list[str] = []
+        """Descriptions of decreased counts."""
+        self.increases: list[str] = []
+        """Descriptions of increased counts, as in the failures of their tests."""
         self.bytes: list[str] = []
-        """What steps moved, beside the least, in words."""
+        """Descriptions of steps' traffic next to the minimum."""
         self.measured: list[tuple[str, Where, dict[str, Any]]] = []
-        """The baselines to write at the end of the run, each with its file."""
+        """Baselines to write at the end of the run, each with its file."""
         self.tests: list[Test] = []
-        """The tests of this run's files, where all of a file's were collected."""
+        """Tests of all files that were collected as a whole."""
         self._written: list[str] = []
-        self._left_behind: list[str] = []
+        self._stale_baselines: list[str] = []
 
     def note_collected(self, item: pytest.Item) -> None:
-        """Note that there is such a test."""
+        """Record a collected test, to find stale baselines."""
         if is_of_whole_file(item):
             self.tests.append((str(item.path), item.nodeid.partition("::")[2]))
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COLLECTED}
 
-    def add(self, seen: dict[str, Any]) -> None:
+    def add(self, collected: dict[str, Any]) -> None:
         for name in _COLLECTED:
-            setattr(self, name, getattr(self, name) + seen[name])
+            setattr(self, name, getattr(self, name) + collected[name])
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         problem = self._write(passed=passed) or (self._nothing_done() if passed else "")
         return [problem] if problem else []
 
     def _write(self, *, passed: bool) -> str:
-        """Write what was measured; return why not all of it was, if so.
+        """Write measured baselines; return an error message, or "".
 
-        If all passed, each test has measured all of its steps, and those that it has no more show.
+        Report stale baselines only if all tests passed: each has then measured all of its steps.
         """
         by_file = defaultdict(list)
         for file, where, entry in self.measured:
@@ -192,28 +194,28 @@ class CostGate(Gate):
             except (CannotCompare, OSError) as error:
                 return f"{UPDATE}: {error}"
             self._written.append(file)
-            gone = left_behind(Path(file), self.tests, [where for where, _ in entries])
+            gone = stale_baselines(Path(file), self.tests, [where for where, _ in entries])
             names = "; ".join(gone) if passed else ""
             if names:
-                self._left_behind.append(
-                    f"{file} has baselines that nothing checks: {names}. Delete them there"
+                self._stale_baselines.append(
+                    f"{file}: stale baselines that nothing checks: {names}; delete them there"
                 )
         return ""
 
     def _nothing_done(self) -> str:
-        """Return why a run that asked for this gate did not apply it, if so."""
-        asked = settings.current()
-        if asked.update_costs and not self.measured:
+        """Return an error if the options request this gate and no test used it, or ""."""
+        run_settings = settings.current()
+        if run_settings.update_costs and not self.measured:
             return f"{UPDATE}: no test of this run measured a step"
-        if asked.costs_requested and not (self.compared or self.measured):
+        if run_settings.costs_requested and not (self.compared or self.measured):
             return "--roseinfer-costs: no test of this run compared a step with its baseline"
         return ""
 
     def in_markdown(self) -> Iterable[str]:
-        said = [*self.more, *self.less, *self.problems]
-        if said or self.compared:
+        messages = [*self.increases, *self.decreases, *self.problems]
+        if messages or self.compared:
             yield from (f"### {_TITLE}", "", f"- {self._count()}", "")
-            yield from (f"```\n{each}\n```" for each in [*self.bytes, *said])
+            yield from (f"```\n{each}\n```" for each in [*self.bytes, *messages])
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
         if not (self.compared or self.bytes or self._written or self.problems):
@@ -223,34 +225,35 @@ class CostGate(Gate):
             reporter.line(self._count())
         for line in self.bytes:
             reporter.line(line)
-        for line in self.less:
+        for line in self.decreases:
             reporter.line(line, yellow=True)
-        if self.less:
-            reporter.line(f"{UPDATE} makes these their baselines", yellow=True)
+        if self.decreases:
+            reporter.line(f"{UPDATE} writes these as the baselines", yellow=True)
         for file in self._written:
             reporter.line(f"written: {file}")
-        for line in self._left_behind:
+        for line in self._stale_baselines:
             reporter.line(line, yellow=True)
         show_problems(reporter, self.problems)
 
     def _count(self) -> str:
-        return f"{self.compared} did no more than their baselines say"
+        return f"{self.compared} did no more than their baselines"
 
 
-# What a test gives to be called gets no arguments; what cannot be called so is refused.
+# Callbacks of tests, which are called without arguments.
 
 
 def require_calls(needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
-    """Raise where what was given by one of these names cannot be called; None may be optional."""
-    given = {name: call for name, call in optional.items() if call is not None}
-    for name, call in {**needed, **given}.items():
+    """Raise if one of these arguments cannot be called without arguments; optional ones may be
+    None."""
+    present = {name: call for name, call in optional.items() if call is not None}
+    for name, call in {**needed, **present}.items():
         _require_call(name, call)
 
 
 def _require_call(name: str, call: object) -> None:
     if not callable(call):
         raise CannotCompare(f"{name}= must be a function, and is {call!r}")
-    with suppress(ValueError):  # of a function in C that does not say what it takes
+    with suppress(ValueError):  # a C function without a signature
         signature = inspect.signature(call)
         try:
             signature.bind()
@@ -259,17 +262,17 @@ def _require_call(name: str, call: object) -> None:
 
 
 class Costs:
-    """Compares steps of one test with their baselines."""
+    """Comparisons of one test's steps with their baselines."""
 
     def __init__(self, item: pytest.Item, marked: Mapping[str, Sequence[str]]) -> None:
         """``marked`` holds the arguments of the test's markers."""
         self.checked: set[str] = set()
         self._config = item.config
         self._gate = CostGate.of(item.config)
-        self._asked = settings.current()
-        self._device = self._asked.device.partition(":")[0]
-        self._marked = marked
-        self._file = Path(self._asked.costs or item.path.parent / NAME)
+        self._settings = settings.current()
+        self._device = self._settings.device.partition(":")[0]
+        self._marker_arguments = marked
+        self._file = Path(self._settings.costs or item.path.parent / NAME)
         self._test = name_of(self._file, item.path, item.nodeid.partition("::")[2])
 
     def check(
@@ -281,17 +284,17 @@ class Costs:
         before: Callable[[], object] | None = None,
         counters: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        """Fail if ``step``, which brings ``tokens`` tokens, does more than its baseline.
+        """Fail if ``step``, which generates ``tokens`` tokens, does more work than its baseline.
 
-        The step runs six times. ``before`` runs ahead of each and sets up what the step is
-        about: the end of a block, say, or shared blocks. ``counters`` returns what your code
-        counts itself, numbers that only ever rise. ``name`` tells the steps of a test apart.
+        The step runs six times. ``before`` runs before each and sets up the state that the step
+        is about, such as a full block or shared blocks. ``counters`` returns counts of your own
+        code, which must only rise. ``name`` is unique among the steps of a test.
         """
         with self._checking(name, tokens):
             require_calls({"step": step}, {"before": before, "counters": counters})
-            own = OwnCode(self._marked.get("packages", ()))
+            own = OwnCode(self._marker_arguments.get("packages", ()))
             work = measure_work(Step(step, tokens, before, counters), own, self._device)
-            self._compare(name, work, self._marked.get("must_not_drop", ()))
+            self._compare(name, work, self._marker_arguments.get("must_not_drop", ()))
 
     def check_bytes(
         self,
@@ -306,58 +309,63 @@ class Costs:
     ) -> None:
         """Fail if the operations and kernels of ``step`` must move more bytes than its baseline.
 
-        The step runs three times, each time after ``before``, which brings it to the same
-        contexts. ``weights`` are modules or tensors, and ``cache`` the tensors of keys and
-        values, which a step writes in place: one that it replaces is no longer known as theirs.
-        ``context_bytes`` is called behind a step and returns how many bytes the keys and values
-        of its sequences take, the new ones included: the least is worked out from it, and a step
-        that moves less fails.
+        The step runs three times, each time after ``before``, which restores the same contexts.
+        ``weights`` are modules or tensors, and ``cache`` the tensors of keys and values, which a
+        step must write in place: tensors that replace them are not recognised.
+        ``context_bytes`` is called after a step and returns the bytes of keys and values of its
+        sequences, including the new ones. The minimum is computed from it, and a step that moves
+        less fails.
         """
         with self._checking(name, tokens):
             require_calls({"step": step, "context_bytes": context_bytes}, {"before": before})
             memory = StepMemory(weights, cache, context_bytes)
-            found = measure_bytes(Step(step, tokens, before), memory, self._device)
-            said = "\n".join(found.in_words())
-            self._gate.bytes.append(f"{self._test}, {name}: {said}")
-            self._compare(name, found.work, ())
+            traffic = measure_bytes(Step(step, tokens, before), memory, self._device)
+            description = "\n".join(traffic.in_words())
+            self._gate.bytes.append(f"{self._test}, {name}: {description}")
+            self._compare(name, traffic.work, ())
 
     @contextmanager
     def _checking(self, name: str, tokens: int) -> Iterator[None]:
-        """Begin a check by a new name; one that can compare nothing fails the test."""
+        """Run a check under a new name; a check that cannot compare fails the test."""
         if tokens < 1:
-            raise ValueError(f"a step that brings {tokens} tokens is no decode step")
+            raise ValueError(f"tokens={tokens}: a decode step generates 1 token or more")
         if name in self.checked:
-            raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
+            raise ValueError(
+                f"{self._test}: already checked a step named {name!r}; use another name"
+            )
         self.checked.add(name)
         try:
-            read_steps(self._file)  # a broken file fails this test, and not the end of the run
-            with fast_interpreter() if self._asked.fast_interpreter else nullcontext():
+            read_steps(self._file)  # fail this test, not the end of the run, if the file is broken
+            with fast_interpreter() if self._settings.fast_interpreter else nullcontext():
                 yield
         except CannotCompare as error:
             raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
 
     def _compare(self, name: str, work: StepWork, must_not_drop: Sequence[str]) -> None:
         where = (self._test, name, self._device)
-        versions = versions_here(self._marked.get("keyed_by", ()))
-        if self._asked.update_costs:
+        versions = versions_here(self._marker_arguments.get("keyed_by", ()))
+        if self._settings.update_costs:
             require_counters(must_not_drop, work.groups["counters"])
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
             self._keep(where, work, None)
             return
-        was = read_baseline(self._file, where, versions)
-        verdict = judge(work, was, must_not_drop)
+        baseline = read_baseline(self._file, where, versions)
+        verdict = judge(work, baseline, must_not_drop)
         self._keep(where, work, verdict)
-        lines = "\n  ".join(verdict.worse + verdict.less)
-        if verdict.worse:
-            more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
-            self._gate.more.append(f"{self._test}, {more}")
-            pytest.fail(f"{more}\nIf that is meant, {UPDATE} makes it the baseline.", pytrace=False)
+        lines = "\n  ".join(verdict.increases + verdict.decreases)
+        if verdict.increases:
+            message = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
+            self._gate.increases.append(f"{self._test}, {message}")
+            pytest.fail(
+                f"{message}\nIf that is intended, write the new baseline with {UPDATE}.",
+                pytrace=False,
+            )
         self._gate.compared += 1
         if lines:
-            self._gate.less.append(f"{self._test}, {name} does less:\n  {lines}")
+            self._gate.decreases.append(f"{self._test}, {name} does less:\n  {lines}")
 
     def _keep(self, where: Where, work: StepWork, verdict: CostVerdict | None) -> None:
-        if self._asked.timing.folder:
+        if self._settings.timing.folder:
             from pytest_roseinfer.gates.history import HistoryGate
 
-            HistoryGate.of(self._config).keep_work(where, work, verdict)
+            HistoryGate.of(self._config).record_work(where, work, verdict)

@@ -1,4 +1,4 @@
-"""The contract of a gate, what its two outcomes are, and the files of baselines."""
+"""Base class of gates, their place in a run, and baseline files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 _GATES = pytest.StashKey[dict[type["Gate"], "Gate"]]()
 _FROM_WORKER = "roseinfer_gates"
 _MUST_CHECK = {"roseinfer_costs": "checked", "roseinfer_tpot": "timed"}
-"""A test that takes one of these fixtures must do this to a step with it."""
+"""Fixtures that a test must use if it takes them, with the verb for the message."""
 
 
 class CannotCompare(Exception):
-    """A step cannot be compared with anything; the message says why."""
+    """Error that makes a comparison impossible; the message says why."""
 
 
 class Gate(ABC):
-    """A subclass says what it collects and when that fails the run."""
+    """A check that can fails a run besides its tests; subclasses collect and judge results."""
 
     judged_last = False
-    """A gate that reports how the run ended must be judged after those that can still fail it."""
+    """True for a gate that reports how the run ended, after the gates that can still fail it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -36,7 +36,7 @@ class Gate(ABC):
 
     @classmethod
     def of(cls, config: pytest.Config) -> Self:
-        """Return this run's gate, and make it if there is none yet."""
+        """Return this run's gate of this class; create it on first use."""
         gates = config.stash.setdefault(_GATES, {})
         if cls not in gates:
             gates[cls] = cls(config)
@@ -45,28 +45,28 @@ class Gate(ABC):
         return gate
 
     def to_json(self) -> Any:
-        """Return what a worker sends to its controller; nothing is sent if that is empty."""
+        """Return the data that a worker sends to its controller; an empty value is not sent."""
         return None
 
     def add(self, seen: Any) -> None:
-        """Add what ``to_json`` of a worker's gate returned."""
+        """Merge the data that a worker's gate returned from ``to_json``."""
         raise NotImplementedError
 
     @abstractmethod
     def judge(self, *, passed: bool) -> Sequence[str]:
-        """Write files and return the problems; ``passed`` says that no test failed."""
+        """Write files and return the problems; ``passed`` is True if no test failed."""
 
     @abstractmethod
     def in_markdown(self) -> Iterable[str]:
         """Return the lines of a GitHub step summary."""
 
     def figures(self) -> Mapping[str, str]:
-        """Return figures for the page of the run, as SVG, by their titles."""
+        """Return figures for the run's HTML report, as SVG by title."""
         return {}
 
     @abstractmethod
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        """Write a section of the terminal's summary, if there is anything to say."""
+        """Write a section of the terminal summary, unless it would be empty."""
 
 
 def show_problems(reporter: pytest.TerminalReporter, problems: Iterable[str]) -> None:
@@ -75,14 +75,14 @@ def show_problems(reporter: pytest.TerminalReporter, problems: Iterable[str]) ->
 
 
 def finish(session: pytest.Session) -> None:
-    """Judge every gate of this run; a worker only sends what it saw."""
+    """Judge all gates of this run; in a worker, only send their data to the controller."""
     gates = _gates(session.config)
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_FROM_WORKER] = {
-            f"{type(gate).__module__}:{type(gate).__qualname__}": seen
+            f"{type(gate).__module__}:{type(gate).__qualname__}": collected
             for gate in gates
-            if (seen := gate.to_json())
+            if (collected := gate.to_json())
         }
         return
     for gate in gates:
@@ -94,12 +94,12 @@ def finish(session: pytest.Session) -> None:
                 summary.writelines(f"{line}\n" for line in gate.in_markdown())
 
 
-def take_over(config: pytest.Config, output: Mapping[str, Any]) -> None:
-    """Add what a worker saw to the gates of its controller."""
-    from pkgutil import resolve_name  # few runs have workers, and all import this file
+def merge_worker_output(config: pytest.Config, output: Mapping[str, Any]) -> None:
+    """Merge a worker's data into the gates of the controller."""
+    from pkgutil import resolve_name  # imported late: few runs have workers
 
-    for name, seen in output.get(_FROM_WORKER, {}).items():
-        resolve_name(name).of(config).add(seen)
+    for name, collected in output.get(_FROM_WORKER, {}).items():
+        resolve_name(name).of(config).add(collected)
 
 
 def show(reporter: pytest.TerminalReporter) -> None:
@@ -109,14 +109,14 @@ def show(reporter: pytest.TerminalReporter) -> None:
 
 def figures_of(config: pytest.Config) -> dict[str, str]:
     """Return the figures of all gates of this run."""
-    return {title: drawn for gate in _gates(config) for title, drawn in gate.figures().items()}
+    return {title: svg for gate in _gates(config) for title, svg in gate.figures().items()}
 
 
 def require_checks(item: pytest.Item) -> None:
-    """Fail a test that took a gate's fixture and never used it."""
-    taken = getattr(item, "funcargs", {})
+    """Fail a test that took a gate's fixture without using it."""
+    fixtures = getattr(item, "funcargs", {})
     for fixture, done in _MUST_CHECK.items():
-        if fixture in taken and not taken[fixture].checked:
+        if fixture in fixtures and not fixtures[fixture].checked:
             pytest.fail(f"the test took {fixture} and {done} no step with it", pytrace=False)
 
 
@@ -124,45 +124,45 @@ def _gates(config: pytest.Config) -> list[Gate]:
     return sorted(config.stash.get(_GATES, {}).values(), key=lambda gate: gate.judged_last)
 
 
-# Files of baselines, which are kept with the tests: ``{"format": 1, "steps": {test: ...}}``.
+# Baseline files, which are kept with the tests: ``{"format": 1, "steps": {test: ...}}``.
 
 
 FORMAT = 1
-"""This number rises when a reader would misunderstand older files."""
+"""Format version of baseline files; raised on incompatible changes."""
 _LEAST_DEPTH = 3
-"""The steps, a test's, and what is known of one are objects."""
+"""Levels that must be JSON objects: all steps, those of a test, and each step."""
 
-_REMEDY = "Restore it from git, or delete it and record all of its steps anew"
+_REMEDY = "Restore it from git, or delete it and record all of its steps again"
 
 
 def read_steps(file: Path) -> dict[str, Any]:
-    """Return what a file says about steps; a file that does not exist says nothing."""
+    """Return the steps of a baseline file; a missing file has none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise CannotCompare(f"{file} cannot be read: {error}. {_REMEDY}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or "steps" not in found:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or "steps" not in content:
         raise CannotCompare(f"{file} is not of format {FORMAT}. {_REMEDY}")
-    steps: dict[str, Any] = found["steps"]
+    steps: dict[str, Any] = content["steps"]
     if wrong := _wrong(steps, "steps", _LEAST_DEPTH):
         raise CannotCompare(f"{file}: {wrong}. {_REMEDY}")
     return steps
 
 
-def _wrong(found: object, place: str, depth: int) -> str:
-    """Say at which place there is neither an object nor a number, or return an empty text."""
-    if isinstance(found, dict):
-        within = (_wrong(each, f"{place}.{name}", depth - 1) for name, each in found.items())
+def _wrong(value: object, place: str, depth: int) -> str:
+    """Describe the first value that is neither an object nor a number; "" if all are valid."""
+    if isinstance(value, dict):
+        within = (_wrong(each, f"{place}.{name}", depth - 1) for name, each in value.items())
         return next(filter(None, within), "")
     if depth > 0:
         return f"{place} must be an object"
-    return "" if isinstance(found, int | float) else f"{place} must be a number"
+    return "" if isinstance(value, int | float) else f"{place} must be a number"
 
 
 def write_steps(file: Path, steps: dict[str, Any]) -> None:
-    """Write the file in one move, so that nobody reads half of it."""
+    """Write the file atomically, so that no reader sees half of it."""
     text = json.dumps({"format": FORMAT, "steps": steps}, indent=1, sort_keys=True)
     draft = file.with_name(f"{file.name}.{os.getpid()}")
     file.parent.mkdir(parents=True, exist_ok=True)

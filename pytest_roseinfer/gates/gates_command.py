@@ -1,4 +1,4 @@
-"""``roseinfer gates``: what the figures that runs have kept say."""
+"""Command ``roseinfer gates``: history and report of recorded gate results."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-HELP = "what runs of pytest kept of their gates, over time"
+HELP = "show the gate results that pytest runs recorded, over time"
 DESCRIPTION = (
-    "Look at the times and the work of decode steps that runs of pytest kept with "
+    "Show the times and the work of decode steps that pytest runs recorded with "
     "--roseinfer-timings FOLDER."
 )
 _USAGE_ERROR = 4
-"""As pytest ends where its options make no sense."""
+"""Exit code of pytest for a usage error."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="history|report", required=True)
-    for name, what in (
-        ("history", "draw FOLDER/history.svg, and name the commits at which a figure changed"),
-        ("report", "write the newest run as Markdown, for a pull request"),
+    for name, words in (
+        ("history", "draw FOLDER/history.svg, and list the commits at which a figure changed"),
+        ("report", "print the newest run as Markdown, for a pull request"),
     ):
-        kind = kinds.add_parser(name, help=what, description=what)
-        kind.add_argument("folder", type=Path, metavar="FOLDER", help="that of --roseinfer-timings")
+        kind = kinds.add_parser(name, help=words, description=words)
+        kind.add_argument("folder", type=Path, metavar="FOLDER", help="see --roseinfer-timings")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The kept history of gates: its file, its trends and change points, and its charts."""
+"""History of gate results: its file, trends, change points, and charts."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pytest_roseinfer.gates.step_work import CostVerdict, StepWork
-    from pytest_roseinfer.gates.timing_report import Timed
+    from pytest_roseinfer.gates.timing_report import TimedComparison
 
-# The file that keeps the figures of gates: a line of JSON for each run, the newest last.
+# History file: a line of JSON per run, the newest last.
 
 
 HISTORY_NAME = "history.jsonl"
 FORMAT = 1
-"""This number rises when a reader would misunderstand older lines."""
+"""Format version of the file's lines; raised on incompatible changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRun:
-    """What one run of pytest found; docs/reference.md describes the fields."""
+class RunFigures:
+    """Results of one pytest run; docs/reference.md describes the fields."""
 
     format: int = FORMAT
-    when: str
+    timestamp: str
     commit: str
-    changed: bool
+    dirty: bool
     environment: Mapping[str, str]
     times: Sequence[dict[str, Any]] = field(default_factory=tuple)
     work: Sequence[dict[str, Any]] = field(default_factory=tuple)
 
     @property
     def label(self) -> str:
-        """The commit as people say it."""
-        return f"{self.commit[:9] or 'no commit'}{' with changes' if self.changed else ''}"
+        """Short name of the commit, for people."""
+        return f"{self.commit[:9] or 'no commit'}{' with changes' if self.dirty else ''}"
 
 
-def append_run(folder: Path, run: KeptRun) -> Path:
-    """Add a run to the file of a folder in one write, so that two runs cannot mix their lines."""
+def append_run(folder: Path, run: RunFigures) -> Path:
+    """Append a run to a folder's file in one write, so that two runs cannot mix their lines."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / HISTORY_NAME
     with file.open("ab", buffering=0) as lines:
@@ -61,8 +61,8 @@ def append_run(folder: Path, run: KeptRun) -> Path:
     return file
 
 
-def read_runs(folder: Path) -> list[KeptRun]:
-    """Return the runs that a folder keeps, the oldest first."""
+def read_runs(folder: Path) -> list[RunFigures]:
+    """Return the recorded runs of a folder, the oldest first."""
     file = folder / HISTORY_NAME
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -70,21 +70,21 @@ def read_runs(folder: Path) -> list[KeptRun]:
         raise CannotCompare(f"{file} cannot be read: {error}") from error
     runs = [_read(line, f"{file}, line {at}") for at, line in enumerate(lines, 1)]
     if not runs:
-        raise CannotCompare(f"{file} keeps no run")
-    return sorted(runs, key=lambda run: run.when)
+        raise CannotCompare(f"{file}: no recorded run; record one with --roseinfer-timings")
+    return sorted(runs, key=lambda run: run.timestamp)
 
 
-def _read(line: str, where: str) -> KeptRun:
+def _read(line: str, where: str) -> RunFigures:
     try:
-        said = json.loads(line)
-        if said["format"] != FORMAT:
-            raise CannotCompare(f"{where} is of format {said['format']}, and not of {FORMAT}")
-        return KeptRun(**said)
+        entry = json.loads(line)
+        if entry["format"] != FORMAT:
+            raise CannotCompare(f"{where}: format is {entry['format']}, expected {FORMAT}")
+        return RunFigures(**entry)
     except (ValueError, TypeError, KeyError) as error:
-        raise CannotCompare(f"{where} is no run of gates: {error!r}") from error
+        raise CannotCompare(f"{where}: not a recorded run: {error!r}") from error
 
 
-# A trend is one figure of a step, run after run.
+# Trends: one figure of a step over the runs.
 
 
 TIME = "time of a step (us)"
@@ -93,17 +93,17 @@ RATIO = "here / there"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    run: KeptRun
+    run: RunFigures
     value: float
 
 
 @dataclass(slots=True)
 class Trend:
     step: str
-    """The test, and where it runs or what it is compared with."""
+    """The test, with its device or the reference that it is compared with."""
     figure: str
     exact: bool
-    """Counts are the same every time, and times are not."""
+    """True for counts, which repeat exactly; False for times."""
     points: list[Point] = field(default_factory=list)
 
     @property
@@ -111,17 +111,17 @@ class Trend:
         return f"{self.step}, {self.figure}"
 
 
-def trends_of(runs: Sequence[KeptRun]) -> list[Trend]:
-    """Put together what runs say about the same figure; counts that stay 0 are left out."""
-    found: dict[tuple[str, str], Trend] = {}
+def trends_of(runs: Sequence[RunFigures]) -> list[Trend]:
+    """Group the runs' values by figure; leave out figures that are always 0."""
+    trends: dict[tuple[str, str], Trend] = {}
     for run in runs:
         for step, figure, exact, value in _figures(run):
-            trend = found.setdefault((step, figure), Trend(step, figure, exact))
+            trend = trends.setdefault((step, figure), Trend(step, figure, exact))
             trend.points.append(Point(run, value))
-    return [trend for trend in found.values() if any(point.value for point in trend.points)]
+    return [trend for trend in trends.values() if any(point.value for point in trend.points)]
 
 
-def _figures(run: KeptRun) -> Iterator[tuple[str, str, bool, float]]:
+def _figures(run: RunFigures) -> Iterator[tuple[str, str, bool, float]]:
     for timed in run.times:
         here = timed["here"]
         yield f"{timed['test']} on {here['device']}", TIME, False, here["paired_tpot_us"]
@@ -132,15 +132,14 @@ def _figures(run: KeptRun) -> Iterator[tuple[str, str, bool, float]]:
             yield step, group, True, count
 
 
-# A change point is a run from which on a figure is another.
+# Change points: runs from which on a figure has another value.
 #
-# Counts are exact: any difference is a change. Times are not, and which of their moves are changes
-# the library ruptures finds: segments of the logarithms whose distributions differ, by a kernel
-# that an outlier of any size moves no further than a small one.
+# Counts are exact, so any difference is a change. For times, the library ruptures finds segments of
+# the logarithms whose distributions differ, with a kernel that bounds the influence of outliers.
 
 
 _LEAST_RUNS = 3
-"""So many times on either side of a change: fewer could be a busy day."""
+"""Minimum number of times on either side of a change: fewer could be a busy day."""
 _MISSING = (
     "change points of times need ruptures, which is not installed: pip install 'roseinfer[history]'"
 )
@@ -150,17 +149,17 @@ _MISSING = (
 class ChangePoint:
     trend: Trend
     at: int
-    """The first point after the change."""
+    """Index of the first point after the change."""
     before: float
     after: float
-    """The median values on either side, up to the next change."""
+    """Median after the change, up to the next one; ``before`` is that before it."""
 
     def __str__(self) -> str:
         earlier, later = (self.trend.points[at].run for at in (self.at - 1, self.at))
         by = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
         lines = [
             f"{self.trend.title}: {self.before:g} -> {self.after:g}{by} at {later.label} "
-            f"({later.when}), the run before was {earlier.label}"
+            f"({later.timestamp}), the run before was {earlier.label}"
         ]
         differed = differences(earlier.environment, later.environment)
         lines += [f"  {line}" for line in differed or ["the environment is the same"]]
@@ -168,7 +167,7 @@ class ChangePoint:
 
 
 def require_library() -> None:
-    """Raise ``CannotCompare`` where the library that finds changes of times is not installed."""
+    """Raise ``CannotCompare`` if the library that finds changes of times is not installed."""
     if not is_installed("ruptures"):
         raise CannotCompare(_MISSING)
 
@@ -189,48 +188,48 @@ def _differing(values: Sequence[float]) -> list[int]:
 
 
 def _segments(values: Sequence[float]) -> list[int]:
-    """Return where segments begin but for the first, as ruptures divides the values."""
+    """Return the starts of the segments that ruptures finds, without the first."""
     if len(values) < 2 * _LEAST_RUNS:
         return []
     import numpy as np
     from ruptures import KernelCPD
 
     logs = np.log(np.asarray(values)).reshape(-1, 1)
-    # With this penalty 1 to 4 of 100 histories of 8 to 150 runs that never changed show a change.
+    # With this penalty, 1 to 4 of 100 histories of 8 to 150 unchanged runs show a false change.
     penalty = 1 + math.log(len(values)) / 2
-    found = KernelCPD(kernel="rbf", min_size=_LEAST_RUNS).fit(logs).predict(pen=penalty)
-    return [int(first) for first in found[:-1]]
+    ends = KernelCPD(kernel="rbf", min_size=_LEAST_RUNS).fit(logs).predict(pen=penalty)
+    return [int(first) for first in ends[:-1]]
 
 
-# The chart of a kept history: each figure over the runs, with its change points.
+# Chart of a history: each figure over the runs, with its change points.
 
 
 _LINE, _CHANGE = "#4c72b0", "#c44e52"
 _MOST_LABELS = 12
-"""Commits named along an axis; with more, some are left out."""
+"""Maximum commits named along an axis; with more runs, some are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a folder's runs say over time."""
+    """Trends and change points of a folder's runs."""
 
     trends: Sequence[Trend]
     changes: Sequence[ChangePoint]
 
     @classmethod
-    def of(cls, runs: Sequence[KeptRun]) -> History:
+    def of(cls, runs: Sequence[RunFigures]) -> History:
         require_library()
         trends = trends_of(runs)
         return cls(trends, [change for trend in trends for change in change_points(trend)])
 
     @property
     def drawn(self) -> Sequence[Trend]:
-        """All but the counts that never changed, whose line says nothing."""
+        """Trends worth a chart: all except counts that never changed."""
         moving = [change.trend for change in self.changes]
         return [trend for trend in self.trends if not trend.exact or trend in moving]
 
     def chart(self) -> str:
-        """Return SVG with a chart for each trend, one below the other."""
+        """Return SVG with a chart per trend, one below the other."""
         if not is_installed("matplotlib"):
             missing = "no chart: matplotlib is not installed (pip install 'roseinfer[plot]')"
             raise CannotCompare(missing)
@@ -253,9 +252,9 @@ def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
     for change in changes:
         axes.axvline(change.at - 0.5, color=_CHANGE, linewidth=1)
         commit = trend.points[change.at].run.label
-        said = f"{commit}: {change.before:g} -> {change.after:g}"
+        label = f"{commit}: {change.before:g} -> {change.after:g}"
         axes.annotate(
-            said, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
+            label, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
             color=_CHANGE, xytext=(3, -9), textcoords="offset points",
         )  # fmt: skip
     every = -(-len(values) // _MOST_LABELS)
@@ -266,18 +265,18 @@ def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
     axes.margins(y=0.25)
 
 
-# The chart of a run's comparisons: both sides in this run, and the ratio in every kept run.
+# Chart of a run's comparisons: both sides in this run, and the ratio in every recorded run.
 
 
 PLOT_NAME = "timings.png"
 _OUTLIERS = 0.02
-"""This share of the turns, the slowest, is off the chart: on a shared machine some take ages."""
+"""Share of the slowest turns that is off the chart: outliers of a shared machine."""
 _COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52"}
 _UNDECIDED = "#999999"
 
 
-def draw(folder: Path, newest: Sequence[Timed], runs: Sequence[KeptRun]) -> str:
-    """Draw ``timings.png`` into a folder; return why there is none, if so."""
+def draw(folder: Path, newest: Sequence[TimedComparison], runs: Sequence[RunFigures]) -> str:
+    """Draw ``timings.png`` into a folder; return "", or why it was not drawn."""
     if not is_installed("matplotlib"):
         return "no plot: matplotlib is not installed (pip install 'roseinfer[plot]')"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -287,14 +286,14 @@ def draw(folder: Path, newest: Sequence[Timed], runs: Sequence[KeptRun]) -> str:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(newest), 2, squeeze=False, width_ratios=(3, 2))
     for (left, right), timed in zip(axes, newest, strict=True):
-        own = [each for run in runs for each in run.times if each["test"] == timed.test]
-        _draw_turns(left, timed, own[-1])
-        _draw_ratios(right, own)
+        results = [each for run in runs for each in run.times if each["test"] == timed.test]
+        _draw_turns(left, timed, results[-1])
+        _draw_ratios(right, results)
     figure.savefig(folder / PLOT_NAME, dpi=120)
     return ""
 
 
-def _draw_turns(axes: Axes, timed: Timed, result: dict[str, Any]) -> None:
+def _draw_turns(axes: Axes, timed: TimedComparison, result: dict[str, Any]) -> None:
     turns = {
         side: sorted(1e6 * median(turn) for turn in timings.turns)
         for side, timings, _ in timed.sides()
@@ -313,7 +312,7 @@ def _draw_turns(axes: Axes, timed: Timed, result: dict[str, Any]) -> None:
 
 
 def _draw_ratios(axes: Axes, results: list[dict[str, Any]]) -> None:
-    """Draw ratios and no times, since runs on different machines share no other axis."""
+    """Draw ratios instead of times, which runs on different machines cannot share an axis for."""
     for at, each in enumerate(results):
         colour = _COLOURS.get(each["verdict"], _UNDECIDED)
         if each["interval"]:
@@ -330,21 +329,21 @@ OPTION = "--roseinfer-timings"
 
 
 class HistoryGate(Gate):
-    """Fails a run that was to keep figures and had none."""
+    """Gate that records results, and fails a run that has none to record."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
-        self.timed: list[Timed] = []
-        self.found_new = False
-        """A step of this run has nothing to be compared with, and so no figures."""
+        self.timed: list[TimedComparison] = []
+        self.has_new_steps = False
+        """True if a step is new in this run: it has no comparison and so no results."""
         self._work: list[dict[str, Any]] = []
         self._lines: list[str] = []
         self._chart = ""
 
-    def keep_work(
+    def record_work(
         self, where: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
     ) -> None:
-        """Keep the counts of a step; ``verdict`` is what a baseline said of them, if one did."""
+        """Record the counts of a step; ``verdict`` is None without a baseline."""
         test, step, device = where
         self._work.append(
             {
@@ -353,22 +352,22 @@ class HistoryGate(Gate):
                 "device": device,
                 "tokens": work.tokens,
                 "counts": {name: sum(each.values()) for name, each in work.groups.items()},
-                "more": verdict.worse if verdict else [],
-                "less": verdict.less if verdict else [],
+                "more": verdict.increases if verdict else [],
+                "less": verdict.decreases if verdict else [],
             }
         )
 
     def to_json(self) -> list[dict[str, Any]]:
         return self._work
 
-    def add(self, seen: list[dict[str, Any]]) -> None:
-        self._work += seen
+    def add(self, work: list[dict[str, Any]]) -> None:
+        self._work += work
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         folder = settings.current().timing.folder
         assert folder
         if not (self.timed or self._work):
-            missing = passed and not self.found_new
+            missing = passed and not self.has_new_steps
             return [f"{OPTION}: no test of this run timed or counted a step"] if missing else []
         try:
             self._keep(Path(folder))
@@ -377,11 +376,11 @@ class HistoryGate(Gate):
         return []
 
     def _keep(self, folder: Path) -> None:
-        commit, changed = commit_of(self.config.rootpath)
-        run = KeptRun(
-            when=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit, dirty = commit_of(self.config.rootpath)
+        run = RunFigures(
+            timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=commit,
-            changed=changed,
+            dirty=dirty,
             environment=environment_here(gpu=settings.current().gpu),
             times=[entry_of(each) for each in self.timed],
             work=self._work,
@@ -394,35 +393,35 @@ class HistoryGate(Gate):
         if settings.current().reports:
             self._draw(runs)
 
-    def _draw(self, runs: Sequence[KeptRun]) -> None:
-        """Draw the chart for the page of the run, or say what is missing for it."""
+    def _draw(self, runs: Sequence[RunFigures]) -> None:
+        """Draw the chart for the run's HTML report, or report the error that prevents it."""
         try:
             history = History.of(runs)
             drawn = history.chart() if history.drawn else ""
         except CannotCompare as error:
             self._lines.append(str(error))
             return
-        self._chart = drawn[drawn.find("<svg") :]  # what comes before is for a file of its own
+        self._chart = drawn[drawn.find("<svg") :]  # without the XML header of a standalone file
 
     def figures(self) -> Mapping[str, str]:
-        return {"What runs kept of their gates": self._chart} if self._chart else {}
+        return {"History of gate results": self._chart} if self._chart else {}
 
     def in_markdown(self) -> Iterable[str]:
         return [f"- {line}" for line in self._lines]
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
         if self._lines or self.problems:
-            reporter.section("roseinfer: figures kept")
+            reporter.section("roseinfer: recorded gate results")
             for line in self._lines:
                 reporter.line(line)
             show_problems(reporter, self.problems)
 
 
-# The newest kept run as Markdown, for a pull request.
+# The newest recorded run as Markdown, for a pull request.
 
 
-def in_markdown(runs: Sequence[KeptRun]) -> str:
-    """Say what the newest run found, and in what its environment differs from the run before."""
+def in_markdown(runs: Sequence[RunFigures]) -> str:
+    """Report the newest run, and how its environment differs from the previous run's."""
     newest = runs[-1]
     lines = [f"### Decode steps at {newest.label}", ""]
     for part in (_times(newest), _work(newest), _environment(runs)):
@@ -430,7 +429,7 @@ def in_markdown(runs: Sequence[KeptRun]) -> str:
     return "\n".join(lines)
 
 
-def _times(run: KeptRun) -> Iterator[str]:
+def _times(run: RunFigures) -> Iterator[str]:
     if run.times:
         yield table(run.times, "github")
         yield ""
@@ -446,7 +445,7 @@ def _judged(timed: dict[str, Any]) -> str:
     )
 
 
-def _work(run: KeptRun) -> Iterator[str]:
+def _work(run: RunFigures) -> Iterator[str]:
     if not run.work:
         return
     grew = [work for work in run.work if work["more"]]
@@ -457,9 +456,9 @@ def _work(run: KeptRun) -> Iterator[str]:
             yield from ("", f"`{work['test']}`, {work['step']}:", "", "```", *lines, "```")
 
 
-def _environment(runs: Sequence[KeptRun]) -> Iterator[str]:
+def _environment(runs: Sequence[RunFigures]) -> Iterator[str]:
     newest = runs[-1]
-    yield ", ".join(f"{name} {what}" for name, what in newest.environment.items())
+    yield ", ".join(f"{name} {text}" for name, text in newest.environment.items())
     for timed in newest.times:
         there, here = timed["there"]["versions"], timed["here"]["versions"]
         for line in differences(there, here):

@@ -1,4 +1,4 @@
-"""Paired measurements of a step on two sides: series, intervals, verdicts, and the tripwire."""
+"""Paired timing of a step on two sides: series, intervals and verdicts; and absolute baselines."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     Turns = list[list[float]]
     """The seconds of each step, in each turn of one side."""
 
-# How far a median can be trusted, and what that says about the ratio of two times.
+# Confidence intervals of a median ratio, and verdicts.
 
 
 _RESAMPLES = 20_000
-"""Enough for dozens to lie in the narrowest tail that is asked about."""
+"""Number of bootstrap resamples; enough for dozens in the narrowest tail in use."""
 _SEED = 20_011
-"""The same values always give the same interval, so a verdict can be computed again."""
+"""Fixed seed: the same values always give the same interval, so verdicts are reproducible."""
 
 
 class Verdict(StrEnum):
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The bounds of the ratio: time here over time there."""
+    """Bounds of the ratio of time here to time there."""
 
     low: float
     high: float
@@ -52,11 +52,11 @@ class Interval:
 
 
 UNBOUNDED = Interval(0.0, math.inf)
-"""What too few values say."""
+"""Interval of too few values."""
 
 
 def verdict_of(interval: Interval, margin: float) -> Verdict:
-    """Return what holds for the whole interval; a margin of 0.02 tolerates 2% more time."""
+    """Return the verdict on the whole interval; a margin of 0.02 tolerates 2% more time."""
     if interval.low > 1 + margin:
         return Verdict.SLOWER
     if interval.high < 1 / (1 + margin):
@@ -67,11 +67,11 @@ def verdict_of(interval: Interval, margin: float) -> Verdict:
 
 
 def median_interval(values: Sequence[float], error: float) -> Interval:
-    """Bound the median; on either side that is wrong with a probability of at most ``error``.
+    """Bound the median; each bound is wrong with a probability of at most ``error``.
 
-    The bounds are those of the percentile bootstrap, widened where needed to the interval
-    between two sorted values that holds for noise of any shape: with few values the bootstrap
-    alone promises too much.
+    The bounds are those of the percentile bootstrap, widened where needed to the interval of
+    order statistics, which holds for any distribution: with few values, bootstrap intervals are
+    too narrow.
     """
     if not (rank := _outermost(len(values), error)):
         return UNBOUNDED
@@ -86,7 +86,7 @@ def median_interval(values: Sequence[float], error: float) -> Interval:
 
 
 def _outermost(count: int, error: float) -> int:
-    """Return the largest rank whose value exceeds the true median with at most this error."""
+    """Return the largest rank whose value exceeds the true median with probability <= error."""
     rank, tail = 0, 1 / 2**count
     while tail <= error:
         rank += 1
@@ -94,28 +94,28 @@ def _outermost(count: int, error: float) -> int:
     return rank
 
 
-# A measurement that takes long says how far it is, in lines that reach a pipe as well.
+# Progress of long measurements, in lines that also work in a pipe.
 
 
 _FIRST = 2.0
-"""What takes no longer than so many seconds says nothing."""
+"""Seconds before the first line of progress."""
 _EVERY = 5.0
-"""Seconds between two lines, at least."""
+"""Minimum seconds between two lines."""
 
 
 class Progress:
-    """Hands lines to ``say``, and leaves out those that come too early."""
+    """Rate-limited lines of progress, printed with ``print_status``."""
 
     def __init__(
-        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, print_status: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._say = say
+        self._say = print_status
         self._clock = clock
         self._begin = clock()
         self._due = self._begin + _FIRST
 
     def note(self, words: Callable[[], str]) -> None:
-        """Say ``words()`` and the time that has passed, if a line is due."""
+        """Print ``words()`` and the elapsed time, if a line is due."""
         now = self._clock()
         if now >= self._due:
             self._say(f"{words()} ({now - self._begin:.0f} s)")
@@ -123,64 +123,66 @@ class Progress:
 
 
 def terminal_of(config: pytest.Config) -> Callable[[str], None]:
-    """Return what writes a line of a running test to pytest's output at once, past its capture."""
+    """Return a function that prints a line during a test at once, past pytest's capture."""
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     capture: Any = config.pluginmanager.getplugin("capturemanager")
 
-    def say(line: str) -> None:
+    def print_status(line: str) -> None:
         if reporter is None:
             return
         with capture.global_and_fixture_disabled() if capture else nullcontext():
             reporter.write_line(line)
             reporter.flush()
 
-    return say
+    return print_status
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A comparison may end after so many series."""
+class InterimAnalysis:
+    """Point at which a comparison may end."""
 
     series: int
+    """Number of series after which it happens."""
     error: float
-    """The probability that the interval is then wrong, on either side."""
+    """Probability, per side, that the interval is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How hard to compare, and with which margin. docs/gates.md has the reason of each number."""
+    """Effort and margin of a comparison; docs/gates.md explains each number."""
 
     margin: float = 0.02
-    """A step may take so much more time."""
+    """Share of additional time that a step may take."""
     seconds: float = 300
-    """A comparison that is undecided after so long stays so; the first look is always afforded."""
+    """Seconds after which a comparison stays undecided, after its first interim analysis at the
+    earliest."""
     hard_end: bool = False
-    """It ends by then in any case, or after its first series."""
-    looks: tuple[Look, ...] = (
-        Look(13, 0.0002),
-        Look(20, 0.0006),
-        Look(28, 0.0006),
-        Look(40, 0.0008),
-        Look(60, 0.0008),
+    """True to end a comparison by then in any case, after its first series at the earliest."""
+    interim_analyses: tuple[InterimAnalysis, ...] = (
+        InterimAnalysis(13, 0.0002),
+        InterimAnalysis(20, 0.0006),
+        InterimAnalysis(28, 0.0006),
+        InterimAnalysis(40, 0.0008),
+        InterimAnalysis(60, 0.0008),
     )
-    """The errors add up to less than one in 200."""
+    """Interim analyses; their errors add up to less than one in 200."""
     rounds: int = 8
-    """The rounds of a series; each side runs twice in each."""
+    """Rounds of a series; each side runs twice in each."""
     turn_seconds: float = 0.003
-    """A side runs so long, in whole steps, before it is the other's turn."""
+    """Minimum seconds that a side runs, in whole steps, before the other's turn."""
     least_steps: int = 3
-    """The fewest steps of a turn: the first finds the other's data in the processor's caches."""
+    """Minimum steps of a turn: the first one runs with the other side's data in the caches."""
     series_per_process: int = 1
 
 
 @dataclass(slots=True)
 class Timings:
-    """The times of one side."""
+    """Times of one side."""
 
     ready: Ready
     turns: Turns = field(default_factory=list)
     series_tpot: list[float] = field(default_factory=list)
-    """The median step of each series."""
+    """Median seconds per step of each series."""
     path_counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -189,14 +191,14 @@ class Comparison:
     there: Timings
     here: Timings
     ratios: tuple[float, ...]
-    """Time here over time there, of each series."""
+    """Ratio of time here to time there, of each series."""
     interval: Interval
     verdict: Verdict
     doubt: str
-    """Why the verdict is UNDECIDED whatever the interval says; empty if there is no reason."""
+    """Why the times cannot be trusted and the verdict is UNDECIDED; empty if they can."""
     seconds: float
-    missed_look: int = 0
-    """The series after which the next look would have been, had there been time; else 0."""
+    missed_analysis: int = 0
+    """Series of the next interim analysis, which the time did not suffice for; 0 if it did."""
 
     @property
     def ratio(self) -> float:
@@ -204,36 +206,36 @@ class Comparison:
 
     @property
     def paired_tpot(self) -> tuple[list[float], list[float]]:
-        """The step's time there and here in each series, at one speed of the machine.
+        """The step's times there and here in each series, normalised to one machine speed.
 
-        What slowed both sides of a series alike is left out, so that one median over the other
-        is the ratio; medians of the times as they were taken can say something else.
+        Slowdowns that both sides of a series share are removed, so that the ratio of the medians
+        is ``ratio``; the ratio of the raw medians can differ.
         """
-        taken = zip(self.there.series_tpot, self.here.series_tpot, strict=True)
-        usual = median(math.sqrt(there * here) for there, here in taken)
-        apart = [math.sqrt(ratio) for ratio in self.ratios]
-        return [usual / each for each in apart], [usual * each for each in apart]
+        times = zip(self.there.series_tpot, self.here.series_tpot, strict=True)
+        typical = median(math.sqrt(there * here) for there, here in times)
+        factors = [math.sqrt(ratio) for ratio in self.ratios]
+        return [typical / each for each in factors], [typical * each for each in factors]
 
 
 @dataclass(slots=True)
 class Measuring:
-    """Measures series of one side alone or of two in turns."""
+    """Measurement of series, of one side alone or of two in turns."""
 
     plan: Plan
     sides: list[Timings] = field(default_factory=list)
     _steps: int = 0
-    """The steps of a turn, the same for all sides and series."""
+    """Steps of a turn, the same for all sides and series."""
 
     def run(self, workers: Sequence[Worker]) -> list[list[Turns]]:
-        """Run as many series as these workers are good for, stop them, and return the turns."""
+        """Run the series of these workers, stop them, and return the turns of each series."""
         with ExitStack() as stopping:
             for worker in workers:
                 stopping.callback(worker.stop)
             ready = [worker.ready for worker in workers]
             if ready[0].tokens != ready[-1].tokens:
                 raise CannotCompare(
-                    f"a step brings {ready[-1].tokens} tokens here and {ready[0].tokens} there: "
-                    "their times say nothing about each other"
+                    f"a step generates {ready[-1].tokens} tokens here and {ready[0].tokens} there: "
+                    "their times cannot be compared"
                 )
             self.sides = self.sides or [Timings(each) for each in ready]
             self._steps = self._steps or self._steps_of_a_turn(workers)
@@ -242,7 +244,7 @@ class Measuring:
             return [self._series(workers) for _ in range(self.plan.series_per_process)]
 
     def _steps_of_a_turn(self, workers: Sequence[Worker]) -> int:
-        """Find how many steps fill a turn of the fastest worker."""
+        """Return the number of steps that fill a turn of the fastest worker."""
         least = self.plan.least_steps
         for worker in workers:
             worker.seconds(least)  # compiles, allocates
@@ -250,22 +252,22 @@ class Measuring:
         return max(least, math.ceil(self.plan.turn_seconds / step))
 
     def _series(self, workers: Sequence[Worker]) -> list[Turns]:
-        """Each side comes first as often as second in a round, so a drift favours neither."""
+        """Run a series; each side runs first as often as second, so a drift favours neither."""
         turns: list[Turns] = [[] for _ in workers]
         sides = range(len(workers))
         for _ in range(self.plan.rounds):
             for side in (*sides, *reversed(sides)):
                 turns[side].append(workers[side].seconds(self._steps))
-        for worker, timings, own in zip(workers, self.sides, turns, strict=True):
-            timings.turns += own
-            timings.series_tpot.append(median(step for turn in own for step in turn))
+        for worker, timings, side_turns in zip(workers, self.sides, turns, strict=True):
+            timings.turns += side_turns
+            timings.series_tpot.append(median(step for turn in side_turns for step in turn))
             timings.path_counts = worker.path_counts()
         return turns
 
 
 @dataclass(slots=True)
 class _Budget:
-    """The time that a comparison may take."""
+    """Time budget of a comparison."""
 
     plan: Plan
     clock: Callable[[], float]
@@ -280,14 +282,14 @@ class _Budget:
         return self.clock() - self.begin
 
     def allows(self, series: int) -> bool:
-        """Return True if there is time for more than so many series."""
+        """Return True if there is time for another series after ``series`` of them."""
         if self.plan.hard_end:
             return series == 0 or self.spent + self._longest <= self.plan.seconds
-        return series < self.plan.looks[0].series or self.spent <= self.plan.seconds
+        return series < self.plan.interim_analyses[0].series or self.spent <= self.plan.seconds
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Note how long the series take that are measured within."""
+    def timed_series(self) -> Iterator[None]:
+        """Record the duration of the series that run inside the context."""
         begin = self.clock()
         yield
         self._longest = max(self._longest, self.clock() - begin)
@@ -300,27 +302,27 @@ def compare(
     clock: Callable[[], float] = time.monotonic,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare two sides as ``plan`` says.
+    """Compare two sides by a plan.
 
-    ``start`` starts the workers of both sides, there and here, and is told how many pairs it
-    started before; ``doubt`` returns why times cannot be trusted, or ""; ``progress`` is told how
-    far the comparison is.
+    ``start`` gets the number of pairs started before and starts the workers of both sides, there
+    and here. ``doubt`` returns why times cannot be trusted, or "". ``progress`` prints the state
+    of the comparison.
     """
     budget = _Budget(plan, clock)
     measuring = Measuring(plan)
     ratios: list[float] = []
     interval, verdict, missed = UNBOUNDED, Verdict.UNDECIDED, 0
-    for look in plan.looks:
-        while len(ratios) < look.series and budget.allows(len(ratios)):
-            with budget.taking():
+    for analysis in plan.interim_analyses:
+        while len(ratios) < analysis.series and budget.allows(len(ratios)):
+            with budget.timed_series():
                 series = measuring.run(start(len(ratios) // plan.series_per_process))
             ratios += [paired_ratio(there, here) for there, here in series]
             if progress:
-                progress.note(partial(so_far, ratios, look))
-        if len(ratios) < look.series:
-            missed = look.series
+                progress.note(partial(describe_progress, ratios, analysis))
+        if len(ratios) < analysis.series:
+            missed = analysis.series
             break
-        interval = median_interval(ratios, look.error)
+        interval = median_interval(ratios, analysis.error)
         verdict = verdict_of(interval, plan.margin)
         if verdict is not Verdict.UNDECIDED:
             break
@@ -331,16 +333,16 @@ def compare(
     return Comparison(there, here, tuple(ratios), interval, verdict, reason, seconds, missed)
 
 
-def so_far(ratios: Sequence[float], look: Look) -> str:
-    """Say what the series of a comparison come to, and which look is next."""
-    interval = median_interval(ratios, look.error)
+def describe_progress(ratios: Sequence[float], analysis: InterimAnalysis) -> str:
+    """Describe the interim result of a comparison, and when the next analysis is."""
+    interval = median_interval(ratios, analysis.error)
     within = "" if interval == UNBOUNDED else f", in {interval}"
-    count = f"{len(ratios)} series, a look after {look.series}"
+    count = f"{len(ratios)} series, next analysis after {analysis.series}"
     return f"{count}: here / there {median(ratios):.3f}{within}"
 
 
 def paired_ratio(there: Turns, here: Turns) -> float:
-    """Return the median over rounds of two turns each, so that what slowed both sides cancels."""
+    """Return the median ratio over rounds, in which slowdowns of both sides cancel."""
     logs = [
         math.log(median(mine) / median(theirs)) for theirs, mine in zip(there, here, strict=True)
     ]
@@ -348,24 +350,24 @@ def paired_ratio(there: Turns, here: Turns) -> float:
     return math.exp(median(rounds))
 
 
-# The tripwire holds a step to the time that a file names for this GPU.
+# Absolute baselines: the time of a step on a GPU of this name.
 #
-# The time of one machine says nothing about another, and on a shared machine it says little. The
-# tripwire catches a step that became much slower while nobody compared it with another revision.
+# Times cannot be compared between machines, and only roughly on a shared one. This check catches a
+# step that became much slower without a paired comparison.
 # The file: ``{"format": 1, "steps": {test: {GPU: {"tpot_us": 682.0}}}}``.
 
 
 OPTION = "--roseinfer-tpot"
 UPDATE = "--roseinfer-update-tpot"
 TOLERATED = 0.10
-"""GPUs of the same name differ by some percent."""
+"""Share of additional time that is tolerated: GPUs of one name differ by some percent."""
 _PROCESSES = 3
 
 
 def measure_alone(
     plan: Plan, start: Callable[[int], Worker], progress: Progress | None = None
 ) -> Timings:
-    """Time the step of one side in a few processes, one after the other."""
+    """Time the step of one side, in a few processes one after the other."""
     measuring = Measuring(replace(plan, series_per_process=1))
     for series in range(_PROCESSES):
         measuring.run([start(series)])
@@ -374,30 +376,29 @@ def measure_alone(
     return measuring.sides[0]
 
 
-def exceeded(timings: Timings, file: Path, test: str) -> str:
-    """Say by how much the step exceeds its baseline; return "" if it does not."""
+def describe_excess(timings: Timings, file: Path, test: str) -> str:
+    """Describe by how much the step exceeds its baseline; return "" if it does not."""
     device = timings.ready.device
     if not file.exists():
-        raise CannotCompare(f"{OPTION}: {file} is not there; {UPDATE} writes it")
+        raise CannotCompare(f"{OPTION}: {file} does not exist; {UPDATE} writes it")
     known = read_steps(file).get(test, {})
     if device not in known:
         raise CannotCompare(
-            f"{file} has no time of this step on {device}, it names "
-            f"{', '.join(known) or 'no GPU'}. The time of another machine says nothing about this "
-            f"one; {UPDATE} records one"
+            f"{file}: no time of this step on {device}, only on {', '.join(known) or 'no GPU'}, "
+            f"which cannot be compared; {UPDATE} records one"
         )
     was, now = float(known[device]["tpot_us"]), _microseconds(timings)
     if now <= (1 + TOLERATED) * was:
         return ""
     return (
         f"a step on {device}: {now:.1f} us, baseline {was:.1f} us in {file}, which is "
-        f"{now / was - 1:.0%} more; {TOLERATED:.0%} are tolerated. If that is meant, {UPDATE} "
-        "makes it the baseline"
+        f"{now / was - 1:.0%} more; {TOLERATED:.0%} are tolerated; if that is intended, {UPDATE} "
+        "writes the new baseline"
     )
 
 
 def update(file: Path, test: str, timings: Timings) -> None:
-    """Write one time; those of other tests and GPUs stay."""
+    """Write one time, and keep those of other tests and GPUs."""
     steps = read_steps(file)
     entry = {"tpot_us": round(_microseconds(timings), 1)}
     steps.setdefault(test, {})[timings.ready.device] = entry

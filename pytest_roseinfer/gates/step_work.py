@@ -1,4 +1,4 @@
-"""The work of one step, counted: Python calls, torch operations, copies, waits, launches."""
+"""Work of one step in counts: Python calls, torch operations, copies, waits, launches."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ NOTHING = ""
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Counts of one kind."""
+    """A group of counts."""
 
     title: str
     depends_on: str
-    """A baseline holds for one version of this, since another counts differently. ``TORCH``
-    includes everything that a test names in ``keyed_by``."""
+    """Dependency whose version a baseline is valid for, since counts differ between versions.
+    ``TORCH`` includes all distributions that a test names in ``keyed_by``."""
     summed: bool = False
-    """Only the sum of the counts is compared, and those that rose explain it."""
+    """True to compare only the sum of the counts; increased ones are listed as its explanation."""
 
 
 GROUPS: Mapping[str, Group] = {
-    # Python versions differ in what they call: since 3.12 a comprehension is no call.
+    # Calls differ between Python versions: since 3.12 a comprehension is not a call.
     "python_calls": Group("Python calls", PYTHON, summed=True),
-    # Releases of torch and of libraries differ in the operations that they use.
+    # Operations differ between releases of torch and other libraries.
     "operations": Group("torch operations", TORCH),
     "allocations": Group("device allocations", TORCH),
     "host_to_device": Group("copies to the device", TORCH),
     "device_to_host": Group("copies to the host", TORCH),
     "synchronisations": Group("waits for the device", TORCH),
-    # The code under test does these itself.
+    # These depend on the code under test alone.
     "triton_launches": Group("Triton launches", NOTHING),
     "graph_replays": Group("CUDA graph replays", NOTHING),
     "counters": Group("counters of its own", NOTHING),
-    # A step whose bytes are counted has these groups alone.
+    # Traffic checks count only these groups.
     "weights": Group("bytes of weights", TORCH, summed=True),
     "keys_and_values": Group("bytes of keys and values", TORCH, summed=True),
     "activations": Group("bytes of all else", TORCH, summed=True),
@@ -66,34 +66,35 @@ GROUPS: Mapping[str, Group] = {
 @dataclass(frozen=True, slots=True)
 class StepWork:
     tokens: int
-    """The step brings so many."""
+    """Number of tokens that the step generates."""
     groups: Mapping[str, Mapping[str, int]]
-    """For each group, how often each thing in it happened."""
+    """Counts by group and name."""
 
 
 def changed_counts(
     new: Mapping[str, int], old: Mapping[str, int]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of every count that differs, and the count in both."""
+    """Yield each count that differs: its name, the new value and the old value."""
     for name in sorted({*new, *old}):
         if new.get(name, 0) != old.get(name, 0):
             yield name, new.get(name, 0), old.get(name, 0)
 
 
 class CostVerdict(NamedTuple):
-    """What a step does more of than its baseline, and what less, in lines of words."""
+    """Differences between a step and its baseline, in lines of words."""
 
-    worse: list[str]
-    """Counts that rose, or must not drop and did: these fail the step."""
-    less: list[str]
+    increases: list[str]
+    """Counts that rose, or fell although they must not drop; these fail the step."""
+    decreases: list[str]
+    """Counts that fell."""
 
 
 def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostVerdict:
     """Compare a step with its baseline; the counters named in ``must_not_drop`` must not fall."""
     if now.tokens != was.tokens:
         raise CannotCompare(
-            f"the step brings {now.tokens} tokens, and its baseline is of {was.tokens}: their "
-            "work says nothing about each other"
+            f"the step generates {now.tokens} tokens, and its baseline {was.tokens}: their work "
+            "cannot be compared"
         )
     require_counters(must_not_drop, {*now.groups["counters"], *was.groups["counters"]})
     verdict = CostVerdict([], [])
@@ -104,20 +105,20 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
             continue
         for each, count, baseline in changed_counts(new, old):
             line = f"{group.title}, {each}: {count}, baseline {baseline}"
-            # With fewer graph replays, something else does their work.
+            # Fewer graph replays mean that their work is done in another way.
             must_stay = name == "graph_replays" or (name == "counters" and each in must_not_drop)
             if count > baseline or must_stay:
-                verdict.worse.append(line)
+                verdict.increases.append(line)
             else:
-                verdict.less.append(f"less: {line}")
+                verdict.decreases.append(f"less: {line}")
     return verdict
 
 
 def require_counters(must_not_drop: Collection[str], known: Collection[str]) -> None:
-    """Raise where ``must_not_drop`` names a counter that there is not."""
+    """Raise if ``must_not_drop`` names an unknown counter."""
     if unknown := sorted({*must_not_drop} - {*known}):
         raise CannotCompare(
-            f"must_not_drop names no counter of the step: {', '.join(unknown)}. "
+            f"must_not_drop: not counters of the step: {', '.join(unknown)}; "
             f"counters= returned {', '.join(sorted(known)) or 'none'}"
         )
 
@@ -125,24 +126,26 @@ def require_counters(must_not_drop: Collection[str], known: Collection[str]) -> 
 def _judge_sum(
     verdict: CostVerdict, title: str, new: Mapping[str, int], old: Mapping[str, int], tokens: int
 ) -> None:
-    """Judge only the sum of the counts; those that rose explain it."""
+    """Judge the sum of the counts, and list increased counts as its explanation."""
     now, was = sum(new.values()), sum(old.values())
     line = f"{title}: " + ", baseline ".join(
         f"{count} a step, {count / tokens:g} a token" for count in (now, was)
     )
     if now < was:
-        verdict.less.append(f"less: {line}")
+        verdict.decreases.append(f"less: {line}")
     elif now > was:
         grew = [each for each in changed_counts(new, old) if each[1] > each[2]]
         grew.sort(key=lambda each: each[2] - each[1])
-        verdict.worse.append(line)
-        verdict.worse.extend(f"    {name}: {rose}, baseline {base}" for name, rose, base in grew)
+        verdict.increases.append(line)
+        verdict.increases.extend(
+            f"    {name}: {rose}, baseline {base}" for name, rose, base in grew
+        )
 
 
 def versions_here(keyed_by: Sequence[str]) -> Mapping[str, str]:
-    """Return this run's version of each thing that counts can depend on.
+    """Return this run's versions of the dependencies of counts.
 
-    Only major and minor versions matter: a patch release that changes a count has a regression.
+    Only major and minor versions matter: a changed count in a patch release is a regression.
     """
     libraries = [f"{name} {_minor(name)}" for name in ("torch", *keyed_by)]
     return {
@@ -156,19 +159,19 @@ def _minor(distribution: str) -> str:
     try:
         return ".".join(metadata.version(distribution).split(".")[:2])
     except metadata.PackageNotFoundError:
-        raise CannotCompare(f"keyed_by names {distribution}, which is not installed") from None
+        raise CannotCompare(f"keyed_by: {distribution} is not installed") from None
 
 
-# Watching every launch of a Triton kernel, interpreted or compiled.
+# Observing launches of Triton kernels, interpreted or compiled.
 #
-# Every interpreted launch passes one method. Compiled kernels call Triton's launch hooks;
-# launchers that bypass Triton's own path to be faster, as ``roseinfer``'s do, must take that path
+# All interpreted launches go through one method. Compiled kernels call Triton's launch hooks;
+# launchers that bypass Triton's own path to be faster, as ``roseinfer``'s do, must use that path
 # while hooks are set, or profilers would miss them too.
 
 
-DECLARATION = "moves"
-"""Where a launch says what it moves: an attribute of a Triton kernel's Python function, or an entry
-of what a launcher of other kernels tells Triton's hooks."""
+DECLARATION = "traffic"
+"""Name under which a launch declares its traffic: an attribute of a Triton kernel's Python
+function, or an entry of the metadata that a launcher of other kernels passes to Triton's hooks."""
 
 
 class Launch(NamedTuple):
@@ -176,18 +179,18 @@ class Launch(NamedTuple):
 
     kernel: str
     function: Callable[..., object] | None
-    """The kernel's Python function; None where only a compiled kernel is known."""
+    """Python function of the kernel; None if only a compiled kernel is known."""
     arguments: Mapping[str, Any]
-    """By parameter; nothing without a function."""
-    moves: Callable[[], Iterable[tuple[Any, int | Callable[[], int]]]] | None = None
-    """What a kernel that is not Triton's tells Triton's hooks that it moves, by tensor."""
+    """Arguments by parameter; empty without a function."""
+    traffic: Callable[[], Iterable[tuple[Any, int | Callable[[], int]]]] | None = None
+    """Declared traffic by tensor, of a kernel that is not Triton's; None without a declaration."""
 
 
 @contextmanager
 def interpreted_launches(
     launched: Callable[[Launch], None], uncounted: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Call ``launched`` with each launch, and run the interpreter inside ``uncounted``."""
+    """Call ``launched`` with each interpreted launch, and interpret it inside ``uncounted``."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:  # then nothing has launched a kernel
         yield
@@ -211,7 +214,7 @@ def interpreted_launches(
 
 @contextmanager
 def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
-    """Call ``launched`` with each launch."""
+    """Call ``launched`` with each compiled launch."""
     knobs = sys.modules.get("triton.knobs")
     if knobs is None:
         yield
@@ -219,7 +222,7 @@ def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
     kernels: Any = sys.modules["triton.compiler.compiler"].CompiledKernel
     describe = kernels.launch_metadata
     described: list[tuple[Any, tuple[Any, ...]]] = []
-    """The launch that the hook is about to hear of, where it is one by Triton's own path."""
+    """Launch whose hook call comes next; empty for a launch outside of Triton's own path."""
 
     def remember(kernel: Any, grid: Any, stream: Any, *args: Any) -> Any:
         described[:] = [(getattr(kernel.src, "fn", None), args)]
@@ -228,11 +231,11 @@ def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
     hooks: Any = knobs.runtime.launch_enter_hook
 
     def hook(metadata: Any) -> None:
-        told = metadata.get()
-        name = told["name"]
+        attributes = metadata.get()
+        name = attributes["name"]
         kernel, args = described.pop() if described else (None, ())
         if kernel is None:
-            launched(Launch(name, None, {}, told.get(DECLARATION)))
+            launched(Launch(name, None, {}, attributes.get(DECLARATION)))
         else:
             by_name = dict(zip(kernel.arg_names, args, strict=False))
             launched(Launch(name, kernel.fn, by_name))
@@ -246,19 +249,19 @@ def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
         kernels.launch_metadata = describe
 
 
-# Counting the calls that the code under test makes, by function.
+# Counting calls of the code under test, by function.
 #
 # A call counts if the caller or the called function is under test. Calls between libraries are
-# left out, since they change with every release; what libraries make the device do is counted as
-# torch operations.
+# left out, since they change with every release; the device work of libraries is counted as torch
+# operations.
 
 
 _TOOLS = frozenset({"pytest_roseinfer", "triton"})
-"""These are no code under test: we count, and calls into Triton are counted as launches."""
+"""Packages that are never under test: the counter itself, and Triton, counted by launches."""
 
 
 class OwnCode:
-    """The code under test: ``packages`` if any are named, else whatever is not installed."""
+    """The code under test: the named ``packages``, else all modules that are not installed."""
 
     def __init__(self, packages: Sequence[str] = ()) -> None:
         self.packages = frozenset(packages)
@@ -268,7 +271,7 @@ class OwnCode:
         return root in self.packages if self.packages else not _is_library(root)
 
     def concerns(self, frame: FrameType) -> bool:
-        """Return True if a frame is one of this code, or was called by it."""
+        """Return True if a frame belongs to this code or was called by it."""
         module, caller = _module(frame), frame.f_back
         if self.is_own(module):
             return True
@@ -278,23 +281,23 @@ class OwnCode:
 
 @cache
 def _is_library(root: str) -> bool:
-    """Return True for a top-level module that is installed, built in, or none at all."""
+    """Return True for a top-level module that is installed, built in, or has no file."""
     if root in _TOOLS or root in sys.builtin_module_names:
         return True
     module = sys.modules.get(root)
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     paths = sysconfig.get_paths()
     installed = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = [Path(place) for place in places if place]
-    return not found or any(place.is_relative_to(each) for place in found for each in installed)
+    files = [Path(place) for place in places if place]
+    return not files or any(place.is_relative_to(each) for place in files for each in installed)
 
 
 def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[str, Counter[str]]:
-    """Run ``step`` and count, by group and name, how often each function was entered.
+    """Run ``step`` and count function calls by group and name.
 
-    Functions written in C count too. Calls that wait for the device or replay a graph come in
-    groups of their own, whoever makes them. The tracers of other tools, such as coverage's, are
-    not counted, because Python calls them with profiling off.
+    Functions written in C count too. Calls that wait for the device or replay a graph have their
+    own groups and count for any caller. Tracers of other tools, such as coverage's, are not
+    counted, because Python calls them with profiling off.
     """
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     calls = counts["python_calls"]
@@ -329,7 +332,7 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
 
 
 def _profile_again(before: Any) -> None:
-    """Let in what profiled before; Python takes no cProfile back by itself."""
+    """Restore the previous profiler; a cProfile has to be enabled by its own method."""
     if callable(before) or before is None:
         sys.setprofile(before)
     else:
@@ -340,15 +343,15 @@ def _profile_again(before: Any) -> None:
 def _torch_functions() -> dict[CodeType, tuple[str, str]]:
     """Return the functions that wait for a device or replay a graph, with the group of each.
 
-    No torch operation shows these calls. The functions are known by their code, since callers
-    may have imported them under any name.
+    These calls dispatch no torch operation. The functions are identified by their code objects,
+    since callers may have imported them under any name.
     """
     waiting = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator, torch.cpu)
-    found = {
+    waits = {
         owner.synchronize.__code__: ("synchronisations", f"{owner.__name__}.synchronize")
         for owner in waiting
     }
-    return found | {torch.cuda.CUDAGraph.replay.__code__: ("graph_replays", "replays")}
+    return waits | {torch.cuda.CUDAGraph.replay.__code__: ("graph_replays", "replays")}
 
 
 def _module(frame: FrameType) -> str:
@@ -359,7 +362,7 @@ def _python_name(frame: FrameType) -> str:
     code = frame.f_code
     name = code.co_qualname
     if code.co_filename == "<string>" and code.co_argcount:
-        # A method that was generated as text, as dataclasses do, has no class in its name.
+        # A method generated from text, as by dataclasses, lacks the class in its name.
         owner = type(frame.f_locals[code.co_varnames[0]])
         name = f"{owner.__qualname__}.{code.co_name}"
     return f"{_module(frame)}.{name}"
@@ -371,11 +374,11 @@ def _c_name(function: Any) -> str:
     return name if module in (None, "builtins") else f"{module}.{name}"
 
 
-# What hears of every torch operation, and can be deaf for a while.
+# Recording torch operations.
 
 
-class Listening(TorchDispatchMode):
-    """Hands every operation to ``_note_operation`` once it is done."""
+class OperationMode(TorchDispatchMode):
+    """Dispatch mode that passes each finished operation to ``_note_operation``; can be paused."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -383,7 +386,7 @@ class Listening(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What is compiled runs by operations here, and torch would import its compiler."""
+        """Run compiled functions operation by operation, without importing torch's compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -397,8 +400,8 @@ class Listening(TorchDispatchMode):
     def _note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
     @contextmanager
-    def deaf(self) -> Iterator[None]:
-        """Note nothing: what runs now is no work of the step."""
+    def pause_recording(self) -> Iterator[None]:
+        """Record nothing inside the context, whose operations are not work of the step."""
         before, self._listening = self._listening, False
         try:
             yield
@@ -406,7 +409,7 @@ class Listening(TorchDispatchMode):
             self._listening = before
 
 
-# Counting what torch is made to do: operations, copies between devices, waits, allocations.
+# Counting torch's work: operations, copies between devices, waits, allocations.
 #
 # On a GPU, copies are those between host and device. On a CPU the host's memory stands for the
 # device's: a tensor made of Python's or NumPy's data counts as a copy to the device, and reading
@@ -416,21 +419,21 @@ class Listening(TorchDispatchMode):
 _READS = {"tolist", "numpy", "item", "__array__"} | {
     f"__{kind}__" for kind in ("bool", "int", "float", "complex", "index")
 }
-"""Methods of a tensor that hand its values to Python."""
+"""Methods of a tensor that return its values to Python."""
 _NUMBERS = {"_local_scalar_dense", "item", "is_nonzero"}
-"""Operations that read too: torch calls them itself where a tensor is used as a number."""
+"""Operations that read values too: torch calls them when a tensor is used as a number."""
 _WAITS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "equal"} | {
     f"{kind}unique{which}" for kind in ("", "_") for which in ("2", "_dim", "_consecutive")
 }
-"""Operations whose result has a shape, or is a truth, that only the device knows."""
+"""Operations that wait because the shape or truth value of their result depends on data."""
 _COPIES = {"copy_", "_to_copy", "to", "cpu", "cuda"}
 _MASKED = {"index", "index_put_", "index_put"}
 _FROM_HOST = "lift_fresh"
-"""Torch dispatches this for every tensor that is made of the host's data."""
+"""Operation that torch dispatches for each tensor made from host data."""
 
 
-class TensorWork(Listening):  # type: ignore[no-untyped-call]
-    """Counts by group what torch does while ``count`` runs a step."""
+class TensorWork(OperationMode):  # type: ignore[no-untyped-call]
+    """Counts of torch's work by group, while ``count`` runs a step."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -440,7 +443,7 @@ class TensorWork(Listening):  # type: ignore[no-untyped-call]
 
     def count(self, step: Callable[[], object]) -> None:
         with (
-            interpreted_launches(self._note_launch, self.deaf),
+            interpreted_launches(self._note_launch, self.pause_recording),
             compiled_launches(self._note_launch),
             self,
             _Reads(self),
@@ -465,7 +468,7 @@ class TensorWork(Listening):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def reading(self, method: str, tensor: torch.Tensor) -> Iterator[None]:
-        """Note one read; the operations that it consists of are not noted as more reads."""
+        """Count one read; the operations that it consists of are not counted as reads again."""
         self._note_read(method, tensor)
         self._reading = True
         try:
@@ -511,7 +514,7 @@ class TensorWork(Listening):  # type: ignore[no-untyped-call]
 
 
 class _Reads(TorchFunctionMode):
-    """Sees reads that are no operation: a CPU's tensors hand their values over directly."""
+    """Function mode that counts reads without an operation, as on tensors of the CPU."""
 
     def __init__(self, work: TensorWork) -> None:
         super().__init__()
@@ -535,7 +538,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the values; sparse ones have no memory of one piece to look at."""
+    """Yield the tensors among the values, without sparse ones, which have no single storage."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided:
@@ -546,7 +549,7 @@ def _tensors(*values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(*value.values())
 
 
-# Running a step as often as it takes to count everything it does.
+# Measuring the work of a step, over several runs.
 
 
 _WARM_UP = 2
@@ -559,9 +562,9 @@ class Step:
     run: Callable[[], object]
     tokens: int
     before: Callable[[], object] | None = None
-    """This runs ahead of every step and sets up what the step is about."""
+    """Function that runs before each step and sets up its state; None without setup."""
     counters: Callable[[], Mapping[str, int]] | None = None
-    """This returns what the code counts itself: numbers that only ever rise."""
+    """Function that returns the code's own counts, which only rise; None without counts."""
 
     def prepare(self) -> None:
         if self.before:
@@ -573,40 +576,40 @@ class Step:
 
 
 def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
-    """Return the work of one step, which must be the same in the next."""
+    """Return the work of one step; raise if the next step's differs."""
     warm_up(step, _WARM_UP)
     first, second = (_count(step, own, device) for _ in range(2))
     refuse_differences(first, second)
     if not first.groups["python_calls"]:
         raise CannotCompare(
-            f"the step made no call of {', '.join(sorted(own.packages)) or 'code of your own'}: "
-            "packages=[...] of the marker roseinfer_costs says whose calls count"
+            f"the step made no call of {', '.join(sorted(own.packages)) or 'code of your own'}; "
+            "set packages=[...] of the marker roseinfer_costs to the packages whose calls count"
         )
     if sum(sum(counts.values()) for counts in first.groups.values()) == 1:
         raise CannotCompare(
-            "the step was called, and did nothing else that is counted: is it the right function? "
-            "What it does in plain Python, roseinfer_tpot times"
+            "the step did nothing that is counted besides its own call: is it the right function? "
+            "To measure plain Python code, use roseinfer_tpot"
         )
     return first
 
 
 def warm_up(step: Step, times: int) -> None:
-    """Run the first steps, which may still build what later ones use."""
+    """Run the first steps, which may compile kernels or allocate buffers for later ones."""
     for _ in range(times):
         step.prepare()
         step.run()
 
 
 def refuse_differences(first: StepWork, second: StepWork) -> None:
-    """Raise if two steps in a row did not do the same work."""
+    """Raise if two consecutive steps did different work."""
     if differing := [
         f"{group.title}, {what}: {one} and {other}"
         for name, group in GROUPS.items()
         for what, one, other in changed_counts(first.groups[name], second.groups[name])
     ]:
-        lines = [*differing, "before= has to bring each step to the same contexts"]
+        lines = [*differing, "before= must restore the same contexts for each step"]
         raise CannotCompare(
-            "two steps did not do the same, so no baseline says how much a step does:\n  "
+            "two steps did not do the same work, so a baseline would be meaningless:\n  "
             + "\n  ".join(lines)
         )
 
@@ -615,21 +618,21 @@ def _count(step: Step, own: OwnCode, device: str) -> StepWork:
     """Count calls in one step and tensors in another, so that neither counts the other's work."""
     with _no_garbage_collected():
         step.prepare()
-        found = count_python_calls(step.run, own)
+        totals = count_python_calls(step.run, own)
         step.prepare()
         tensors = TensorWork(device)
         before = step.own_counts()
         tensors.count(step.run)
         after = step.own_counts()
     for group, counts in tensors.counts.items():
-        found[group].update(counts)
-    found["counters"] = Counter({name: times - before[name] for name, times in after.items()})
-    return StepWork(step.tokens, {group: dict(found[group]) for group in GROUPS})
+        totals[group].update(counts)
+    totals["counters"] = Counter({name: times - before[name] for name, times in after.items()})
+    return StepWork(step.tokens, {group: dict(totals[group]) for group in GROUPS})
 
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Keep garbage collection out of the counts: its time is random, and finalisers are calls."""
+    """Turn garbage collection off: it runs at random times, and finalisers count as calls."""
     was_on = gc.isenabled()
     gc.disable()
     try:

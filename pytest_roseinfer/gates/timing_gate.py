@@ -1,4 +1,4 @@
-"""The gate that compares the time of a step with that of another revision."""
+"""Gate that compares the time of a step with that of another revision."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.gates import timing_report
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.worker_process import Side
-from pytest_roseinfer.words import Mistake, did_you_mean
+from pytest_roseinfer.words import OptionError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import pytest
 
-    from pytest_roseinfer.gates.timing_report import Timed
+    from pytest_roseinfer.gates.timing_report import TimedComparison
 
-# The two sides of a comparison: this tree of the project, and the one it is compared with.
+# Sides of a comparison: this tree of the project ("here"), and a reference ("there").
 
 
 OPTION = "--roseinfer-against"
-_NOTHING = "no path, no NAME==VERSION, and no revision of git"
+_NOTHING = "neither a path nor NAME==VERSION nor a git revision"
 _FETCH_MORE = (
     "this clone is shallow and lacks most revisions: give actions/checkout fetch-depth: 0, or run "
     "git fetch --unshallow origin '+refs/heads/*:refs/remotes/origin/*'"
@@ -36,7 +36,7 @@ _FETCH_MORE = (
 
 
 def this_side(folder: Path, found_in: Sequence[str]) -> Side:
-    """Return the project in ``folder``, with those entries of a ``sys.path`` that lie inside."""
+    """Return the project in ``folder`` as a side, with the entries of ``sys.path`` inside it."""
     root = folder.resolve()
     inside = [Path(entry or ".").resolve() for entry in found_in]
     inside = [each for each in inside if each.is_relative_to(root) and not _is_installed(each)]
@@ -45,7 +45,7 @@ def this_side(folder: Path, found_in: Sequence[str]) -> Side:
 
 @contextmanager
 def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
-    """Build what ``reference`` names where it cannot touch the project in ``folder``."""
+    """Build the side that ``reference`` names, outside of the project in ``folder``."""
     root, path = folder.resolve(), (folder / reference).resolve()
     with tempfile.TemporaryDirectory(prefix="roseinfer-") as name:
         built = Path(name).resolve()
@@ -55,7 +55,7 @@ def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
             yield Side(reference, (str(built),), here.roots)
             return
         there = path if path.is_dir() else _check_out(reference, root, built)
-        # The same folders as here, as they are in the other tree; only one may have a ``src``.
+        # The other tree's counterparts of the folders here; only one tree may have a ``src``.
         roots = _existing(
             [*(there / Path(each).relative_to(root) for each in here.roots), there / "src"]
         )
@@ -63,7 +63,7 @@ def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
 
 
 def require_known(reference: str, folder: Path) -> None:
-    """Raise ``Mistake`` where neither a path nor a revision of git has this name."""
+    """Raise ``OptionError`` if neither a path nor a git revision has this name."""
     if "==" in reference or (folder / reference).is_dir():
         return
     git = ("git", "-C", str(folder))
@@ -71,11 +71,11 @@ def require_known(reference: str, folder: Path) -> None:
         _run("", *git, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}")
     except CannotCompare:
         more = _shallow(git) or did_you_mean(reference, _names(git))
-        raise Mistake(f"{OPTION} {reference}: {_NOTHING}{more}") from None
+        raise OptionError(f"{OPTION} {reference}: {_NOTHING}{more}") from None
 
 
 def _shallow(git: Sequence[str]) -> str:
-    """Say how a shallow clone gets more revisions; return nothing for any other."""
+    """Return advice for a shallow clone; "" for any other repository."""
     try:
         shallow = _run("", *git, "rev-parse", "--is-shallow-repository") == "true"
     except CannotCompare:
@@ -84,7 +84,7 @@ def _shallow(git: Sequence[str]) -> str:
 
 
 def _names(git: Sequence[str]) -> list[str]:
-    """Return the branches and tags of a repository; none where there is no repository."""
+    """Return the branches and tags of a repository; empty outside of one."""
     try:
         return _run("", *git, "for-each-ref", "--format=%(refname:short)").split()
     except CannotCompare:
@@ -98,7 +98,7 @@ def _existing(folders: Sequence[Path]) -> tuple[str, ...]:
 def _check_out(revision: str, project: Path, into: Path) -> Path:
     """Clone without copying objects, and return the project's folder in the clone.
 
-    Neither the worktrees nor the index of the project's repository change.
+    The project's own repository, its worktrees and its index do not change.
     """
     git = ("git", "-C", str(project))
     about = f"{OPTION}: {revision}"
@@ -113,37 +113,37 @@ def _run(about: str, *command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "") or _NOTHING
-        raise CannotCompare(f"{about}: {said.strip()}") from error
+        message = getattr(error, "stderr", "") or _NOTHING
+        raise CannotCompare(f"{about}: {message.strip()}") from error
     return done.stdout.strip()
 
 
 def _is_installed(folder: Path) -> bool:
-    """Return True for a folder of an environment that happens to lie in the project."""
+    """Return True for a folder of a Python environment inside the project."""
     return folder.is_relative_to(os.path.realpath(sys.prefix)) or "site-packages" in folder.parts
 
 
 NEXT_TO_OTHERS = (
-    "decode steps are not timed by workers of pytest-xdist, which would time each other: run "
+    "decode steps are not timed in pytest-xdist workers, which would disturb each other; run "
     "them without -n"
 )
 
 
 class TimingGate(Gate):
-    """Tests add their comparisons to ``results``."""
+    """Gate of step times; tests add their comparisons to ``results``."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self._built = ExitStack()
         config.add_cleanup(self._built.close)
-        self.results: list[Timed] = []
+        self.results: list[TimedComparison] = []
         self._lines: list[str] = []
         self._held_to_baseline = False
         self._found_new = False
 
     @cached_property
     def sides(self) -> tuple[Side, Side]:
-        """There and here; both are here if there is nothing to compare with."""
+        """The sides there and here; both are here without a reference."""
         here = this_side(self._folder, [str(self.config.invocation_params.dir), *sys.path])
         reference = settings.current().timing.against
         if not reference:
@@ -151,23 +151,24 @@ class TimingGate(Gate):
         return self._built.enter_context(other_side(reference, here, self._folder)), here
 
     def require_other_side(self) -> None:
-        """Raise ``Mistake`` where there is nothing of the name to compare with."""
+        """Raise ``OptionError`` if the reference does not exist."""
         if reference := settings.current().timing.against:
             require_known(reference, self._folder)
 
     @property
     def _folder(self) -> Path:
-        """The project. Without an ini file, pytest takes that of the other side into account."""
+        """Folder of the project; without an ini file, pytest's rootdir may depend on the other
+        side's path."""
         has_ini_file = self.config.inipath is not None
         return self.config.rootpath if has_ini_file else self.config.invocation_params.dir
 
     def held_to_baseline(self, line: str) -> None:
-        """Note that a step's time was compared with this GPU's baseline, or became it."""
+        """Record that a step's time was compared with this GPU's baseline, or written as such."""
         self._held_to_baseline = True
         self._lines.append(line)
 
     def new_step(self, line: str) -> None:
-        """Note a step that the other side does not have."""
+        """Record a step that the other side does not have."""
         self._found_new = True
         self._lines.append(line)
 
@@ -177,13 +178,13 @@ class TimingGate(Gate):
         return [problem] if problem else []
 
     def _nothing_done(self) -> str:
-        """Return why a run that asked for this gate did not apply it, if so."""
-        asked = settings.current().timing
+        """Return an error if the options request this gate and no test used it, or ""."""
+        timing = settings.current().timing
         problem = ""
-        if asked.paired and not (self.results or self._found_new):
-            option = "--roseinfer-against" if asked.against else "--roseinfer-noise-floor"
+        if timing.paired and not (self.results or self._found_new):
+            option = "--roseinfer-against" if timing.against else "--roseinfer-noise-floor"
             problem = f"{option}: no test of this run compared a step"
-        elif asked.tpot and not self._held_to_baseline:
+        elif timing.tpot and not self._held_to_baseline:
             problem = "--roseinfer-tpot: no test of this run compared a step with its baseline"
         if problem and self.config.getoption("numprocesses", None):
             problem += f"; {NEXT_TO_OTHERS}"

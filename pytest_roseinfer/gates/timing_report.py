@@ -1,4 +1,4 @@
-"""What was compared, for people and programs: a table, lines of words, an entry to be kept."""
+"""Reports of comparisons: a table, messages, and entries for the history file."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ _SIDES = ("there", "here")
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One comparison of a run."""
+class TimedComparison:
+    """A comparison of one test."""
 
     test: str
     there: str
-    """The name of the side it was compared with."""
+    """Name of the other side."""
     comparison: Comparison
     margin: float
     noise_floor: bool = False
-    """Both sides were the same code, to see what the machine makes of that."""
+    """True if both sides were the same code, to measure the machine's noise."""
 
     def sides(self) -> Iterator[tuple[str, Timings, list[float]]]:
-        """Return the name of each side with its times, and with those beside the other's."""
+        """Yield each side's name, its raw times and its normalised times."""
         there, here = self.comparison.paired_tpot
         yield "there", self.comparison.there, there
         yield "here", self.comparison.here, here
 
     def in_words(self) -> str:
-        """Say what the table leaves open; return "" if it leaves nothing open."""
+        """Explain a result that the table leaves open; return "" for a clear one."""
         comparison = self.comparison
         after = f"after {len(comparison.ratios)} series"
         took = f"{after} and {comparison.seconds:.0f} s"
         if self.noise_floor and comparison.doubt:
-            return f"{self.test}: nothing can be said: {comparison.doubt}"
+            return f"{self.test}: no result: {comparison.doubt}"
         if comparison.interval == UNBOUNDED:
-            needed = comparison.seconds / len(comparison.ratios) * comparison.missed_look
+            needed = comparison.seconds / len(comparison.ratios) * comparison.missed_analysis
             return (
-                f"{self.test}: UNDECIDED {took}: that is too short for an interval, which takes "
-                f"{comparison.missed_look} series, about {needed:.0f} s here"
+                f"{self.test}: UNDECIDED {took}: too short for an interval, which needs "
+                f"{comparison.missed_analysis} series, about {needed:.0f} s here"
             )
         if self.noise_floor:
-            # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
-            # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
+            # The gate fails a step if its whole interval is beyond the margin. That has even odds
+            # if the ratio is half an interval beyond it, and is nearly sure at a whole interval.
             half = (comparison.interval.high - comparison.interval.low) / 2
             return (
-                f"{self.test}: against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} "
+                f"{self.test}: against itself {comparison.ratio - 1:+.2%} +/- {half:.2%} "
                 f"{after} ({comparison.seconds:.0f} s): with a margin of {self.margin:.1%}, a "
-                f"slowdown of {self.margin + half:.1%} is found every other time, one of "
+                f"slowdown of {self.margin + half:.1%} is found half of the time, one of "
                 f"{self.margin + 2 * half:.1%} nearly always"
             )
         if comparison.doubt:
@@ -64,8 +64,8 @@ class Timed:
         return ""
 
 
-def facts(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
-    """Return one side in numbers, for ``extra_info`` and the kept entry."""
+def side_fields(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
+    """Return the numbers of one side, for ``extra_info`` and the history entry."""
     steps = sorted(step for turn in timings.turns for step in turn)
     p50 = median(steps)
     floor = timings.ready.floor_seconds
@@ -81,8 +81,8 @@ def facts(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def judged(timed: Timed) -> dict[str, Any]:
-    """Return the decision in numbers, for the same two places."""
+def verdict_fields(timed: TimedComparison) -> dict[str, Any]:
+    """Return the numbers of the verdict, for ``extra_info`` and the history entry."""
     comparison = timed.comparison
     unbounded = comparison.interval == UNBOUNDED
     return {
@@ -90,7 +90,7 @@ def judged(timed: Timed) -> dict[str, Any]:
         "verdict": comparison.verdict.value,
         "doubt": comparison.doubt,
         "ratio": comparison.ratio,
-        # JSON has no word for a bound that is none.
+        # JSON has no infinity.
         "interval": None if unbounded else [comparison.interval.low, comparison.interval.high],
         "margin": timed.margin,
         "series": len(comparison.ratios),
@@ -98,18 +98,18 @@ def judged(timed: Timed) -> dict[str, Any]:
     }
 
 
-def entry_of(timed: Timed) -> dict[str, Any]:
-    """Return a comparison as it is kept."""
+def entry_of(timed: TimedComparison) -> dict[str, Any]:
+    """Return a comparison as an entry of the history file."""
     return {
         "test": timed.test,
-        **judged(timed),
+        **verdict_fields(timed),
         "ratios": [round(ratio, 6) for ratio in timed.comparison.ratios],
-        **{side: facts(timings, paired) for side, timings, paired in timed.sides()},
+        **{side: side_fields(timings, paired) for side, timings, paired in timed.sides()},
     }
 
 
 def table(entries: Sequence[dict[str, Any]], form: str) -> str:
-    """Lay comparisons out as a table; ``form`` is one of tabulate's."""
+    """Format comparisons as a table; ``form`` is a tabulate format."""
     from tabulate import tabulate
 
     rows = [

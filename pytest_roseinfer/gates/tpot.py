@@ -1,4 +1,4 @@
-"""What the fixture ``roseinfer_tpot`` hands to a test."""
+"""Object of the fixture ``roseinfer_tpot``, which times a decode step."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.history import HistoryGate
 from pytest_roseinfer.gates.paired import Plan, Progress, Verdict, compare, terminal_of
 from pytest_roseinfer.gates.timing_gate import NEXT_TO_OTHERS, TimingGate
-from pytest_roseinfer.gates.timing_report import Timed, facts, judged
+from pytest_roseinfer.gates.timing_report import TimedComparison, side_fields, verdict_fields
 from pytest_roseinfer.gates.worker_process import (
     MOST_PAIRS,
     CpuClock,
     GpuClock,
-    LacksStep,
+    MissingStep,
     Side,
     WorkerProcess,
     cpus_for,
     pairs_side_by_side,
-    started_ahead,
+    start_ahead,
 )
 
-_NOTHING_ASKED = (
-    "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
+_NO_OPTION = (
+    "nothing to compare with: add --roseinfer-against REF, --roseinfer-noise-floor or "
     "--roseinfer-tpot FILE"
 )
 
 
 class Tpot:
-    """Times the decode step of one test, as the command line asks."""
+    """Timing of one test's decode step, by the command line's options."""
 
     def __init__(self, request: pytest.FixtureRequest, marked: dict[str, Any]) -> None:
         """``marked`` holds the arguments of the test's markers."""
@@ -45,70 +45,72 @@ class Tpot:
         self._request = request
         self._test = request.node.nodeid
         self._gate = TimingGate.of(request.config)
-        self._asked = settings.current()
-        self._cpus = marked.pop("cpus", None if self._asked.gpu else 1)
+        self._settings = settings.current()
+        self._cpus = marked.pop("cpus", None if self._settings.gpu else 1)
         self._plan = Plan(**marked)
 
     def check(self, factory: str) -> None:
-        """Fail if the step that ``factory`` makes, as ``module:function``, has become slower.
+        """Fail if the step of ``factory``, given as ``module:function``, has become slower.
 
-        Both sides import it, each in a process of its own and from its own tree. The function
-        takes nothing and returns ``{"step": call_me, "tokens": 8}``, where each call does one
-        decode step that brings so many tokens. It may add ``floor_seconds``, which a step
-        cannot beat; ``path_counts``, to be called for numbers of your own; and ``clock``, in
-        place of the host's, where that says nothing about the device.
+        Both sides import it, each in its own process and from its own tree. The function takes
+        no arguments and returns ``{"step": call_me, "tokens": 8}``, where each call does one
+        decode step of that many tokens. Optional keys are ``floor_seconds``, a lower bound of a
+        step's time; ``path_counts``, a function that returns counts of your own; and ``clock``,
+        which replaces the host's clock where that cannot time the device.
         """
         if self.checked:
-            raise ValueError(f"{self._test} has timed a step already")
+            raise ValueError(f"{self._test}: already timed a step; a test can time one")
         self.checked = True
-        asked = self._asked.timing
-        if not asked.requested:
-            pytest.skip(_NOTHING_ASKED)
+        timing = self._settings.timing
+        if not timing.requested:
+            pytest.skip(_NO_OPTION)
         if hasattr(self._request.config, "workerinput"):
             pytest.skip(NEXT_TO_OTHERS)
         try:
             if not all(factory.partition(":")):
-                raise CannotCompare(f"check('module:function') was given {factory!r}")
-            if asked.paired:
+                raise CannotCompare(f"check({factory!r}): expected 'module:function'")
+            if timing.paired:
                 self._compare_unless_new(factory)
-            if asked.tpot:
-                self._hold_to_baseline(factory, Path(asked.tpot))
+            if timing.tpot:
+                self._hold_to_baseline(factory, Path(timing.tpot))
         except CannotCompare as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def _compare_unless_new(self, factory: str) -> None:
-        """Compare the sides; a step that the other does not have is new, and passes."""
+        """Compare the sides; a step that the other side lacks is new and passes."""
         _, here = self._gate.sides
         try:
             self._compare(factory)
-        except LacksStep as lacking:
+        except MissingStep as lacking:
             if lacking.side is here:
                 raise
             self._gate.new_step(f"{self._test}: new, nothing to compare with: {lacking}")
-            if self._asked.timing.folder:
-                HistoryGate.of(self._request.config).found_new = True
+            if self._settings.timing.folder:
+                HistoryGate.of(self._request.config).has_new_steps = True
 
     def _compare(self, factory: str) -> None:
-        asked = self._asked.timing
+        timing = self._settings.timing
         there, here = self._gate.sides
         plan = self._plan
-        if asked.seconds:
-            plan = replace(plan, seconds=asked.seconds, hard_end=True)
-        if asked.noise_floor:  # goes to its end, even if the ratio is clear before
-            plan = replace(plan, looks=plan.looks[-1:])
+        if timing.seconds:
+            plan = replace(plan, seconds=timing.seconds, hard_end=True)
+        if timing.noise_floor:  # run to the end, even if the ratio is clear earlier
+            plan = replace(plan, interim_analyses=plan.interim_analyses[-1:])
 
         def start(pair: int) -> tuple[WorkerProcess, WorkerProcess]:
             return self._worker(there, factory, pair), self._worker(here, factory, pair)
 
         progress = self._progress()
-        with started_ahead(start, min(MOST_PAIRS, pairs_side_by_side(self._cpus))) as pairs:
+        with start_ahead(start, min(MOST_PAIRS, pairs_side_by_side(self._cpus))) as pairs:
             comparison = compare(plan, pairs, self._clock().doubt, progress=progress)
-        timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
+        timed = TimedComparison(
+            self._test, there.label, comparison, plan.margin, timing.noise_floor
+        )
         self._gate.results.append(timed)
-        if asked.folder:
+        if timing.folder:
             HistoryGate.of(self._request.config).timed.append(timed)
         _record(self._request, timed)
-        tolerated = asked.noise_floor or asked.report_slower
+        tolerated = timing.noise_floor or timing.report_slower
         if comparison.verdict is Verdict.SLOWER and not tolerated:
             pytest.fail(
                 f"SLOWER than {there.label}: a step takes {comparison.ratio:.3f} times as long "
@@ -117,20 +119,20 @@ class Tpot:
             )
 
     def _hold_to_baseline(self, factory: str, file: Path) -> None:
-        """Time the step anew, even after a comparison, in the way the file's times were taken."""
-        if not self._asked.gpu:
-            raise CannotCompare(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
+        """Time the step in the same way as the file's times, even after a paired comparison."""
+        if not self._settings.gpu:
+            raise CannotCompare(f"{absolute.OPTION}: needs a GPU; add --roseinfer-gpu")
         clock = self._clock()
         _, here = self._gate.sides
         timings = absolute.measure_alone(
             self._plan, lambda number: self._worker(here, factory, number), self._progress()
         )
         doubt = clock.doubt()
-        if self._asked.timing.update_tpot:
+        if self._settings.timing.update_tpot:
             absolute.update(file, self._test, timings)
             self._gate.held_to_baseline(f"written: {file}")
             return
-        more = absolute.exceeded(timings, file, self._test)
+        more = absolute.describe_excess(timings, file, self._test)
         if more and not doubt:
             pytest.fail(more, pytrace=False)
         verdict = f"UNDECIDED because {doubt}" if doubt else f"within its baseline in {file}"
@@ -141,24 +143,23 @@ class Tpot:
             side,
             factory,
             file=_file_of(factory.partition(":")[0]),
-            cuda=self._asked.gpu,
+            cuda=self._settings.gpu,
             cpus=cpus_for(number, self._cpus),
         )
 
     def _progress(self) -> Progress:
-        say = terminal_of(self._request.config)
-        return Progress(lambda line: say(f"{self._test}: {line}"))
+        print_status = terminal_of(self._request.config)
+        return Progress(lambda line: print_status(f"{self._test}: {line}"))
 
     def _clock(self) -> CpuClock | GpuClock:
-        return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
+        return GpuClock(self._settings.gpu_index or 0) if self._settings.gpu else CpuClock()
 
 
-def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
+def _record(request: pytest.FixtureRequest, timed: TimedComparison) -> None:
     """Record both sides with the fixture ``benchmark``, so that its plugin can save and compare.
 
-    The fixture runs one function until it is done with it, and our sides take turns. So it gets
-    what the comparison found of each side once more, series by series, on a clock of its own: its
-    table then says the same as the verdict.
+    The fixture runs one function to completion, but the sides take turns. So it gets the results
+    of each side again, series by series, on a fake clock; its table then agrees with the verdict.
     """
     now = 0.0
 
@@ -166,21 +167,21 @@ def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
         nonlocal now
         now += next(series)
 
-    said = request.node.get_closest_marker("benchmark")
-    options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
+    existing = request.node.get_closest_marker("benchmark")
+    options = {"group": request.node.nodeid, **(existing.kwargs if existing else {})}
     marker = pytest.mark.benchmark(**options | {"timer": lambda: now})
     request.node.add_marker(marker, append=False)
     benchmark: Any = request.getfixturevalue("benchmark")
     there = copy.copy(benchmark)
     there.name, there.fullname = f"{benchmark.name} (there)", f"{benchmark.fullname} (there)"
     for fixture, (_, timings, paired) in zip((there, benchmark), timed.sides(), strict=True):
-        fixture.extra_info = {**facts(timings, paired), **judged(timed)}
-        series = cycle(paired)  # profiling takes some again
+        fixture.extra_info = {**side_fields(timings, paired), **verdict_fields(timed)}
+        series = cycle(paired)  # profiling repeats some
         fixture.pedantic(pass_series, rounds=len(paired))
 
 
 def _file_of(module: str) -> str:
-    """Find the file of a module here, importing no more than the packages it is in."""
+    """Return the file of a module in this process, importing only its parent packages; or ""."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
-"""The process that runs one side's decode step when it is told to, and says how long it took.
+"""Worker process that runs one side's decode step on request and reports the times.
 
-It is run as a file and uses only the standard library, so that it works the same whatever the
-side's own tree holds; it imports the step from there. It reads and answers lines of JSON.
+It is run as a file and uses only the standard library, so that it works the same for any tree; it
+imports the step from the side's tree. Requests and responses are lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAMES = ("torch", "triton", "transformers", "numpy")
-"""Libraries that decide how fast a step is."""
+"""Libraries whose versions affect the speed of a step."""
 _DEFAULTS = {"floor_seconds": None, "path_counts": dict, "clock": time.perf_counter}
-OFFERS = {"step", "tokens", *_DEFAULTS}
-"""The keys of what a factory returns."""
+TARGET_KEYS = {"step", "tokens", *_DEFAULTS}
+"""Keys that a factory's result may have."""
 
 
-class Lacking(Exception):
-    """The side does not have the step, or what the step is made of; the message says what."""
+class StepNotFound(Exception):
+    """Error of a side that lacks the step, or something it needs; the message says what."""
 
 
-class Refused(Exception):
-    """The step cannot be made; the message says all that there is to say about it."""
+class InvalidFactory(Exception):
+    """Error of a factory that cannot make the step; its message needs no traceback."""
 
 
 def make_target(factory: Callable[[], Any]) -> dict[str, Any]:
-    """Return what the factory offers, with a default for each key it may leave out."""
-    offered = factory()
-    if not isinstance(offered, dict) or not {"step", "tokens"} <= offered.keys():
-        raise Refused(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
-    if unknown := offered.keys() - OFFERS:
-        raise Refused(f"the factory returned {sorted(unknown)}, which mean nothing here")
-    if not callable(offered["step"]):
-        raise Refused(f"the factory returned a step that is no function, but {offered['step']!r}")
-    if not isinstance(offered["tokens"], int) or offered["tokens"] < 1:
-        raise Refused(f"a step that brings {offered['tokens']!r} tokens is no decode step")
-    return {**_DEFAULTS, **offered}
+    """Return the factory's result, with defaults for optional keys."""
+    target = factory()
+    if not isinstance(target, dict) or not {"step", "tokens"} <= target.keys():
+        raise InvalidFactory(f"the factory returned {target!r}: expected 'step' and 'tokens'")
+    if unknown := target.keys() - TARGET_KEYS:
+        raise InvalidFactory(f"the factory returned unknown keys {sorted(unknown)}")
+    if not callable(target["step"]):
+        raise InvalidFactory(
+            f"the factory returned a step that is not a function: {target['step']!r}"
+        )
+    if not isinstance(target["tokens"], int) or target["tokens"] < 1:
+        raise InvalidFactory(
+            f"tokens is {target['tokens']!r}: a decode step generates 1 token or more"
+        )
+    return {**_DEFAULTS, **target}
 
 
 def host_seconds(target: dict[str, Any], steps: int) -> list[float]:
-    """Time each step by the clock; reading it costs less than a microsecond."""
+    """Time each step with the clock, which takes less than a microsecond to read."""
     step, clock = target["step"], target["clock"]
     times = [clock()]
     for _ in range(steps):
@@ -60,7 +64,7 @@ def host_seconds(target: dict[str, Any], steps: int) -> list[float]:
 
 
 def cuda_seconds(target: dict[str, Any], steps: int) -> list[float]:
-    """Time each step between events on the GPU; the host waits once, at the end."""
+    """Time each step with GPU events; the host waits once, at the end."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
@@ -73,14 +77,14 @@ def cuda_seconds(target: dict[str, Any], steps: int) -> list[float]:
 
 
 def import_from(name: str, file: str) -> Any:
-    """Import the side's own module, or else ``file``: a revision may be older than the module."""
+    """Import the side's own module, else ``file``: a revision may be older than the module."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not (error.name and f"{name}.".startswith(f"{error.name}.")):
             raise
         if not file:
-            raise Refused(f"there is no module {error.name!r}") from None
+            raise InvalidFactory(f"module {error.name!r} does not exist") from None
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
@@ -89,34 +93,36 @@ def import_from(name: str, file: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise Lacking(f"{name} of this project needs what is not there: {error}") from None
+        raise StepNotFound(
+            f"{name} of this project needs something that is missing there: {error}"
+        ) from None
     return module
 
 
-def find_factory(said: str, file: str) -> Any:
-    """Return the side's own function, by ``module:function``."""
-    name, _, function = said.partition(":")
+def find_factory(reference: str, file: str) -> Any:
+    """Return the side's own function for ``module:function``."""
+    name, _, function = reference.partition(":")
     module = import_from(name, file)
     if not hasattr(module, function):
-        raise Lacking(f"{name} has no function {function!r}")
+        raise StepNotFound(f"{name} has no function {function!r}")
     return getattr(module, function)
 
 
 def own_modules(roots: list[str]) -> list[str]:
     """Return the top-level modules that were imported from the side's tree."""
-    own = set()
+    names = set()
     for name, module in [*sys.modules.items()]:
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if any(file.startswith(root + os.sep) for root in roots):
-            own.add(name.partition(".")[0])
-    return sorted(own)
+            names.add(name.partition(".")[0])
+    return sorted(names)
 
 
 def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
-    """Return what ``Ready`` holds about the step and where it runs."""
+    """Return the fields of ``Ready``: the step and its environment."""
     versions = {"python": sys.version.split()[0]}
     if imported := [name for name in _NAMES if name in sys.modules]:
-        from importlib import metadata  # this import takes longer than many a worker lives
+        from importlib import metadata  # slow to import, so only if needed
 
         versions |= {name: metadata.version(name) for name in imported}
     torch = sys.modules.get("torch")
@@ -130,13 +136,13 @@ def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load the step, then run it as often as each line says; a 0 asks for the path counts."""
-    asked = json.loads(sys.argv[1])
+    """Load the step, then run it as many times as each line says; 0 requests the path counts."""
+    request = json.loads(sys.argv[1])
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        del sys.path[0]  # the files beside this one are none of the side's modules
-    if asked["cpus"]:
-        os.sched_setaffinity(0, asked["cpus"])
-    # What the side prints must not end up among the answers.
+        del sys.path[0]  # the modules next to this file are not the side's
+    if request["cpus"]:
+        os.sched_setaffinity(0, request["cpus"])
+    # Prints of the side's code must not mix with the responses.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -145,22 +151,22 @@ def main() -> None:
         answers.flush()
 
     try:
-        target = make_target(find_factory(asked["factory"], asked["file"]))
-        measure = cuda_seconds if asked["cuda"] else host_seconds
-        answer(describe(target, asked["roots"]))
+        target = make_target(find_factory(request["factory"], request["file"]))
+        measure = cuda_seconds if request["cuda"] else host_seconds
+        answer(describe(target, request["roots"]))
         while line := sys.stdin.readline():
             steps = json.loads(line)
             answer(measure(target, steps) if steps else dict(target["path_counts"]()))
-    except Lacking as lacking:
-        answer({"lacks": str(lacking), "own_modules": own_modules(asked["roots"])})
-    except Refused as refused:
+    except StepNotFound as lacking:
+        answer({"lacks": str(lacking), "own_modules": own_modules(request["roots"])})
+    except InvalidFactory as refused:
         answer({"error": str(refused)})
     except Exception:
         answer({"error": traceback.format_exc()})
 
 
-def leave() -> NoReturn:
-    """End after exit handlers, but leave modules as they are: to take torch apart costs 0.5 s."""
+def exit_process() -> NoReturn:
+    """Exit after exit handlers, but without module teardown, which takes 0.5 s for torch."""
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(0)
@@ -168,4 +174,4 @@ def leave() -> NoReturn:
 
 if __name__ == "__main__":
     main()
-    leave()
+    exit_process()

@@ -1,4 +1,4 @@
-"""The processes that time a step, started in pairs, each on CPUs of its own, and their clocks."""
+"""Processes that time a step, started in pairs on separate CPUs, and checks of clock speeds."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Pair = tuple["Worker", "Worker"]
 
 _WORKER = Path(__file__).with_name("worker.py")
 _PATIENCE = 10
-"""A worker gets so many seconds to end by itself."""
+"""Seconds for a worker to exit by itself before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a worker reports once its step is built."""
+    """Report of a worker whose step is built."""
 
     tokens: int
-    """A step brings so many."""
+    """Number of tokens that a step generates."""
     floor_seconds: float | None
-    """A step cannot take less; None if the factory does not say."""
+    """Lower bound of a step's time; None if the factory has none."""
     own_modules: Sequence[str]
     """Top-level modules that were imported from the side's tree."""
     device: str
@@ -45,16 +45,16 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The name of a side and the folders of its code."""
+    """One side of a comparison: its name and the folders of its code."""
 
     label: str
     roots: tuple[str, ...]
     shared: tuple[str, ...] = ()
-    """Folders of this project, for what the side lacks: the file of the benchmark, say."""
+    """Folders of this project for modules that the side lacks, such as the benchmark's."""
 
 
-class LacksStep(CannotCompare):
-    """A side does not have the function that makes the step, or what that function imports."""
+class MissingStep(CannotCompare):
+    """Error of a side that lacks the step's factory, or a module that the factory imports."""
 
     def __init__(self, side: Side, what: str) -> None:
         super().__init__(f"{side.label}: {what}")
@@ -62,7 +62,7 @@ class LacksStep(CannotCompare):
 
 
 class Worker(Protocol):
-    """The part of a worker that a comparison needs; tests bring others."""
+    """Interface of a worker for comparisons; tests use other implementations."""
 
     @property
     def ready(self) -> Ready: ...
@@ -75,23 +75,29 @@ class Worker(Protocol):
 
 
 class WorkerProcess:
-    """A worker starts at once and is ready later, so that two can start at the same time."""
+    """Worker in a process that starts at once and is ready later, so that two start together."""
 
     def __init__(
         self, side: Side, factory: str, *, file: str = "", cuda: bool = False, cpus: Sequence[int]
     ) -> None:
-        """``factory`` is ``module:function``, and ``file`` stands in for a module the side lacks.
+        """``factory`` is ``module:function``; ``file`` replaces a module that the side lacks.
 
-        The process keeps to ``cpus``, if there are any.
+        The process is pinned to ``cpus``, unless they are empty.
         """
         self._side = side
-        asked = {"factory": factory, "file": file, "cuda": cuda, "cpus": cpus, "roots": side.roots}
-        # Padding moves the stack, which lies below the environment: the length of a path alone
-        # would otherwise make every step of one side a percent slower.
+        arguments = {
+            "factory": factory,
+            "file": file,
+            "cuda": cuda,
+            "cpus": cpus,
+            "roots": side.roots,
+        }
+        # Random padding shifts the stack, which lies below the environment: otherwise the length
+        # of a path alone could make every step of one side a percent slower.
         padding = "x" * random.randrange(4096)
         paths = os.pathsep.join([*side.roots, *side.shared])
         self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER), json.dumps(asked)],
+            [sys.executable, str(_WORKER), json.dumps(arguments)],
             env=os.environ | {"PYTHONPATH": paths, "ROSEINFER_PADDING": padding},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -100,15 +106,15 @@ class WorkerProcess:
 
     @cached_property
     def ready(self) -> Ready:
-        """Wait until the step is built."""
+        """Report of the built step; waits until it is built."""
         answer = self._answer()
         if not answer["own_modules"]:
             raise CannotCompare(
                 f"{self._side.label}: nothing was imported from {', '.join(self._side.roots)}, "
-                "so this would not measure it"
+                "so its code would not be measured"
             )
         if "lacks" in answer:
-            raise LacksStep(self._side, answer["lacks"])
+            raise MissingStep(self._side, answer["lacks"])
         return Ready(**answer)
 
     def seconds(self, steps: int) -> list[float]:
@@ -126,7 +132,7 @@ class WorkerProcess:
 
     def _ask(self, steps: int) -> Any:
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # the answer says why, or there is none
+        with suppress(BrokenPipeError):  # reading the answer reports the error
             self._process.stdin.write(f"{steps}\n")
             self._process.stdin.flush()
         return self._answer()
@@ -135,7 +141,7 @@ class WorkerProcess:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise CannotCompare(f"{self._side.label}: its worker ended with no answer")
+            raise CannotCompare(f"{self._side.label}: the worker process ended without an answer")
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise CannotCompare(f"{self._side.label}: {answer['error']}")
@@ -145,10 +151,11 @@ class WorkerProcess:
 def cpus_for(
     pair: int, wanted: int | None, available: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the CPUs that both workers of a pair keep to, or none if they may use all.
+    """Return the CPUs that both workers of a pair are pinned to; empty if they may use all.
 
-    Two workers on two CPUs would compare the CPUs, since one may share its core with somebody
-    busy. Every pair has other CPUs than the one before, so that none of them decides.
+    Two workers on different CPUs would compare the CPUs, since one may share its core with
+    another busy process. Each pair has different CPUs from the previous one, so that no single CPU
+    decides.
     """
     available = _usable() if available is None else available
     if wanted is None or wanted >= len(available):
@@ -158,7 +165,7 @@ def cpus_for(
 
 
 def pairs_side_by_side(wanted: int | None, available: Sequence[int] | None = None) -> int:
-    """Return how many pairs find CPUs that no other of them keeps to."""
+    """Return the number of pairs that can have separate CPUs, at least 1."""
     available = _usable() if available is None else available
     return max(1, len(available) // wanted) if wanted else 1
 
@@ -167,22 +174,22 @@ def _usable() -> Sequence[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-# Pairs of workers start at the same time, each on CPUs of its own.
+# Starting pairs of workers ahead of time, on separate CPUs.
 #
-# Starting takes most of a comparison: a process that imports torch takes seconds to be ready, and
-# its series a tenth of one. All that were started are ready before one is measured, and wait for
-# their turn without doing anything, so they take nothing from it.
+# Startup takes most of a comparison: a process that imports torch takes seconds to be ready, and
+# its series a tenth of a second. All started workers are ready before one is measured, and then
+# idle until their turn, so they do not disturb it.
 
 
 MOST_PAIRS = 2
-"""Each has two models in memory."""
+"""Maximum pairs at a time; each has two models in memory."""
 
 
 @contextmanager
-def started_ahead(start: Callable[[int], Pair], pairs: int) -> Iterator[Callable[[int], Pair]]:
-    """Yield what hands out the pairs of ``start`` by their numbers, and starts so many at a time.
+def start_ahead(start: Callable[[int], Pair], pairs: int) -> Iterator[Callable[[int], Pair]]:
+    """Yield a function that returns pairs by number, and starts ``pairs`` of them at a time.
 
-    Those that nobody has taken in the end are stopped.
+    Pairs that were not used are stopped at the end.
     """
     waiting: deque[Pair] = deque()
 
@@ -191,7 +198,8 @@ def started_ahead(start: Callable[[int], Pair], pairs: int) -> Iterator[Callable
             for ahead in range(pairs):
                 waiting.append(start(number + ahead))
             for there, here in waiting:
-                _ = here.ready, there.ready  # what neither side has is misspelt, and not new
+                # Here first: a step that neither side has is misspelt, not new.
+                _ = here.ready, there.ready
         return waiting.popleft()
 
     try:
@@ -201,10 +209,10 @@ def started_ahead(start: Callable[[int], Pair], pairs: int) -> Iterator[Callable
             worker.stop()
 
 
-# Clocks tell whether a processor changed its speed while something was timed on it.
+# Clocks that detect changes of a processor's speed during a measurement.
 #
-# Whatever slows both sides alike cancels, so a busy machine is no reason for doubt. A processor
-# that is too hot for its clock is one: it slows down the side that makes it work harder.
+# Slowdowns of both sides cancel, so a busy machine is no reason for doubt. A thermally throttled
+# processor is: it slows down the side that makes it work harder.
 
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -212,11 +220,11 @@ _CPU_DOUBTS = {
     "cpu[0-9]*/thermal_throttle/*_throttle_count": "a CPU was throttled",
     "cpu[0-9]*/cpufreq/scaling_max_freq": "the highest clock of a CPU was changed",
 }
-"""What it means that the content of these files changed."""
+"""Reasons for doubt, by the files whose content changed."""
 _QUERY = "--query-gpu=clocks.sm,utilization.gpu,clocks_throttle_reasons.active"
 _EVERY_MS = 200
 _BUSY = 20
-"""From this utilization on, in percent, a GPU's clock is the one it works at."""
+"""Utilization in percent from which a GPU's clock counts as its working clock."""
 _SPREAD = 0.05
 _REASONS = {
     0x04: "its power limit",
@@ -225,18 +233,18 @@ _REASONS = {
     0x40: "its temperature",
     0x80: "its power supply",
 }
-"""Bits of NVML's clock event reasons under which a GPU runs slower than it was set to."""
+"""Bits of NVML's clock event reasons for which a GPU runs below its set clock."""
 
 
 class CpuClock:
-    """Reads what Linux says about the CPUs; in a virtual machine that is mostly nothing."""
+    """Check of CPU speeds by Linux's counters, which most virtual machines lack."""
 
     def __init__(self, folder: Path = _CPUS) -> None:
         self._folder = folder
         self._before = self._read()
 
     def doubt(self) -> str:
-        """Return why times taken since this was made cannot be trusted, or ""."""
+        """Return why times since this object's creation cannot be trusted, or ""."""
         now = self._read()
         return next((_CPU_DOUBTS[each] for each in now if now[each] != self._before[each]), "")
 
@@ -248,7 +256,7 @@ class CpuClock:
 
 
 class GpuClock:
-    """Samples with ``nvidia-smi``, which runs beside the timed step and never waits for it."""
+    """Check of GPU clocks with ``nvidia-smi``, which samples in parallel to the timed step."""
 
     def __init__(self, gpu: int) -> None:
         self._samples: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
@@ -273,7 +281,7 @@ class GpuClock:
 
 
 def doubt_about(samples: Iterable[str]) -> str:
-    """Judge lines of nvidia-smi; those that lack a number or are half a line say nothing."""
+    """Return a reason for doubt from lines of nvidia-smi, or ""; incomplete lines are skipped."""
     clocks = []
     for line in samples:
         try:

@@ -1,4 +1,4 @@
-"""A history: the steps done to a cache, as plain data that can be said, saved and replayed."""
+"""A history: a cache to build and its steps, as data that is described, saved and replayed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import pytest_roseinfer.adapters.cache  # noqa: F401 - which has every shipped operation
+import pytest_roseinfer.adapters.cache  # noqa: F401 - registers all shipped operations
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.operation import Operation
 from pytest_roseinfer.oracle.texts import WHOLE, Branch
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 GATHERS_EVERY = (1, 3)
-"""After how many steps a sequence is gathered, the plainest first."""
+"""Choices of ``History.gathers_every``, the simplest first."""
 _FEW = 3
-"""So many steps that are alike have a line each."""
+"""Maximum number of equal steps in a row with a line each; more share one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A cache's shape and all that is done to it."""
+    """A cache's shape, and the steps that are applied to it."""
 
     spec: CacheSpec
     operations: tuple[Operation, ...]
     finite: bool = True
     texts: tuple[Branch, ...] = ()
-    """What sequences say, by name and in turns, if the cache is told."""
+    """Texts of sequences, assigned by name and number of reuse; empty without ``use_tokens``."""
     gathers_every: int = 1
-    """A sequence is gathered after one step in so many, and after the last step: a cache that is
-    read after each one never shows what it forgets to bring up to date before the next read."""
+    """Steps between two reads of a sequence by ``gather``, which also reads it after the last step:
+    a cache that is read after every step would hide bugs in work that it defers until a read."""
 
     @property
     def size(self) -> int:
@@ -42,31 +42,37 @@ class History:
     def device(self) -> str:
         return self.spec.device
 
-    def words(self, notes: Mapping[int, str] | None = None) -> str:
-        """Say it in words; ``notes`` tell what came of steps, which are numbered from 1."""
-        came = {at: f"; {note}" for at, note in (notes or {}).items()}
+    def describe(self, notes: Mapping[int, str] | None = None) -> str:
+        """Describe it in words, with ``notes`` on the results of steps, numbered from 1."""
+        results = {at: f"; {note}" for at, note in (notes or {}).items()}
         fields = {name: value for name, value in asdict(self.spec).items() if value != ()}
         shape = ", ".join(f"{name}={value}" for name, value in fields.items())
-        said = [f"{step.words()}{came.get(at, '')}" for at, step in enumerate(self.operations, 1)]
+        steps = [
+            f"{step.describe()}{results.get(at, '')}" for at, step in enumerate(self.operations, 1)
+        ]
         texts = [
-            f"text {text} begins as text {parent}"
-            + (f" for {length} tokens" if length < WHOLE else " and is equal to it")
-            + "".join(f", but lies in namespace {namespace}" for namespace in namespaces)
+            (
+                f"text {text} shares its first {length} tokens with text {parent}"
+                if length < WHOLE
+                else f"text {text} is equal to text {parent}"
+            )
+            + "".join(f", but has namespace {namespace}" for namespace in namespaces)
             for text, (parent, length, *namespaces) in enumerate(self.texts)
             if parent != text
         ]
         if len(self.texts) == 1:
-            texts.append("all sequences say the same, which is tokens that are 1")
+            texts.append("all sequences have the same text, whose token ids are all 1")
         elif self.texts:
             which = f"text n mod {len(self.texts)}, and the next text when its name is used again"
             texts.append(f"sequence n has {which}")
             texts.append(
-                "all tokens are 1, but where text n leaves the one it begins as, it is n + 1"
+                "all token ids are 1, except that the first token of text n after its shared "
+                "prefix is n + 1"
             )
         if self.gathers_every > 1:
             when = f"step m if {self.gathers_every} divides n + m, and after the last step"
             texts.append(f"sequence n is gathered after {when}")
-        return "\n".join([f"a cache with {shape}", *texts, *_numbered(said)])
+        return "\n".join([f"a cache with {shape}", *texts, *_numbered(steps)])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,10 +95,10 @@ class History:
         )
 
 
-def _numbered(said: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each step, and one for many that follow each other and are alike."""
+def _numbered(steps: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each step, and one for many equal steps in a row."""
     done = 0
-    for words, alike in groupby(said):
+    for words, alike in groupby(steps):
         begin, done = done + 1, done + len([*alike])
         if done - begin < _FEW:
             yield from (f"  {at}. {words}" for at in range(begin, done + 1))

@@ -1,4 +1,4 @@
-"""Large histories: many rows, long sequences."""
+"""Large histories: batches of many rows, and long sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_roseinfer.capabilities.writes import (
     written,
 )
 from pytest_roseinfer.histories.history import History
-from pytest_roseinfer.oracle.texts import in_two_namespaces
+from pytest_roseinfer.oracle.texts import duplicate_in_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.texts import Branch
 
 ROWS = (9, 17, 33, 65)
-"""One more than what a program often takes."""
+"""Rows of batches: one more than the rows that a kernel program often processes."""
 SEQUENCES = 71
-"""The most that there are at a time, unless the cache holds fewer."""
+"""Most sequences at a time, unless the cache has a lower limit."""
 _BLOCKS = 66
 _TOKENS = 513
 _FEW_TOKENS = 257
 _MOST_TOKENS = 2200
-"""Where blocks are so large that 66 of them hold more, the table is shorter."""
+"""Most tokens of a table of 66 blocks; larger blocks get a shorter table."""
 _SMALL_HEAD = 4
 _SMALL_BLOCK = 2
 
@@ -40,7 +40,7 @@ _SMALL_BLOCK = 2
 def large_histories(
     adapter: type[KVCacheAdapter], options: Mapping[str, Any], device: str
 ) -> Iterator[History]:
-    """Yield them for a cache with these switches, with the operations that it offers."""
+    """Yield the large histories for a cache with these switches, of operations that it offers."""
     size = min(adapter.block_sizes, key=lambda each: (each < _SMALL_BLOCK, abs(each - 4), each))
     for steps in (_many_rows(adapter, size), _long_sequences(adapter, size)):
         able = tuple(step for step in steps if step.needs <= adapter.abilities)
@@ -49,9 +49,9 @@ def large_histories(
 
 
 def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
-    """Append to 9, 17, 33 and 65; then do with all rows what the cache offers.
+    """Append to 9, 17, 33 and 65 rows; then apply each operation that the cache offers to all rows.
 
-    At the end, the names that were freed are used again.
+    At the end, the names of freed sequences are used again.
     """
     most = adapter.most_sequences or SEQUENCES
     for rows in ROWS:
@@ -67,7 +67,7 @@ def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
 
 
 def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
-    """Write some hundred tokens at once, then one by one; a fork copies a block far behind."""
+    """Write some hundred tokens at once, then one by one; a fork copies a block of a long table."""
     long = _BLOCKS * size if _BLOCKS * size <= _MOST_TOKENS else _TOKENS
     begun = {0: _FEW_TOKENS, 1: max(long, _TOKENS) - 1}
     if most := adapter.most_tokens:
@@ -91,7 +91,7 @@ def _spec(
     options: Mapping[str, Any],
     device: str,
 ) -> CacheSpec:
-    """Make a cache with few heads, in which all steps find room."""
+    """Make the spec of a cache with few heads, and with room for all steps."""
     heads = [each for each in adapter.head_dims if each >= _SMALL_HEAD] or adapter.head_dims
     windows = (None, 5 * size)[: adapter.windows.groups]
     pools = len(windows) if adapter.windows.pools == "shared" and windows else 1
@@ -109,7 +109,7 @@ def _spec(
 
 
 def _most_blocks(size: int, steps: Sequence[Operation]) -> int:
-    """Count the blocks that steps take if nothing is shared or given back."""
+    """Count the blocks that steps need if none is shared or freed."""
     lengths: dict[int, int] = {}
     for step in steps:
         if isinstance(step, Fork):
@@ -120,8 +120,8 @@ def _most_blocks(size: int, steps: Sequence[Operation]) -> int:
 
 
 def _texts(adapter: type[KVCacheAdapter], size: int) -> tuple[Branch, ...]:
-    """Have sequences say three texts, of which two begin alike, where the cache is told."""
+    """Return three texts, two of which share a prefix; none for a cache without ``use_tokens``."""
     if "use_tokens" not in adapter.abilities:
         return ()
     texts = ((0, 0), (0, size + 1), (0, 0))
-    return in_two_namespaces(texts) if "use_namespaces" in adapter.abilities else texts
+    return duplicate_in_namespaces(texts) if "use_namespaces" in adapter.abilities else texts

@@ -1,4 +1,4 @@
-"""The fixed first steps of drawn histories, their last steps, and repeated prefixes."""
+"""Preludes of drawn histories, their last steps, and names whose texts repeat prefixes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer, take_while_they_fit
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer, add_while_fitting
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 
 if TYPE_CHECKING:
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.texts import Texts
 
-# The steps that bring back what is away at the end of a history.
+# Absent sequences at the end of a history, and batches at its start
 
 
-def way_back(writer: Writer) -> Iterator[Operation]:
-    """Yield steps, each to be done before the next, that make room as far as they can."""
-    ways = [each.way_back for each in writer.adapter.capabilities if each.way_back]
+def end_absences_in_order(writer: Writer) -> Iterator[Operation]:
+    """Yield steps that bring back absent sequences, and free live ones if there is no room.
+
+    Each step must be applied before the next one is taken.
+    """
+    ways = [each.return_steps for each in writer.adapter.capabilities if each.return_steps]
     while steps := [step for way in ways for step in way(writer.oracle)]:
         fitting = [step for step in steps if step.fits(writer.oracle)]
         if fitting:
@@ -36,16 +39,16 @@ def way_back(writer: Writer) -> Iterator[Operation]:
 
 
 _ONE_BY_ONE = 4
-"""Most tokens that a sequence gets one by one, where a cache takes no prompts."""
+"""Most tokens that a sequence gets one by one, for a cache without ``prefill``."""
 
 
 def append_in_batches(writer: Writer) -> None:
-    """Open with batches of sequences at one position of their blocks, some with one elsewhere.
+    """Begin with batches of sequences at one position of a block; some add one elsewhere.
 
-    Two of them share blocks, where a cache lets them. Drawn one by one, so many sequences hardly
-    ever live at a time where prompts, and what is kept of them, take the blocks.
+    Two of them share blocks, if the cache shares any. Random steps rarely keep this many sequences
+    alive, since prompts and cached blocks fill the pool.
     """
-    take_while_they_fit(writer, _append_in_batches(writer))
+    add_while_fitting(writer, _append_in_batches(writer))
 
 
 def _append_in_batches(writer: Writer) -> Iterator[Operation]:
@@ -56,7 +59,7 @@ def _append_in_batches(writer: Writer) -> Iterator[Operation]:
         yield Prefill(first, length, writer.layout())
         yield _sharing_with(writer, first, length)
         third, other = writer.fresh(2)
-        if length % size:  # less than a block, so that two hold those of the first
+        if length % size:  # less than a block, so that the first's blocks keep exactly two holders
             yield Prefill(third, length % size, writer.layout())
         alike = [*dict.fromkeys([*writer.live, third])]
     else:
@@ -65,9 +68,9 @@ def _append_in_batches(writer: Writer) -> Iterator[Operation]:
         for _ in range(length):
             yield Append(seqs, writer.layout())
         if Fork.needs <= abilities:
-            yield Fork.of_any(writer)
+            yield Fork.draw_for_any(writer)
         alike, (other,) = writer.live, writer.fresh(1)
-    begins_first = (length + 1) % size == 0  # else it would stand where the others do
+    begins_first = (length + 1) % size == 0  # else it would be at the position of the others
     if not begins_first:
         yield _batch(writer, alike)
     for _ in range(4):
@@ -83,12 +86,12 @@ def _append_in_batches(writer: Writer) -> Iterator[Operation]:
 
 
 def _sharing_with(writer: Writer, first: int, length: int) -> Operation:
-    """Return a step that begins a sequence like the first, with its blocks if any are shared."""
+    """Return a step that begins a copy of the first sequence, with its blocks if possible."""
     if Fork.needs <= writer.adapter.abilities and (
-        not writer.finds_prompts or writer.between(0, 1)
+        not writer.reuses_prefixes or writer.between(0, 1)
     ):
         return Fork(first, *writer.fresh(1))
-    second = writer.repeater(length) if writer.finds_prompts else writer.fresh(1)[0]
+    second = writer.name_with_prefix(length) if writer.reuses_prefixes else writer.fresh(1)[0]
     return Prefill(second, length, writer.layout())
 
 
@@ -97,32 +100,32 @@ def _batch(writer: Writer, seqs: Sequence[int]) -> Append:
 
 
 def end_absences(writer: Writer) -> None:
-    """Bring back all that is away, or none, or some on the way; free some on its way or not."""
-    for step in islice(way_back(writer), writer.pick((0, None, 1, 2))):
+    """Bring back all, some or no absent sequences; then free an absent one or not."""
+    for step in islice(end_absences_in_order(writer), writer.pick((0, None, 1, 2))):
         writer.take(step)
     may_free = writer.oracle.absent and Free.needs <= writer.adapter.abilities
     if may_free and writer.between(0, 1):
-        writer.take(Free.of_away(writer))
+        writer.take(Free.draw_for_absent(writer))
 
 
-# Draws how sequences begin that may find what was said before: under which name, and how far.
+# Names and lengths of sequences that may reuse a prefix
 
 
-_MAY_FIND = 4
-"""How often a name is listed under which something is in its namespace, and not in others alone."""
-_PARTS = 3
-"""How much more often one is whose text goes another way inside of what was said."""
+_MATCHING_WEIGHT = 4
+"""Weight of a name whose prefix was stored in the same namespace; 1 if only in others."""
+_DIVERGING_WEIGHT = 3
+"""Factor to the weight of a name whose text diverges within a stored text."""
 
 
 @dataclass(slots=True)
-class SaidBefore:
-    """What the sequences of a history have said so far, each as far as any of them said it."""
+class PrefixCandidates:
+    """Texts that the sequences of a history have stored so far, each up to its longest prefix."""
 
     oracle: Oracle
     least: int
-    """The fewest tokens that a cache finds again: a block, or one."""
+    """Fewest tokens that a lookup can find: a block, or one."""
     _longest: dict[int, int] = field(default_factory=dict)
-    """How many tokens of each text were said."""
+    """Number of tokens stored so far, by text."""
 
     @property
     def texts(self) -> Texts:
@@ -130,69 +133,75 @@ class SaidBefore:
         return self.oracle.texts
 
     def note(self) -> None:
-        """Take what the sequences say by now."""
+        """Record the present lengths of all texts."""
         for seq in self.oracle.sequences:
             text, length = self.oracle.text_of(seq), self.oracle.length(seq)
             self._longest[text] = max(length, self._longest.get(text, 0))
 
     def names(self, new: int, vacant: Sequence[int]) -> list[int]:
-        """List names under which a new sequence would begin as another did.
+        """List names whose text repeats a prefix, each as often as its weight.
 
-        Those from ``new`` on have a text each. Most often listed is one that may find something,
-        and goes another way inside of what was said.
+        ``new`` and the names after it have one text each. A name has the highest weight if it may
+        find a prefix in its namespace, and its text diverges within a stored text.
         """
         names = self._unused(new, vacant)
-        return [name for name in names for _ in range(self._often(name))]
+        return [name for name in names for _ in range(self._listing_weight(name))]
 
-    def repeating(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
-        """List names under which a new sequence would say again what was said for so long."""
-        return [name for name in self._unused(new, vacant) if self.again(name) >= tokens]
+    def names_with_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names whose text repeats ``tokens`` tokens or more of a stored text."""
+        return [
+            name for name in self._unused(new, vacant) if self.common_prefix_length(name) >= tokens
+        ]
 
-    def parting(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
-        """List names under which a new sequence would say something else before so many tokens."""
-        return [name for name in self._unused(new, vacant) if self.again(name) < tokens]
+    def names_without_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names whose text differs from all stored ones within its first ``tokens`` tokens."""
+        return [
+            name for name in self._unused(new, vacant) if self.common_prefix_length(name) < tokens
+        ]
 
     def _unused(self, new: int, vacant: Sequence[int]) -> list[int]:
-        return [*range(new, new + len(self.texts.drawn)), *vacant]
+        return [*range(new, new + len(self.texts.initial_branches)), *vacant]
 
-    def _often(self, seq: int) -> int:
+    def _listing_weight(self, seq: int) -> int:
         common = self._common(seq)
         again = max(common.values(), default=0)
         if again < self.least:
             return 0
         space, own = self.texts.namespace, self.oracle.text_of(seq)
         within = any(common[text] >= self.least for text in common if space(text) == space(own))
-        return (_MAY_FIND if within else 1) * (_PARTS if self._parts(seq) else 1)
+        return (_MATCHING_WEIGHT if within else 1) * (
+            _DIVERGING_WEIGHT if self._diverges_inside(seq) else 1
+        )
 
-    def _parts(self, seq: int) -> bool:
-        """Return True for a text that goes another way inside of what was said, however near."""
+    def _diverges_inside(self, seq: int) -> bool:
+        """Return True for a text that diverges before the end of each text closest to it."""
         common = self._common(seq)
         again = max(common.values(), default=0)
         return all(again < self._longest[text] for text in common if common[text] == again)
 
-    def again(self, seq: int) -> int:
-        """Count the first tokens of a new sequence that were said before, in any namespace."""
+    def common_prefix_length(self, seq: int) -> int:
+        """Count the first tokens of a new sequence that repeat a stored text of any namespace."""
         return max(self._common(seq).values(), default=0)
 
     def _common(self, seq: int) -> dict[int, int]:
-        """Count the first tokens that a new sequence has in common with each text that was said."""
+        """Count the first tokens that a new sequence has in common with each stored text."""
         own, owner = self.oracle.text_of(seq), self.texts.owner
 
-        def common(text: int, said: int) -> int:
-            return bisect_left(range(said), 1, key=lambda at: owner(own, at) != owner(text, at))
+        def common(text: int, length: int) -> int:
+            return bisect_left(range(length), 1, key=lambda at: owner(own, at) != owner(text, at))
 
-        return {text: common(text, said) for text, said in self._longest.items()}
+        return {text: common(text, length) for text, length in self._longest.items()}
 
     def lengths(self, seq: int) -> list[int]:
-        """List lengths of a new sequence around the end of what was said, and of blocks there.
+        """List lengths of a new sequence around the ends of its repeated prefix and nearby blocks.
 
-        One that goes another way there is longer than that.
+        If its text diverges there, all are longer than the prefix.
         """
-        size, again = self.oracle.block_size, self.again(seq)
+        size, again = self.oracle.block_size, self.common_prefix_length(seq)
         if again < self.least:
             return []
         last = again - again % size
         ends = {size, last, again, last + size}
-        least = again + 1 if self._parts(seq) else 1
+        least = again + 1 if self._diverges_inside(seq) else 1
         near = {end + more for end in ends if end for more in (-1, 0, 1)}
         return sorted(length for length in near if length >= least)

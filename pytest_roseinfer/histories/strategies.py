@@ -1,8 +1,8 @@
-"""Hypothesis strategies for caches and whole histories, and the others that users import from here.
+"""Hypothesis strategies for caches and histories, and others that users import from here.
 
-Sizes are drawn where bugs live: lengths at a block's last position, its first and one further;
-blocks shared by two and three; pools so small that they run out. Payloads are never drawn, they
-are coded (see ``payload``).
+Sizes are drawn at the boundaries where bugs are likely: lengths around the first and the last
+position of a block; blocks with two or three holders; pools so small that they run out. Payloads
+are never drawn but encoded (see ``payload``).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.capabilities.cache_data import Bounds, CacheSpec, few_of, few_shapes
+from pytest_roseinfer.capabilities.cache_data import Bounds, CacheSpec, choose_shapes, few_of
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.histories.preludes import (
-    SaidBefore,
+    PrefixCandidates,
     append_in_batches,
     end_absences,
 )
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
+from pytest_roseinfer.oracle.texts import WHOLE, duplicate_in_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.texts import Branch
 
-# Draws what kernels of a paged cache are handed: tensors in any memory layout, and tables.
+# Inputs of paged-cache kernels
 
 
 def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
@@ -46,7 +46,7 @@ def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
 
 @st.composite
 def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
-    """Draw tables over a pool: two rows have no block in common but in a shared prefix."""
+    """Draw tables over a pool, in which two rows have at most a prefix of blocks in common."""
     order = draw(st.permutations(list(range(num_blocks))))
     tables: list[list[int]] = []
     at = 0
@@ -62,7 +62,7 @@ def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> lis
     return tables
 
 
-# Draws how many tokens to append or to keep, near the boundaries of blocks.
+# Lengths near the boundaries of blocks
 
 
 _MOST_TOKENS = 300
@@ -73,8 +73,8 @@ def boundary_lengths(
 ) -> st.SearchStrategy[int]:
     """Draw a number of tokens to append so that the end falls at, before or after a boundary.
 
-    With the number of ``free`` blocks, the end of the last of them is one more boundary; with
-    ``windows``, so is where one more block and where two more have left one.
+    With ``free``, the end of the last free block is one more boundary; with ``windows``, so are the
+    lengths at which one more block and two more blocks have left each window.
     """
     room = -stored % block_size
     ends = {0, room, room + block_size, room + (free or 0) * block_size}
@@ -87,19 +87,22 @@ def boundary_lengths(
 
 
 def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
-    """Draw a length to cut ``stored`` tokens to: at, before or after a boundary, or the ends."""
+    """Draw a length to truncate ``stored`` tokens to: near a boundary, or 0 or all."""
     last = stored - stored % block_size
     ends = {0, block_size, last - block_size, last, stored}
     near = {end + more for end in ends for more in (-1, 0, 1)}
     return st.sampled_from(sorted((each for each in near if 0 <= each <= stored), reverse=True))
 
 
-# Draws texts that begin alike.
+# Texts
 
 
 @st.composite
 def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[Branch, ...]:
-    """Draw texts that begin alike, up to a block's edge, around it or inside, or are equal."""
+    """Draw texts with shared prefixes that end at or near a block boundary or inside a block.
+
+    Some texts are equal.
+    """
     edges = {block_size, 2 * block_size}
     inside = block_size + block_size // 2
     lengths = sorted({WHOLE, 0, 1, inside, *(edge + more for edge in edges for more in (-1, 0, 1))})
@@ -127,16 +130,16 @@ _INTERPRETED_ON = "cpu"
 _FEW_HEADS = 8
 _SMALL_HEAD = 16
 _MOST_OF_A_TOKEN = 3200
-"""Elements of all heads: more than a kernel's tile may hold at once."""
+"""Elements of all heads of a token: more than a kernel's tile may hold at once."""
 _MOST_OF_A_BLOCK = 4 * _MOST_OF_A_TOKEN
 _POOLS = (8, 2, 5, 12, 16, 24)
-"""Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
+"""Blocks per layer: soon all in use, or just enough for a batch of sequences."""
 _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
-"""Blocks that are kept for later texts are soon needed for others."""
+"""Blocks per layer of caches with texts: few, so that cached blocks are soon evicted."""
 _POOLS_OF_BATCHES = (24, 32, 20)
-"""Blocks for batches of several sequences, two of them long ones."""
+"""Blocks per layer for batches of several sequences, two of them long."""
 _BLOCKS_OF_BATCHES = (2, 3, 4, 5, 8)
-"""Tokens of a block that sequences soon begin and soon fill."""
+"""Block sizes that sequences fill after a few tokens."""
 
 
 @st.composite
@@ -151,13 +154,13 @@ def cache_specs(
     device: str = "cpu",
     pools: Sequence[int] = _POOLS,
 ) -> CacheSpec:
-    """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
-    listed = tuple(head_counts), tuple(head_dims), tuple(block_sizes)
-    bounds = _bounds(*listed)
+    """Draw specs of small caches of awkward shapes: odd head sizes, and few tiny blocks."""
+    choices = tuple(head_counts), tuple(head_dims), tuple(block_sizes)
+    bounds = _bounds(*choices)
     if device == _INTERPRETED_ON:
-        sizes = draw(_sizes(*listed, bounds))
+        sizes = draw(_sizes(*choices, bounds))
     else:
-        sizes, dtype = draw(st.sampled_from(few_shapes(*listed, tuple(dtypes), bounds)))
+        sizes, dtype = draw(st.sampled_from(choose_shapes(*choices, tuple(dtypes), bounds)))
         dtypes, pools = [dtype], pools[:2]
     num_heads, head_dim, block_size = sizes
     return CacheSpec(
@@ -175,9 +178,9 @@ def cache_specs(
 def _bounds(
     head_counts: Sequence[int], head_dims: Sequence[int], block_sizes: Sequence[int]
 ) -> Bounds:
-    """Bound the size of what is drawn, so that all that is listed can be drawn still.
+    """Return bounds on sizes that still allow each listed value in some combination.
 
-    All that is stored is compared after every step, so that large blocks are slow.
+    The whole storage is compared after every step, so large blocks are slow.
     """
     fewest, smallest = min(head_counts), min(head_dims)
     return Bounds(
@@ -194,20 +197,20 @@ def _sizes(
     block_sizes: Sequence[int],
     bounds: Bounds,
 ) -> tuple[int, ...]:
-    """Draw one of each. All that are listed are drawn, but large ones less, and not together."""
+    """Draw one size of each kind, large ones less often and never all together."""
     num_heads = draw(st.sampled_from(_mostly_small(head_counts, _FEW_HEADS)))
-    dims = _up_to(bounds.of_a_token // num_heads, head_dims)
-    if num_heads > _FEW_HEADS:  # most often as large as they may be, so that a tile is too small
+    dims = _up_to(bounds.token_elements // num_heads, head_dims)
+    if num_heads > _FEW_HEADS:  # mostly the largest allowed size, so that a tile is too small
         dims = [max(dims)] * len(dims) + dims
     else:
         dims = _mostly_small(dims, _SMALL_HEAD)
     head_dim = draw(st.sampled_from(dims))
-    longest = max(min(block_sizes), bounds.of_a_block // (num_heads * head_dim))
+    longest = max(min(block_sizes), bounds.block_elements // (num_heads * head_dim))
     return num_heads, head_dim, draw(st.sampled_from(_up_to(longest, block_sizes)))
 
 
 def _mostly_small(sizes: Sequence[int], most: int) -> list[int]:
-    """List sizes up to ``most`` three times, ahead of the larger ones."""
+    """List sizes up to ``most`` three times, and then the larger ones."""
     return _up_to(most, sizes) * 3 + [size for size in sizes if size > most]
 
 
@@ -218,10 +221,10 @@ def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
 def switches(
     adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None
 ) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw a value for every switch: what a path needs, and up to three changes.
+    """Draw a value for every switch: those that a path needs, with up to three other changes.
 
-    The path is ``aim``, or any that is declared. Coin tosses for every switch would starve the
-    paths that need several switches right.
+    The path is ``aim``, or any declared one if None. Independent draws would rarely reach a path
+    that needs certain values of several switches.
     """
     choices = adapter.option_choices
     usual = {name: values[0] for name, values in choices.items()}
@@ -252,9 +255,9 @@ def append_batches(
 
 @dataclass(slots=True)
 class _Writer:
-    """Draws one history, with an oracle beside it so that every step makes sense.
+    """Drawing of one history, with an oracle that keeps every step valid.
 
-    Operations see it as ``operations.operation.Writer``, which documents what they may ask for.
+    Operations use it as ``capabilities.operation.Writer``, which documents its methods.
     """
 
     draw: st.DrawFn
@@ -263,15 +266,15 @@ class _Writer:
     layouts: Sequence[str]
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
-    """The number of names used so far; the next new one."""
-    over: bool = False
-    """No step may follow."""
+    """Next new name, which is the number of names used so far."""
+    no_more_steps: bool = False
+    """True if the history has its last step."""
     vacant: list[int] = field(default_factory=list)
-    """The names that no sequence has any more, in the order in which they were given up."""
-    said: SaidBefore | None = None
-    """What sequences have said so far, if the cache may find it again."""
-    few: Sequence[type[Operation]] = ()
-    """The kinds of steps to draw, where one of them is possible; empty for all."""
+    """Names of former sequences, in the order in which they became unused."""
+    prefix_candidates: PrefixCandidates | None = None
+    """Texts stored so far; None if the cache does not reuse prefixes."""
+    allowed_kinds: Sequence[type[Operation]] = ()
+    """Kinds of steps to draw if one of them is possible; empty for all kinds."""
 
     @property
     def live(self) -> list[int]:
@@ -282,8 +285,8 @@ class _Writer:
         return [seq for seq in self.live if self.oracle.length(seq)]
 
     @property
-    def finds_prompts(self) -> bool:
-        return self.said is not None and "prefill" in self.adapter.abilities
+    def reuses_prefixes(self) -> bool:
+        return self.prefix_candidates is not None and "prefill" in self.adapter.abilities
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
@@ -295,7 +298,7 @@ class _Writer:
         return self.draw(st.permutations(choices))
 
     def fresh(self, count: int) -> tuple[int, ...]:
-        """Draw new names and vacant ones, most often the latest of the vacant."""
+        """Draw new names and vacant ones, most often the latest vacant one."""
         new, vacant = self.names, list(self.vacant)
         names = []
         for _ in range(count):
@@ -307,19 +310,19 @@ class _Writer:
                 vacant.remove(name)
         return tuple(names)
 
-    def beginner(self) -> int:
-        if not self.said:
+    def name_reusing_prefix(self) -> int:
+        if not self.prefix_candidates:
             return self.fresh(1)[0]
-        named = self.said.names(self.names, self.vacant)
-        return self.pick(named) if named and self.between(0, 2) else self.fresh(1)[0]
+        names = self.prefix_candidates.names(self.names, self.vacant)
+        return self.pick(names) if names and self.between(0, 2) else self.fresh(1)[0]
 
-    def repeater(self, tokens: int) -> int:
-        assert self.said
-        return self.pick(self.said.repeating(self.names, self.vacant, tokens))
+    def name_with_prefix(self, tokens: int) -> int:
+        assert self.prefix_candidates
+        return self.pick(self.prefix_candidates.names_with_prefix(self.names, self.vacant, tokens))
 
-    def parting(self, tokens: int) -> int | None:
-        assert self.said
-        names = self.said.parting(self.names, self.vacant, tokens)
+    def name_without_prefix(self, tokens: int) -> int | None:
+        assert self.prefix_candidates
+        names = self.prefix_candidates.names_without_prefix(self.names, self.vacant, tokens)
         return self.pick(names) if names else None
 
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
@@ -329,9 +332,9 @@ class _Writer:
         oracle, stored = self.oracle, self.oracle.length(seq)
         free, size = oracle.pages_free(), oracle.block_size
         windows = oracle.windows.sizes
-        again = self.said.lengths(seq) if self.said and not stored else []
+        again = self.prefix_candidates.lengths(seq) if self.prefix_candidates and not stored else []
         if again and (how := self.between(0, 2)):
-            # A cache may count as room what it finds, so some just find none.
+            # A cache may reuse stored blocks, and so have more room: try just too many tokens.
             beyond = free * size + 1
             fitting = [length for length in again if oracle.fits([(seq, length)])]
             return self.pick([*again, beyond, beyond] if how == 1 else fitting or again)
@@ -351,31 +354,31 @@ class _Writer:
         return self.draw(switches(self.adapter))
 
     def kinds(self) -> list[type[Operation]]:
-        """List the kinds of steps that the cache offers."""
+        """List the kinds of steps whose methods the adapter defines."""
         every = (each.operations for each in self.adapter.capabilities)
         return [kind for kind in chain(*every) if kind.needs <= self.adapter.abilities]
 
-    def moves(self) -> list[Callable[[], Operation]]:
-        """List the ways to draw the next step, the simplest first; some are listed often."""
-        moves = [move for kind in self.few for move in kind.moves(self)]
-        moves = moves or [move for kind in self.kinds() for move in kind.moves(self)]
-        moves.sort(key=lambda move: move.rank)
-        return [move.draw for move in moves for _ in range(move.times)]
+    def draw_options(self) -> list[Callable[[], Operation]]:
+        """List the ways to draw the next step, the simplest first, each as often as its weight."""
+        options = [each for kind in self.allowed_kinds for each in kind.draw_options(self)]
+        options = options or [each for kind in self.kinds() for each in kind.draw_options(self)]
+        options.sort(key=lambda each: each.rank)
+        return [each.draw for each in options for _ in range(each.times)]
 
     def take(self, step: Operation) -> None:
-        """Add a step; one that finds no room is kept only if the cache shows how much it has."""
+        """Add a step; one that does not fit is dropped if the cache has no ledger."""
         if step.allowed(self.oracle) and not step.fits(self.oracle):
             if "ledger" not in self.adapter.abilities:
                 return
-            # A cache that shares more than forks may find room, and nobody knows what it holds.
-            self.over = self.adapter.prefixes.shares == "equal prefixes"
+            # A cache that shares by prefix may have room after all; its contents are unknown then.
+            self.no_more_steps = self.adapter.prefixes.shares == "equal prefixes"
         step.apply(self.oracle)
-        if self.said:
-            self.said.note()
-        named = [*step.changed(), *self.oracle.promised]
-        self.names = max([self.names, *(seq + 1 for seq in named)])
-        used = dict.fromkeys([*self.vacant, *named])
-        taken = {*self.oracle.named, *self.oracle.promised}
+        if self.prefix_candidates:
+            self.prefix_candidates.note()
+        names = [*step.changed_seqs(), *self.oracle.pending_seqs]
+        self.names = max([self.names, *(seq + 1 for seq in names)])
+        used = dict.fromkeys([*self.vacant, *names])
+        taken = {*self.oracle.named, *self.oracle.pending_seqs}
         self.vacant = [name for name in used if name not in taken]
         self.steps.append(step)
 
@@ -392,29 +395,31 @@ def histories(
     few_kinds: bool = False,
     in_batches: bool = False,
 ) -> History:
-    """Draw a cache spec and steps that fit the abilities ``adapter`` offers.
+    """Draw a cache spec and steps, of operations that ``adapter`` offers.
 
-    The cache starts out with the switches that the path ``aim`` needs. Given ``preludes``, two in
-    three begin with all steps of one of them, or with all but the last. With ``few_kinds``, one to
-    three kinds of steps are drawn alone, so that what takes many in a row is met more often. With
-    ``in_batches``, each begins with batches that a write of several rows is hard to test without.
+    The cache starts with the switches that the path ``aim`` needs. With ``preludes``, two in three
+    histories begin with all steps of one of them, or all but the last. With ``few_kinds``, only one
+    to three kinds of steps are drawn, so that effects of many equal steps are met more often. With
+    ``in_batches``, each history begins with the batches of ``append_in_batches``.
     """
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     prelude = draw(begins)
-    told = "use_tokens" in adapter.abilities
+    has_texts = "use_tokens" in adapter.abilities
     if prelude:
         spec, texts = prelude.spec, prelude.texts
     else:
         spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
-        texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+        texts = draw(text_branches(block_size=spec.block_size)) if has_texts else ()
         if "use_namespaces" in adapter.abilities:
-            texts = in_two_namespaces(texts)
+            texts = duplicate_in_namespaces(texts)
     oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
-    if told and adapter.prefixes.shares == "equal prefixes":
+    if has_texts and adapter.prefixes.shares == "equal prefixes":
         in_parts = adapter.prefixes.granularity == "token"
-        writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
+        writer.prefix_candidates = PrefixCandidates(
+            oracle, least=1 if in_parts else spec.block_size
+        )
     if prelude:
         _repeat(writer, prelude)
     elif in_batches:
@@ -423,14 +428,18 @@ def histories(
         _begin(writer)
     if few_kinds:
         some = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
-        writer.few = draw(some)
+        writer.allowed_kinds = draw(some)
     for _ in range(most_steps - len(writer.steps) * in_batches):
         # None comes first, so that shrinking ends a history early.
-        moves = writer.moves() * 2
-        move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
-        if move is None:
+        options = writer.draw_options() * 2
+        draw_step = (
+            None
+            if writer.no_more_steps
+            else draw(st.sampled_from([None, *options][not writer.steps :]))
+        )
+        if draw_step is None:
             break
-        writer.take(move())
+        writer.take(draw_step())
     _finish(writer)
     every = draw(st.sampled_from(GATHERS_EVERY)) if "gather" in adapter.abilities else 1
     finite = draw(st.booleans())
@@ -441,7 +450,7 @@ def histories(
 def layer_windows(
     draw: st.DrawFn, num_layers: int, *, block_size: int, groups: int
 ) -> tuple[int | None, ...]:
-    """Draw up to so many different windows, no window being one of them, and one for each layer."""
+    """Draw a window for each layer, at most ``groups`` different ones; None counts as one."""
     edges = (block_size, 2 * block_size, 3 * block_size)
     sizes = sorted({1, 2} | {edge + more for edge in edges for more in (-1, 0, 1)} - {0})
     kinds = st.one_of(st.sampled_from(sizes), st.none())
@@ -458,7 +467,7 @@ def _draw_spec(
     *,
     in_batches: bool,
 ) -> CacheSpec:
-    """Draw a cache that the adapter can be built as, with windows where it has any."""
+    """Draw a spec that the adapter supports, with windows if it has any."""
     pools: Sequence[int] = _POOLS_OF_TEXTS if "use_tokens" in adapter.abilities else _POOLS
     block_sizes = adapter.block_sizes
     if in_batches:
@@ -484,26 +493,30 @@ def _draw_spec(
 
 
 def _begin(writer: _Writer) -> None:
-    """Open with what the abilities of the cache are hard to test without."""
+    """Begin with the preludes of the adapter's capabilities."""
     every = (each for one in writer.adapter.capabilities for each in one.preludes)
-    due = (each for each in every if writer.adapter.abilities.intersection(each.any_of))
-    for prelude in sorted(due, key=lambda each: each.rank):
+    enabled = (each for each in every if writer.adapter.abilities.intersection(each.any_of))
+    for prelude in sorted(enabled, key=lambda each: each.rank):
         prelude.open(writer)
 
 
 def _repeat(writer: _Writer, prelude: History) -> None:
-    """Open with the steps of another history, or with all but the last."""
+    """Begin with the steps of another history, or with all but the last."""
     steps = prelude.operations
     for step in steps[: len(steps) - writer.pick((0, 0, 1))]:
         writer.take(step)
 
 
 def _finish(writer: _Writer) -> None:
-    """Write what room was reserved for, begin what was looked up, and end what is half done."""
+    """Fill reservations, begin looked-up sequences, and end some absences."""
     able = writer.adapter.abilities
     for capability in writer.adapter.capabilities:
         offered = any(kind.needs <= able for kind in capability.operations)
-        for step in capability.endings(writer.oracle) if capability.endings and offered else ():
+        for step in (
+            capability.finishing_steps(writer.oracle)
+            if capability.finishing_steps and offered
+            else ()
+        ):
             writer.take(step)
     if writer.oracle.absent:
         end_absences(writer)

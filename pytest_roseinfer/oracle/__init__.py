@@ -1,1 +1,1 @@
-"""What a right cache would hold, in plain Python lists; it shares no code with any cache."""
+"""Expected contents of a cache, in plain Python lists; shares no code with any cache."""

@@ -1,10 +1,9 @@
-"""The oracle: what a paged cache must hold, in plain Python lists.
+"""The oracle: expected contents of a paged cache, in plain Python lists.
 
-It shares no code with any cache. A token is a number that says which sequence wrote it and
-at which position; a page is a list of them and a count of holders. Sequences that have the
-same name, one after another, write different tokens, and so does one that was cut. Where sequences
-have texts, the number says which text and which position instead: it is the same wherever the text
-is, up to there.
+It shares no code with any cache. A token is a number that encodes the sequence that wrote it and
+its position; a page is a list of tokens and a refcount. Successive sequences of one name write
+different tokens, and so does a sequence after a truncation. If sequences have texts, the number
+encodes the text and the position instead, so that equal prefixes have equal tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pytest_roseinfer.oracle.pages import (
     AT_ONCE,
     NEXT_TRY,
     Absence,
+    BlockCounts,
     Page,
-    Room,
     State,
     Windows,
     first_live,
@@ -36,16 +35,14 @@ if TYPE_CHECKING:
     from typing import Self
 
     from pytest_roseinfer.oracle.pages import Table, Window
-    from pytest_roseinfer.oracle.texts import Branch, Said
-
-# What the oracle must know of a cache: what its adapter declares of it, and its shape.
-
+    from pytest_roseinfer.oracle.texts import Branch, TextSlice
 
 FORK_SHARES = ("blocks", "full blocks", "nothing")
+"""Choices of ``KVCacheAdapter.fork_shares``."""
 
 
 class Shape(Protocol):
-    """What the oracle must know of a cache's spec."""
+    """The part of a cache's spec that the oracle needs."""
 
     @property
     def block_size(self) -> int: ...
@@ -56,7 +53,7 @@ class Shape(Protocol):
 
 
 def always(stored: int, length: int) -> bool:  # noqa: ARG001
-    """Say that any sequence may be cut."""
+    """Return True: any sequence may be truncated to any length."""
     return True
 
 
@@ -70,36 +67,38 @@ class Oracle:
     block_size: int
     capacity: int
     fork_shares: str = "blocks"
-    """As ``KVCacheAdapter.fork_shares``."""
+    """Value of ``KVCacheAdapter.fork_shares``."""
     branches: tuple[Branch, ...] = ()
-    """What sequences say, if the cache is told."""
+    """Texts of sequences; empty if the cache gets no token ids."""
     texts: Texts | None = field(init=False)
+    """Texts and their forks; None if sequences have no texts."""
     truncate_copies: bool = False
-    """As ``TruncationTraits.copies``."""
+    """Value of ``TruncationTraits.copies``."""
     can_truncate: Callable[[int, int], bool] = always
-    """Whether a sequence of so many tokens may be cut to so many."""
+    """Predicate of stored tokens and new length; True if the cache allows that truncation."""
     finds_blocks: bool = False
-    """A cache may share blocks that hold the same, so that it may have more room than is known."""
+    """True if the cache may share equal blocks, and so have more room than the oracle counts."""
     atomic_batches: bool = True
-    """As ``KVCacheAdapter.atomic_batches``."""
+    """Value of ``KVCacheAdapter.atomic_batches``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
+    """Pages of each sequence."""
     lives: Counter[int] = field(default_factory=Counter)
-    """How often a sequence of each name was freed or cut."""
-    unseen: Counter[int] = field(default_factory=Counter)
-    """How many tokens of its last page a sequence was cut off from, which others may see."""
+    """Times that sequences were freed or truncated, by name."""
+    truncated_on_last: Counter[int] = field(default_factory=Counter)
+    """Tokens that a truncation cut off each sequence's last page, which other holders may use."""
     windows: Windows = field(default_factory=Windows)
-    """The groups of layers that have the same blocks."""
+    """Groups of layers that have equal tables."""
     states: dict[type[State], State] = field(default_factory=dict)
-    """The parts of capabilities, by their kinds."""
+    """States of capabilities, by kind."""
 
     @classmethod
     def of(cls, adapter: Any, spec: Shape, branches: tuple[Branch, ...] = ()) -> Self:
-        """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
+        """Make an oracle for an empty cache of this shape, with the adapter's declarations."""
         kinds = [
             kind
             for kind in chain.from_iterable(each.states for each in adapter.capabilities)
             if (not kind.any_of or adapter.abilities.intersection(kind.any_of))
-            and all(attrgetter(name)(adapter) == due for name, due in kind.where.items())
+            and all(attrgetter(name)(adapter) == value for name, value in kind.where.items())
         ]
         shared = adapter.windows.pools == "shared"
         return cls(
@@ -119,45 +118,49 @@ class Oracle:
         self.texts = Texts(self.branches) if self.branches else None
 
     def state(self, kind: type[AnyState]) -> AnyState | None:
-        """Return the part of a capability, if the cache has it."""
-        found = self.states.get(kind)
-        return found if isinstance(found, kind) else None
+        """Return the state of a capability; None if the cache does not have it."""
+        state = self.states.get(kind)
+        return state if isinstance(state, kind) else None
 
-    def begun(self, kind: type[AnyState]) -> AnyState:
-        """Return the part of a capability, which begins empty where the cache has none yet."""
-        found = self.state(kind)
-        if found is None:
-            found = self.states[kind] = kind()
-        return found
+    def ensure_state(self, kind: type[AnyState]) -> AnyState:
+        """Return the state of a capability; add an empty one if the cache does not have it."""
+        state = self.state(kind)
+        if state is None:
+            state = self.states[kind] = kind()
+        return state
 
     def keeps(self, seq: int, at: int) -> bool:
-        """Return True for a page of a sequence that stays as it is, whoever holds it."""
+        """Return True for a page that is never changed: a write to it makes a copy."""
         return any(state.keeps(seq, at) for state in self.states.values())
 
     def _cut_states(self, seq: int, pages: int) -> None:
         for state in self.states.values():
-            state.cut(seq, pages)
+            state.on_truncate(seq, pages)
 
     def tokens(self, seq: int) -> list[int]:
         pages = range(len(self.sequences.get(seq, [])))
         return [token for at in pages for token in self.tokens_on(seq, at)]
 
     def tokens_on(self, seq: int, at: int) -> list[int]:
-        """List the tokens that a sequence sees of one of its pages."""
+        """List the tokens of a sequence on one of its pages."""
         pages = self.sequences[seq]
         tokens = pages[at].tokens
-        return tokens[: len(tokens) - self.unseen[seq]] if at == len(pages) - 1 else tokens
+        return (
+            tokens[: len(tokens) - self.truncated_on_last[seq]] if at == len(pages) - 1 else tokens
+        )
 
     def length(self, seq: int) -> int:
-        """Count the tokens that a sequence sees; all its pages but the last are full."""
+        """Count the tokens of a sequence, all of whose pages but the last are full."""
         if not (pages := self.sequences.get(seq)):
             return 0
-        return (len(pages) - 1) * self.block_size + len(pages[-1].tokens) - self.unseen[seq]
+        return (
+            (len(pages) - 1) * self.block_size + len(pages[-1].tokens) - self.truncated_on_last[seq]
+        )
 
-    def on_last(self, seq: int) -> int:
-        """Count the tokens that a sequence sees of its last page; 0 if it has none."""
+    def count_on_last_page(self, seq: int) -> int:
+        """Count the tokens of a sequence on its last page; 0 if it has no page."""
         pages = self.sequences.get(seq)
-        return len(pages[-1].tokens) - self.unseen[seq] if pages else 0
+        return len(pages[-1].tokens) - self.truncated_on_last[seq] if pages else 0
 
     def unwritten(self, seq: int) -> int:
         """Count the last tokens of a sequence that are not written yet."""
@@ -165,33 +168,33 @@ class Oracle:
 
     @property
     def absent(self) -> dict[int, Absence]:
-        """The sequences that exist, and that only the steps which bring them back may use."""
+        """Sequences that must be brought back before other steps may use them."""
         return {seq: how for state in self.states.values() for seq, how in state.absent.items()}
 
     @property
     def named(self) -> set[int]:
-        """The names that sequences have."""
+        """Names of all sequences, absent ones included."""
         return {*self.sequences, *self.absent}
 
     @property
-    def promised(self) -> list[int]:
-        """The names that sequences are to have, though nothing of them is stored."""
-        return [name for state in self.states.values() for name in state.promised]
+    def pending_seqs(self) -> list[int]:
+        """Names reserved for sequences that have not begun."""
+        return [name for state in self.states.values() for name in state.pending_seqs]
 
     @property
     def hidden(self) -> list[int]:
-        """The sequences that have pages and cannot be read yet."""
+        """Sequences that have pages but cannot be read yet."""
         return [seq for state in self.states.values() for seq in state.hidden]
 
     @property
     def readable(self) -> list[int]:
-        """The sequences that can be read."""
+        """Sequences that can be read."""
         hidden = self.hidden
         return [seq for seq in self.sequences if seq not in hidden]
 
     @property
     def usable(self) -> list[int]:
-        """The sequences that are there, all of whose tokens are written."""
+        """Sequences that are not absent and whose tokens are all written."""
         absent = self.absent
         return [seq for seq in self.sequences if seq not in absent and not self.unwritten(seq)]
 
@@ -203,18 +206,18 @@ class Oracle:
         """List the tokens of a sequence that may still be attended to in a layer."""
         return self.tokens(seq)[self.first_live(seq, layer) :]
 
-    def given_back(self, seq: int, layer: int) -> int:
-        """Count the first pages of a sequence that left the window of a layer and are gone."""
-        return self.windows.given_back[self.windows.of(layer)][seq]
+    def count_out_of_window(self, seq: int, layer: int) -> int:
+        """Count the first pages of a sequence that are freed because they left a layer's window."""
+        return self.windows.out_of_window_pages[self.windows.of(layer)][seq]
 
     def pool_of(self, layer: int) -> list[int]:
-        """List layers, one of each table that names blocks from the pool of this layer."""
+        """List this layer, and one layer of each other group that shares its pool."""
         return self.windows.pool_of(layer)
 
     def pages_free(self) -> int:
         """Count the blocks that are free in every pool."""
         if self.windows.of_layer:
-            return min(self.blocks().free.values())
+            return min(self.block_counts().free.values())
         return self.capacity - len(
             {id(page) for pages in self.sequences.values() for page in pages}
         )
@@ -222,10 +225,10 @@ class Oracle:
     def free_in(self, layer: int) -> int:
         """Count the blocks that are free in the pool of a layer."""
         windows = self.windows
-        return self.blocks().free[None if windows.shared_pool else windows.of(layer)]
+        return self.block_counts().free[None if windows.shared_pool else windows.of(layer)]
 
     def conditions_met(self, rows: Sequence[tuple[int, int]]) -> list[str]:
-        """Say for each row what it finds at the end of its sequence, appended in this order."""
+        """Return the condition that each row meets, such as "fresh", appended in this order."""
         met = []
         leaving: Counter[int] = Counter()
         for seq, _ in rows:
@@ -233,7 +236,7 @@ class Oracle:
             last = pages[-1] if pages else None
             if last is None:
                 met.append("fresh")
-            elif self.on_last(seq) == self.block_size:
+            elif self.count_on_last_page(seq) == self.block_size:
                 met.append("rollover_shared" if last.holders > 1 else "rollover")
             elif last.holders - leaving[id(last)] > 1 or self.keeps(seq, len(pages) - 1):
                 leaving[id(last)] += 1
@@ -243,34 +246,34 @@ class Oracle:
         return met
 
     def pages_needed(self, rows: Sequence[tuple[int, int]]) -> int:
-        """Count the new pages that appending ``(sequence, tokens)`` rows in this order takes."""
+        """Count the new pages for appending ``(sequence, tokens)`` rows in this order."""
         needed = self.conditions_met(rows).count("copy_on_write")
         for seq, count in rows:
             pages = self.sequences.get(seq)
-            room = self.block_size - self.on_last(seq) if pages else 0
+            room = self.block_size - self.count_on_last_page(seq) if pages else 0
             needed += -(-max(0, count - room) // self.block_size)
         return needed
 
-    def room(self, rows: Sequence[tuple[int, int]]) -> str:
-        """Say in words how much room there is for rows, and how much they need."""
+    def describe_free_blocks(self, rows: Sequence[tuple[int, int]]) -> str:
+        """Describe the free blocks, and the blocks that rows need."""
         if not self.windows.of_layer:
             needed = self.pages_needed(rows)
             return f"{needed} block{'s' * (needed != 1)} needed, {self.pages_free()} free"
-        free = self.blocks().free
+        free = self.block_counts().free
         if self.windows.shared_pool:
             return f"{free[None]} blocks free for all windows"
         each = (f"{blocks} with window {window}" for window, blocks in free.items())
         return f"blocks free: {', '.join(each)}"
 
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Return True if these rows find room one after the other.
+        """Return True if there is room for these rows, one after the other.
 
-        What a row gives back makes room for its own blocks, and for those of rows behind it. Where
-        no layer has a window nothing is given back, and counting what is needed takes less time.
+        Blocks that a row frees make room for its own blocks, and for those of later rows. Without
+        windows no row frees blocks, and a plain count of needed pages is faster.
         """
         if not self.windows.of_layer:
             return self.pages_needed(rows) <= self.pages_free()
-        blocks = self.blocks()
+        blocks = self.block_counts()
         return all(blocks.append(*row) for row in rows)
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
@@ -292,22 +295,22 @@ class Oracle:
         return text_token(owner, position, namespace)
 
     def text_of(self, seq: int) -> int:
-        """Return the text of a sequence, or the one that it will have when it begins."""
+        """Return the text of a sequence, which may not have begun yet."""
         assert self.texts
         return self.texts.of(seq, self.lives[seq])
 
-    def said(self, rows: Sequence[tuple[int, int]]) -> list[Said]:
-        """List, for each row, what the tokens say that appending it writes."""
+    def text_slices(self, rows: Sequence[tuple[int, int]]) -> list[TextSlice]:
+        """List the token ids that appending each row writes; empty without texts."""
         if not self.texts:
             return []
         return [
-            self.texts.said(self.text_of(seq), self.length(seq), self.length(seq) + count)
+            self.texts.text_slice(self.text_of(seq), self.length(seq), self.length(seq) + count)
             for seq, count in rows
         ]
 
-    def said_by(self, seq: int) -> list[Said]:
-        """List what a sequence says so far, as the only row of a write."""
-        return [self.texts.said(self.text_of(seq), 0, self.length(seq))] if self.texts else []
+    def said_by(self, seq: int) -> list[TextSlice]:
+        """List the token ids of a sequence so far, as a write of this row alone."""
+        return [self.texts.text_slice(self.text_of(seq), 0, self.length(seq))] if self.texts else []
 
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
@@ -324,17 +327,17 @@ class Oracle:
         self.slide_written(rows)
 
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Give back what left the windows of rows that were written, if a cache does so at once.
+        """Free the pages outside the windows of written rows, if the cache does so at once.
 
-        Room that was reserved is kept until it is written to.
+        Reserved room is kept until it is written to.
         """
         at_once = self.windows.of_layer and self.windows.gives_back == AT_ONCE
         for seq, _ in rows:
             if at_once and not self.unwritten(seq):
                 self._slide(seq)
 
-    def try_in_vain(self, seq: int) -> None:
-        """Give back what left the windows of a row that found no room, if a cache does so first."""
+    def slide_refused(self, seq: int) -> None:
+        """Free the pages outside the windows of a refused row, if the cache does so first."""
         if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
             self._slide(seq)
 
@@ -343,53 +346,54 @@ class Oracle:
             self.windows.slide(seq, self.length(seq), self.block_size)
 
     def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
-        if not pages or self.on_last(seq) == self.block_size:
+        if not pages or self.count_on_last_page(seq) == self.block_size:
             pages.append(Page([token]))
             return
-        self._own_last(seq)
+        self._make_last_writable(seq)
         pages[-1].tokens.append(token)
 
-    def _own_last(self, seq: int) -> None:
-        """Leave a sequence alone on its last page, and nothing there that it does not see."""
+    def _make_last_writable(self, seq: int) -> None:
+        """Give a sequence a last page of its own, with only its own tokens; copy it if shared."""
         pages = self.sequences[seq]
-        last, seen = pages[-1], self.tokens_on(seq, len(pages) - 1)
-        del self.unseen[seq]
-        if not self._alone_on_last(seq):
+        last, tokens = pages[-1], self.tokens_on(seq, len(pages) - 1)
+        del self.truncated_on_last[seq]
+        if not self._owns_last(seq):
             last.holders -= 1
-            pages[-1] = last.copied(seen)
+            pages[-1] = last.copy_prefix(tokens)
             self._cut_states(seq, len(pages) - 1)
         else:
-            last.cut += last.tokens[len(seen) :]
-            last.tokens = seen
+            last.removed_tokens += last.tokens[len(tokens) :]
+            last.tokens = tokens
 
-    def _alone_on_last(self, seq: int) -> bool:
+    def _owns_last(self, seq: int) -> bool:
         pages = self.sequences[seq]
         return pages[-1].holders == 1 and not self.keeps(seq, len(pages) - 1)
 
     def fork(self, parent: int, child: int) -> None:
-        self.begin_as(parent, child)
+        self.branch_text(parent, child)
         own: list[Page] = []
         for at, page in enumerate(self.sequences[parent]):
             shared = self.shares(parent, at)
             page.holders += shared
-            own.append(page if shared else page.copied(self.tokens_on(parent, at)))
+            own.append(page if shared else page.copy_prefix(self.tokens_on(parent, at)))
             if shared and at == len(self.sequences[parent]) - 1:
-                self.unseen[child] = self.unseen[parent]
+                self.truncated_on_last[child] = self.truncated_on_last[parent]
         self.sequences[child] = own
         self.windows.fork(parent, child)
         for state in self.states.values():
-            state.forked(parent, child, sum(page.holders > 1 for page in own))
+            state.on_fork(parent, child, sum(page.holders > 1 for page in own))
 
-    def begin_as(self, parent: int, child: int) -> None:
-        """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
+    def branch_text(self, parent: int, child: int) -> None:
+        """Give ``child`` a text that branches off the text of ``parent`` at its present length."""
         if self.texts:
             self.texts.fork(self.text_of(parent), child, self.length(parent))
 
     def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
-        """Share pages as a cache shares blocks, once that was found right.
+        """Share pages as a cache shares blocks, after its tables were checked.
 
-        ``tables_of`` returns the table of each sequence in a layer. Where layers have windows,
-        pages are those of all groups, so none is shared: what each group shares is noted.
+        ``tables_of`` returns the table of each sequence in a layer. If layers have windows, a page
+        stands for the blocks of all groups and is not shared; the tables of each group are recorded
+        instead.
         """
         if not self.windows.of_layer:
             share_as(self.sequences, tables_of(0))
@@ -398,36 +402,38 @@ class Oracle:
             self.windows.adopt(self.windows.of(layer), tables_of(layer))
 
     def blocks_of(self, window: Window, seq: int) -> list[object]:
-        """Return for each page what two sequences have in common where they share its block."""
+        """Return a key for the block of each page, equal for sequences that share the block."""
         pages = self.sequences.get(seq, ())
         table = self.windows.tables[window].get(seq, ())
         return [*table[: len(pages)], *map(id, pages[len(table) :])]
 
     def fork_fits(self, parent: int) -> bool:
-        return self.blocks().fork(parent)
+        return self.block_counts().fork(parent)
 
     def shares(self, parent: int, at: int) -> bool:
         """Return True if a fork of ``parent`` shares this page."""
         full = len(self.tokens_on(parent, at)) == self.block_size
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
-    def may_cut(self, seq: int, length: int) -> bool:
+    def allows_truncation(self, seq: int, length: int) -> bool:
         return self.can_truncate(self.length(seq), length)
 
-    def cuts_fit(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Return True if there is a page for every copy that cutting these rows in order takes.
+    def truncations_fit(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return True if there is room for all copies of truncating these rows in order.
 
-        Pages that a row gives up are there for its own copy, and for those of rows behind it.
+        Pages that a row frees make room for its own copy, and for those of later rows.
         """
-        blocks = self.blocks()
-        return all(blocks.cut(*row) for row in rows)
+        blocks = self.block_counts()
+        return all(blocks.truncate(*row) for row in rows)
 
-    def blocks(self) -> Room:
-        """Count who holds which block."""
-        return Room(self, self.windows.given_back, shared_pool=self.windows.shared_pool)
+    def block_counts(self) -> BlockCounts:
+        """Count the free blocks, and the holders of the others."""
+        return BlockCounts(
+            self, self.windows.out_of_window_pages, shared_pool=self.windows.shared_pool
+        )
 
-    def cut(self, seq: int, length: int) -> None:
-        """Keep the first ``length`` tokens of a sequence, and give up the pages behind them."""
+    def truncate(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence, and release the pages after them."""
         if length == self.length(seq):
             return
         if self.texts:
@@ -436,30 +442,30 @@ class Oracle:
         pages = self.sequences[seq]
         kept = -(-length // self.block_size)
         if kept < len(pages):
-            del self.unseen[seq]
+            del self.truncated_on_last[seq]
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
         self._cut_states(seq, kept)
-        self.windows.cut(seq, kept)
-        self.unseen[seq] += self.length(seq) - length
-        if self.unseen[seq] and (self.truncate_copies or self._alone_on_last(seq)):
-            self._own_last(seq)
+        self.windows.on_truncate(seq, kept)
+        self.truncated_on_last[seq] += self.length(seq) - length
+        if self.truncated_on_last[seq] and (self.truncate_copies or self._owns_last(seq)):
+            self._make_last_writable(seq)
 
     def free(self, seq: int) -> None:
         self.lives[seq] += 1
         if self.texts:
             self.texts.forget(seq)
         for state in self.states.values():
-            state.freed(seq)
+            state.on_free(seq)
         if seq in self.sequences:
-            self.give_up(seq)
+            self.release_pages(seq)
 
-    def give_up(self, seq: int) -> None:
-        """Take its pages from a sequence."""
+    def release_pages(self, seq: int) -> None:
+        """Release all pages of a sequence."""
         for state in self.states.values():
-            state.gave_up(seq)
+            state.on_release(seq)
         self.windows.forget(seq)
-        del self.unseen[seq]
+        del self.truncated_on_last[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

@@ -1,4 +1,4 @@
-"""The parts of the oracle: tokens, pages, states of capabilities, and room for blocks."""
+"""Parts of the oracle: tokens, pages, states of capabilities, and counts of blocks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ if TYPE_CHECKING:
     from typing import Self
 
 POSITIONS = 1 << 16
-"""The longest sequence whose tokens have numbers of their own."""
+"""Length up to which the tokens of a sequence have distinct numbers."""
 NAMES = 1 << 16
+"""Number of names, those of padding and texts included."""
 PADDING_SEQUENCE = 1 << 15
+"""Name for the tokens of padding rows."""
 TEXTS = PADDING_SEQUENCE + 1
+"""Name of the first text; the others follow."""
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
-    """Number the token at a position of a sequence that was freed or cut ``life`` times."""
+    """Number the token at a position of a sequence that was freed or truncated ``life`` times."""
     return (life * NAMES + seq) * POSITIONS + position
 
 
 def padding_token(row: int) -> int:
-    """Number the token that a padding row writes, which belongs in no sequence."""
+    """Number the token of a padding row, which belongs to no sequence."""
     return token_of(PADDING_SEQUENCE, row)
 
 
@@ -41,6 +44,7 @@ def token_parts(token: int) -> tuple[int, int, int]:
 
 
 def token_label(token: int) -> str:
+    """Return a short label of a token, such as "0.3" for position 3 of sequence 0."""
     seq, position, life = token_parts(token)
     if seq >= TEXTS:
         return f"t{seq - TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
@@ -48,143 +52,145 @@ def token_label(token: int) -> str:
 
 
 def text_place(token: int) -> tuple[int, int, int] | None:
-    """Return the text, position and namespace of a token; None if it is no text's."""
+    """Return the text, position and namespace of a token; None if it belongs to no text."""
     seq, position, life = token_parts(token)
     return (seq - TEXTS, position, life) if seq >= TEXTS else None
 
 
 Table = Sequence[int | None]
-"""The blocks of a sequence; None for one that was given back."""
+"""Blocks of a sequence; None for one that was freed."""
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """The tokens of one block. Sequences that share it hold the same object."""
+    """The tokens of one block; sequences that share the block refer to the same object."""
 
     tokens: list[int]
     holders: int = 1
-    cut: list[int] = field(default_factory=list)
-    """Tokens that stood there before a sequence was cut, or on the page that this one copies."""
+    removed_tokens: list[int] = field(default_factory=list)
+    """Tokens cut off by truncations, on this page or on the one that it was copied from."""
 
-    def copied(self, seen: Sequence[int]) -> Page:
-        """Return a copy for a sequence that sees so much of it."""
-        return Page(list(seen), cut=[*self.cut, *self.tokens[len(seen) :]])
+    def copy_prefix(self, prefix: Sequence[int]) -> Page:
+        """Return a copy for a sequence that holds only these first tokens of it."""
+        removed_tokens = [*self.removed_tokens, *self.tokens[len(prefix) :]]
+        return Page(list(prefix), removed_tokens=removed_tokens)
 
 
 def share_as(sequences: Mapping[int, list[Page]], tables: Mapping[int, Table]) -> None:
-    """Share pages as a cache shares blocks."""
-    pages: dict[int | None, Page] = {}
+    """Replace pages in place, so that they are shared as a cache shares blocks."""
+    shared: dict[int | None, Page] = {}
     for seq, blocks in tables.items():
-        own = sequences[seq]
+        pages = sequences[seq]
         for at, block in enumerate(blocks):
-            own[at] = pages.setdefault(block, Page(own[at].tokens, 0, own[at].cut))
-            own[at].holders += 1
+            page = Page(pages[at].tokens, 0, pages[at].removed_tokens)
+            pages[at] = shared.setdefault(block, page)
+            pages[at].holders += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens that are written together."""
+    """Tokens that are written in one call."""
 
     rows: Sequence[tuple[int, int]]
-    """Sequences, and how many of the tokens are appended to each."""
+    """Sequences, and the number of tokens appended to each."""
     tokens: Sequence[int]
     layout: str = "plain"
-    """How they lie in memory when they are handed over."""
+    """Memory layout of the tensors that are passed to the cache."""
 
 
 class Absence(NamedTuple):
-    """A sequence that exists, and that no step may use before it is brought back."""
+    """The absence of a sequence, which must be brought back before other steps use it."""
 
-    words: str
+    description: str
     """The reason, as in "swapped out"."""
     tokens: list[int]
-    """The tokens that it has when it returns."""
+    """Tokens of the sequence when it is back."""
 
 
 class State:
-    """A capability's part of the oracle, which is told the events in the life of sequences."""
+    """A capability's part of the oracle, with callbacks for the events of sequences."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """The methods of an adapter, any of which is defined where a cache has it."""
+    """Methods of an adapter, any of which enables the state."""
     where: ClassVar[Mapping[str, Any]] = {}
-    """The attributes of an adapter whose cache has it."""
-    promised: Collection[int] = ()
-    """The names that sequences are to have, though nothing of them is stored."""
+    """Values of adapter attributes, all of which enable the state."""
+    pending_seqs: Collection[int] = ()
+    """Names reserved for sequences that have not begun."""
 
     @classmethod
     def of(cls, adapter: Any) -> Self:  # noqa: ARG003
-        """Return the part for an empty cache, as its adapter declares it."""
+        """Make the state for an empty cache, with the adapter's declarations."""
         return cls()
 
     @property
     def absent(self) -> Mapping[int, Absence]:
-        """The sequences that exist, and that only the steps which bring them back may use."""
+        """Sequences that must be brought back before other steps may use them."""
         return {}
 
     @property
     def hidden(self) -> Collection[int]:
-        """The sequences that have pages and cannot be read yet."""
+        """Sequences that have pages but cannot be read yet."""
         return ()
 
     def unwritten(self, seq: int) -> int:  # noqa: ARG002
         """Count the last tokens of a sequence that are not written yet."""
         return 0
 
-    def forked(self, parent: int, child: int, shared: int) -> None:
-        """A sequence has begun as a fork; of its first pages so many are shared."""
+    def on_fork(self, parent: int, child: int, shared: int) -> None:
+        """Handle the start of a fork, whose first ``shared`` pages are shared."""
 
-    def cut(self, seq: int, pages: int) -> None:
-        """A sequence has left all but its first pages."""
+    def on_truncate(self, seq: int, pages: int) -> None:
+        """Handle a truncation of a sequence to its first ``pages`` pages."""
 
-    def gave_up(self, seq: int) -> None:
-        """A sequence has no pages any more."""
+    def on_release(self, seq: int) -> None:
+        """Handle the release of all pages of a sequence."""
 
-    def freed(self, seq: int) -> None:
-        """A sequence does not exist any more."""
+    def on_free(self, seq: int) -> None:
+        """Handle the end of a sequence."""
 
     def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
-        """Return True for a page that stays as it is: who writes there gets a copy."""
+        """Return True for a page that is never changed: a write to it makes a copy."""
         return False
 
 
-# The blocks of a cache, by groups of layers: which are held, given back, free, or needed.
+# Sliding windows and counts of blocks
 #
 # In a layer of window W a token attends to itself and the W - 1 before it, as vLLM and transformers
-# count. So the last W - 1 of the stored tokens are live: the next token may attend to them, and
-# nothing that comes later to any before them. Layers of one window form a group, and have the same
-# blocks; a block is given back in a group when none of its tokens is live there or will be.
+# count. So the last W - 1 of the stored tokens are live: the next token may attend to them, and no
+# later token to any before them. Layers of one window form a group, and have equal tables; a block
+# is freed in a group when none of its tokens is live there or will be.
 
 
 AT_ONCE, NEXT_TRY = "at once", "next try"
 Window = int | None
-"""The window of a layer, which names its group; None where a layer attends to all."""
+"""Window of a layer, which identifies its group; None for full attention."""
 
 
 def first_live(window: Window, length: int) -> int:
-    """Return the first position that may be attended to once so many tokens are stored."""
+    """Return the first position that the token after ``length`` stored ones may attend to."""
     return max(0, length - window + 1) if window else 0
 
 
 @dataclass(slots=True)
 class Windows:
-    """The window of every layer, and how much each sequence gave back in each group."""
+    """Windows of layers, and the number of pages that each sequence has freed in each group."""
 
     of_layer: Sequence[Window] = ()
-    """None of them if no layer has a window: all layers are one group then."""
+    """Window of each layer; empty if no layer has one, so that all layers are one group."""
     shared_pool: bool = False
-    """All groups take their blocks from one pool, in which a block belongs to one of them."""
+    """True if all groups allocate from one pool, where each block belongs to one group."""
     gives_back: str = AT_ONCE
-    """As ``WindowTraits.gives_back``."""
-    given_back: dict[Window, Counter[int]] = field(init=False)
-    """By group and sequence: how many of its first pages."""
+    """Value of ``WindowTraits.gives_back``."""
+    out_of_window_pages: dict[Window, Counter[int]] = field(init=False)
+    """Number of first pages that are freed, by group and sequence."""
     tables: dict[Window, dict[int, Table]] = field(init=False)
-    """By group and sequence: its blocks, as far as a cache that knows texts showed them."""
-    left: int = field(init=False, default=0)
-    """How many pages were given back since that was last taken."""
+    """Tables by group and sequence, recorded for a cache with prefix reuse; empty otherwise."""
+    num_newly_out_of_window: int = field(init=False, default=0)
+    """Number of pages freed since ``pop_newly_out_of_window``."""
 
     def __post_init__(self) -> None:
-        self.given_back = {window: Counter() for window in self.of_layer or (None,)}
-        self.tables = {window: {} for window in self.given_back}
+        self.out_of_window_pages = {window: Counter() for window in self.of_layer or (None,)}
+        self.tables = {window: {} for window in self.out_of_window_pages}
 
     def of(self, layer: int) -> Window:
         """Return the window of a layer."""
@@ -192,55 +198,62 @@ class Windows:
 
     @property
     def sizes(self) -> list[int]:
-        """The different windows that layers have."""
-        return [window for window in self.given_back if window]
+        """Distinct windows of layers, without full attention."""
+        return [window for window in self.out_of_window_pages if window]
 
     @property
     def groups(self) -> list[int]:
-        """List layers, one of each group."""
-        return [self.of_layer.index(window) for window in self.given_back] if self.of_layer else [0]
+        """First layer of each group."""
+        return (
+            [self.of_layer.index(window) for window in self.out_of_window_pages]
+            if self.of_layer
+            else [0]
+        )
 
     def pool_of(self, layer: int) -> list[int]:
-        """List this layer, and one of each other group that takes blocks from the same pool."""
-        own = self.of(layer)
-        others = [window for window in self.given_back if self.shared_pool and window != own]
+        """List this layer, and the first layer of each other group that shares its pool."""
+        group = self.of(layer)
+        others = [
+            window for window in self.out_of_window_pages if self.shared_pool and window != group
+        ]
         return [layer, *map(self.of_layer.index, others)]
 
     def slide(self, seq: int, length: int, block_size: int) -> None:
-        """Give back the pages of a sequence of this length that are not live."""
-        for window, given in self.given_back.items():
+        """Free the pages of a sequence of this length that have left their windows."""
+        for window, freed in self.out_of_window_pages.items():
             gone = first_live(window, length) // block_size
-            self.left += max(0, gone - given[seq])
-            given[seq] = max(given[seq], gone)
+            self.num_newly_out_of_window += max(0, gone - freed[seq])
+            freed[seq] = max(freed[seq], gone)
 
     def adopt(self, window: Window, tables: Mapping[int, Table]) -> None:
-        """Take from the tables of a group what is shared there, and what no text's end needed."""
+        """Record the tables of a group, and the first pages that sequences do not hold there."""
         self.tables[window] = dict(tables)
         for seq, table in tables.items():
             gone = next((at for at, block in enumerate(table) if block is not None), len(table))
-            self.given_back[window][seq] = gone
+            self.out_of_window_pages[window][seq] = gone
 
-    def take_left(self) -> int:
-        left, self.left = self.left, 0
-        return left
+    def pop_newly_out_of_window(self) -> int:
+        """Return the number of pages freed since the last call, and reset it."""
+        count, self.num_newly_out_of_window = self.num_newly_out_of_window, 0
+        return count
 
     def fork(self, parent: int, child: int) -> None:
-        for given in self.given_back.values():
-            given[child] = given[parent]
+        for freed in self.out_of_window_pages.values():
+            freed[child] = freed[parent]
 
-    def cut(self, seq: int, pages: int) -> None:
-        for given in self.given_back.values():
-            given[seq] = min(given[seq], pages)
+    def on_truncate(self, seq: int, pages: int) -> None:
+        for freed in self.out_of_window_pages.values():
+            freed[seq] = min(freed[seq], pages)
 
     def forget(self, seq: int) -> None:
-        for given in self.given_back.values():
-            del given[seq]
+        for freed in self.out_of_window_pages.values():
+            del freed[seq]
         for tables in self.tables.values():
             tables.pop(seq, None)
 
 
-class Stored(Protocol):
-    """What the oracle knows of a cache's sequences."""
+class StoredSequences(Protocol):
+    """The part of the oracle that ``BlockCounts`` needs."""
 
     @property
     def block_size(self) -> int: ...
@@ -250,7 +263,7 @@ class Stored(Protocol):
     def truncate_copies(self) -> bool: ...
     @property
     def sequences(self) -> Mapping[int, Sequence[object]]:
-        """The pages of each sequence, those included that were given back."""
+        """Pages of each sequence, including freed ones."""
 
     def length(self, seq: int, /) -> int: ...
     def keeps(self, seq: int, at: int, /) -> bool: ...
@@ -258,34 +271,38 @@ class Stored(Protocol):
     def blocks_of(self, window: Window, seq: int, /) -> list[object]: ...
 
 
-class Room:
-    """The blocks that are free in each pool, and the holders of the others.
+class BlockCounts:
+    """Numbers of free blocks in each pool, and holders of the others.
 
-    Every step returns True if there were blocks enough for it.
+    ``append``, ``fork`` and ``truncate`` apply a step, and return True if there was room for it.
     """
 
     def __init__(
-        self, stored: Stored, given_back: Mapping[Window, Mapping[int, int]], *, shared_pool: bool
+        self,
+        stored: StoredSequences,
+        out_of_window_pages: Mapping[Window, Mapping[int, int]],
+        *,
+        shared_pool: bool,
     ) -> None:
-        """Take groups of layers, each with how many of its first pages a sequence gave back."""
+        """Count the blocks; ``out_of_window_pages`` is as in ``Windows``."""
         self.stored = stored
-        self.given_back = given_back
+        self.out_of_window_pages = out_of_window_pages
         self.shared_pool = shared_pool
         self.holders: dict[Window, Counter[object]] = {}
-        self.free = Counter(dict.fromkeys(map(self._pool, given_back), stored.capacity))
-        """By group; by the name None where all groups share one pool."""
-        for window, given in given_back.items():
+        self.free = Counter(dict.fromkeys(map(self._pool, out_of_window_pages), stored.capacity))
+        """Number of free blocks by group; under the key None if all groups share one pool."""
+        for window, freed in out_of_window_pages.items():
             held = Counter[object]()
             for seq in stored.sequences:
-                held.update(stored.blocks_of(window, seq)[given[seq] :])
+                held.update(stored.blocks_of(window, seq)[freed[seq] :])
             self.holders[window] = held
             self.free[self._pool(window)] -= len(held)
 
     def holders_of(self, seq: int) -> Iterator[list[int]]:
-        """Yield for each group how many hold each of a sequence's blocks."""
-        for window, given in self.given_back.items():
-            own = self.stored.blocks_of(window, seq)[given[seq] :]
-            yield [self.holders[window][block] for block in own]
+        """Yield the refcounts of a sequence's blocks, for each group."""
+        for window, freed in self.out_of_window_pages.items():
+            blocks = self.stored.blocks_of(window, seq)[freed[seq] :]
+            yield [self.holders[window][block] for block in blocks]
 
     def _pool(self, window: Window) -> Window:
         return None if self.shared_pool else window
@@ -298,40 +315,40 @@ class Room:
             self.holders[window][block] -= 1
             self.free[self._pool(window)] += not self.holders[window][block]
 
-    def _own(self, window: Window, block: object, *, found: bool = False) -> None:
-        """Copy a block for a sequence that is not alone on it, or that found it."""
-        if found or self.holders[window][block] > 1:
-            self.holders[window][block] -= 1  # it is not free before the copy is made
+    def _copy_on_write(self, window: Window, block: object, *, kept: bool = False) -> None:
+        """Copy a block that is shared, or that must be kept unchanged."""
+        if kept or self.holders[window][block] > 1:
+            self.holders[window][block] -= 1  # not free before the copy is made
             self._take(window, 1)
 
-    def _is_enough(self) -> bool:
+    def _has_enough_blocks(self) -> bool:
         return min(self.free.values()) >= 0
 
     def append(self, seq: int, count: int) -> bool:
         size, length = self.stored.block_size, self.stored.length(seq)
-        held = {window: self.stored.blocks_of(window, seq) for window in self.given_back}
-        for window, given in self.given_back.items():
-            self._drop(window, held[window][given[seq] : first_live(window, length) // size])
+        held = {window: self.stored.blocks_of(window, seq) for window in self.out_of_window_pages}
+        for window, freed in self.out_of_window_pages.items():
+            self._drop(window, held[window][freed[seq] : first_live(window, length) // size])
         for window, blocks in held.items():
             if length % size:
-                found = self.stored.keeps(seq, len(blocks) - 1)
-                self._own(window, blocks[-1], found=found)
+                kept = self.stored.keeps(seq, len(blocks) - 1)
+                self._copy_on_write(window, blocks[-1], kept=kept)
             self._take(window, -(-(length + count) // size) - len(blocks))
-        return self._is_enough()
+        return self._has_enough_blocks()
 
     def fork(self, parent: int) -> bool:
-        for window, given in self.given_back.items():
-            held = range(given[parent], len(self.stored.sequences[parent]))
+        for window, freed in self.out_of_window_pages.items():
+            held = range(freed[parent], len(self.stored.sequences[parent]))
             self._take(window, sum(not self.stored.shares(parent, at) for at in held))
-        return self._is_enough()
+        return self._has_enough_blocks()
 
-    def cut(self, seq: int, length: int) -> bool:
+    def truncate(self, seq: int, length: int) -> bool:
         size = self.stored.block_size
         kept = -(-length // size)
         cut = length % size and length < self.stored.length(seq)
-        for window, given in self.given_back.items():
+        for window, freed in self.out_of_window_pages.items():
             blocks = self.stored.blocks_of(window, seq)
-            self._drop(window, blocks[max(kept, given[seq]) :])
-            if cut and self.stored.truncate_copies and kept > given[seq]:
-                self._own(window, blocks[kept - 1], found=self.stored.keeps(seq, kept - 1))
-        return self._is_enough()
+            self._drop(window, blocks[max(kept, freed[seq]) :])
+            if cut and self.stored.truncate_copies and kept > freed[seq]:
+                self._copy_on_write(window, blocks[kept - 1], kept=self.stored.keeps(seq, kept - 1))
+        return self._has_enough_blocks()

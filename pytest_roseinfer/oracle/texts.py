@@ -1,7 +1,7 @@
-"""What sequences say, where a cache is told: which texts begin alike, and for how long.
+"""Texts of sequences, for caches with prefix reuse: their shared prefixes and these lengths.
 
-A text never ends; a sequence holds the beginning of one. Texts branch off each other like a tree,
-so whether two beginnings are equal is known without comparing them.
+A text is infinite; a sequence holds a prefix of one. Texts branch off each other like a tree, so
+that equality of two prefixes is known without a comparison.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Branch = tuple[int, int] | tuple[int, int, int]
-"""A text begins as another one, for so many tokens. The first is a branch of itself.
+"""The parent of a text, the length of the prefix that it shares with it, and its namespace.
 
-The third number is its namespace, 0 where it is left out. What is equal in two namespaces is said
-alike, and is not the same.
+The first text is its own parent. The namespace is 0 if it is left out. Texts in two namespaces
+may have equal token ids, but different keys and values.
 """
 WHOLE = 1 << 16
-"""More tokens than any sequence has: a text that begins as another for so long is equal to it."""
+"""Length of a shared prefix that makes two texts equal: more tokens than any sequence has."""
 _COMMON = 1
+"""Token id of all tokens but the first one after a branch."""
 
 
-class Said(NamedTuple):
-    """What a row of a write says, or a text that is looked up."""
+class TextSlice(NamedTuple):
+    """Token ids of one row of a write, or of a lookup."""
 
     tokens: list[int]
     namespace: int
 
 
-def in_two_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
-    """Put a copy of each text, in another namespace, behind it."""
+def duplicate_in_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+    """Insert a copy in another namespace after each text."""
     both: list[Branch] = []
     for text, (parent, length, *_) in enumerate(branches):
         both += [(2 * parent, length), (2 * text, WHOLE, 1)]
@@ -44,33 +45,36 @@ def in_two_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
 class Texts:
     """The texts of one history, and the branches that forks add to them."""
 
-    drawn: tuple[Branch, ...]
+    initial_branches: tuple[Branch, ...]
     _branches: list[tuple[int, int]] = field(init=False)
     _namespaces: list[int] = field(init=False)
     _forked: dict[int, int] = field(default_factory=dict, init=False)
-    """The texts of sequences that began as forks."""
+    """Texts of the sequences that began as forks."""
 
     def __post_init__(self) -> None:
-        self._branches = [(parent, length) for parent, length, *_ in self.drawn]
-        self._namespaces = [namespace for _, _, namespace, *_ in ((*b, 0) for b in self.drawn)]
+        self._branches = [(parent, length) for parent, length, *_ in self.initial_branches]
+        self._namespaces = [
+            namespace for _, _, namespace, *_ in ((*b, 0) for b in self.initial_branches)
+        ]
 
     def of(self, seq: int, life: int) -> int:
-        """Return the text of a sequence; ``life`` others had its name before it."""
-        return self._forked.get(seq, (seq + life) % len(self.drawn))
+        """Return the text of a sequence whose name had ``life`` earlier sequences."""
+        return self._forked.get(seq, (seq + life) % len(self.initial_branches))
 
     def fork(self, parent: int, child: int, length: int) -> None:
-        """Give ``child``, a sequence, the first tokens of ``parent``, a text, and others after."""
+        """Give the sequence ``child`` a new text that branches off the text ``parent``."""
         self._forked[child] = len(self._branches)
         self._branches.append((parent, length))
         self._namespaces.append(self.namespace(parent))
 
     def forget(self, seq: int) -> None:
+        """Forget the text of a sequence that began as a fork."""
         self._forked.pop(seq, None)
 
     def owner(self, text: int, position: int) -> int:
-        """Return the text that this one still begins as at a position.
+        """Return the text nearest to the root that equals this one up to and including a position.
 
-        Two texts say the same up to a position if their owners there are equal.
+        Two texts are equal up to a position if their owners there are equal.
         """
         parent, length = self._branches[text]
         while parent != text and position < length:
@@ -81,79 +85,79 @@ class Texts:
     def namespace(self, text: int) -> int:
         return self._namespaces[text]
 
-    def said(self, text: int, begin: int, end: int) -> Said:
-        """Return what a text says.
+    def text_slice(self, text: int, begin: int, end: int) -> TextSlice:
+        """Return the token ids of a text from ``begin`` to ``end``.
 
-        A text that branches off says there what no other does, and then what all texts say. So
-        equal tokens stand at a position behind different beginnings, and elsewhere.
+        A text has a token id of its own where it branches off, and the common one after that. So
+        equal token ids occur after different prefixes, and at different positions.
         """
         tokens = [self.token(self.owner(text, at), at) for at in range(begin, end)]
-        return Said(tokens, self.namespace(text))
+        return TextSlice(tokens, self.namespace(text))
 
     def token(self, owner: int, position: int) -> int:
-        """Return what a text says at a position that is its own, and no other's."""
+        """Return the token id of a text at a position that it owns."""
         _, branches_off = self._branches[owner]
         return owner + 1 if position == branches_off else _COMMON
 
 
-# Where the prefixes of two equal blocks differ.
+# Explanations of wrong prefix hits
 
 
-class _Place(NamedTuple):
-    """A token of a text, and what it says."""
+class _TextToken(NamedTuple):
+    """A token of a text, and its token id."""
 
     text: int
     position: int
     namespace: int
-    says: int
+    token_id: int
 
 
-def same_behind_another(texts: Texts, want: int, got: int, wrote: Mapping[int, int]) -> str:
-    """Say of a token in the place of another one that both say the same; nothing if they do not."""
-    due, found = _said(texts, [want]), _said(texts, [got])
-    if want == got or not (due and found) or due[0].says != found[0].says:
+def explain_equal_token(texts: Texts, want: int, got: int, wrote: Mapping[int, int]) -> str:
+    """Describe how the prefixes of two tokens of equal id differ; empty if the ids differ."""
+    expected, actual = _text_tokens(texts, [want]), _text_tokens(texts, [got])
+    if want == got or not (expected and actual) or expected[0].token_id != actual[0].token_id:
         return ""
-    differ = _beginnings(texts, due[0], found[0])
-    return f"; both say {due[0].says}, {differ}{_first_written(wrote, got)}"
+    differ = _describe_prefix_difference(texts, expected[0], actual[0])
+    return f"; both have token id {expected[0].token_id}, {differ}{_first_written(wrote, got)}"
 
 
-def same_block_behind_another(
+def explain_equal_block(
     texts: Texts, want: Sequence[int], blocks: Mapping[int, Sequence[int]], wrote: Mapping[int, int]
 ) -> str:
-    """Name a block that says what the wanted tokens say, behind another beginning.
-
-    Nothing is said if there is none.
-    """
-    due = _said(texts, want)
-    says = [each.says for each in due]
+    """Describe a block of equal token ids after another prefix; empty without one."""
+    expected = _text_tokens(texts, want)
+    ids = [each.token_id for each in expected]
     others = {block: tokens for block, tokens in blocks.items() if list(tokens) != list(want)}
-    held = {block: _said(texts, tokens) for block, tokens in others.items()}
-    same = {block: found for block, found in held.items() if [each.says for each in found] == says}
+    held = {block: _text_tokens(texts, tokens) for block, tokens in others.items()}
+    same = {
+        block: tokens for block, tokens in held.items() if [each.token_id for each in tokens] == ids
+    }
     if not same:
         return ""
-    # Tokens of the same place are what is most easily taken for these.
-    block = min(same, key=lambda block: abs(same[block][0].position - due[0].position))
+    # A block of the nearest position is the most likely one to be mistaken for the wanted block.
+    block = min(same, key=lambda block: abs(same[block][0].position - expected[0].position))
     first, last = same[block][0], same[block][-1]
-    where = f"block {block} says {says} too, from token {first.position} of text {first.text} on"
-    differ = _beginnings(texts, due[-1], last)
+    where = f"block {block} also has token ids {ids}, from token {first.position} of "
+    where += f"text {first.text} on"
+    differ = _describe_prefix_difference(texts, expected[-1], last)
     return f"; {where}, {differ}{_first_written(wrote, blocks[block][0])}"
 
 
-def _said(texts: Texts, tokens: Sequence[int]) -> list[_Place]:
+def _text_tokens(texts: Texts, tokens: Sequence[int]) -> list[_TextToken]:
     places = [text_place(token) for token in tokens]
-    return [_Place(*place, texts.token(*place[:2])) for place in places if place]
+    return [_TextToken(*place, texts.token(*place[:2])) for place in places if place]
 
 
-def _beginnings(texts: Texts, one: _Place, other: _Place) -> str:
+def _describe_prefix_difference(texts: Texts, one: _TextToken, other: _TextToken) -> str:
     if one.position != other.position:
         return f"as tokens {one.position} and {other.position} of their texts"
     for at in range(one.position):
         owners = [texts.owner(each.text, at) for each in (one, other)]
         if owners[0] != owners[1]:
-            says = [texts.token(owner, at) for owner in owners]
+            ids = [texts.token(owner, at) for owner in owners]
             return (
-                f"behind beginnings that first differ at token {at}, which is {says[0]} in text "
-                f"{one.text} and {says[1]} in text {other.text}"
+                f"after prefixes that first differ at token {at}, which is {ids[0]} in text "
+                f"{one.text} and {ids[1]} in text {other.text}"
             )
     return f"in namespaces {one.namespace} and {other.namespace}"
 

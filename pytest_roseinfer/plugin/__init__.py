@@ -1,4 +1,4 @@
-"""What pytest sees: hooks, options, markers and fixtures."""
+"""The plugin that pytest loads: hooks, options, markers and fixtures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plugin's modules.
 
-    For each name in a ``pytest_plugins``, pytest reads what all installed distributions offer.
+    Not by ``pytest_plugins``: for each name in it, pytest reads the entry points of all installed
+    distributions.
     """
     for module in (hooks, fixtures):
         pluginmanager.register(module, module.__name__)

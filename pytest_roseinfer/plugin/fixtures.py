@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def roseinfer_device() -> str:
-    """Where caches under test live: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
+    """Device of the caches under test: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
 
-    Where there are several GPUs, each worker of pytest-xdist gets its own: ``"cuda:1"``.
+    With several GPUs, each pytest-xdist worker gets its own: ``"cuda:1"``.
     """
     settings.choose_kernel_runtime()
     return settings.current().device
@@ -31,7 +31,7 @@ def roseinfer_device() -> str:
 
 @pytest.fixture
 def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
-    """The shape of the caches below: 2 layers, 2 heads of 8, 16 blocks of 4 tokens, float32.
+    """Shape of the fixtures' caches: 2 layers, 2 heads of 8, 16 blocks of 4 tokens, float32.
 
     Override it in a conftest.py to change their shape.
     """
@@ -44,13 +44,13 @@ def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
 
 @pytest.fixture
 def roseinfer_manager(roseinfer_spec: CacheSpec) -> KVBlockManager:
-    """An empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, every fast path on."""
+    """Empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, with all fast paths on."""
     return _manager(roseinfer_spec)
 
 
 @pytest.fixture
 def roseinfer_reference(roseinfer_spec: CacheSpec) -> KVBlockManager:
-    """A second manager of that shape, which writes one token at a time, as a reference."""
+    """Reference ``roseinfer.KVBlockManager`` of the same shape, which writes token by token."""
     return _manager(replace(roseinfer_spec, options={"batched": False}))
 
 
@@ -64,10 +64,10 @@ def _manager(spec: CacheSpec) -> KVBlockManager:
 
 @pytest.fixture(scope="session")
 def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
-    """A small random GPT-2 and its byte-level tokenizer: ``.model`` and ``.tokenizer``.
+    """Small random GPT-2 and its byte-level tokenizer: ``.model`` and ``.tokenizer``.
 
     It is built without network and always has the same weights, which are so large that the
-    likeliest token is never a tie. All tests share it, so do not change it.
+    argmax is never a tie. All tests share it, so do not change it.
     """
     from roseinfer import tiny_gpt2
 
@@ -76,29 +76,30 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
 
 @pytest.fixture
 def roseinfer_costs(request: pytest.FixtureRequest) -> Iterator[Costs]:
-    """Compares the work of a decode step with its baseline, in counts and without a clock.
+    """Gate that compares the work of a decode step with its baseline: counts, not times.
 
     ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
-    launches, CUDA graph replays, copies between devices, waits, allocations and Python calls;
-    more than the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
-    ``check_bytes`` counts the bytes that operations and kernels must move, those of CUDA graphs
-    too if they are captured when the test has this fixture.
+    launches, CUDA graph replays, copies between devices, waits, allocations and Python calls, and
+    fails if one exceeds the baseline. ``--roseinfer-update-costs`` writes the baseline.
+    ``check_bytes`` counts the bytes that operations and kernels must move, including those of
+    CUDA graphs that are captured while the test has this fixture.
     """
     settings.choose_kernel_runtime()
-    from pytest_roseinfer.gates.bytes_moved import noting_captures
+    from pytest_roseinfer.gates.bytes_moved import record_captures
     from pytest_roseinfer.gates.costs import Costs
 
-    with noting_captures():
+    with record_captures():
         yield Costs(request.node, markers.arguments(request.node, markers.COSTS))
 
 
 @pytest.fixture
 def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
-    """Times a decode step against another revision, or against the baseline of this GPU.
+    """Gate that times a decode step against another revision, or this GPU's baseline.
 
     ``roseinfer_tpot.check("my_engine.speed:decode")`` names a function that returns
     ``{"step": call_me, "tokens": 8}``. With ``--roseinfer-against REF``, both sides import it
-    from their own tree and take turns; SLOWER fails. Without such an option the test is skipped.
+    from their own tree and are timed in turns; SLOWER fails the test. Without a timing option the
+    test is skipped.
     """
     from pytest_roseinfer.gates.tpot import Tpot
 

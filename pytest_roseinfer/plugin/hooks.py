@@ -1,4 +1,4 @@
-"""The hooks by which pytest runs this plugin."""
+"""Pytest hooks of this plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
-"""The state of a pytest run that started this one in its own process."""
+"""State of the outer pytest run, when it started this one in the same process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,24 +39,24 @@ def pytest_configure(config: pytest.Config) -> None:
         die_by_ctrl_c(config.workerinput)
     for line in markers.LINES:
         config.addinivalue_line("markers", line)
-    asked = options.read(config)
+    run_settings = options.read(config)
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
-    settings.set_current(asked)
-    options.check_baselines(asked)
-    if asked.costs_requested or asked.update_costs:
+    settings.set_current(run_settings)
+    options.check_baselines(run_settings)
+    if run_settings.costs_requested or run_settings.update_costs:
         from pytest_roseinfer.gates.costs import CostGate
 
         CostGate.of(config)
-    if asked.timing.folder:
+    if run_settings.timing.folder:
         from pytest_roseinfer.gates.history import HistoryGate
 
         HistoryGate.of(config)
-    if asked.timing.requested:
+    if run_settings.timing.requested:
         from pytest_roseinfer.gates.timing_gate import TimingGate
 
-        with options.mistakes_are_usage_errors():
+        with options.raising_usage_errors():
             TimingGate.of(config).require_other_side()
-    options.check_targets(config, asked)  # comes last, since it imports them
+    options.check_targets(config, run_settings)  # last, because it imports the targets
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -66,7 +66,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _swap_coverage(new: Coverage | None) -> Coverage | None:
-    """Replace this process's coverage, by an empty one if need be, and return the old one."""
+    """Replace this process's coverage, by an empty one for None, and return the previous one."""
     coverage = sys.modules.get("pytest_roseinfer.run.coverage")
     if coverage is None:
         return None
@@ -80,39 +80,40 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     file = config.getoption("--roseinfer-replay")
     if not file:
         return None
-    from pytest_roseinfer.plugin.run_again import run_again
+    from pytest_roseinfer.plugin.replay import replay_trace
 
-    return run_again(config, file)
+    return replay_trace(config, file)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if not options.configured(config):
         return []
-    asked = settings.current()
-    # Workers of pytest-xdist collect the tests, and what they find is not described here.
-    shared_out = config.pluginmanager.hasplugin("dsession") and options.tests_targets(config)
-    return _describe(asked.targets if shared_out else asked.chosen_targets, asked)
+    run_settings = settings.current()
+    # Workers of pytest-xdist collect the tests, so the controller cannot list their targets later.
+    distributed = config.pluginmanager.hasplugin("dsession") and options.tests_targets(config)
+    targets = run_settings.targets if distributed else run_settings.chosen_targets
+    return _describe(targets, run_settings)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """Say what the header could not say before the tests were collected."""
-    found = [item for item in items if markers.is_shipped(item)]
-    if not found:
+    """Describe targets that the header could not name before the tests were collected."""
+    shipped = [item for item in items if markers.is_shipped(item)]
+    if not shipped:
         return []
     from pytest_roseinfer.run import coverage
 
-    asked = settings.current()
-    names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in found)  # type: ignore[attr-defined]
-    unsaid = [name for name in names if name not in asked.chosen_targets]
-    return _describe(unsaid, None if options.configured(config) else asked)
+    run_settings = settings.current()
+    names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in shipped)  # type: ignore[attr-defined]
+    unlisted = [name for name in names if name not in run_settings.chosen_targets]
+    return _describe(unlisted, None if options.configured(config) else run_settings)
 
 
-def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[str]:
+def _describe(targets: Iterable[str], run_settings: settings.Settings | None) -> list[str]:
     """Name targets, and describe the run unless the header did so."""
     from pytest_roseinfer import environment
 
     lines = [f"roseinfer: target {environment.describe_target(name)}" for name in targets]
-    return lines + (environment.describe_run(asked) if asked else [])
+    return lines + (environment.describe_run(run_settings) if run_settings else [])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if settings.current().gpu and markers.is_shipped(metafunc.definition):
         from pytest_roseinfer.plugin import shipped
 
-        shipped.cut_up(metafunc)
+        shipped.split_into_parts(metafunc)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -153,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         output = getattr(config, "workeroutput", None)
         if output is None:
             raise
-        # Raised in a worker of pytest-xdist, it would show as an internal error of its controller.
+        # Raised in a pytest-xdist worker, it would appear as an internal error of the controller.
         output[_WORKER_ERROR] = str(error)
         items.clear()
     if not settings.current().gpu:
@@ -161,22 +162,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif hasattr(config, "workerinput"):
         from pytest_roseinfer.plugin import shipped
 
-        shipped.long_beside_short(items)
+        shipped.interleave_long_tests(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    asked = settings.current()
-    settings.set_current(markers.budget(item, asked))
+    run_settings = settings.current()
+    settings.set_current(markers.budget(item, run_settings))
     try:
         with ExitStack() as stack:
             if markers.is_shipped(item):
                 from pytest_roseinfer.plugin import shipped
 
-                stack.enter_context(shipped.searching(item))
+                stack.enter_context(shipped.search_context(item))
             result = yield
     finally:
-        settings.set_current(asked)
+        settings.set_current(run_settings)
     gate.require_checks(item)
     return result
 
@@ -185,24 +186,24 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a difference as its message alone: its traceback only leads through the harness.
+    """Show a difference as its message alone, and other errors by the user's frames.
 
-    Of another error, what the user's own code did is shown.
+    The traceback of a difference has nothing but frames of the harness.
     """
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
         return (yield)
     failure = call.excinfo.value
-    if markers.is_shipped(item) and isinstance(failure, Exception):  # pytest skips with others
+    if markers.is_shipped(item) and isinstance(failure, Exception):  # skips are BaseException
         from pytest_roseinfer.plugin import shipped
 
         for error in filter(None, (failure, failure.__cause__)):
-            shipped.leave_out_the_harness(error, item.cls.adapter)  # type: ignore[attr-defined]
+            shipped.trim_traceback(error, item.cls.adapter)  # type: ignore[attr-defined]
         call.excinfo = pytest.ExceptionInfo.from_exception(failure)
     report = yield
     if isinstance(failure, divergence.Difference):
         shown = call.excinfo.getrepr(style="value", chain=False)
-        if shown.reprcrash:  # what the short summary says
+        if shown.reprcrash:  # the short summary's text
             shown.reprcrash.message = failure.what
         report.longrepr = shown
         if failure.__cause__:
@@ -213,7 +214,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker of pytest-xdist the seed that was drawn here."""
+    """Pass the controller's seed to a pytest-xdist worker."""
     node.workerinput["roseinfer_seed"] = settings.current().seed
 
 
@@ -222,15 +223,19 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     if error := output.get(_WORKER_ERROR):
         raise pytest.UsageError(error)
-    gate.take_over(node.config, output)
+    gate.merge_worker_output(node.config, output)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the JUnit file is written
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("collectonly"):
         return
-    asked = settings.current()
-    if "pytest_roseinfer.run.coverage" in sys.modules or asked.named_targets or asked.reports:
+    run_settings = settings.current()
+    if (
+        "pytest_roseinfer.run.coverage" in sys.modules
+        or run_settings.named_targets
+        or run_settings.reports
+    ):
         from pytest_roseinfer.report.coverage_gate import CoverageGate
 
         CoverageGate.of(session.config)

@@ -1,4 +1,4 @@
-"""The markers, the arguments they take, and what they do."""
+"""Markers, their arguments, and their effects."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], bool]]] = {
     COSTS: {"packages": _names, "keyed_by": _names, "must_not_drop": _names},
     TPOT: {"margin": _share, "seconds": _number, "cpus": _whole, "series_per_process": _whole},
 }
-"""The arguments of each marker, with a check of each."""
+"""Arguments of each marker, each with its check."""
 _SHOWN = {_BUDGET: "{}=N", COSTS: "{}=[...]", TPOT: "{}"}
 LINES = (
     f"{_GPU}: needs a GPU; runs with --roseinfer-gpu",
-    f"{_BUDGET}(examples=N, steps=N): how hard to look here, unless the command line says",
-    f"{COSTS}(packages=[...], keyed_by=[...], must_not_drop=[...]): what counts as work here; "
+    f"{_BUDGET}(examples=N, steps=N): search effort of this test; command-line options override it",
+    f"{COSTS}(packages=[...], keyed_by=[...], must_not_drop=[...]): what this test counts as work; "
     "the test must take the fixture of this name",
-    f"{TPOT}(margin=0.02, seconds=300, cpus=1, series_per_process=1): how the step that this test "
-    "times is compared; the test must take the fixture of this name",
+    f"{TPOT}(margin=0.02, seconds=300, cpus=1, series_per_process=1): how this test compares "
+    "step times; the test must take the fixture of this name",
 )
 
 
 def check(items: Iterable[pytest.Item]) -> None:
-    """Refuse arguments that a marker does not have, and marks that a test cannot have."""
+    """Refuse unknown arguments of a marker, and markers that a test cannot have."""
     for item in items:
         for marker in item.iter_markers():
             if marker.name in _ARGUMENTS:
@@ -69,8 +69,8 @@ def check(items: Iterable[pytest.Item]) -> None:
                 item, "fixturenames", ()
             ):
                 raise pytest.UsageError(
-                    f"{item.nodeid}: marked {marker.name}, it does not take the fixture of this "
-                    "name, and so compares nothing"
+                    f"{item.nodeid}: marked {marker.name}, but does not take the fixture of this "
+                    "name and so compares nothing; add the fixture or remove the marker"
                 )
         if is_shipped(item):
             _check_shipped(item)
@@ -94,20 +94,22 @@ def _check_arguments(item: pytest.Item, marker: pytest.Mark) -> None:
 
 
 def _check_shipped(item: pytest.Item) -> None:
-    """Refuse marks that would keep a shipped test from running."""
-    from pytest_roseinfer.suite.shipped_tests import excuses
+    """Refuse markers that would keep a shipped test from running."""
+    from pytest_roseinfer.suite.shipped_tests import allows_failure
 
     for marker in item.iter_markers():
-        if marker.name in ("skip", "skipif") or (marker.name == "xfail" and not excuses(marker)):
+        if marker.name in ("skip", "skipif") or (
+            marker.name == "xfail" and not allows_failure(marker)
+        ):
             raise pytest.UsageError(
                 f"{item.nodeid}: a test of pytest_roseinfer cannot be marked {marker.name} in this "
-                "way. If the target is known to fail it, mark it: @pytest.mark.xfail(reason=...); "
-                "deselect what is not to run: -k, -m, --deselect"
+                "way; if the target is known to fail it, use @pytest.mark.xfail(reason=...); to "
+                "leave it out, deselect it with -k, -m or --deselect"
             )
 
 
 def is_shipped(item: pytest.Item) -> bool:
-    """Return True for a test of ``conformance()``."""
+    """Return True for a test made by ``conformance()``."""
     shipped = sys.modules.get("pytest_roseinfer.suite.shipped_tests")
     owner = getattr(item, "cls", None)
     return shipped is not None and owner is not None and issubclass(owner, shipped.ShippedTests)
@@ -120,19 +122,19 @@ def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def budget(item: pytest.Item, asked: Settings) -> Settings:
-    """Return the settings for one test: its marker counts where the command line says nothing."""
-    said = {
+def budget(item: pytest.Item, settings: Settings) -> Settings:
+    """Return the settings for one test: command-line options, then its marker's arguments."""
+    overrides = {
         name: number
         for name, number in arguments(item, _BUDGET).items()
         if item.config.getoption(f"--roseinfer-{name}") is None
     }
-    return replace(asked, **said)
+    return replace(settings, **overrides)
 
 
 def arguments(item: pytest.Item, name: str) -> dict[str, Any]:
-    """Return the arguments of all markers of that name; the closest one wins."""
-    said: dict[str, Any] = {}
+    """Return the arguments of all markers of a name; the closest marker wins."""
+    merged: dict[str, Any] = {}
     for marker in reversed([*item.iter_markers(name)]):
-        said |= marker.kwargs
-    return said
+        merged |= marker.kwargs
+    return merged

@@ -1,4 +1,4 @@
-"""The plugin's command line options, those about servers among them."""
+"""Command-line and ini options of the plugin."""
 
 from __future__ import annotations
 
@@ -33,47 +33,52 @@ from pytest_roseinfer.settings import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pytest_roseinfer.search.trace import Allowed
+    from pytest_roseinfer.search.trace import ImportPolicy
 
-# The options about a server, and which servers are asked at all.
+# Options for a server under test.
 
 
 def endpoint_of(
-    url: str | None, model: str | None, rate: float | None, *, anywhere: bool
+    url: str | None, model: str | None, rate: float | None, *, allow_remote: bool
 ) -> Endpoint | None:
-    """Return the server that is to be tested; what makes no sense is a usage error."""
+    """Return the server to test; invalid combinations of options are a usage error."""
     if url is None:
-        for name, given in {"model": model, "rate": rate, "endpoint-anywhere": anywhere}.items():
-            if given:
+        for name, value in {
+            "model": model,
+            "rate": rate,
+            "allow-remote": allow_remote,
+        }.items():
+            if value:
                 raise pytest.UsageError(
-                    f"--roseinfer-{name} is about a server: add --roseinfer-endpoint URL"
+                    f"--roseinfer-{name}: no server to apply it to; add --roseinfer-endpoint URL"
                 )
         return None
     if rate is not None and not 0 < rate < math.inf:
-        raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
+        raise pytest.UsageError(f"--roseinfer-rate {rate:g}: must be above 0")
     parts = _parts(url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise pytest.UsageError(
-            "--roseinfer-endpoint is shown to whoever reads of this run: put no key into it, but "
-            "into ROSEINFER_API_KEY"
+            "--roseinfer-endpoint: the URL has credentials, a query or a fragment, and is printed "
+            "in reports; pass a key in ROSEINFER_API_KEY"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in _ROOTS:
         raise pytest.UsageError(
-            f"--roseinfer-endpoint {url}: give an address such as http://127.0.0.1:8000"
+            f"--roseinfer-endpoint {url}: not a server's base URL; use one such as "
+            "http://127.0.0.1:8000"
         )
     here = _is_this_machine(parts.hostname)
-    if not (anywhere or here):
+    if not (allow_remote or here):
         raise pytest.UsageError(
-            f"--roseinfer-endpoint {url} is another machine, which would get thousands of "
-            "requests: add --roseinfer-endpoint-anywhere if it is yours"
+            f"--roseinfer-endpoint {url}: another machine, which would get thousands of "
+            "requests; add --roseinfer-allow-remote if it is yours"
         )
     if rate is None:
         rate = RATE if here else POLITE_RATE
-    return Endpoint(url, model or "", _key(), rate, anywhere)
+    return Endpoint(url, model or "", _key(), rate, allow_remote)
 
 
 def require_server(endpoint: Endpoint) -> Endpoint:
-    """Return it with the model that it is asked for; refuse one that cannot be asked at all."""
+    """Connect to a server and fill in its model; an unusable server is a usage error."""
     from pytest_roseinfer.endpoint.server import Server, ServerError
 
     try:
@@ -83,14 +88,14 @@ def require_server(endpoint: Endpoint) -> Endpoint:
 
 
 def _parts(url: str) -> SplitResult:
-    """Take an address apart. One that is none is not repeated: there may be a key in it."""
+    """Split a URL. Do not repeat an invalid one in the error: it may contain a key."""
     try:
         parts = urlsplit(url)
-        _ = parts.port, (parts.hostname or "").encode("idna")  # which are looked at when asked for
+        _ = parts.port, (parts.hostname or "").encode("idna")  # validated only when accessed
     except ValueError:
         raise pytest.UsageError(
-            "--roseinfer-endpoint is no address: give one such as http://127.0.0.1:8000, whose "
-            "port is a number up to 65535"
+            "--roseinfer-endpoint: not a URL; use one such as http://127.0.0.1:8000, with a port "
+            "of at most 65535"
         ) from None
     return parts
 
@@ -99,7 +104,8 @@ def _key() -> str:
     key = os.environ.get("ROSEINFER_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
         raise pytest.UsageError(
-            "ROSEINFER_API_KEY holds a character that no key has, as a line break: leave it out"
+            "ROSEINFER_API_KEY: holds a character that keys cannot have, such as a line break; "
+            "remove it"
         )
     return key
 
@@ -112,7 +118,7 @@ def _is_this_machine(host: str) -> bool:
         address = ip_address(host)
     except ValueError:
         return host == "localhost"
-    return address.is_loopback or address.is_unspecified  # which leads to the loopback one
+    return address.is_loopback or address.is_unspecified  # 0.0.0.0 connects to loopback
 
 
 _FLAG = {"action": "store_true"}
@@ -121,109 +127,112 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "gpu": (
         _FLAG,
-        "caches live on the GPU, and kernels are compiled; an error where there is no GPU",
+        "put caches on the GPU, with compiled kernels; an error without a GPU",
     ),
     "target": (
         {"action": "append", "metavar": "MODULE:CLASS"},
-        "adapter for pytest_roseinfer.suite to test, by default those of this project's engine and "
-        "caches; may be repeated",
+        "adapter for pytest_roseinfer.suite to test; may be repeated; the default is roseinfer's "
+        "own engine and caches",
     ),
     "endpoint": (
         {"metavar": "URL"},
-        "a server with an API like OpenAI's for pytest_roseinfer.suite to test, or for "
-        "--roseinfer-replay to run a mix on, such as http://127.0.0.1:8000; a key for it is read "
-        "from ROSEINFER_API_KEY",
+        "OpenAI-compatible server for pytest_roseinfer.suite to test, or for --roseinfer-replay "
+        "to run a mix on, such as http://127.0.0.1:8000; its key is read from ROSEINFER_API_KEY",
     ),
     "model": (
         {"metavar": "NAME"},
-        "the model that requests to the server name; the default is the first that it lists",
+        "model name in requests to the server; the default is the first that the server lists",
     ),
     "rate": (
         {"type": float, "metavar": "N"},
-        "requests per second to the server, at most; the default is 1000 on this machine, and 50 "
-        "on another; completions are short, so at a low rate few requests overlap",
+        "maximum requests per second to the server; the default is 1000 on this machine and 50 on "
+        "another; completions are short, so at a low rate few requests overlap",
     ),
-    "endpoint-anywhere": (_FLAG, "allow a server on another machine than this one"),
+    "allow-remote": (_FLAG, "allow --roseinfer-endpoint to be on another machine"),
     "profile": (
         {"metavar": "NAME"},
-        f"how hard to search: {', '.join(PROFILES)}; the default is dev",
+        f"search effort: {', '.join(PROFILES)}; the default is dev",
     ),
     "examples": (_NUMBER, "histories per search; the default is the profile's"),
-    "steps": (_NUMBER, "steps of one history, at most; the default is the profile's"),
+    "steps": (_NUMBER, "maximum steps of one history; the default is the profile's"),
     "step-seconds": (
         {"type": float, "metavar": "S"},
-        "a step that takes more processor time, or sleeps ten times as long, hangs, which is a "
-        f"failure; the default is {STEP_SECONDS:g}, and 0 is no limit, as for a debugger",
+        "seconds of processor time after which a step counts as hung and fails, as does one that "
+        f"sleeps ten times as long; the default is {STEP_SECONDS:g}; 0 is unlimited, as for a "
+        "debugger",
     ),
     "search-seconds": (
         {"type": float, "metavar": "S"},
-        "a test searches no longer, reports what it tried by then, and claims no strength; the "
-        "default is the profile's, and 0 is no limit",
+        "seconds after which a test stops searching, reports what it tried, and claims no "
+        "strength; the default is the profile's; 0 is unlimited",
     ),
     "seed": (
         _NUMBER,
-        "makes the search repeatable; the default is a number in --hypothesis-seed, else drawn",
+        "seed of the search, which makes it repeatable; the default is the number in "
+        "--hypothesis-seed, else random",
     ),
     "required-paths": (
         {"choices": ["on", "off"]},
-        "a declared path or condition that is never reached fails the run; the default is on",
+        "fail the run if a declared path or condition is never reached; the default is on",
     ),
     "report": (
         {"action": "append", "metavar": "FILE"},
-        "write what was reached to FILE.json or FILE.html; may be repeated",
+        "write the coverage report to FILE.json or FILE.html; may be repeated",
     ),
     "fast-interpreter": (
         _FLAG,
-        "replace parts of Triton's interpreter by faster ones while shipped tests and checks of "
-        "work run, as adapters with fast_interpreter do",
+        "use faster replacements for parts of Triton's interpreter in shipped tests and in checks "
+        "of work, as adapters with fast_interpreter do",
     ),
-    "replay": (_FILE, "run the history or the mix of requests in a trace file, and nothing else"),
+    "replay": (_FILE, "run only the history or the mix of requests in a trace file"),
     "replay-trust": (
         _FLAG,
-        "with --roseinfer-replay, import whatever the file names; without it, the adapter must be "
-        "a target of this run or a shipped one, and nothing outside of the project is imported",
+        "with --roseinfer-replay, import any module that the file names; without it, the adapter "
+        "must be a target of this run or a shipped one, and only the project's modules are "
+        "imported",
     ),
     "costs": (
         _FILE,
         "baselines for the work of steps; the default is roseinfer-costs.json in the folder of "
-        "each test; on the command line, a run that compares no step fails",
+        "each test; if given on the command line, a run that compares no step fails",
     ),
-    "update-costs": (_FLAG, "make what steps do now their baselines, for the versions of this run"),
+    "update-costs": (_FLAG, "write this run's work counts as the baselines for its versions"),
     "against": (
         {"metavar": "REF"},
-        "fail where a decode step takes longer than at this git revision, in the project at "
-        "this path, or in this NAME==VERSION; both are timed now, in turns",
+        "fail if a decode step takes longer than in REF: a git revision, the path of a project, "
+        "or NAME==VERSION; both are timed now, in turns",
     ),
     "noise-floor": (
         _FLAG,
-        "time decode steps against themselves, and report what this machine can tell apart",
+        "time decode steps against themselves, and report the smallest difference that this "
+        "machine can measure",
     ),
     "report-slower": (
         _FLAG,
-        "with --roseinfer-against, report where a step is SLOWER, and fail nothing for it",
+        "with --roseinfer-against, report SLOWER steps without failing",
     ),
     "tpot-seconds": (
         {"type": float, "metavar": "N"},
-        "end each comparison of steps by then, or after its first series, whatever the marker "
-        "says; UNDECIDED if that is too short",
+        "seconds after which each comparison of steps ends, after its first series at the "
+        "earliest; overrides the marker; UNDECIDED if too short",
     ),
     "timings": (
         {"metavar": "DIR"},
-        "keep the times and the work of steps there, a line for each run, with a plot; `roseinfer "
+        "record times and work of steps in this folder, a line per run, with a plot; `roseinfer "
         "gates` shows them",
     ),
     "tpot": (
         _FILE,
-        "fail where a decode step takes much longer than this file has for this GPU",
+        "fail if a decode step takes much longer than this file's baseline for this GPU",
     ),
-    "update-tpot": (_FLAG, "write the times of this run to the file of --roseinfer-tpot"),
+    "update-tpot": (_FLAG, "write this run's times to the file of --roseinfer-tpot"),
 }
-"""The options, without ``--roseinfer-``, their arguments to argparse and their help."""
+"""Options by their names without ``--roseinfer-``: arguments for argparse, and help."""
 _INI = dict.fromkeys(
     ("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"), "string"
 )
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
-"""Ini options and their types; each does what the command-line option of its name does."""
+"""Ini options and their types; each is equivalent to the command-line option of its name."""
 
 
 def add(parser: pytest.Parser) -> None:
@@ -231,7 +240,7 @@ def add(parser: pytest.Parser) -> None:
     for name, (arguments, words) in _OPTIONS.items():
         group.addoption(f"--roseinfer-{name}", help=words, **arguments)
     for name, kind in _INI.items():
-        # Without a default, an ini file that leaves the option open can be told apart.
+        # None distinguishes an ini file that does not set the option.
         parser.addini(f"roseinfer_{name}", f"see {_twin(name)}", type=kind, default=None)  # type: ignore[arg-type]
 
 
@@ -241,17 +250,17 @@ def _twin(name: str) -> str:
 
 
 class OptionEntry(NamedTuple):
-    """An option in a list for readers."""
+    """An option, as the reference page lists it."""
 
     usage: str
-    """The option and its argument, as in "--roseinfer-replay FILE"."""
+    """Option and argument, as in "--roseinfer-replay FILE"."""
     ini: str
-    """The ini option of the same meaning; empty if there is none."""
+    """Equivalent ini option; empty without one."""
     description: str
 
 
 def entries() -> Iterator[OptionEntry]:
-    """Yield all options in their order."""
+    """Yield all options in order."""
     inis = {_twin(name): f"roseinfer_{name}" for name in _INI}
     for name, (arguments, words) in _OPTIONS.items():
         option = f"--roseinfer-{name}"
@@ -260,7 +269,7 @@ def entries() -> Iterator[OptionEntry]:
 
 
 def configured(config: pytest.Config) -> bool:
-    """Return True if this run was told anything about the search."""
+    """Return True if the command line or the ini file sets any option of the search."""
     options = (
         "target",
         "endpoint",
@@ -281,33 +290,35 @@ def configured(config: pytest.Config) -> bool:
 
 
 def read(config: pytest.Config) -> Settings:
-    """Return the settings of a run; options that make no sense are a usage error."""
-    with mistakes_are_usage_errors():
+    """Return the settings of a run; invalid options are a usage error."""
+    with raising_usage_errors():
         return _read(config)
 
 
 @contextmanager
-def mistakes_are_usage_errors() -> Iterator[None]:
+def raising_usage_errors() -> Iterator[None]:
     try:
         yield
-    except mistakes.Mistake as mistake:
+    except mistakes.OptionError as mistake:
         raise pytest.UsageError(str(mistake)) from None
 
 
 def _read(config: pytest.Config) -> Settings:
     gpu = _option(config, "gpu")
-    profile = _chosen(config, "profile", "dev")
-    usual = mistakes.profile_named(_said_as(config, "profile"), profile)
+    profile = _option_or_ini(config, "profile", "dev")
+    usual = mistakes.profile_named(_option_label(config, "profile"), profile)
     named = tuple(dict.fromkeys(_option(config, "target") or ()))
     server = endpoint(config)
     if server is not None:
         if named:
-            raise pytest.UsageError("--roseinfer-endpoint names the target: --roseinfer-target not")
+            raise pytest.UsageError(
+                "--roseinfer-target: --roseinfer-endpoint already selects the target; use one"
+            )
         named = (ENDPOINT_TARGET,)
     required = _option(config, "required-paths")
-    reports = tuple(_chosen(config, "report", ()))
+    reports = tuple(_option_or_ini(config, "report", ()))
     for file in reports:
-        mistakes.require_report(_said_as(config, "report"), file)
+        mistakes.require_report(_option_label(config, "report"), file)
     costs = _ini(config, "costs")
     return Settings(
         profile=profile,
@@ -325,7 +336,7 @@ def _read(config: pytest.Config) -> Settings:
         named_targets=named,
         reports=reports,
         failures_dir=str(config.rootpath / ".roseinfer"),
-        # A path on the command line starts here; one in the ini file starts at that file.
+        # A command-line path is relative to the current folder, an ini path to the ini file.
         costs=_from_here(config, "costs") or (str(config.rootpath / costs) if costs else None),
         costs_requested=_option(config, "costs") is not None,
         update_costs=_option(config, "update-costs"),
@@ -334,18 +345,16 @@ def _read(config: pytest.Config) -> Settings:
 
 
 def endpoint(config: pytest.Config) -> Endpoint | None:
-    """Return the server that the command line names, which has not been asked anything yet."""
-    told = {name: _option(config, name) for name in ("endpoint", "model", "rate")}
-    anywhere = _option(config, "endpoint-anywhere")
-    if not (anywhere or any(value is not None for value in told.values())):
+    """Return the server that the command line names, without connecting to it."""
+    values = {name: _option(config, name) for name in ("endpoint", "model", "rate")}
+    allow_remote = _option(config, "allow-remote")
+    if not (allow_remote or any(value is not None for value in values.values())):
         return None
-    # merged
-
-    return endpoint_of(*told.values(), anywhere=anywhere)
+    return endpoint_of(*values.values(), allow_remote=allow_remote)
 
 
 def _timing(config: pytest.Config) -> Timing:
-    asked = Timing(
+    timing = Timing(
         against=_option(config, "against") or "",
         noise_floor=_option(config, "noise-floor"),
         report_slower=_option(config, "report-slower"),
@@ -354,29 +363,31 @@ def _timing(config: pytest.Config) -> Timing:
         update_tpot=_option(config, "update-tpot"),
         folder=_from_here(config, "timings"),
     )
-    if asked.against and asked.noise_floor:
+    if timing.against and timing.noise_floor:
         raise pytest.UsageError(
-            "--roseinfer-noise-floor compares a step with itself, and --roseinfer-against with "
-            "another: choose one"
+            "--roseinfer-noise-floor: compares a step with itself, --roseinfer-against with "
+            "another; choose one"
         )
-    if asked.update_tpot and asked.tpot is None:
-        raise pytest.UsageError("--roseinfer-update-tpot needs a file: add --roseinfer-tpot FILE")
-    if asked.seconds is not None and not 0 < asked.seconds < math.inf:
-        raise pytest.UsageError(f"--roseinfer-tpot-seconds {asked.seconds:g}: must be above 0")
-    if asked.seconds is not None and not asked.paired:
+    if timing.update_tpot and timing.tpot is None:
         raise pytest.UsageError(
-            "--roseinfer-tpot-seconds ends a comparison: add --roseinfer-against"
+            "--roseinfer-update-tpot: no file to write; add --roseinfer-tpot FILE"
         )
-    if asked.report_slower and not asked.against:
+    if timing.seconds is not None and not 0 < timing.seconds < math.inf:
+        raise pytest.UsageError(f"--roseinfer-tpot-seconds {timing.seconds:g}: must be above 0")
+    if timing.seconds is not None and not timing.paired:
         raise pytest.UsageError(
-            "--roseinfer-report-slower needs a comparison: add --roseinfer-against"
+            "--roseinfer-tpot-seconds: no comparison to end; add --roseinfer-against"
         )
-    return asked
+    if timing.report_slower and not timing.against:
+        raise pytest.UsageError(
+            "--roseinfer-report-slower: no comparison to report; add --roseinfer-against"
+        )
+    return timing
 
 
-def check_baselines(asked: Settings) -> None:
-    """Refuse files of baselines that are none, if the command line or the ini file names them."""
-    files = [file for file in (asked.costs, asked.timing.tpot) if file]
+def check_baselines(settings: Settings) -> None:
+    """Refuse unreadable baseline files that the command line or the ini file names."""
+    files = [file for file in (settings.costs, settings.timing.tpot) if file]
     if not files:
         return
     from pytest_roseinfer.gates.gate import CannotCompare, read_steps
@@ -389,52 +400,50 @@ def check_baselines(asked: Settings) -> None:
 
 
 def refuse_unknown(words: Iterable[str]) -> None:
-    """Refuse an option that is nearly one of ours, and say which."""
+    """Refuse a misspelt ``--roseinfer-`` option, and suggest the right one."""
     known = [f"--roseinfer-{name}" for name in _OPTIONS]
     for word in words:
-        said = word.partition("=")[0]
-        if said == "--":
+        option = word.partition("=")[0]
+        if option == "--":
             return
-        ours = said.startswith("--roseinfer-") and said not in known
-        if ours and (alike := mistakes.did_you_mean(said, known)):
-            raise pytest.UsageError(f"unrecognized arguments: {word}{alike}")
+        misspelt = option.startswith("--roseinfer-") and option not in known
+        if misspelt and (suggestion := mistakes.did_you_mean(option, known)):
+            raise pytest.UsageError(f"unrecognized arguments: {word}{suggestion}")
 
 
-def check_targets(config: pytest.Config, asked: Settings) -> None:
-    """Refuse targets that cannot be imported, if this run is to test them.
+def check_targets(config: pytest.Config, settings: Settings) -> None:
+    """Refuse targets that cannot be imported, if this run tests them.
 
-    The model of a server that was asked for none is known from here on.
+    Also fill in the model of a server for which no model was named.
     """
-    if not (asked.named_targets or (asked.chosen_targets and tests_targets(config))):
+    if not (settings.named_targets or (settings.chosen_targets and tests_targets(config))):
         return
     from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
 
     find_modules_here(config)
     choose_kernel_runtime()
     try:
-        for name in asked.targets:  # all of them before any, which takes seconds, is imported
+        for name in settings.targets:  # check all names first: an import takes seconds
             require_target(name)
-        for name in asked.targets:
+        for name in settings.targets:
             load_target(name)
-        if asked.endpoint is not None:
-            # merged
-
-            set_current(replace(asked, endpoint=require_server(asked.endpoint)))
+        if settings.endpoint is not None:
+            set_current(replace(settings, endpoint=require_server(settings.endpoint)))
     except TargetError as error:
-        said = "--roseinfer-target" if asked.named_targets else "roseinfer_targets"
-        raise pytest.UsageError(f"{said}: {error}") from error
+        option = "--roseinfer-target" if settings.named_targets else "roseinfer_targets"
+        raise pytest.UsageError(f"{option}: {error}") from error
 
 
 def tests_targets(config: pytest.Config) -> bool:
-    """Return True if the tests of every target are among those of this run."""
+    """Return True if this run includes the suite that tests every target."""
     return any("pytest_roseinfer" in argument for argument in config.args)
 
 
-def allowed_of_traces(config: pytest.Config) -> Allowed:
-    """Return what a trace may have imported in this run."""
-    from pytest_roseinfer.search.trace import Allowed
+def trace_import_policy(config: pytest.Config) -> ImportPolicy:
+    """Return the imports that a trace may cause in this run."""
+    from pytest_roseinfer.search.trace import ImportPolicy
 
-    return Allowed(
+    return ImportPolicy(
         targets={
             *(_option(config, "target") or ()),
             *(_ini(config, "targets") or ()),
@@ -445,7 +454,7 @@ def allowed_of_traces(config: pytest.Config) -> Allowed:
 
 
 def find_modules_here(config: pytest.Config) -> None:
-    """Let targets be named from where pytest was started, as ``python -m pytest`` would."""
+    """Make modules of the current folder importable, as ``python -m pytest`` does."""
     here = str(config.invocation_params.dir)
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -458,37 +467,37 @@ def _option(config: pytest.Config, name: str) -> Any:
 def _ini(config: pytest.Config, name: str) -> Any:
     try:
         return config.getini(f"roseinfer_{name.replace('-', '_')}")
-    except (ValueError, pytest.UsageError) as error:  # which does not say what it is about
+    except (ValueError, pytest.UsageError) as error:  # its message does not name the option
         raise pytest.UsageError(f"roseinfer_{name}: {error}") from None
 
 
-def _chosen(config: pytest.Config, name: str, default: Any) -> Any:
-    """Return what the command line says, else what the ini file says."""
-    said = _option(config, name)
-    said = _ini(config, name) if said is None else said
-    return default if said is None else said
+def _option_or_ini(config: pytest.Config, name: str, default: Any) -> Any:
+    """Return the value from the command line, else from the ini file, else the default."""
+    value = _option(config, name)
+    value = _ini(config, name) if value is None else value
+    return default if value is None else value
 
 
-def _said_as(config: pytest.Config, name: str) -> str:
-    """Return how an option was said, to complain about it."""
+def _option_label(config: pytest.Config, name: str) -> str:
+    """Return the option as the user wrote it, for error messages."""
     in_ini = _option(config, name) is None
     return f"roseinfer_{name.replace('-', '_')} =" if in_ini else f"--roseinfer-{name}"
 
 
 def _from_here(config: pytest.Config, name: str) -> str | None:
-    said = _option(config, name)
-    return str(config.invocation_params.dir / said) if said else None
+    path = _option(config, name)
+    return str(config.invocation_params.dir / path) if path else None
 
 
 def _number(config: pytest.Config, name: str, *, at_least: int) -> int | None:
-    said = _chosen(config, name, None)
-    if said is None:
+    value = _option_or_ini(config, name, None)
+    if value is None:
         return None
     try:
-        number = int(said)
+        number = int(value)
     except ValueError:
-        raise pytest.UsageError(f"roseinfer_{name} = {said}: not a whole number") from None
-    mistakes.require_at_least(_said_as(config, name), number, at_least)
+        raise pytest.UsageError(f"roseinfer_{name} = {value}: not a whole number") from None
+    mistakes.require_at_least(_option_label(config, name), number, at_least)
     return number
 
 
@@ -496,30 +505,30 @@ def step_seconds(config: pytest.Config) -> float:
     return _seconds(config, "step-seconds", STEP_SECONDS)
 
 
-def _seconds(config: pytest.Config, name: str, usual: float) -> float:
-    said = _chosen(config, name, usual)
+def _seconds(config: pytest.Config, name: str, default: float) -> float:
+    value = _option_or_ini(config, name, default)
     try:
-        seconds = float(said)
+        seconds = float(value)
     except ValueError:
-        raise pytest.UsageError(f"{_said_as(config, name)} {said}: not a number") from None
+        raise pytest.UsageError(f"{_option_label(config, name)} {value}: not a number") from None
     if not 0 <= seconds < math.inf:
         raise pytest.UsageError(f"roseinfer {name} = {seconds:g}: must be 0 or more")
     return seconds
 
 
 def _seed(config: pytest.Config) -> int:
-    """Return the seed that was asked for, else that of a worker's controller, else a new one."""
-    said = _number(config, "seed", at_least=0)
-    if said is not None:
-        return said
-    given = getattr(config, "workerinput", {}).get("roseinfer_seed")
-    if given is None:  # Hypothesis's own option, which may also say "random"
-        given = config.getoption("--hypothesis-seed", default=None)
-    return int(given) if str(given).isdigit() else int.from_bytes(os.urandom(4), "big")
+    """Return the seed of the options, else of the xdist controller, else a random one."""
+    seed = _number(config, "seed", at_least=0)
+    if seed is not None:
+        return seed
+    inherited = getattr(config, "workerinput", {}).get("roseinfer_seed")
+    if inherited is None:  # Hypothesis's own option, which may also be "random"
+        inherited = config.getoption("--hypothesis-seed", default=None)
+    return int(inherited) if str(inherited).isdigit() else int.from_bytes(os.urandom(4), "big")
 
 
 def _gpu_index(config: pytest.Config) -> int | None:
-    """Return the GPU of this worker of pytest-xdist; None if there are no workers."""
+    """Return the GPU of this pytest-xdist worker; None without workers."""
     if importlib.util.find_spec("torch") is None:
         raise pytest.UsageError("--roseinfer-gpu: torch is not installed")
     import torch
@@ -528,7 +537,7 @@ def _gpu_index(config: pytest.Config) -> int | None:
         raise pytest.UsageError("--roseinfer-gpu: torch finds no CUDA device on this machine")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise pytest.UsageError(
-            "--roseinfer-gpu: TRITON_INTERPRET is set, and kernels would not be compiled: unset it"
+            "--roseinfer-gpu: TRITON_INTERPRET is set, so kernels would not be compiled; unset it"
         )
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     number = worker.removeprefix("gw")

@@ -1,8 +1,8 @@
-"""The lists of the documentation that are generated from the code, and the command that does it.
+"""Generated lists of the documentation, and the command that writes them.
 
-``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites those of a page in place.
-Without a page they are printed, and ``--adapter package.module:Class`` names an adapter class of a
-cache or an engine, whose lists have what its own capabilities add.
+``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites the lists of a page in
+place; without a page it prints them. ``--adapter package.module:Class`` names an adapter class of
+a cache or an engine, to list the additions of its own capabilities too.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
 
 COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md docs/architecture.md"
-"""The command that writes the lists of this project's pages."""
+"""Command that writes the lists of this project's pages."""
 _WIDTH = 100
 _UNBROKEN = "\0"
-"""A space within code, where no line ends."""
+"""Placeholder for a space within code, where lines must not be broken."""
 
 
-# Pages with sections that a command writes.
+# Pages with generated sections.
 
 
-class NoPage(ValueError):
-    """A file that is not a page of the command."""
+class PageError(ValueError):
+    """File without generated sections, or unreadable."""
 
 
 def put_section(file: Path, name: str, body: str) -> None:
-    """Replace one section of the page; raise where it has none of the name."""
-    found = _find(file, name)
-    text = found.string
-    file.write_text(text[: found.start()] + body + text[found.end() :], encoding="utf-8")
+    """Replace a section of the page; raise ``PageError`` if the page does not have it."""
+    section = _find(file, name)
+    text = section.string
+    file.write_text(text[: section.start()] + body + text[section.end() :], encoding="utf-8")
 
 
 def read_section(file: Path, name: str) -> str:
-    """Return one section of the page; raise where it has none of the name."""
+    """Return a section of the page; raise ``PageError`` if the page does not have it."""
     return _find(file, name)[0]
 
 
 def has_section(file: Path, name: str) -> bool:
-    """Return True if the page has a section of the name."""
+    """Return True if the page has a section of this name."""
     return bool(_section(name).search(_read(file)))
 
 
 def _find(file: Path, name: str) -> re.Match[str]:
-    found = _section(name).search(_read(file))
-    if not found:
-        raise NoPage(f"{file} has no section {name}: it is no page of this command")
-    return found
+    section = _section(name).search(_read(file))
+    if not section:
+        raise PageError(f"{file}: no section {name}; add its markers, or name a page that has them")
+    return section
 
 
 def _section(name: str) -> re.Pattern[str]:
@@ -77,20 +77,20 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise NoPage(f"{file} cannot be read: {error}") from None
+        raise PageError(f"{file} cannot be read: {error}") from None
 
 
-# The lists of an adapter class.
+# Lists of an adapter class.
 
 
 def shipped_sections() -> dict[str, str]:
-    """Return the lists of this project's pages, as Markdown, by the names of sections."""
+    """Return the lists of this project's pages as Markdown, by section name."""
     both = sections(KVCacheAdapter) | sections(EngineAdapter)
     return {"options": _joined(_options()), **both}
 
 
 def sections(adapter: type[Adapter]) -> dict[str, str]:
-    """Return the lists that belong to an adapter class, as Markdown, by the names of sections."""
+    """Return the lists of an adapter class as Markdown, by section name."""
     engine = issubclass(adapter, EngineAdapter)
     modules = [sys.modules[each.methods.__module__] for each in adapter.capabilities]
     lists = {
@@ -138,13 +138,13 @@ def _lists_of_engine(adapter: type[Any]) -> dict[str, Iterable[str]]:
 
 
 def _fields(kind: type[Any]) -> Iterator[str]:
-    """List the fields of a dataclass and of its bases, each once."""
+    """List the fields of a dataclass and its bases, each once."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         docs |= attribute_docs(each) if get_annotations(each) else {}
-    for own in fields(kind):
-        default = "" if own.default is MISSING else f"default `{_literal(own.default)}`"
-        yield entry(f"`{own.name}`", docs.get(own.name, ""), default)
+    for item in fields(kind):
+        default = "" if item.default is MISSING else f"default `{_literal(item.default)}`"
+        yield entry(f"`{item.name}`", docs.get(item.name, ""), default)
 
 
 def _options() -> Iterator[str]:
@@ -165,8 +165,8 @@ def _methods(adapter: type[Adapter]) -> Iterator[str]:
                 note = "class method"
             elif name in adapter.required:
                 note = "required"
-            passed = ", ".join([*inspect.signature(method).parameters][1:])
-            yield entry(f"`{name}({passed})`", inspect.getdoc(method) or "", note)
+            parameters = ", ".join([*inspect.signature(method).parameters][1:])
+            yield entry(f"`{name}({parameters})`", inspect.getdoc(method) or "", note)
 
 
 def _attributes(adapter: type[Adapter]) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _attributes(adapter: type[Adapter]) -> Iterator[str]:
 
 
 def _choices(traits: Traits) -> Iterator[str]:
-    """List the fields of traits, each with its choices where they are known."""
+    """List the fields of traits, with the choices of each ``Literal``."""
     docs = attribute_docs(type(traits))
     for name, hint in get_type_hints(type(traits)).items():
         default = getattr(traits, name)
@@ -191,23 +191,23 @@ def _choices(traits: Traits) -> Iterator[str]:
 
 
 def attribute_docs(declaring: type) -> Mapping[str, str]:
-    """Return the strings that follow the annotated attributes of a class, by their names."""
+    """Return the docstrings of a class's annotated attributes, by name."""
     (tree,) = ast.parse(dedent(inspect.getsource(declaring))).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for statement, following in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             match following:
                 case ast.Expr(ast.Constant(str(doc))):
-                    found[statement.target.id] = doc
-    return found
+                    docs[statement.target.id] = doc
+    return docs
 
 
 def _first_line(documented: Any) -> str:
-    """Return the first paragraph of a docstring; empty for one that a dataclass makes up."""
+    """Return the first paragraph of a docstring; empty for one that a dataclass generates."""
     doc = inspect.getdoc(documented) or ""
-    made_up = doc.startswith(f"{documented.__name__}(")
-    return "" if made_up else doc.partition("\n\n")[0]
+    generated = doc.startswith(f"{documented.__name__}(")
+    return "" if generated else doc.partition("\n\n")[0]
 
 
 def _needs(names: Iterable[str]) -> str:
@@ -216,7 +216,7 @@ def _needs(names: Iterable[str]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return a default as one would write it."""
+    """Return a default value as source code."""
     if isinstance(value, Traits | SamplingCore):
         return f"{type(value).__name__}()"
     if isinstance(value, tuple) and all(isinstance(each, type) for each in value) and value:
@@ -225,7 +225,7 @@ def _literal(value: Any) -> str:
 
 
 def entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
-    """Return an entry of a list: what is listed, a note on it in brackets, and its text."""
+    """Return a list entry: a name, a note in brackets, and a text."""
     head = f"{name} ({note})" if note else name
     plain = " ".join(f"{head}: {text.replace('``', '`')}".split())
     filled = fill(
@@ -240,17 +240,19 @@ def entry(name: str, text: str, note: str = "", *, indent: str = "") -> str:
 
 
 def write(page: Path, lists: Mapping[str, str]) -> None:
-    """Rewrite the sections that a page has; raise where it has none."""
+    """Rewrite the generated sections of a page; raise ``PageError`` for a page without any."""
     marked = [name for name in lists if has_section(page, name)]
     for name in marked or lists:
         put_section(page, name, lists[name])
 
 
 def main() -> str:
-    """Rewrite pages, or print the lists; return what is wrong, in words."""
+    """Rewrite pages, or print the lists; return the error message, or ""."""
     parser = argparse.ArgumentParser(description="Generate lists of the reference.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files with marked sections")
-    parser.add_argument("--adapter", metavar="MODULE:CLASS", help="else those of this package")
+    parser.add_argument(
+        "--adapter", metavar="MODULE:CLASS", help="list this adapter class, not this package's"
+    )
     arguments = parser.parse_args()
     try:
         lists = shipped_sections()
@@ -260,7 +262,7 @@ def main() -> str:
             write(page, lists)
         for name, listed in lists.items() if not arguments.pages else ():
             print(f"## {name.capitalize()}\n\n{listed}")
-    except (NoPage, TargetError) as error:
+    except (PageError, TargetError) as error:
         return str(error)
     return ""
 

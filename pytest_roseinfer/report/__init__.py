@@ -1,1 +1,1 @@
-"""The verdict on a run, for people and for programs."""
+"""Verdict on a run, for people and for programs."""

@@ -1,4 +1,4 @@
-"""The gate of coverage: a run is no pass if declared paths or named targets were not checked."""
+"""Gate of coverage: a run fails if declared paths or named targets were not checked."""
 
 from __future__ import annotations
 
@@ -38,47 +38,49 @@ NOT_OFFERED = "not offered"
 
 
 class CoverageGate(Gate):
-    """Judges what this process and its workers saw."""
+    """Gate of the coverage of this process and its workers."""
 
     judged_last = True
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
-        self._asked = settings.current()
+        self._settings = settings.current()
         self._seen = coverage.current()
         self._by_target: dict[str, list[str]] = {}
-        """The problems of each target; those of the run have an empty name."""
+        """Problems by target; problems of the whole run have the key ""."""
 
     def to_json(self) -> dict[str, Any]:
         return self._seen.to_json()
 
-    def add(self, seen: dict[str, Any]) -> None:
-        self._seen.add(seen)
+    def add(self, collected: dict[str, Any]) -> None:
+        self._seen.add(collected)
 
     def judge(self, *, passed: bool) -> Sequence[str]:
-        """Write every report that was asked for."""
-        seen, asked = self._seen, self._asked
-        if not (seen.targets or asked.named_targets or asked.reports):
+        """Return the problems, and write the requested reports."""
+        run_coverage, run_settings = self._seen, self._settings
+        if not (run_coverage.targets or run_settings.named_targets or run_settings.reports):
             return ()
-        problems = self._by_target = problems_of(seen, require_paths=asked.require_paths)
-        # A run that failed or was stopped may not have come to them.
+        problems = self._by_target = problems_of(
+            run_coverage, require_paths=run_settings.require_paths
+        )
+        # A run that failed or was stopped may not have reached all targets.
         if passed and (unchecked := self._unchecked()):
             problems[""] = unchecked
-        found = verdict(seen, asked, problems, passed=passed and not problems)
+        run_verdict = verdict(run_coverage, run_settings, problems, passed=passed and not problems)
         here = self.config.invocation_params.dir
         figures = figures_of(self.config)
-        failures = [_write(here / name, found, figures) for name in asked.reports]
+        failures = [_write(here / name, run_verdict, figures) for name in run_settings.reports]
         if unwritten := [failure for failure in failures if failure]:
             problems.setdefault("", []).extend(unwritten)
-        _add_junit_properties(self.config, seen)
+        _add_junit_properties(self.config, run_coverage)
         return [line for lines in problems.values() for line in lines]
 
     def _unchecked(self) -> list[str]:
-        """Return a problem for each target of the command line that no test touched."""
+        """Return a problem for each target of the command line that no test checked."""
         return [
-            f"--roseinfer-target {name}: no test of this run checked it. Those that do are run by "
+            f"--roseinfer-target {name}: no test of this run checked it; its tests run with "
             "pytest --pyargs pytest_roseinfer.suite"
-            for name in self._asked.named_targets
+            for name in self._settings.named_targets
             if coverage.name_of(load_target(name)) not in self._seen.targets
         ]
 
@@ -114,34 +116,34 @@ class CoverageGate(Gate):
     @property
     def _judged(self) -> dict[str, TargetVerdict]:
         targets = self._seen.targets
-        return {name: TargetVerdict(target, self._asked) for name, target in targets.items()}
+        return {name: TargetVerdict(target, self._settings) for name, target in targets.items()}
 
     def _searched(self, judged: TargetVerdict) -> str:
-        """Say how hard this run looked at a target."""
-        target, asked = judged.target, self._asked
+        """Describe this run's search effort on a target."""
+        target, run_settings = judged.target, self._settings
         if not target.searched:
             return NOT_SEARCHED
-        compiled = f", {target.compiled} kernels compiled" if asked.gpu else ""
-        how_hard = (
-            f"{target.histories} {searches_of(target.kind)} of up to {asked.steps} steps on "
-            f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
-            f"{asked.profile}, seed {asked.seed}"
+        compiled = f", {target.num_compiled_kernels} kernels compiled" if run_settings.gpu else ""
+        effort = (
+            f"{target.histories} {searches_of(target.kind)} of up to {run_settings.steps} steps on "
+            f"{describe_device(run_settings)} in {target.seconds:.0f} s{compiled}, profile "
+            f"{run_settings.profile}, seed {run_settings.seed}"
         )
-        return "\n".join(filter(None, [how_hard, judged.sizes, judged.cut_short]))
+        return "\n".join(filter(None, [effort, judged.sizes, judged.cut_short]))
 
 
 def _facts(target: TargetCoverage) -> dict[str, str]:
     facts = {
         "tested": pairs(target.abilities),
-        NOT_OFFERED: ", ".join(target.not_offered),
-        "checked": pairs(+target.checked),
+        NOT_OFFERED: ", ".join(target.missing_methods),
+        "checked": pairs(+target.invariant_checks),
         "batches": pairs(target.batches) if target.searched else "",
     }
     return {what: fact for what, fact in facts.items() if fact or what == "tested"}
 
 
 def _table(judged: TargetVerdict, style: str) -> str:
-    """Return a table of what was to be reached; empty where nothing was."""
+    """Return a table of declared paths and conditions; "" without any."""
     rows = [dataclasses.astuple(row) for row in judged.rows()]
     if not rows:
         return ""
@@ -153,7 +155,7 @@ def _table(judged: TargetVerdict, style: str) -> str:
 
 
 def _write(file: Path, verdict: Verdict, figures: Mapping[str, str]) -> str:
-    """Write a report in the format its suffix names; return why that failed, if so."""
+    """Write a report in the format of its suffix; return an error message, or ""."""
     if file.suffix == ".html":
         text = page(verdict, _saved(verdict), figures)
     else:
@@ -167,18 +169,18 @@ def _write(file: Path, verdict: Verdict, figures: Mapping[str, str]) -> str:
 
 
 def _saved(verdict: Verdict) -> dict[str, str]:
-    """Return the files that were saved of findings, by the paths that these have."""
+    """Return the contents of findings' saved files, by path."""
     folder, saved = settings.current().failures_dir, {}
-    for found in verdict["findings"]:
-        for path in filter(None, (found["trace"], found["script"], found["drawing"])):
-            with suppress(OSError):  # somebody took it away, which is no reason to fail
+    for finding in verdict["findings"]:
+        for path in filter(None, (finding["trace"], finding["script"], finding["drawing"])):
+            with suppress(OSError):  # the file may have been deleted since
                 saved[path] = (Path(folder or "").parent / path).read_text(encoding="utf-8")
     return saved
 
 
 def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
-    """Add ``roseinfer.<target>.<path>`` to the file of ``--junitxml``, if there is one."""
-    from _pytest.junitxml import xml_key  # its public face is a fixture, and no test runs here
+    """Add ``roseinfer.<target>.<path>`` properties to the file of ``--junitxml``, if requested."""
+    from _pytest.junitxml import xml_key  # the public API is a fixture, which needs a test
 
     if (xml := config.stash.get(xml_key, None)) is None:
         return

@@ -1,4 +1,4 @@
-"""The page of a run: its verdict, coverage and findings, as one HTML file."""
+"""HTML report of a run in one file: verdict, coverage and findings."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pytest_roseinfer.findings.frame import DRAWN, PALETTE, title
 from pytest_roseinfer.findings.svg import draw, words
-from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
+from pytest_roseinfer.findings.timeline import describe_timeline, draw_timeline
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, RARELY, largest_of, pairs, searches_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.findings.frame import Frame
-    from pytest_roseinfer.findings.timeline import Found, Timeline
+    from pytest_roseinfer.findings.timeline import FindingRecord, Timeline
     from pytest_roseinfer.report.verdict import Target, Verdict
 
 _TYPES = {".json": "application/json", ".py": "text/x-python", ".svg": "image/svg+xml"}
 _NAMES = {".json": "trace", ".py": "script", ".svg": "drawing"}
 _TONES = {"equal": "good", "met": "good", "not searched": "faint", RARELY: "faint"}
-"""The class of each verdict; the others are bad."""
+"""Style class by verdict; all others are ``bad``."""
 
 
 def page(verdict: Verdict, files: Mapping[str, str], figures: Mapping[str, str]) -> str:
-    """Return the page, with ``files`` to download by path and further SVG ``figures`` by title."""
+    """Return the page; ``files`` are downloads by path, and ``figures`` more SVG by title."""
     template = _environment().get_template("page.html")
     return template.render(run=verdict, files=files, figures=figures, style=STYLE, script=SCRIPT)
 
 
-def findings_html(findings: Sequence[Found], files: Mapping[str, str]) -> str:
-    """Return a section; ``files`` are the texts of those that can be downloaded, by path."""
-    found: Any = _environment().get_template("findings.html").module
-    return str(found.section(findings, files))
+def findings_html(findings: Sequence[FindingRecord], files: Mapping[str, str]) -> str:
+    """Return the section of findings; ``files`` are the contents of downloads by path."""
+    template: Any = _environment().get_template("findings.html").module
+    return str(template.section(findings, files))
 
 
 def _environment() -> Environment:
@@ -62,10 +62,10 @@ def _environment() -> Environment:
     return environment
 
 
-def _steps(found: Found) -> Iterator[tuple[Frame, dict[str, str]]]:
-    """Return each frame that is shown, with the images before and after its step."""
-    frames, layer = found["frames"], f" (layer {found['layer']})" * bool(found["layer"])
-    drawn = draw(frames, found["block_size"])
+def _steps(finding: FindingRecord) -> Iterator[tuple[Frame, dict[str, str]]]:
+    """Yield each frame to show, with the images before and after its step."""
+    frames, layer = finding["frames"], f" (layer {finding['layer']})" * bool(finding["layer"])
+    drawn = draw(frames, finding["block_size"])
     images = [each.as_image(words(frame)) for frame, each in zip(frames, drawn, strict=True)]
     if len(frames) == 1:
         images = ["", *images]
@@ -74,24 +74,24 @@ def _steps(found: Found) -> Iterator[tuple[Frame, dict[str, str]]]:
 
 
 def _timeline_image(timeline: Timeline) -> str:
-    return draw_timeline(timeline).as_image(timeline_words(timeline))
+    return draw_timeline(timeline).as_image(describe_timeline(timeline))
 
 
-def _downloads(found: Found, files: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Return the name, the address and the title of each file, which the page has within itself."""
-    for path in filter(files.get, (found["trace"], found["script"], found["drawing"])):
+def _downloads(finding: FindingRecord, files: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the data URL and the title of each downloadable file."""
+    for path in filter(files.get, (finding["trace"], finding["script"], finding["drawing"])):
         suffix, data = PurePath(path).suffix, b64encode(files[path].encode()).decode()
         yield PurePath(path).name, f"data:{_TYPES[suffix]};base64,{data}", _NAMES[suffix]
 
 
 def _facts(target: Target) -> dict[str, str]:
-    """Return what was done to a target, in words."""
+    """Return facts on a target's tests, in words."""
     state = NOT_SEARCHED
     if target["searched"]:
         searches = searches_of(target["kind"])
         state = f"{target['histories']} {searches} in {target['seconds']:.0f} s"
         state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
-    failed = "a check failed, as said above" if target["failed"] else ""
+    failed = "a check failed, see above" if target["failed"] else ""
     states = filter(None, [state, largest_of(target["largest"]), target["cut_short"], failed])
     return {
         "searched": "; ".join(states),
@@ -102,7 +102,7 @@ def _facts(target: Target) -> dict[str, str]:
     }
 
 
-# How the page looks, and the few lines of script that step through a strip.
+# Style of the page, and the script that steps through a history.
 
 
 STYLE = f"""{PALETTE}{DRAWN}
@@ -186,25 +186,30 @@ for (const strip of document.querySelectorAll(".strip")) {
   show(frames.length - 1);
 }
 """
-"""It begins where the history ends, with what is wrong. Without it all frames are shown."""
+"""Script of the step view, which starts at the last step, the failure.
+
+Without scripting, the page shows all frames.
+"""
 
 
-# The plot of paths x conditions: how often each path ran while each condition was met.
+# Plot of paths x conditions: how often each path ran while each condition was met.
 
 
 _WIDTH, _HEIGHT, _NAME = 48, 26, 20
-"""The size of a cell, and the height of a path's name, which stands over its row: beside it, a
-phone would have no room for the cells."""
+"""Width and height of a cell, and height of a path's name above its row.
+
+To the left of the row, names would leave no room for the cells on a phone.
+"""
 _CHARACTER = 7.3
-"""The width of a character in a label."""
+"""Width of a label's character, in pixels."""
 _SLANT = 35
-"""The names of columns rise by so many degrees."""
+"""Slope of the column names, in degrees."""
 
 
 def plot(target: Target) -> str:
-    """Draw inline SVG: a row for each path, a column for all its runs and one for each condition.
+    """Draw inline SVG: a row per path, a column of its runs and a column per condition.
 
-    Shades follow the logarithm of a count, so that what was met three times still shows.
+    Shades are logarithmic, so that a count of three is still visible.
     """
     paths = list(target["times"])
     conditions = [row["name"] for row in target["rows"] if row["kind"] == "condition"]

@@ -1,4 +1,4 @@
-"""The verdict of a run, and how strong such a run was when last measured."""
+"""Verdict of a run, and the measured strength of searches by profile."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from pytest_roseinfer.words import did_you_mean, some
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.timeline import FindingRecord
     from pytest_roseinfer.run.coverage import Coverage, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
-# How many planted bugs each profile is known to find, a measurement that ships with it.
+# Strength: share of planted bugs that each profile finds, measured and shipped with the package
 
 
 FILE = Path(__file__).with_name("strength.json")
-"""Only ``python -m tests.mutants --write-docs`` writes it."""
-_RELIABLY = 0.9
-"""A bug counts as found by a profile when at least this share of the seeds found it."""
+"""File of measurements, written only by ``python -m tests.mutants --write-docs``."""
+_RELIABLE_SHARE = 0.9
+"""Minimum share of the seeds that must find a bug for it to count as found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """The result of one hunt for every planted bug."""
+    """Measured result of one profile on all planted bugs."""
 
     profile: str
     planted: int
     seeds: int
     missed: Mapping[str, int]
-    """The bugs that some seed missed, and how many seeds found each."""
+    """Bugs that some seeds missed, with the number of seeds that found each."""
     version: str
-    """The version of roseinfer that was measured."""
+    """Version of roseinfer that was measured."""
     date: str
 
     @classmethod
     def of(cls, profile: str) -> Strength | None:
-        """Read what was measured of a profile, if anything was."""
+        """Read the measurement of a profile; None without one."""
         measured = _read().get(profile)
         return cls(**measured) if measured else None
 
     @property
     def unreliable(self) -> Mapping[str, int]:
-        """The bugs that too many seeds missed."""
-        least = _RELIABLY * self.seeds
+        """Bugs that too many seeds missed."""
+        least = _RELIABLE_SHARE * self.seeds
         return {name: found for name, found in self.missed.items() if found < least}
 
     @property
@@ -67,49 +67,50 @@ class Strength:
     def __str__(self) -> str:
         of_seeds = f"each of {self.seeds}"
         if self.missed:
-            of_seeds = f"at least {_RELIABLY:.0%} of {self.seeds}"
-        left_out = "".join(
+            of_seeds = f"at least {_RELIABLE_SHARE:.0%} of {self.seeds}"
+        num_skipped = "".join(
             f"; {name} with {found} of them" for name, found in self.unreliable.items()
         )
         return (
             f"when it was last measured (roseinfer {self.version}, {self.date}), on roseinfer's "
             f"own engine and caches, {self.profile} found {self.found} of {self.planted} planted "
-            f"bugs with {of_seeds} seeds{left_out}"
+            f"bugs with {of_seeds} seeds{num_skipped}"
         )
 
 
-def how_strong(asked: Settings, *, cut_short: bool) -> str:
-    """Say how much a search as asked is known to find, and one that was not cut short."""
-    usual = PROFILES[asked.profile]
-    if asked.endpoint:
+def describe_strength(run_settings: Settings, *, cut_short: bool) -> str:
+    """Describe the measured strength of searches with these settings, or why it is unknown."""
+    default = PROFILES[run_settings.profile]
+    if run_settings.endpoint:
         return "not measured for a server"
     if cut_short:
         return "not measured: some searches ended before they had tried all examples"
-    if (asked.examples, asked.steps) != (usual.examples, usual.steps):
-        return f"not measured: {asked.examples} examples in place of {usual.examples}"
-    measured = Strength.of(asked.profile)
-    return str(measured) if measured else f"not measured for the profile {asked.profile}"
+    if (run_settings.examples, run_settings.steps) != (default.examples, default.steps):
+        return f"not measured: {run_settings.examples} examples in place of {default.examples}"
+    measured = Strength.of(run_settings.profile)
+    return str(measured) if measured else f"not measured for the profile {run_settings.profile}"
 
 
-class Searched:
-    """A plugin of a run that says behind it how hard it looked, and how much that finds."""
+class SearchReporter:
+    """Pytest plugin that describes the run's search effort and its strength after the run."""
 
-    def __init__(self, asked: Settings) -> None:
-        self._asked = asked
+    def __init__(self, run_settings: Settings) -> None:
+        self._settings = run_settings
         self._histories = 0
         self._cut_short = False
 
     def pytest_terminal_summary(self) -> None:
-        """Look at what the run and its workers saw, while it is there."""
+        """Read the coverage of the run and its workers, while it is available."""
         targets = coverage.current().targets.values()
         self._histories = sum(target.histories for target in targets)
-        self._cut_short = any(target.left_out for target in targets)
+        self._cut_short = any(target.num_skipped for target in targets)
 
     def in_words(self, seconds: float) -> str:
         return (
-            f"Looked at {self._histories} histories and mixes of requests in {seconds:.0f} s, "
-            f"profile {self._asked.profile}.\n"
-            f"How much such a look finds: {how_strong(self._asked, cut_short=self._cut_short)}."
+            f"Searched {self._histories} histories and mixes of requests in {seconds:.0f} s, "
+            f"profile {self._settings.profile}.\n"
+            "Strength of such a search: "
+            f"{describe_strength(self._settings, cut_short=self._cut_short)}."
         )
 
 
@@ -118,18 +119,18 @@ def _read() -> dict[str, dict[str, Any]]:
     return measured
 
 
-# The verdict on one target, from the counts of a run.
+# Verdict on one target, from the counts of a run.
 
 
 NEVER = "NOT REACHED"
-"""The verdict on what no example reached of enough that could: it fails the run."""
+"""Verdict on a path or condition that enough examples never reached: the run fails."""
 RARELY = "too rarely"
-"""The verdict on what was reached too few times, or by none of too few examples: a warning."""
+"""Verdict on one reached too few times, or tried by too few examples: a warning."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """One row of the verdict: a path or a condition."""
+class CoverageRow:
+    """Row of the verdict: a path or a condition."""
 
     kind: str
     name: str
@@ -140,16 +141,16 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class TargetVerdict:
-    """What a run reached of one target, what it missed, and what to do about it."""
+    """Verdict on one target: coverage, problems, warnings and remedies."""
 
     target: TargetCoverage
-    asked: Settings = field(default_factory=settings.current)
+    settings: Settings = field(default_factory=settings.current)
 
-    def rows(self) -> list[Reached]:
+    def rows(self) -> list[CoverageRow]:
         paths = [self._row("path", name, twin) for name, twin in self.target.paths.items()]
         return paths + [self._row("condition", name, "") for name in self.target.conditions]
 
-    def _row(self, kind: str, name: str, twin: str) -> Reached:
+    def _row(self, kind: str, name: str, twin: str) -> CoverageRow:
         times = self.target.counts[name]
         if self.target.failed:
             verdict = "see failures"
@@ -157,32 +158,32 @@ class TargetVerdict:
             verdict = "not searched"
         elif times >= coverage.REQUIRED_TIMES:
             verdict = "equal" if kind == "path" else "met"
-        elif times or self.target.may_be_luck(name) or self.target.large[name]:
+        elif times or self.target.is_inconclusive(name) or self.target.large_counts[name]:
             verdict = RARELY
         else:
             verdict = NEVER
-        return Reached(kind, name, twin, times, verdict)
+        return CoverageRow(kind, name, twin, times, verdict)
 
     def problems(self, *, require_paths: bool) -> list[str]:
-        """Say what the run set out to check and did not, so that it is no pass."""
+        """List the required checks that did not run, which fail the run."""
         if self.target.failed or not self.target.searched:
             return []
         if not self.target.histories:
-            return ["its search ran no history: a check that did not run is no pass"]
+            return ["its search ran no history: a check that did not run is not a pass"]
         if not require_paths:
             return []
         return [
             f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
-            f"a check that did not run is no pass{self._early()}{self._meant(row)}"
+            f"a check that did not run is not a pass{self._early()}{self._meant(row)}"
             for row in self.rows()
             if row.verdict == NEVER
         ]
 
     def warnings(self) -> list[str]:
-        """Say what was reached too rarely, where that may be luck, and what to do about it."""
+        """List paths and conditions that were reached too rarely, with remedies."""
         target = self.target
         searched = target.searched and target.histories and not target.failed
-        if not (searched and self.asked.require_paths):
+        if not (searched and self.settings.require_paths):
             return []
         return [
             f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
@@ -192,40 +193,43 @@ class TargetVerdict:
         ]
 
     def _tries(self, name: str) -> str:
-        return f"{self.target.tried[name]} {searches_of(self.target.kind)} that could reach it"
+        searches = searches_of(self.target.kind)
+        return f"{self.target.eligible_examples[name]} {searches} that could reach it"
 
-    def _how_rarely(self, row: Reached) -> str:
+    def _how_rarely(self, row: CoverageRow) -> str:
         if row.times:
-            by = f" by {self._tries(row.name)}" if self.target.tried[row.name] else ""
-            due = coverage.REQUIRED_TIMES
-            return f"reached {some(row.times, 'time')}{by}, and should be {due} times"
-        if large := self.target.large[row.name]:
+            by = f" by {self._tries(row.name)}" if self.target.eligible_examples[row.name] else ""
+            required = coverage.REQUIRED_TIMES
+            return f"reached {some(row.times, 'time')}{by}, of {required} required"
+        if large := self.target.large_counts[row.name]:
             return f"reached by {self._large} alone, {some(large, 'time')}"
-        enough = coverage.ENOUGH_TRIES
+        enough = coverage.CONCLUSIVE_EXAMPLES
         return f"not reached by {self._tries(row.name)}, too few for a verdict ({enough})"
 
-    def _remedy(self, row: Reached) -> str:
-        """Say how to have it reached more often."""
-        harder = f"search harder: {settings.harder_than(self.asked.profile)}"
-        if row.kind == "condition" or row.name in self.target.aimed:
+    def _remedy(self, row: CoverageRow) -> str:
+        """Advise how to reach a path or condition more often."""
+        harder = f"search harder: {settings.harder_than(self.settings.profile)}"
+        if row.kind == "condition" or row.name in self.target.aimed_paths:
             return harder
         return (
-            "no runs_with says what it needs, so switches cannot be aimed; make that a switch of "
-            f"option_choices (a smaller least batch, say) and name it in runs_with, or {harder}"
+            "its runs_with is empty, so searches cannot aim at it; make its requirement a switch "
+            "of option_choices (such as a smaller minimum batch) and name that in runs_with, or "
+            f"{harder}"
         )
 
     def _early(self) -> str:
-        return f"; {self.cut_short}" if self.target.left_out else ""
+        return f"; {self.cut_short}" if self.target.num_skipped else ""
 
-    def _meant(self, row: Reached) -> str:
-        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
+    def _meant(self, row: CoverageRow) -> str:
+        """Suggest a condition of the harness for one that was never met, as it may be misspelt."""
         counted = counted_conditions(KVCacheAdapter)
-        own = self.target.kind == "cache" and row.kind == "condition" and row.name not in counted
-        return did_you_mean(row.name, counted) if own and not row.times else ""
+        unknown = self.target.kind == "cache" and row.kind == "condition"
+        unknown = unknown and row.name not in counted
+        return did_you_mean(row.name, counted) if unknown and not row.times else ""
 
     @property
     def sizes(self) -> str:
-        """The largest sizes in words; empty where nothing was given any."""
+        """Largest sizes in words; empty without any."""
         sizes, cut_short = largest_of(self.target.largest), self.target.large_cut_short
         early = f" ({self._large} cut short: {cut_short}, for lack of time)"
         return sizes + early * bool(sizes and cut_short)
@@ -236,32 +240,32 @@ class TargetVerdict:
 
     @property
     def cut_short(self) -> str:
-        """That not all examples were tried, in words; empty where they were."""
-        if not self.target.left_out:
+        """Note that some examples were not tried; empty if all were tried."""
+        if not self.target.num_skipped:
             return ""
         examples = self.target.examples
         return (
-            f"searched {examples - self.target.left_out} of {examples} examples in the time "
-            "there was (--roseinfer-search-seconds): this is less than its full strength"
+            f"searched {examples - self.target.num_skipped} of {examples} examples in the time "
+            "limit (--roseinfer-search-seconds): this is less than full strength"
         )
 
 
-def problems_of(seen: Coverage, *, require_paths: bool) -> dict[str, list[str]]:
-    """Return the problems of each target that has any."""
-    found = {
+def problems_of(run_coverage: Coverage, *, require_paths: bool) -> dict[str, list[str]]:
+    """Return the problems by target, without targets that have none."""
+    problems = {
         name: TargetVerdict(target).problems(require_paths=require_paths)
-        for name, target in seen.targets.items()
+        for name, target in run_coverage.targets.items()
     }
-    return {name: lines for name, lines in found.items() if lines}
+    return {name: lines for name, lines in problems.items() if lines}
 
 
 def searches_of(kind: str) -> str:
-    """Return what searches of a kind of target run, in words."""
+    """Return the noun for the examples of a kind of target."""
     return "mixes of requests" if kind == "engine" else "histories"
 
 
 def largest_of(sizes: Mapping[str, int]) -> str:
-    """Return the largest sizes in words; empty where nothing was given any."""
+    """Return the largest sizes in words; "" without any."""
     return "largest: " * bool(sizes) + ", ".join(f"{size} {name}" for name, size in sizes.items())
 
 
@@ -270,11 +274,11 @@ def pairs(values: Mapping[str, object], sign: str = " ") -> str:
     return ", ".join(f"{name}{sign}{value}" for name, value in values.items())
 
 
-# The verdict of a run, as reports have it.
+# Verdict of a run, as in JSON reports.
 
 
 FORMAT = 2
-"""This number rises when a field changes its meaning."""
+"""Format version of JSON reports; raised when a field changes its meaning."""
 NOT_SEARCHED = "its histories were not searched in this run, so its paths are not judged"
 
 
@@ -285,37 +289,37 @@ class Target(TypedDict):
     """``cache`` or ``engine``."""
     histories: int
     seconds: float
-    """The time that its searches took, added up over workers."""
+    """Seconds of its searches, summed over workers."""
     compiled: int
-    """The kernels that had to be compiled for it."""
+    """Number of kernels that were compiled for it."""
     searched: bool
     failed: bool
     examples: int
-    """How many examples its searches were to try."""
+    """Number of examples planned for its searches."""
     left_out: int
-    """How many of them were left out, since the time was over."""
+    """Number of examples that were not tried because the time limit was over."""
     cut_short: str
-    """The same in words; empty where none was left out."""
+    """Description of the examples that were not tried; empty if all were tried."""
     largest: dict[str, int]
-    """The most rows of a batch, tokens of a sequence and, of a cache, blocks of a table."""
+    """Maximum rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int
-    """How many of the large histories or mixes ended early, since their time was over."""
+    """Number of large histories or mixes that ended early because their time limit was over."""
     problems: list[str]
     warnings: list[str]
-    """What was reached too rarely, where that may be luck."""
+    """Paths and conditions that were reached too rarely, which may be bad luck."""
     tested: dict[str, int]
-    """How often each method was called."""
+    """Number of calls by method."""
     not_offered: list[str]
     checked: dict[str, int]
-    """How often each invariant was checked."""
+    """Number of checks by invariant."""
     batches: dict[str, int]
-    """How often there was each kind of batch that a cache can have; empty for an engine."""
+    """Number of batches by kind; empty for an engine."""
     rows: list[dict[str, Any]]
-    """The fields of ``Reached`` for each declared path and condition."""
+    """Fields of ``CoverageRow`` for each declared path and condition."""
     times: dict[str, int]
-    """How often each path ran, slow ones included."""
+    """Number of runs by path, including slow paths."""
     together: dict[str, dict[str, int]]
-    """For each path, in how many steps that took it each condition was met."""
+    """Number of steps by path and condition, in which the path ran and the condition was met."""
 
 
 class Verdict(TypedDict):
@@ -324,44 +328,50 @@ class Verdict(TypedDict):
     problems: list[str]
     device: str
     server: dict[str, str]
-    """The ``url`` and the ``model`` that were asked; empty where no server was tested."""
+    """``url`` and ``model`` of the tested server; empty without one."""
     profile: str
     examples: int
     steps: int
     seed: int | None
     required_paths: bool
     strength: str
-    """How much such a search is known to find."""
+    """Measured strength of a search with these settings, in words."""
     versions: dict[str, str]
     environment: dict[str, str]
-    findings: list[Found]
+    findings: list[FindingRecord]
     targets: list[Target]
 
 
 def verdict(
-    seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]], *, passed: bool
+    run_coverage: Coverage,
+    run_settings: Settings,
+    problems: Mapping[str, Sequence[str]],
+    *,
+    passed: bool,
 ) -> Verdict:
-    """``problems`` holds lines for each target; those of the run have an empty name."""
-    server = asked.endpoint
+    """Return a run's verdict; ``problems`` are by target, those of the run under an empty name."""
+    server = run_settings.endpoint
     return {
         "format": FORMAT,
         "passed": passed,
         "problems": list(problems.get("", ())),
-        "device": describe_device(asked),
+        "device": describe_device(run_settings),
         "server": {"url": server.url, "model": server.model} if server else {},
-        "profile": asked.profile,
-        "examples": asked.examples,
-        "steps": asked.steps,
-        "seed": asked.seed,
-        "required_paths": asked.require_paths,
-        "strength": how_strong(
-            asked, cut_short=any(target.left_out for target in seen.targets.values())
+        "profile": run_settings.profile,
+        "examples": run_settings.examples,
+        "steps": run_settings.steps,
+        "seed": run_settings.seed,
+        "required_paths": run_settings.require_paths,
+        "strength": describe_strength(
+            run_settings,
+            cut_short=any(target.num_skipped for target in run_coverage.targets.values()),
         ),
         "versions": versions(),
         "environment": variables(),
-        "findings": [found for target in seen.targets.values() for found in target.found],
+        "findings": [found for target in run_coverage.targets.values() for found in target.found],
         "targets": [
-            _target(name, target, problems.get(name, ())) for name, target in seen.targets.items()
+            _target(name, target, problems.get(name, ()))
+            for name, target in run_coverage.targets.items()
         ],
     }
 
@@ -374,24 +384,24 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "kind": target.kind,
         "histories": target.histories,
         "seconds": round(target.seconds, 2),
-        "compiled": target.compiled,
+        "compiled": target.num_compiled_kernels,
         "searched": target.searched,
         "failed": target.failed,
         "examples": target.examples,
-        "left_out": target.left_out,
+        "left_out": target.num_skipped,
         "cut_short": judged.cut_short,
         "largest": dict(target.largest),
         "large_cut_short": target.large_cut_short,
         "problems": list(problems),
         "warnings": judged.warnings(),
         "tested": target.abilities,
-        "not_offered": target.not_offered,
-        "checked": dict(target.checked),
+        "not_offered": target.missing_methods,
+        "checked": dict(target.invariant_checks),
         "batches": dict(target.batches),
         "rows": [asdict(row) for row in judged.rows()],
         "times": {path: target.counts[path] for path in paths},
         "together": {
-            path: {name: target.together[path][name] for name in target.conditions}
+            path: {name: target.conditions_by_path[path][name] for name in target.conditions}
             for path in paths
         },
     }

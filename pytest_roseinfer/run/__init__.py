@@ -1,1 +1,1 @@
-"""Running histories, and what is counted and watched meanwhile."""
+"""Runs of histories: execution of steps, coverage, and the watchdog."""

@@ -1,6 +1,6 @@
-"""A cache under test, beside its oracle: what it shows, and how it fails.
+"""A cache under test with its oracle: snapshots, observations and failures.
 
-What the cache offers decides which views its snapshots have, and which observers watch it.
+The features of the cache determine the views of its snapshots, and its observers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from dataclasses import replace
 from time import process_time
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.capabilities.answers import WrongAnswer
-from pytest_roseinfer.capabilities.capability import AnyObserver, Look, due, offered
+from pytest_roseinfer.capabilities.capability import (
+    AnyObserver,
+    SnapshotScope,
+    cache_features,
+    select_parts,
+)
 from pytest_roseinfer.capabilities.observation import Finding, Observation, Snapshot
-from pytest_roseinfer.capabilities.operation import Driven
+from pytest_roseinfer.capabilities.operation import CacheUnderTest
 from pytest_roseinfer.capabilities.payload import Payload
+from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.watchdog import WATCHED, StepHung
+from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, StepHung
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,47 +37,47 @@ if TYPE_CHECKING:
 
 
 class CacheRun:
-    """One cache, its oracle, and what was done to them so far."""
+    """A cache, its oracle, and the steps that were applied to both so far."""
 
     def __init__(self, adapter_type: type[KVCacheAdapter], history: History) -> None:
         self.history = history
         self.gathers_every = history.gathers_every
         self.spec = spec = history.spec
-        self.can = can = offered(adapter_type, spec)
+        self.features = can = cache_features(adapter_type, spec)
         if lacking := {need for step in history.operations for need in step.needs} - can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         offers = adapter_type.capabilities
-        self.views = due((each for one in offers for each in one.views), can)
+        self.views = select_parts((each for one in offers for each in one.views), can)
         self.oracle = Oracle.of(adapter_type, spec, history.texts)
         self.payload = Payload.of(adapter_type, spec, finite=history.finite)
         self.last = not history.operations
         """True during the last step of the history."""
-        self.done: list[Operation] = []
+        self.completed_steps: list[Operation] = []
         self.refused: dict[int, str] = {}
-        """Why the cache had to refuse steps, by their numbers."""
-        self.seen: dict[int, int] = {}
-        """Every token that was ever to be written, and the sequence that was the first to do it."""
+        """Reason of each refused step, by the step's number."""
+        self.first_writers: dict[int, int] = {}
+        """The first sequence that wrote each token, by token; refused writes count too."""
         self.declared, self.adapter = adapter_type, adapter_type()
         coverage.current().count_calls(self.adapter)
         with self.watched("make()"):
             self.adapter.make(spec)
-        self.driven = Driven(self.adapter, spec.options)
+        self.cache_under_test = CacheUnderTest(self.adapter, spec.options)
         with self.watched("a first look"):
-            for setup in due((each for one in offers for each in one.setups), can):
+            for setup in select_parts((each for one in offers for each in one.setups), can):
                 setup.prepare(self)
-            kinds = due((each for one in offers for each in one.observers), can)
-            # A run that held itself would keep its cache until the next garbage collection.
+            kinds = select_parts((each for one in offers for each in one.observers), can)
+            # A reference cycle would keep the cache until the next garbage collection.
             run: Run = weakref.proxy(self)
             self.observers = {kind: kind(run) for kind in kinds}
-            self.now = self.look()
+            self.snapshot = self.take_snapshot()
             """The cache after the latest step."""
 
-    def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
+    def take_snapshot(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
         """Take a snapshot of the cache; without ``copies``, of its live storage."""
-        return self._snapshot(self.views, Look(reads=reads, copies=copies))
+        return self._snapshot(self.views, SnapshotScope(reads=reads, copies=copies))
 
-    def _snapshot(self, views: Sequence[View], look: Look) -> Snapshot:
-        """Take the parts that views show; several may add to one of them."""
+    def _snapshot(self, views: Sequence[View], look: SnapshotScope) -> Snapshot:
+        """Combine the fields from several views, which may add to the same field."""
         shown: dict[str, Any] = {}
         for view in views:
             for name, part in view.show(self, look).items():
@@ -80,52 +85,54 @@ class CacheRun:
         return Snapshot(**shown)
 
     def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
-        found = self.observers.get(kind)
-        return found if isinstance(found, kind) else None
+        observer = self.observers.get(kind)
+        return observer if isinstance(observer, kind) else None
 
-    def observation(self, after: Snapshot, **what: Any) -> Observation:
+    def observation(self, after: Snapshot, **fields: Any) -> Observation:
+        """Return an observation with a snapshot, the run's own fields, and other ``fields``."""
         return Observation(
             spec=self.spec,
             after=after,
             oracle=self.oracle,
             payload=self.payload,
-            seen=self.seen,
+            first_writers=self.first_writers,
             declared=self.declared,
             scratch_blocks=self.adapter.scratch_blocks,
             notes={kind: each.notes(after) for kind, each in self.observers.items()},
-            **what,
+            **fields,
         )
 
     def finish(self) -> None:
-        """Have the device do all that it was asked for."""
+        """Wait until the device has made all calls in flight."""
         try:
-            self.driven.device.finish()
+            self.cache_under_test.device.finish()
         except Exception as error:
-            what = f"a call that the device made late raised {type(error).__name__}: {error}"
+            what = f"a call in flight raised {type(error).__name__}: {error}"
             self.fail(Finding(what, cause=error))
 
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
+        """Raise the failure of the history so far, with one more paragraph ``also``."""
         pictured = [view for view in self.views if view.in_pictures]
         try:
-            shown = self._snapshot(pictured, Look(reads=False, copies=False))
-        except WrongAnswer:  # the first finding is the one to report
+            shown = self._snapshot(pictured, SnapshotScope(reads=False, copies=False))
+        except InvalidReturnValue:  # the first finding is the one to report
             shown = Snapshot()
         divergence = self._divergence(finding, shown)
         if also:
-            divergence.added.append(also)
+            divergence.extra_paragraphs.append(also)
         raise divergence from finding.cause
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
-        """Fail if the block hangs, or gets an answer of a wrong type; that shows no books."""
-        WATCHED.began = process_time()
+        """Fail if the block hangs or gets an invalid return value, with an empty snapshot."""
+        CURRENT_EXAMPLE.began = process_time()
         try:
             yield
         except StepHung as hung:
             raise self._divergence(Finding(f"{what} {hung}"), Snapshot()) from hung
-        except WrongAnswer as wrong:
+        except InvalidReturnValue as wrong:
             raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
-        so_far = replace(self.history, operations=tuple(self.done))
+        so_far = replace(self.history, operations=tuple(self.completed_steps))
         return Divergence(finding, so_far, self.oracle, shown, self.refused)

@@ -1,4 +1,4 @@
-"""Counts of how often a run reaches declared paths and conditions, and what to aim at next."""
+"""Coverage of declared paths and conditions, and the aims of further searches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities.cache_data import FINDS_PREFIXES
+from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
@@ -32,33 +32,34 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.engine import RequestMix
     from pytest_roseinfer.capabilities.operation import Operation
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.timeline import FindingRecord
     from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
 _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
-"""Conditions that are required of a cache that defines these methods, without being named."""
+"""Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3
-"""How often a path or condition must be reached: once may be luck."""
-ENOUGH_TRIES = 1000
-"""Examples that could reach something and did not, after which that it is never reached is a fact.
+"""Times that a path or condition must be reached: a single time may be luck."""
+CONCLUSIVE_EXAMPLES = 1000
+"""Eligible examples after which a path or condition counts as never reached.
 
-What one in 200 of them reaches is missed by all in 7 of 1,000 runs, one in 100 in none of 10,000.
+A path that one example in 200 reaches is missed in 7 of 1,000 runs, and one that 1 in 100 reaches
+in none of 10,000.
 """
 _TURNS_AGAIN = 5
 _MOST_TIMES_THE_EXAMPLES = 10
-"""Further turns have at most so many times the examples of the profile."""
+"""Most examples of further turns, as a multiple of the profile's."""
 _MOST_PRELUDES = 8
-"""The examples that are kept for each path and condition."""
+"""Most examples that are kept for each path and condition."""
 _Example = TypeVar("_Example", "History", "RequestMix")
 _Turn = tuple[str | None, str, int]
-"""A path to aim at, the name of the turn, and the examples due."""
+"""A path to aim at, the name of the turn, and its number of examples."""
 
 
 def finds_prefixes(adapter: type[Adapter]) -> bool:
-    """Return True for a cache that lets sequences begin with what is found of their texts."""
+    """Return True for a cache whose sequences may begin with a stored prefix, and that shows it."""
     shares = issubclass(adapter, KVCacheAdapter) and adapter.prefixes.shares
-    return {*adapter.abilities, f"prefixes.shares={shares}"} >= FINDS_PREFIXES
+    return {*adapter.abilities, f"prefixes.shares={shares}"} >= PREFIX_HIT_METHODS
 
 
 def _has_windows(adapter: type[Adapter]) -> bool:
@@ -83,69 +84,73 @@ def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class TargetCoverage:
-    """What one target declared, and how often it was reached."""
+    """Declarations of one target, and counts of the paths and conditions that searches reached."""
 
     paths: dict[str, str]
-    """Each with the slow twin it must equal."""
+    """Slow twin of each path."""
     conditions: list[str]
-    tested: list[str] = field(default_factory=list)
-    not_offered: list[str] = field(default_factory=list)
+    tested_methods: list[str] = field(default_factory=list)
+    missing_methods: list[str] = field(default_factory=list)
     kind: str = "cache"
-    """Or ``engine``."""
-    aimed: list[str] = field(default_factory=list)
-    """The paths whose ``runs_with`` says how to aim at them."""
-    called: Counter[str] = field(default_factory=Counter)
-    """How often each method of the adapter was called."""
+    """Kind of target, ``cache`` or ``engine``."""
+    aimed_paths: list[str] = field(default_factory=list)
+    """Paths with settings in ``runs_with``, which searches can aim at."""
+    method_calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls of each adapter method."""
     counts: Counter[str] = field(default_factory=Counter)
-    tried: Counter[str] = field(default_factory=Counter)
-    """How many examples could reach each path or condition by their switches."""
-    large: Counter[str] = field(default_factory=Counter)
-    """How often large histories or wide mixes reached them, which counts for nothing else."""
-    together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """For every path, in how many of the steps that took it each condition was met."""
-    checked: Counter[str] = field(default_factory=Counter)
-    """How often each invariant was checked."""
+    """Times that each path or condition was reached."""
+    eligible_examples: Counter[str] = field(default_factory=Counter)
+    """Number of examples whose switches allow each path or condition."""
+    large_counts: Counter[str] = field(default_factory=Counter)
+    """Times that large histories or wide mixes reached each path or condition, which ``counts``
+    leaves out."""
+    conditions_by_path: defaultdict[str, Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    """Number of steps on each path that met each condition."""
+    invariant_checks: Counter[str] = field(default_factory=Counter)
+    """Number of checks of each invariant."""
     batches: Counter[str] = field(default_factory=Counter)
-    """How often drawn histories had each kind of batch that this cache can have."""
+    """Number of batches of each kind that this cache can have, in drawn histories."""
     histories: int = 0
     seconds: float = 0.0
-    """The time that its searches took, added up over workers."""
-    compiled: int = 0
-    """The kernels that had to be compiled for it."""
+    """Seconds that its searches took, summed over workers."""
+    num_compiled_kernels: int = 0
+    """Number of kernels compiled for it."""
     searched: bool = False
-    """The run began to search this target's histories, which is what reaches paths."""
+    """True once the run has begun a search of this target; only searches reach paths."""
     failed: bool = False
-    """A search found a difference, and stopped there."""
+    """True if a search found a failure, which ends it."""
     examples: int = 0
-    """How many examples its searches were to try, those left out included."""
-    left_out: int = 0
-    """How many of them were left out, since the time of their test was over."""
-    found: list[Found] = field(default_factory=list)
-    """The differences that searches found, each once."""
+    """Number of examples planned for its searches, including skipped ones."""
+    num_skipped: int = 0
+    """Number of planned examples that were skipped because their test's time limit was over."""
+    found: list[FindingRecord] = field(default_factory=list)
+    """Failures that searches found, without duplicates."""
     largest: dict[str, int] = field(default_factory=dict)
-    """The most rows of a batch, tokens of a sequence and, of a cache, blocks of a table."""
+    """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int = 0
-    """How many of the large histories or mixes ended early, since their time was over."""
+    """Number of large histories or mixes that ended early because their time limit was over."""
 
-    def note_found(self, found: Found) -> None:
+    def note_found(self, found: FindingRecord) -> None:
         add(self.found, found)
 
     def note(self, ran: Mapping[str, int]) -> None:
-        """Add the paths that ran and the conditions that were met in one step."""
+        """Add the counts of paths and conditions of one step."""
         self.counts.update(ran)
         met = [name for name in self.conditions if ran.get(name)]
         for name in (*self.paths, *self.twins):
             if ran.get(name):
-                self.together[name].update(met)
+                self.conditions_by_path[name].update(met)
 
     def note_tried(self, adapter: type[Adapter], options: Mapping[str, Any]) -> None:
-        """Add an example to all that its switches let it reach."""
+        """Count an example as eligible for the paths its switches allow, and for all conditions."""
         device = settings.current().device
         paths = {name for name in self.paths if adapter.paths[name].can_run(options, device)}
-        self.tried.update([*paths, *self.conditions])
+        self.eligible_examples.update([*paths, *self.conditions])
 
     def note_sizes(self, step: Operation, oracle: Oracle) -> None:
-        """Note how large is what a step has just added to, if it is larger than all before."""
+        """Record the sizes of a step's batch and sequences if they are the largest so far."""
         seqs = [seq for seq, _ in step.rows() if seq in oracle.sequences]
         for seq in seqs:
             blocks, tokens = len(oracle.sequences[seq]), oracle.length(seq)
@@ -155,88 +160,108 @@ class TargetCoverage:
         for name, size in sizes.items():
             self.largest[name] = max(size, self.largest.get(name, 0))
 
-    def searched_for(self, examples: int, left_out: int) -> None:
+    def add_examples(self, examples: int, num_skipped: int) -> None:
         self.examples += examples
-        self.left_out += left_out
+        self.num_skipped += num_skipped
 
     @property
     def twins(self) -> list[str]:
-        """The slow paths that others must equal."""
+        """Slow paths that fast ones must equal."""
         return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
 
     @property
     def abilities(self) -> dict[str, int]:
-        """The methods that were tested, and how often each was called."""
-        return {name: self.called[name] for name in self.tested}
+        """Number of calls of each tested method."""
+        return {name: self.method_calls[name] for name in self.tested_methods}
 
     def note_batches(self, batches: Mapping[str, int]) -> None:
-        """Add how often a history had each kind of batch."""
+        """Add a history's counts of each kind of batch."""
         for kind in self.batches:
             self.batches[kind] += batches.get(kind, 0)
 
-    def short(self, since: Mapping[str, int]) -> list[str]:
-        """Name what was reached too rarely since ``since`` was counted."""
+    def names_below_required(self, since: Mapping[str, int]) -> list[str]:
+        """Return the paths and conditions reached too rarely after the counts in ``since``."""
         names = (*self.paths, *self.conditions)
         return [name for name in names if self.counts[name] - since.get(name, 0) < REQUIRED_TIMES]
 
-    def still_missing(self, since: Mapping[str, int], tries: int = 0) -> list[str | None]:
-        """Name the paths that need another turn; None is for conditions.
+    def missing_paths(self, since: Mapping[str, int], tries: int = 0) -> list[str | None]:
+        """Return the paths that need another turn; None stands for all conditions.
 
-        All that are short do at first. After ``tries`` further examples, what was reached does,
-        since examples can begin with what reached it, and what was not, until that is a fact,
-        if the profile has enough examples for one.
+        At first, all paths below the required count need one. After ``tries`` further examples,
+        paths that were reached still do, since examples can begin with a prelude that reached them.
+        Paths that were never reached do until that is conclusive, if the profile has enough
+        examples.
         """
-        asked = settings.current()
-        if not asked.require_paths or tries > _MOST_TIMES_THE_EXAMPLES * asked.examples:
+        current_settings = settings.current()
+        most_tries = _MOST_TIMES_THE_EXAMPLES * current_settings.examples
+        if not current_settings.require_paths or tries > most_tries:
             return []
-        short = {name for name in self.short(since) if not tries or self._goes_on(name)}
-        paths = [name for name in asked.part.share_of([*self.paths]) if name in short]
+        short = {
+            name for name in self.names_below_required(since) if not tries or self._goes_on(name)
+        }
+        part = current_settings.part
+        paths = [name for name in part.share_of([*self.paths]) if name in short]
         for_conditions = [None] if short.intersection(self.conditions) else []
-        return [*paths, *asked.part.share_of(for_conditions)]
+        return [*paths, *part.share_of(for_conditions)]
 
     def _goes_on(self, name: str) -> bool:
-        """Return True where what is short needs more than its turns."""
-        to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= ENOUGH_TRIES
-        return bool(self.counts[name]) or (to_a_fact and self.may_be_luck(name))
+        """Return True if a path or condition needs more than its first further turns."""
+        to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= CONCLUSIVE_EXAMPLES
+        return bool(self.counts[name]) or (to_a_fact and self.is_inconclusive(name))
 
-    def may_be_luck(self, name: str) -> bool:
-        """Return True where too few examples could reach something for it to be never reached."""
-        return self.tried[name] < ENOUGH_TRIES and not self.large[name]
+    def is_inconclusive(self, name: str) -> bool:
+        """Return True if too few examples were eligible for the verdict "never reached"."""
+        return self.eligible_examples[name] < CONCLUSIVE_EXAMPLES and not self.large_counts[name]
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, with plain dicts for counters: workers can send no others."""
+        """Return all fields, with counters as plain dicts, which workers can send."""
         text = json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
         plain: dict[str, Any] = json.loads(text)
         return plain
 
-    def add(self, seen: Mapping[str, Any]) -> None:
-        """Add what another process saw of the same target."""
-        for name in ("called", "counts", "tried", "large", "checked", "batches"):
-            getattr(self, name).update(seen[name])
-        for name, met in seen["together"].items():
-            self.together[name].update(met)
-        for name in ("histories", "seconds", "compiled", "examples", "left_out", "large_cut_short"):
-            setattr(self, name, getattr(self, name) + seen[name])
-        self.searched |= seen["searched"]
-        self.failed |= seen["failed"]
-        self.note_largest(seen["largest"])
-        for found in seen["found"]:
-            self.note_found(found)
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Add the coverage of the same target from another process, as plain data."""
+        for name in (
+            "method_calls",
+            "counts",
+            "eligible_examples",
+            "large_counts",
+            "invariant_checks",
+            "batches",
+        ):
+            getattr(self, name).update(other[name])
+        for name, met in other["conditions_by_path"].items():
+            self.conditions_by_path[name].update(met)
+        for name in (
+            "histories",
+            "seconds",
+            "num_compiled_kernels",
+            "examples",
+            "num_skipped",
+            "large_cut_short",
+        ):
+            setattr(self, name, getattr(self, name) + other[name])
+        self.searched |= other["searched"]
+        self.failed |= other["failed"]
+        self.note_largest(other["largest"])
+        for finding in other["found"]:
+            self.note_found(finding)
 
 
 class Coverage:
-    """All targets of a run. Every worker of pytest-xdist has its own; they are added up."""
+    """Coverage of all targets of a run, summed over the workers of pytest-xdist."""
 
     def __init__(self) -> None:
         self._targets: dict[str, TargetCoverage] = {}
-        self._called: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._method_calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     @property
     def targets(self) -> dict[str, TargetCoverage]:
-        """All by name, in an order that does not depend on which worker came first."""
+        """Targets by name, sorted, so that the order does not depend on the workers."""
         return dict(sorted(self._targets.items()))
 
     def of(self, adapter: type[Adapter]) -> TargetCoverage:
+        """Return the coverage of an adapter class; add an empty one if it is new."""
         name = name_of(adapter)
         if name not in self._targets:
             offered, device = adapter.abilities, settings.current().device
@@ -252,38 +277,46 @@ class Coverage:
                 [each for each in adapter.optional if each not in offered],
                 "engine" if issubclass(adapter, EngineAdapter) else "cache",
                 [name for name, path in adapter.paths.items() if path.runs_with],
-                self._called[name],
+                self._method_calls[name],
                 batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),
             )
         return self._targets[name]
 
     def count_calls(self, adapter: Adapter) -> None:
-        """Count from here on how often each method of an adapter is called."""
-        called = self._called[name_of(type(adapter))]
+        """Count the calls of each method of an adapter from now on."""
+        calls = self._method_calls[name_of(type(adapter))]
 
         def counting(name: str, method: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
-            called[name] += 1
+            calls[name] += 1
             return method()(*arguments, **named)
 
         for name in (*adapter.required, *adapter.abilities):
-            send_through(partial(counting, name), adapter, name)
+            wrap_method(partial(counting, name), adapter, name)
 
     def to_json(self) -> dict[str, Any]:
         return {name: target.to_json() for name, target in self.targets.items()}
 
     def add(self, data: Mapping[str, Any]) -> None:
-        for name, seen in data.items():
-            names = ("paths", "conditions", "tested", "not_offered", "kind", "aimed")
-            declared = (seen[each] for each in names)
-            self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
+        """Add the coverage of all targets from another process, as plain data."""
+        for name, target in data.items():
+            names = (
+                "paths",
+                "conditions",
+                "tested_methods",
+                "missing_methods",
+                "kind",
+                "aimed_paths",
+            )
+            declared = (target[each] for each in names)
+            self._targets.setdefault(name, TargetCoverage(*declared)).add(target)
 
 
-def send_through(watching: Callable[..., Any], adapter: Adapter, name: str) -> None:
-    """Have ``watching`` called from here on, with what returns the method before its arguments."""
+def wrap_method(watching: Callable[..., Any], adapter: Adapter, name: str) -> None:
+    """Replace a method by ``watching``, whose first argument is a function that returns it."""
     method = getattr(adapter, name)
-    # A cache that held itself would keep its tensors until the next garbage collection.
-    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
-    vars(adapter)[name] = partial(watching, found)
+    # A reference cycle would keep the cache's tensors until the next garbage collection.
+    getter: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
+    vars(adapter)[name] = partial(watching, getter)
 
 
 _current = Coverage()
@@ -302,11 +335,11 @@ def name_of(adapter: type[Adapter]) -> str:
     return f"{adapter.__module__}:{adapter.__qualname__}"
 
 
-def in_turns(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[_Turn]:
-    """Share out examples to searches, and yield those of this part of the test.
+def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[_Turn]:
+    """Divide examples among searches, and yield those of this part of the test.
 
-    Paths take turns, so that a bug on the last one is found before all examples of the others ran.
-    Without paths the aim is None.
+    Paths take turns, so that a bug on the last path is found before all examples of the others have
+    run. Without paths the aim is None.
     """
     paths = current().of(adapter).paths
     shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
@@ -314,24 +347,24 @@ def in_turns(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[
     each = examples / sum(shares.values())
     turns = max(1, round(each / of_a_turn))
     searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
-    due_here = set(settings.current().part.share_of([*shares]))
+    aims_of_part = set(settings.current().part.share_of([*shares]))
     for turn, (aim, share) in product(range(turns), shares.items()):
         before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
-        if then > before and aim in due_here:
-            due = [round(at * each * share / searches[aim]) for at in (before, then)]
-            yield aim, str(turn), max(1, due[1] - due[0])
+        if then > before and aim in aims_of_part:
+            ends = [round(at * each * share / searches[aim]) for at in (before, then)]
+            yield aim, str(turn), max(1, ends[1] - ends[0])
 
 
-def turns_again(
-    still_missing: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
+def repeat_searches(
+    missing_paths: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
 ) -> Iterator[_Turn]:
-    """Yield further searches, aimed at what is still missing, until nothing is or time is over.
+    """Yield searches aimed at missing paths, until no path is missing or time is over.
 
-    ``still_missing`` is told how many examples each had once all had their turns, and 0 before.
+    ``missing_paths`` gets the number of further examples per aim after the first turns; 0 before.
     """
     for turn in count():
         tries = of_a_turn * turn if turn >= _TURNS_AGAIN else 0
-        aims = [*still_missing(tries)]
+        aims = [*missing_paths(tries)]
         if not aims:
             return
         for aim in aims:
@@ -341,22 +374,25 @@ def turns_again(
 
 
 class Preludes(Generic[_Example]):
-    """The first examples of a search that reached each path and condition; others begin so."""
+    """First examples of a search that reached each path and condition; preludes of later ones."""
 
     def __init__(self, short: Callable[[], Iterable[str]], paths: Iterable[str]) -> None:
         self._short = short
-        """Names what was reached too rarely so far."""
+        """Function that returns the paths and conditions reached too rarely so far."""
         self._paths = frozenset(paths)
         self._kept: defaultdict[str, list[_Example]] = defaultdict(list)
 
     def note(self, counted: Iterable[str], example: Callable[[], _Example]) -> None:
-        """Keep an example that reached what was counted, where more are kept."""
+        """Keep an example for each counted name that has fewer than ``_MOST_PRELUDES``."""
         for name in counted:
             if len(kept := self._kept[name]) < _MOST_PRELUDES:
                 kept.append(example())
 
     def of(self, aim: str | None) -> tuple[_Example, ...]:
-        """Return what reached ``aim`` while it is reached too rarely; None is for conditions."""
+        """Return the kept examples of ``aim`` while it is below the required count.
+
+        None stands for all conditions.
+        """
         short = [name for name in self._short() if name in self._kept]
         names = [name for name in short if name == aim or (aim is None and name not in self._paths)]
         return tuple(example for name in names for example in self._kept[name])

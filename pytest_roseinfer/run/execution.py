@@ -1,4 +1,4 @@
-"""Does steps and bad calls to the oracle and the cache, which must refuse what does not fit."""
+"""Execution of steps and bad calls on the oracle and the cache, with checks of refusals."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.misuse import Situation, standard_bad_calls
-from pytest_roseinfer.capabilities.observation import Finding, Outcome, Pair, in_words
+from pytest_roseinfer.capabilities.misuse import MisuseState, standard_bad_calls
+from pytest_roseinfer.capabilities.observation import Finding, Outcome, Pair, describe_error
 from pytest_roseinfer.capabilities.payload import same_bits
+from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run.watchdog import StepHung
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,88 +30,92 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Operation, Refusal
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Written
-    from pytest_roseinfer.oracle.texts import Said
+    from pytest_roseinfer.oracle.texts import TextSlice
 
 
 @dataclass(slots=True)
 class Execution:
-    """One step that is about to be done."""
+    """One step that is about to be executed."""
 
     run: Run
     step: Operation
-    said: list[Said] = field(init=False)
+    text_slices: list[TextSlice] = field(init=False)
     refusal: Refusal = field(init=False)
-    """The refusal that is due where the step does not fit."""
-    admitted: Operation | None = field(init=False)
-    """The part of the step that the oracle has room for: all, its first rows, or nothing."""
+    """Expected refusal if the step does not fit."""
+    admitted_part: Operation | None = field(init=False)
+    """The step if it fits, else a step of its first rows that fit, or None."""
     written: Written | None = field(init=False)
-    """The tokens that it writes if all of it fits."""
+    """Tokens that it writes if all of it fits; None if it writes none."""
     fits: bool = field(init=False)
     may_fit: bool = field(init=False)
-    """True if equal blocks may give the cache room that the oracle does not count."""
+    """True if shared blocks may make room for a step that does not fit the oracle."""
 
     def __post_init__(self) -> None:
         step, oracle = self.step, self.run.oracle
-        self.said = step.said(oracle)
+        self.text_slices = step.text_slices(oracle)
         self.refusal = step.refusal(oracle)
-        self.admitted, self.written = step.admitted(oracle), step.written(oracle)
-        self.fits = self.admitted is step
-        self.may_fit = not self.admitted and oracle.finds_blocks and step.may_find_blocks()
+        self.admitted_part, self.written = step.admitted_part(oracle), step.written(oracle)
+        self.fits = self.admitted_part is step
+        self.may_fit = not self.admitted_part and oracle.finds_blocks and step.may_find_blocks()
 
     def do(self) -> Outcome:
-        """Do the step; fail where the cache refuses it wrongly, or accepts it wrongly."""
-        run, oracle, admitted = self.run, self.run.oracle, self.admitted
+        """Execute the step; fail if the cache wrongly refuses or accepts it."""
+        run, oracle, admitted = self.run, self.run.oracle, self.admitted_part
         errors: tuple[type[BaseException], ...] = attrgetter(self.refusal.errors)(run.adapter)
         stored, note = None, ""
         if admitted:
             stored = self.written if self.fits else admitted.written(oracle)
             admitted.change(oracle)
-        handed = self._hand_over(self.written) if self.written else None
+        inputs = self._hand_over(self.written) if self.written else None
         try:
             answer = self._drive()
         except errors as error:
             note = self._refused(error)
-        except WrongAnswer:
+        except InvalidReturnValue:
             raise
         except Exception as error:
             self._raised(error, errors)
         else:
             stored = self._accepted(stored, answer)
-        if handed:
-            self._take_back(handed)
-        return Outcome(self.fits, run.driven.planned_with, stored, note)
+        if inputs:
+            self._take_back(inputs)
+        return Outcome(self.fits, run.cache_under_test.planned_options, stored, note)
 
     def _drive(self) -> object:
-        """Have the cache do the step; return its answer."""
-        run, driven = self.run, self.run.driven
-        driven.planned_with = driven.options
-        with driven.device.working():
+        """Execute the step on the cache; return its answer."""
+        run, driven = self.run, self.run.cache_under_test
+        driven.planned_options = driven.options
+        with driven.device.torch_context():
             for observer in run.observers.values():
-                observer.driving(self.step, self.said)
-            driven.said = self.said
+                observer.before_call(self.step, self.text_slices)
+            driven.said = self.text_slices
             return self.step.drive(driven)
 
     def _refused(self, error: BaseException) -> str:
-        """Return why the step had to be refused."""
-        run, admitted = self.run, self.admitted
+        """Return the reason why the step had to be refused; fail if it fits."""
+        run, admitted = self.run, self.admitted_part
         if self.fits:
-            what = f"refused a {self._name} that fits{self._room}: {in_words(error)}"
-            what += "".join(each.about_refusals() for each in run.observers.values())
+            what = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
+            what += "".join(each.explain_refusal() for each in run.observers.values())
             run.fail(Finding(what, cause=error))
         self.step.refuse(run.oracle, admitted)
-        behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
-        return f"refused{behind}: {self.refusal.reason}"
+        rows = some(len(admitted.rows()), "row") if admitted else ""
+        after = f" after its first {rows}" if admitted else ""
+        return f"refused{after}: {self.refusal.reason}"
 
     def _raised(self, error: Exception, errors: tuple[type[BaseException], ...]) -> None:
-        due = f"one of {self.refusal.errors} ({' or '.join(each.__name__ for each in errors)})"
-        also = f"{self._room}; if it fits only where blocks are found, raise {due}"
-        must = f", where {due} is due: {self.refusal.reason}"
-        then = self._room if self.fits else also if self.may_fit else must
-        what = f"the {self._name} raised {in_words(error)}{then}"
-        self.run.fail(Finding(what, cause=error, without_room=not self.fits))
+        expected = f"one of {self.refusal.errors} ({' or '.join(each.__name__ for each in errors)})"
+        if self.fits:
+            hint = self._room
+        elif self.may_fit:
+            hint = f"{self._room}; if it fits only with blocks that are reused, raise {expected}"
+        else:
+            hint = f"; expected {expected}: {self.refusal.reason}"
+        what = f"the {self._name} raised {describe_error(error)}{hint}"
+        self.run.fail(Finding(what, cause=error, on_refused_step=not self.fits))
 
     def _accepted(self, stored: Written | None, answer: object) -> Written | None:
-        """Return what was stored of a step that the cache accepted."""
+        """Return the tokens stored by a step that the cache accepted; fail if it had no room."""
         step, run = self.step, self.run
         if not self.fits and not self.may_fit:
             run.fail(Finding(f"accepted a {self._name} that {self.refusal.problem}"))
@@ -130,49 +135,47 @@ class Execution:
         return self.refusal.room
 
     def _hand_over(self, written: Written) -> Pair:
-        """Make the tensors that the step is to write; return a copy of them."""
-        run, driven = self.run, self.run.driven
+        """Make the input tensors of the step for the cache; return a copy of them."""
+        run, driven = self.run, self.run.cache_under_test
         writers = (seq for seq, count in written.rows for _ in range(count))
         for seq, token in zip(writers, written.tokens, strict=True):
-            run.seen.setdefault(token, seq)
+            run.first_writers.setdefault(token, seq)
         tokens = self.step.inputs(written.tokens)
         driven.key, driven.value = run.payload.inputs(tokens, written.layout)
-        handed = driven.key.clone(), driven.value.clone()
+        inputs = driven.key.clone(), driven.value.clone()
         driven.device.hand_over(driven.key, driven.value)
-        return handed
+        return inputs
 
-    def _take_back(self, handed: Pair) -> None:
-        """Overwrite the tensors that were handed over: a cache that keeps them reads poison."""
-        driven = self.run.driven
+    def _take_back(self, inputs: Pair) -> None:
+        """Check that the input tensors are unchanged; poison them, in case the cache keeps them."""
+        driven = self.run.cache_under_test
         if driven.device.idle:
-            given = ("keys", driven.key), ("values", driven.value)
-            both = zip(given, handed, strict=True)
+            named = ("keys", driven.key), ("values", driven.value)
+            both = zip(named, inputs, strict=True)
             changed = [name for (name, now), was in both if not same_bits(now, was)]
             if changed:
-                what = f"the write changed the {' and '.join(changed)} that it was handed"
+                what = f"the write changed its input {' and '.join(changed)}"
                 self.run.fail(Finding(what))
         driven.device.overwrite(driven.key)
         driven.device.overwrite(driven.value)
 
 
-# DOC Makes the bad calls that follow a history, and tells of all that leave a trace.
-
-
-# A history after which there is something to misuse in every way that the catalogue knows.
+# Bad calls after a history
 
 
 def busy_history(spec: CacheSpec, can: AbstractSet[str]) -> History:
-    """Fork, free and append in a cache with room, as far as the cache can.
+    """Return a history after which every standard bad call can be made.
 
-    The newest sequence has a partial block of its own.
+    It forks, frees and appends in a cache with room, as far as the cache supports this. The newest
+    sequence has a partial block of its own.
     """
     steps: list[Operation] = [Append((0, 1)), Fork(0, 2), Free(1), Append((0, 3)), Append((3,))]
     room = replace(spec, num_blocks=max(8, spec.num_blocks), block_size=max(3, spec.block_size))
     return History(room, tuple(step for step in steps if step.needs <= can))
 
 
-class Misused(Protocol):
-    """A machine that has done its history."""
+class BadCallRun(Protocol):
+    """A machine that has run its history."""
 
     adapter: KVCacheAdapter
     history: History
@@ -183,43 +186,44 @@ class Misused(Protocol):
     def make_bad_call(self, bad: BadCall) -> Finding | None: ...
 
 
-Anew = Callable[["History"], Misused]
-"""Makes a machine with a new cache for a history."""
+MakeMachine = Callable[["History"], BadCallRun]
+"""Function that makes a machine with a new cache for a history."""
 
 
-def left_by_bad_calls(machine: Misused, anew: Anew) -> list[Finding]:
-    """Find what bad calls leave, after this history and, if they leave anything, a busy one."""
-    if found := _left(machine, anew):
-        with suppress(Exception):  # it may have other faults, which are not to be told here
+def find_bad_call_damage(machine: BadCallRun, anew: MakeMachine) -> list[Finding]:
+    """Find the damage of bad calls after this history and, if there is any, after a busy one."""
+    if findings := _damage(machine, anew):
+        with suppress(Exception):  # other faults of the busy history are not reported here
             busy = anew(busy_history(machine.spec, machine.adapter.abilities))
             busy.run_steps()
-            found += _left(busy, anew)
-    return found
+            findings += _damage(busy, anew)
+    return findings
 
 
-def _left(machine: Misused, anew: Anew) -> list[Finding]:
-    """Go on with the next bad call on a new cache, where one left its trace in this one."""
-    found: list[Finding] = []
+def _damage(machine: BadCallRun, anew: MakeMachine) -> list[Finding]:
+    """Make all bad calls; after one that does damage, go on with a new cache."""
+    findings: list[Finding] = []
     history, made = machine.history, 0
     while True:
         for bad in islice(_bad_calls(machine), made, None):
             made += 1
             if finding := machine.make_bad_call(bad):
-                found.append(finding)
+                findings.append(finding)
                 break
         else:
-            return found
+            return findings
         machine = anew(history)
         machine.run_steps()
 
 
-def words_of_others(found: list[Finding]) -> str:
-    """Say what is wrong besides the first finding; nothing if all say the same."""
+def describe_other_findings(found: list[Finding]) -> str:
+    """List the findings that differ from the first one; empty without any."""
     others = {each.what: None for each in found if each.what != found[0].what}
     return "\n".join(["Bad calls like this one:", *others]) if others else ""
 
 
 def raised_by(bad: BadCall) -> BaseException | None:
+    """Make a bad call; return the error that it raises, or None."""
     try:
         bad.call()
     except StepHung:
@@ -231,7 +235,7 @@ def raised_by(bad: BadCall) -> BaseException | None:
     return None
 
 
-def _bad_calls(machine: Misused) -> Iterable[BadCall]:
+def _bad_calls(machine: BadCallRun) -> Iterable[BadCall]:
     adapter = machine.adapter
-    standard = standard_bad_calls(Situation(adapter, machine.spec, machine.oracle))
+    standard = standard_bad_calls(MisuseState(adapter, machine.spec, machine.oracle))
     return chain(standard, adapter.bad_calls() if "bad_calls" in adapter.abilities else ())

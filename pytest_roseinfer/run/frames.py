@@ -1,4 +1,4 @@
-"""Frames of a history: what a cache shows after each step."""
+"""Frames of a history: the visible state of a cache after each step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.capabilities.payload import as_bits
 from pytest_roseinfer.capabilities.reading import beyond
 from pytest_roseinfer.capabilities.storage import Storage
-from pytest_roseinfer.findings.frame import Look
+from pytest_roseinfer.findings.frame import LayerState
 from pytest_roseinfer.oracle.pages import token_label
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,59 +19,66 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.capabilities.observation import Location, Snapshot
-    from pytest_roseinfer.findings.frame import Frame, Wrong
+    from pytest_roseinfer.findings.frame import Frame, WrongToken
     from pytest_roseinfer.histories.history import History
 
 _NO_TOKEN = ("poison", "zeros", "NaN")
-"""What may stand in the place of a token, by the word that it is said with."""
+"""First words of descriptions of contents that are not a token."""
 BAD_CALL = "a call that the cache must refuse"
 
 
 def frames_of(
     adapter: type[KVCacheAdapter], history: History, location: Location | None
 ) -> list[Frame]:
-    """Return a frame from before the first step, and one from after each.
+    """Return a frame from before the first step, and one from after each step.
 
-    In the last one the ``location`` is marked, and all that reads back wrong.
+    The last one marks the ``location``, and all tokens that read back wrong.
     """
-    machine = Machine(adapter, history)
-    frames = [_frame(machine, machine.now, location, "an empty cache")]
+    machine = HistoryRunner(adapter, history)
+    frames = [_frame(machine, machine.snapshot, location, "an empty cache")]
     ended = False
-    with suppress(Exception):  # what is wrong was said by the run that found it
+    with suppress(Exception):  # the failure was reported by the run that found it
         for _ in machine.steps():
-            frames.append(_frame(machine, machine.now, location, machine.done[-1].words()))
+            frames.append(
+                _frame(machine, machine.snapshot, location, machine.completed_steps[-1].describe())
+            )
         ended = True
-    if len(machine.done) == len(frames):
-        words = machine.done[-1].words()
-    elif ended:  # on its own it is right: it was compared with another history
+    if len(machine.completed_steps) == len(frames):
+        words = machine.completed_steps[-1].describe()
+    elif ended:  # a history that failed only in a comparison with another history
         words = frames.pop()["words"]
     else:
         words = BAD_CALL
     return [*frames, _frame(machine, _look(machine), location, words, last=True)]
 
 
-def _look(machine: Machine) -> Snapshot:
-    """Return what the cache shows now; one that is too broken is as it was before the step."""
+def _look(machine: HistoryRunner) -> Snapshot:
+    """Take a snapshot; if the cache is too broken for that, return the one before the step."""
     try:
-        return machine.look(reads=True, copies=False)
+        return machine.take_snapshot(reads=True, copies=False)
     except Exception:
-        return machine.now
+        return machine.snapshot
 
 
 def _frame(
-    machine: Machine, shown: Snapshot, location: Location | None, words: str, *, last: bool = False
+    machine: HistoryRunner,
+    shown: Snapshot,
+    location: Location | None,
+    words: str,
+    *,
+    last: bool = False,
 ) -> Frame:
-    layer, step = location.layer if location else 0, len(machine.done)
-    look = _Look(machine, shown, layer, location if last else None, last)
+    layer, step = location.layer if location else 0, len(machine.completed_steps)
+    look = _ComparedLayer(machine, shown, layer, location if last else None, last)
     return look.frame(step, words, machine.refused.get(step, ""))
 
 
-class _Look(Look):
-    """What one layer of the cache shows at one moment, with what reads back wrong."""
+class _ComparedLayer(LayerState):
+    """The visible state of one layer, with the tokens that read back wrong."""
 
     def __init__(
         self,
-        machine: Machine,
+        machine: HistoryRunner,
         shown: Snapshot,
         layer: int,
         marked: Location | None,
@@ -80,18 +87,18 @@ class _Look(Look):
         super().__init__(machine.oracle, shown, layer, marked)
         self.machine, self.payload = machine, machine.payload
         self.scratch_blocks = machine.adapter.scratch_blocks
-        self.poisons_free = bool(machine.observer(Storage)) and "table" in machine.can
+        self.poisons_free = bool(machine.observer(Storage)) and "table" in machine.features
         self.compares = compares
-        """What reads back is compared with what must be there."""
+        """True if reads are compared with the oracle."""
 
-    def wrong(self, seq: int) -> list[Wrong]:
-        """List the tokens that read back wrong, by the first route by which any does."""
+    def wrong(self, seq: int) -> list[WrongToken]:
+        """List the tokens that read back wrong, by the first route with a wrong token."""
         if not self.compares:
             return []
         for (_, name, at), pair in self.shown.reads.items():
             if (name, at) != (seq, self.layer) or isinstance(pair, Exception):
                 continue
-            wrong: dict[int, Wrong] = {}
+            wrong: dict[int, WrongToken] = {}
             for kind, got in zip("KV", pair, strict=True):
                 for each in self._wrong_of_kind(seq, kind, got):
                     wrong.setdefault(each["position"], each)
@@ -99,7 +106,7 @@ class _Look(Look):
                 return [wrong[position] for position in sorted(wrong)]
         return []
 
-    def _wrong_of_kind(self, seq: int, kind: str, got: torch.Tensor) -> Iterator[Wrong]:
+    def _wrong_of_kind(self, seq: int, kind: str, got: torch.Tensor) -> Iterator[WrongToken]:
         tokens, start = self.oracle.tokens(seq), self.oracle.first_live(seq, self.layer)
         written = tokens[start : len(tokens) - self.oracle.unwritten(seq)]
         want = self.payload.layer(written, self.layer)["KV".index(kind)]
@@ -110,21 +117,21 @@ class _Look(Look):
             differs = beyond(self.payload, self.oracle, seq, self.layer, kind, got)
         else:
             differs = (as_bits(want) != as_bits(got)).any(-1)
-        known = [*tokens, *sorted(self.machine.seen)]
+        known = [*tokens, *sorted(self.machine.first_writers)]
         for row in differs.any(-1).nonzero().flatten().tolist():
             head = int(differs[row].nonzero()[0])
             rows = want[row, head], got[row, head]
-            contents = self.payload.contents(*rows, self.layer, head, kind, known)
-            words = f"{kind}, head {head}: {contents.words()}"
+            contents = self.payload.describe_mismatch(*rows, self.layer, head, kind, known)
+            words = f"{kind}, head {head}: {contents.describe()}"
             short = _short(contents.found, contents.token, written[row])
             yield {"position": start + row, "found": short, "words": words}
         for row in range(len(got), len(written)):
             yield {"position": start + row, "found": "none", "words": "it is not read back"}
 
 
-def _short(found: str, token: int | None, right: int) -> str:
-    """Name what was found as shortly as tokens are named."""
+def _short(actual: str, token: int | None, right: int) -> str:
+    """Return a label of the actual contents, about as short as a token's."""
     if token is None:
-        word = found.partition(" ")[0]
+        word = actual.partition(" ")[0]
         return word if word in _NO_TOKEN else "?"
-    return token_label(token) + "*" * (token == right)  # that token's, but of another head, say
+    return token_label(token) + "*" * (token == right)  # the right token's, but of another head

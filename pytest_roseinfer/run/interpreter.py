@@ -1,4 +1,4 @@
-"""Shortcuts through Triton's interpreter, which remember what kernels look up again and again."""
+"""Shortcuts in Triton's interpreter, which cache repeated lookups of kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from unittest import mock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Triton's interpreter without the questions whose answers are plain: half its time is left.
+# Fast paths of operations on operands of one type, which halve the interpreter's time
 #
-# Every sum of two integers is done again in 64 bits to see whether it overflows, and what is seen
-# is dropped, since the interpreter does not debug. Two operands of one type and one shape are
-# compared in all ways that types and shapes may differ. Whatever is not plain is asked of Triton as
-# ever.
+# Triton repeats every sum of two integers in 64 bits to detect overflow, and drops the result,
+# since the interpreter runs without debug mode. It also runs all type and shape checks for two
+# operands of one type and shape. All other cases are passed to Triton's own functions.
 
 
 _OF_SEMANTIC = ("binary_op_type_checking_impl", "broadcast_impl_value", "cast", "scalar_constant")
@@ -28,7 +27,7 @@ _OF_CORE = ("_unwrap_if_constexpr", "constexpr", "tensor", "dtype", "block_type"
 
 @contextmanager
 def shortcuts(interpreter: Any) -> Iterator[None]:
-    """Have the interpreter take them, if it has the names that they stand in for."""
+    """Install the fast paths inside, if the interpreter has the functions that they replace."""
     semantic: Any = getattr(interpreter, "interpreter_semantic", None)
     core = interpreter.tl.core
     if not all(hasattr(semantic, name) for name in _OF_SEMANTIC) or not all(
@@ -55,20 +54,20 @@ def shortcuts(interpreter: Any) -> Iterator[None]:
 
 @cache
 def _broadcasting(semantic: Any) -> Callable[[Any, Any], Any]:
-    """Leave tensors of one shape as they are; repeat a number for each place of a tensor."""
+    """Return a broadcast that keeps tensors of one shape, and splats a scalar to a tensor."""
     broadcast, tensor = semantic.broadcast_impl_value, semantic.tensor
     splat = semantic.builder.create_splat
 
-    def repeated(number: Any, block: Any) -> Any:
-        of = block.with_element_ty(number.type)
-        return tensor(splat(of, number.handle), of)
+    def splatted(scalar: Any, block: Any) -> Any:
+        block_type = block.with_element_ty(scalar.type)
+        return tensor(splat(block_type, scalar.handle), block_type)
 
     def broadcast_impl_value(lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
         if not left.is_block():
-            return (repeated(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+            return (splatted(lhs, right), rhs) if right.is_block() else (lhs, rhs)
         if not right.is_block():
-            return lhs, repeated(rhs, left)
+            return lhs, splatted(rhs, left)
         return (lhs, rhs) if _sizes(left) == _sizes(right) else broadcast(lhs, rhs)
 
     return broadcast_impl_value
@@ -80,7 +79,10 @@ def _sizes(block: Any) -> Any:
 
 @cache
 def _matching(semantic: Any, core: Any) -> Callable[..., Any]:
-    """Cast nothing where both are of one type, and a Python number to the type of its tensor."""
+    """Return a type check that casts only Python numbers, to the type of the other operand.
+
+    All other operands of two types are passed to Triton.
+    """
     match, tensor = semantic.binary_op_type_checking_impl, core.tensor
     largest = {f"int{bits}": 2 ** (bits - 1) - 1 for bits in (8, 16, 32, 64)}
     integers = {"int1", *largest, *(f"u{name}" for name in largest)}
@@ -94,8 +96,9 @@ def _matching(semantic: Any, core: Any) -> Callable[..., Any]:
             return 0 <= other <= largest.get(name, -1) or name in floats
         return type(other) is float and name in floats
 
-    def made_like(of: Any, beside: Any) -> Any:
-        return of if type(of) is tensor else semantic.scalar_constant(of, dtype=beside.dtype)
+    def promote(value: Any, other: Any) -> Any:
+        is_tensor = type(value) is tensor
+        return value if is_tensor else semantic.scalar_constant(value, dtype=other.dtype)
 
     def binary_op_type_checking_impl(
         lhs: Any,
@@ -110,9 +113,9 @@ def _matching(semantic: Any, core: Any) -> Callable[..., Any]:
             if (
                 type(one) is tensor
                 and is_plain(one, other)
-                and not (div_or_mod and one.dtype.name in floats)  # halves become floats
+                and not (div_or_mod and one.dtype.name in floats)  # fp16 becomes fp32
             ):
-                both = made_like(lhs, one), made_like(rhs, one)
+                both = promote(lhs, one), promote(rhs, one)
                 return semantic.broadcast_impl_value(*both)
         return match(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
@@ -157,23 +160,23 @@ def _comparing(core: Any) -> Callable[[Any, Any], bool]:
 
 @cache
 def _replacing(interpreter: Any) -> Callable[..., None]:
-    """Call what a function of Triton's language does, not what asks first where it is called."""
+    """Return a patcher that calls the wrapped function of a builtin, without its caller check."""
     semantic = interpreter.interpreter_semantic
-    made: dict[Any, Any] = {}
+    replacements: dict[Any, Any] = {}
 
-    def stand_in(member: Any) -> Any:
-        does = getattr(member, "__wrapped__", member)
+    def replacement(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
-            return does(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 
     def patch_attr(where: Any, name: str, member: Any, _: Any, scope: Any) -> None:
-        if member not in made:
-            made[member] = stand_in(member)
-        scope.set_attr(where, name, made[member])
+        if member not in replacements:
+            replacements[member] = replacement(member)
+        scope.set_attr(where, name, replacements[member])
 
     return patch_attr
 
@@ -185,7 +188,7 @@ _REPLACED = ("_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype")
 def fast_interpreter() -> Iterator[None]:
     """Replace parts of Triton's interpreter by faster ones inside; no kernel may be running.
 
-    Nothing is replaced where kernels are compiled, or where this Triton lacks one of the names.
+    Nothing is replaced if kernels are compiled, or if this Triton lacks one of the names.
     """
     interpreter = _interpreter()
     if interpreter is None or not all(hasattr(interpreter, name) for name in _REPLACED):
@@ -208,22 +211,23 @@ def _interpreter() -> Any:
         return None
     try:
         return importlib.import_module("triton.runtime.interpreter")
-    except ImportError:  # nobody has kernels here
+    except ImportError:  # without Triton there are no kernels
         return None
 
 
 @cache
 def _patching(interpreter: Any) -> Callable[..., None]:
+    """Return a patcher that looks up the builtins of a module once."""
     is_builtin = interpreter.tl.core.is_builtin
-    found: dict[object, list[str]] = {}
+    builtins: dict[object, list[str]] = {}
 
     def patch_builtin(where: Any, *rest: Any) -> None:
-        if where not in found:
+        if where not in builtins:
             members = inspect.getmembers(where)
-            found[where] = [name for name, member in members if is_builtin(member)]
-        for name in found[where]:
+            builtins[where] = [name for name, member in members if is_builtin(member)]
+        for name in builtins[where]:
             member = getattr(where, name)
-            if is_builtin(member):  # else a kernel that calls this one has replaced it by now
+            if is_builtin(member):  # otherwise a calling kernel has replaced it already
                 interpreter._patch_attr(where, name, member, *rest)
 
     return patch_builtin
@@ -231,25 +235,26 @@ def _patching(interpreter: Any) -> Callable[..., None]:
 
 @cache
 def _remembering_types(interpreter: Any) -> Callable[[Any], Any]:
-    asked, found = interpreter._get_np_dtype, dict[str, Any]()
+    """Return a cached lookup of NumPy dtypes."""
+    look_up, dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
-    def numpy_type(of: Any) -> Any:
-        if of.name not in found:
-            found[of.name] = asked(of)
-        return found[of.name]
+    def numpy_type(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = look_up(dtype)
+        return dtypes[dtype.name]
 
     return numpy_type
 
 
 @cache
 def _patching_once(interpreter: Any) -> Callable[[Any], Any]:
-    """Leave out what the kernel that runs has replaced, in functions that it calls."""
+    """Return a patcher that skips modules which the running kernel has patched already."""
     replace = interpreter._patch_lang
     replaced = set[frozenset[int]]()
-    """The modules seen by what ran so far of this kernel."""
+    """Sets of modules that the running kernel and its callees have patched."""
     modules_of: dict[Any, frozenset[int]] = {}
 
-    def ended(restore: Callable[[], None]) -> Callable[[], None]:
+    def restore_and_clear(restore: Callable[[], None]) -> Callable[[], None]:
         def end() -> None:
             replaced.clear()
             restore()
@@ -263,9 +268,9 @@ def _patching_once(interpreter: Any) -> Callable[[Any], Any]:
             return None
         scope = replace(fn)
         if not replaced:  # the kernel begins
-            if not hasattr(scope, "restore"):  # nobody would say when it ends
+            if not hasattr(scope, "restore"):  # the end of the kernel would go unnoticed
                 return scope
-            scope.restore = ended(scope.restore)
+            scope.restore = restore_and_clear(scope.restore)
         replaced.add(modules_of[fn])
         return scope
 
@@ -274,32 +279,34 @@ def _patching_once(interpreter: Any) -> Callable[[Any], Any]:
 
 @cache
 def _remembering_blocks(core: Any) -> Callable[[Any, Any, Any], None]:
-    build, found = core.block_type.__init__, dict[Any, dict[str, Any]]()
+    """Return an initialiser of block types that copies the fields of an equal one."""
+    build, cached = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        given = getattr(shape, "values", shape)
-        sizes = [size if type(size) is int else getattr(size, "value", size) for size in given]
+        values = getattr(shape, "values", shape)
+        sizes = [size if type(size) is int else getattr(size, "value", size) for size in values]
         key = (element_ty.name, *sizes)  # some types cannot be hashed
-        if key not in found:
+        if key not in cached:
             build(self, element_ty, shape)
-            found[key] = dict(vars(self))
+            cached[key] = dict(vars(self))
         else:
-            vars(self).update(found[key], element_ty=element_ty)
+            vars(self).update(cached[key], element_ty=element_ty)
 
     return init
 
 
 @cache
 def _remembering_shapes(core: Any) -> Callable[[Any, Any, Any], None]:
-    build, found = core.tensor.__init__, dict[Any, dict[str, Any]]()
+    """Return an initialiser of tensors that copies the fields that depend only on the shape."""
+    build, cached = core.tensor.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
         own = {"handle": handle, "type": type, "dtype": type.scalar}
         key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
-        if key not in found:
+        if key not in cached:
             build(self, handle, type)
-            found[key] = {name: part for name, part in vars(self).items() if name not in own}
+            cached[key] = {name: part for name, part in vars(self).items() if name not in own}
         else:
-            vars(self).update(found[key], **own)
+            vars(self).update(cached[key], **own)
 
     return init

@@ -1,7 +1,7 @@
-"""Runs a history on a cache and its oracle side by side, and has each step judged.
+"""The loop that runs a history on a cache and its oracle, and judges each step.
 
-The loop knows no capability by name: it takes a snapshot, executes a step, takes another, and
-hands both to the invariants and the observers of what the cache offers.
+The loop depends on no capability by name: it takes a snapshot, executes a step, takes another
+snapshot, and passes both to the invariants and observers of the cache's capabilities.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.capabilities.answers import WrongAnswer
-from pytest_roseinfer.capabilities.capability import Inquiry, due
+from pytest_roseinfer.capabilities.capability import Inquiry, select_parts
 from pytest_roseinfer.capabilities.observation import (
     AFTER_BAD_CALL,
     AFTER_STEP,
@@ -20,8 +19,14 @@ from pytest_roseinfer.capabilities.observation import (
     Observation,
     Outcome,
 )
+from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.run.cache_run import CacheRun
-from pytest_roseinfer.run.execution import Execution, left_by_bad_calls, raised_by, words_of_others
+from pytest_roseinfer.run.execution import (
+    Execution,
+    describe_other_findings,
+    find_bad_call_damage,
+    raised_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,8 +37,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.histories.history import History
 
 
-class Machine(CacheRun):
-    """Does the steps of a history, one after the other, and then bad calls."""
+class HistoryRunner(CacheRun):
+    """Runner of the steps of a history, and of bad calls after them."""
 
     def __init__(
         self, adapter_type: type[KVCacheAdapter], history: History, *, attends: bool = True
@@ -43,44 +48,47 @@ class Machine(CacheRun):
         self.invariants: list[Invariant] = sorted(
             (each for one in offers for each in one.invariants), key=lambda each: each.rank
         )
-        self.inquiries = due((each for one in offers for each in one.inquiries), self.can) * attends
-        self.checked = Counter({each.name: 0 for each in self.invariants})
-        """How often each invariant was checked."""
+        self.inquiries = (
+            select_parts((each for one in offers for each in one.inquiries), self.features)
+            * attends
+        )
+        self.invariant_checks = Counter({each.name: 0 for each in self.invariants})
+        """Number of checks of each invariant."""
         self.step_number = 0
-        """The number of the present step among those of the history, from 1 on."""
+        """Number of the present step in the history, from 1; 0 before the first."""
 
     def run(self) -> Counter[str]:
-        """Do every step; return how often each path ran and each condition was met."""
+        """Run all steps and bad calls; return the counts of paths and conditions."""
         return sum(self.steps(), Counter())
 
     def steps(self) -> Iterator[Counter[str]]:
-        """Do one step after the other, then all bad calls; yield what was counted in each step."""
+        """Run the steps, yielding the counts of each, and then all bad calls."""
         for operation in self._possible_operations():
             yield self._step(operation)
-        yield from map(self._step, self.driven.device.last_steps())
-        if found := left_by_bad_calls(self, self._anew):
-            self.fail(found[0], also=words_of_others(found))
+        yield from map(self._step, self.cache_under_test.device.last_steps())
+        if findings := find_bad_call_damage(self, self._anew):
+            self.fail(findings[0], also=describe_other_findings(findings))
 
     def run_steps(self) -> None:
-        """Do every step, and make no bad call."""
+        """Run all steps without bad calls."""
         for operation in self._possible_operations():
             self._step(operation)
         self.finish()
 
-    def _anew(self, history: History) -> Machine:
-        """Return a run of another history on a cache of its own."""
-        return Machine(self.declared, history, attends=False)
+    def _anew(self, history: History) -> HistoryRunner:
+        """Return a runner of another history with a new cache."""
+        return HistoryRunner(self.declared, history, attends=False)
 
     def history_so_far(self) -> History:
         """Return the history up to the present step."""
         return replace(self.history, operations=self.history.operations[: self.step_number])
 
     def _possible_operations(self) -> Iterator[Operation]:
-        """List what can be done. How much was found, and so is copied, this run alone knows."""
+        """Yield the possible steps, with numbers that depend on the prefixes reused in this run."""
         operations = self.history.operations
         for number, operation in enumerate(operations, 1):
             self.step_number, self.last = number, number == len(operations)
-            step = operation.fitted(self.oracle)
+            step = operation.fill_in_numbers(self.oracle)
             if step.possible(self.oracle) or not self.oracle.finds_blocks:
                 yield step
 
@@ -93,65 +101,67 @@ class Machine(CacheRun):
         for observer in self.observers.values():
             if met := observer.before(step):
                 counted.update(met)
-        self.done.append(step)
+        self.completed_steps.append(step)
         outcome = Execution(self, step).do()
         if outcome.refusal:
-            self.refused[len(self.done)] = outcome.refusal
-        if step.looks:
+            self.refused[len(self.completed_steps)] = outcome.refusal
+        if step.waits_for_device:
             self.finish()
-        before, self.now = self.now, self.look(reads=True)
-        seen = self.observation(self.now, before=before, outcome=outcome, operation=step)
-        counted.update(self._judge(AFTER_STEP, seen))
+        before, self.snapshot = self.snapshot, self.take_snapshot(reads=True)
+        observation = self.observation(
+            self.snapshot, before=before, outcome=outcome, operation=step
+        )
+        counted.update(self._judge(AFTER_STEP, observation))
         for observer in self.observers.values():
-            if met := observer.after(seen):
+            if met := observer.after(observation):
                 counted.update(met)
         for inquiry in self.inquiries:
-            at = self.last or len(self.done) % inquiry.every == 0
-            if at and self.driven.device.idle:
+            is_due = self.last or len(self.completed_steps) % inquiry.every == 0
+            if is_due and self.cache_under_test.device.idle:
                 counted.update(self._inquire(inquiry))
         return +counted
 
     def _inquire(self, inquiry: Inquiry) -> Mapping[str, int]:
-        if not (answered := inquiry.ask(self)):
+        if not (answers := inquiry.ask(self)):
             return {}
         self.finish()
-        before, after = self.now, self.look(copies=False)
-        outcome = Outcome(True, self.driven.options)
-        # Asking changes nothing that is stored, so the copy of it serves the next step too.
-        self.now = replace(before, counts=after.counts)
-        seen = self.observation(after, before=before, outcome=outcome, answers=answered)
-        return self._judge(inquiry.after, seen)
+        before, after = self.snapshot, self.take_snapshot(copies=False)
+        outcome = Outcome(True, self.cache_under_test.options)
+        # An inquiry changes no stored token, so the copied storage serves the next step too.
+        self.snapshot = replace(before, counts=after.counts)
+        observation = self.observation(after, before=before, outcome=outcome, answers=answers)
+        return self._judge(inquiry.after, observation)
 
     def make_bad_call(self, bad: BadCall) -> Finding | None:
-        """Make a bad call, and say what is wrong with what came of it."""
-        with self.watched(bad.words), self.driven.device.working():
+        """Make a bad call; return the finding of a failed check, or None."""
+        with self.watched(bad.words), self.cache_under_test.device.torch_context():
             raised = raised_by(bad)
         self.finish()
         try:
-            after = self.look(copies=False)
-        except WrongAnswer as wrong:
-            return Finding(f"behind {bad.words}, {wrong}")
-        outcome = Outcome(True, self.driven.options)
-        seen = self.observation(
-            after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
+            after = self.take_snapshot(copies=False)
+        except InvalidReturnValue as wrong:
+            return Finding(f"after {bad.words}, {wrong}")
+        outcome = Outcome(True, self.cache_under_test.options)
+        observation = self.observation(
+            after, before=self.snapshot, outcome=outcome, bad_call=bad, raised=raised
         )
-        return self._first_finding(AFTER_BAD_CALL, seen)
+        return self._first_finding(AFTER_BAD_CALL, observation)
 
-    def _judge(self, kind: str, seen: Observation) -> Mapping[str, int]:
-        """Hand an observation to all invariants that are due; return what was counted in it."""
-        if finding := self._first_finding(kind, seen):
+    def _judge(self, kind: str, observation: Observation) -> Mapping[str, int]:
+        """Check all invariants that apply to an observation; return its counts."""
+        if finding := self._first_finding(kind, observation):
             self.fail(finding)
-        return seen.ran
+        return observation.step_counts
 
-    def _first_finding(self, kind: str, seen: Observation) -> Finding | None:
+    def _first_finding(self, kind: str, observation: Observation) -> Finding | None:
         for each in self.invariants:
-            if kind in each.after and each.needs <= self.can:
-                self.checked[each.name] += 1
-                if finding := each.check(seen):
+            if kind in each.after and each.needs <= self.features:
+                self.invariant_checks[each.name] += 1
+                if finding := each.check(observation):
                     return finding
         return None
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:
     """Replay a history on a fresh cache; raise ``Divergence`` where cache and oracle differ."""
-    return Machine(adapter, history).run()
+    return HistoryRunner(adapter, history).run()

@@ -1,4 +1,4 @@
-"""The watchdog of steps that hang, and errors that an adapter finds by itself."""
+"""The watchdog of hanging steps, and errors that an adapter raises for its own findings."""
 
 from __future__ import annotations
 
@@ -17,96 +17,97 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import RequestMix
     from pytest_roseinfer.histories.history import History
 
-ENDED = 124
-"""The exit status of a process that is ended, as that of ``timeout``."""
+TIMEOUT_EXIT_STATUS = 124
+"""Exit status of a process that the watchdog ends, as with ``timeout``."""
 _GRACE = 10.0
-"""Seconds between the signal and the end of the process, at most; short limits have a short one."""
+"""Maximum seconds between the signal and the end of the process; fewer for short limits."""
 _LOOKS = 4
-"""How often the thread looks at least while a step may take."""
+"""Minimum number of checks by the thread within the limit of a step."""
 _ASLEEP = 10
-"""How many times its limit of processor time a step may take that uses none."""
+"""Limit of elapsed time for a step that uses no processor time, as a multiple of the limit."""
 _SIGNAL = getattr(signal, "SIGALRM", None)
 
 
 class StepHung(BaseException):
-    """A step takes longer than it may. No ``except Exception`` in what is tested can stop this."""
+    """Error for a step that exceeds its limit, which no ``except Exception`` catches."""
 
 
 @dataclass(slots=True)
-class Watched:
-    """What is tried now, by whom the process must be ended."""
+class CurrentExample:
+    """The example under test, for the message of a watchdog that ends the process."""
 
     seconds: float = 0.0
-    """The processor time that a step may take; 0 where nobody watches."""
+    """Limit of processor seconds per step; 0 without a watchdog."""
     began: float | None = None
     """This process's processor time when the latest step began; None between two examples."""
     example: History | RequestMix | None = None
     saved: str = ""
-    """How to run the example again."""
+    """Instructions for running the example again."""
 
-    def takes(self) -> float:
-        """Return the processor time of the step so far, that of all threads."""
+    def step_cpu_seconds(self) -> float:
+        """Return the processor seconds of the step so far, of all threads."""
         return 0.0 if self.began is None else process_time() - self.began
 
 
-WATCHED = Watched()
+CURRENT_EXAMPLE = CurrentExample()
 
 
 @contextmanager
-def watched(example: History | RequestMix) -> Iterator[None]:
-    """Have the watchdog know of an example while it is checked inside."""
-    WATCHED.example, WATCHED.began = example, process_time()
+def register_example(example: History | RequestMix) -> Iterator[None]:
+    """Register an example as the current one while it is checked inside."""
+    CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.began = example, process_time()
     try:
         yield
     finally:
-        WATCHED.began = WATCHED.example = None
+        CURRENT_EXAMPLE.began = CURRENT_EXAMPLE.example = None
 
 
 @contextmanager
-def watching(seconds: float, stderr: int = 2) -> Iterator[None]:
-    """Allow each step inside so many seconds, where this platform and thread have such signals.
+def limit_steps(seconds: float, stderr: int = 2) -> Iterator[None]:
+    """Limit the seconds of each step inside, if the platform and thread support alarm signals.
 
-    Seconds are processor time; a step that uses none may take ten times as long. Last words go to
-    the file descriptor ``stderr``. With 0 seconds any step may take forever.
+    Seconds are processor time; a step that uses none may take ten times as long. The last message
+    of an ended process goes to the file descriptor ``stderr``. 0 seconds means unlimited.
     """
-    here = threading.current_thread() is threading.main_thread()
-    if not seconds or not here or _SIGNAL is None or WATCHED.seconds:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not seconds or not is_main or _SIGNAL is None or CURRENT_EXAMPLE.seconds:
         yield
         return
     watchdog = _Watchdog(seconds, stderr)
     before = signal.signal(_SIGNAL, watchdog.interrupt)
-    # One that C code installed cannot be put back.
+    # A handler that C code installed is None here and cannot be restored.
     watchdog.before = before = signal.SIG_DFL if before is None else before
-    WATCHED.seconds = seconds
-    WATCHED.began = None  # a step from before, when nobody watched, may be long over
+    CURRENT_EXAMPLE.seconds = seconds
+    CURRENT_EXAMPLE.began = None  # the latest step without a watchdog may be over
     watchdog.thread.start()
     try:
         yield
     finally:
-        WATCHED.seconds = 0.0
+        CURRENT_EXAMPLE.seconds = 0.0
         watchdog.over.set()
         watchdog.thread.join()
         signal.signal(_SIGNAL, before)
 
 
 class _Watchdog:
-    """The thread, and what its signal does in the main one."""
+    """The thread that watches steps, and the handler of its signal in the main thread."""
 
     def __init__(self, seconds: float, stderr: int) -> None:
         self.seconds, self.stderr = seconds, stderr
         self.grace = min(_GRACE, max(1.0, seconds))
         self.before: Any = None
-        """What handled the signal."""
+        """Previous handler of the signal."""
         self.hangs: tuple[float | None, str] = None, ""
-        """When the step began that is to be interrupted, and what is wrong with it."""
+        """Start of the step to interrupt, None if no step hangs; and its problem in words."""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def interrupt(self, number: int, frame: Any) -> None:
+        """Raise ``StepHung`` in the step that hangs; pass other alarms to the previous handler."""
         began, why = self.hangs
-        if began is not None and WATCHED.began == began:
+        if began is not None and CURRENT_EXAMPLE.began == began:
             raise StepHung(why)
-        if callable(self.before):  # it was another's alarm
+        if callable(self.before):
             self.before(number, frame)
 
     def _watch(self) -> None:
@@ -122,25 +123,25 @@ class _Watchdog:
         most, asleep = self.seconds + 2 * self.grace, _ASLEEP * self.seconds
         while not self.over.wait(pause):
             self._without_us(most, asleep + 2 * self.grace)
-            if WATCHED.began is None or WATCHED.began != began:
-                began, looks, interrupted = WATCHED.began, 0, False
+            if CURRENT_EXAMPLE.began is None or CURRENT_EXAMPLE.began != began:
+                began, looks, interrupted = CURRENT_EXAMPLE.began, 0, False
                 continue
-            looks += 1  # and not the time since: this thread may have been stopped, too
-            took, awake = WATCHED.takes(), looks * pause
+            looks += 1  # counted instead of elapsed time: this thread may have been stopped too
+            took, awake = CURRENT_EXAMPLE.step_cpu_seconds(), looks * pause
             if took > self.seconds + self.grace or awake > asleep + self.grace:
                 self._end()
             if not interrupted and (took > self.seconds or awake > asleep):
                 interrupted = True
                 within = f"{self.seconds:g} s of processor time"
                 within = within if took > self.seconds else f"{asleep:g} s, and slept"
-                self.hangs = began, f"did not come back within {within}"
+                self.hangs = began, f"did not return within {within}"
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     def _without_us(self, busy: float, asleep: float) -> None:
-        """Have the process end after so much processor time if this thread does not run again.
+        """Set timers for native code that holds the GIL, which stops this thread.
 
-        Native code that keeps the interpreter's lock stops it. Where that code sleeps, a traceback
-        is all, since nothing tells it from a process that was stopped; 0 calls both off.
+        The process ends after ``busy`` processor seconds. After ``asleep`` elapsed seconds only a
+        traceback is written, since sleeping code looks like a stopped process. 0 cancels both.
         """
         signal.setitimer(signal.ITIMER_PROF, busy)
         if asleep:
@@ -149,25 +150,25 @@ class _Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self) -> None:
-        words = WATCHED.example.words() if WATCHED.example else ""
-        said = (
-            f"\na step did not come back within {self.seconds:g} s, nor could it be interrupted: "
-            f"the process ends. What was tried:\n{words}\n\n{WATCHED.saved}\n\n"
+        words = CURRENT_EXAMPLE.example.describe() if CURRENT_EXAMPLE.example else ""
+        message = (
+            f"\na step did not return within {self.seconds:g} s, nor could it be interrupted: "
+            f"the process ends. The example was:\n{words}\n\n{CURRENT_EXAMPLE.saved}\n\n"
         )
-        os.write(self.stderr, said.encode())
+        os.write(self.stderr, message.encode())
         faulthandler.dump_traceback(self.stderr)
-        os._exit(ENDED)
+        os._exit(TIMEOUT_EXIT_STATUS)
 
 
-# What an adapter finds wrong by itself. A failure says what its message says, and no more.
+# Findings of adapters; a failure shows their messages alone
 
 
-class FoundByAdapter(Exception):
-    """What is tested broke a promise that its adapter holds it to."""
+class AdapterFinding(Exception):
+    """Error that an adapter raises for a fault that it finds itself."""
 
 
-class StoppedAnswering(FoundByAdapter):
-    """What is tested is gone, so that nothing can be tried on it any more."""
+class TargetGoneError(AdapterFinding):
+    """Error for a tested process or server that is gone, so that no further test is possible."""
 
-    who: ClassVar[str]
-    """What is gone, as a failure calls it."""
+    subject_name: ClassVar[str]
+    """Name of the lost target in failure messages."""

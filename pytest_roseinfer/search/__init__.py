@@ -1,1 +1,1 @@
-"""The search for a case on which a check fails."""
+"""Search for an example on which a check fails, shrinking, and replay."""

@@ -1,4 +1,4 @@
-"""The checks that an example can be run by, and how often one of them fails."""
+"""Checks of an example by their names, and repetition of a check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_roseinfer.run.metamorphic import (
     check_split,
     roomy,
 )
-from pytest_roseinfer.run.watchdog import StoppedAnswering
+from pytest_roseinfer.run.watchdog import TargetGoneError
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -31,18 +31,18 @@ _OF_HISTORIES = (run_history, check_permuted, check_split, check_copied, check_e
 CHECKS: dict[str, Callable[[type[Any], Any], Counter[str]]] = {
     check.__name__: check for check in (*_OF_HISTORIES, *_OF_MIXES)
 }
-"""The checks that can be run on an example, by the name a trace gives each."""
+"""Checks by their names in traces."""
 REPEAT_SECONDS = 60.0
-"""Seconds between the beginnings of the first and the last try, at most."""
+"""Maximum seconds between the starts of the first and the last try."""
 
 
 def kind_of_example(check: str) -> type[Example]:
-    """Return the class of the examples of a check."""
+    """Return the class of a check's examples."""
     return RequestMix if CHECKS[check] in _OF_MIXES else History
 
 
 def example_as_run(check: str, adapter: type[Any], example: Example) -> Example:
-    """Return the example that a check runs: some give a history more room first."""
+    """Return the example as the check runs it: some checks enlarge a history's cache first."""
     if check in ROOMY and isinstance(example, History):
         return roomy(adapter, example)
     return example
@@ -50,35 +50,35 @@ def example_as_run(check: str, adapter: type[Any], example: Example) -> Example:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The failures among several runs of one example."""
+    """Failures among several runs of one example."""
 
-    tried: int
+    num_runs: int
     failures: tuple[Difference, ...]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         if self.failures:
-            return f"it differed in {len(self.failures)} of {self.tried}"
-        times = f" {self.tried} times" if self.tried > 1 else ""
-        return f"it ran through{times}: nothing differed"
+            return f"it differed in {len(self.failures)} of {self.num_runs}"
+        times = f" {self.num_runs} times" if self.num_runs > 1 else ""
+        return f"it passed{times}: nothing differed"
 
     def require_none(self) -> None:
-        """Raise the first failure, which says how many there were."""
+        """Raise the first failure, with the number of failures in its message."""
         for failure in self.failures[:1]:
-            if self.tried > 1:
-                failure.added.append(self.words())
+            if self.num_runs > 1:
+                failure.extra_paragraphs.append(self.describe())
             raise failure
 
 
 def repeat(check: Callable[[], object], times: int, seconds: float = REPEAT_SECONDS) -> Repetition:
-    """Run a check up to ``times`` times within the time; what stopped answering is run no more."""
+    """Run a check up to ``times`` times within a time limit; stop if the target is gone."""
     ends = monotonic() + seconds
-    tried, failures = 0, []
-    while tried < times and (not tried or monotonic() < ends):
-        tried += 1
+    num_runs, failures = 0, []
+    while num_runs < times and (not num_runs or monotonic() < ends):
+        num_runs += 1
         try:
             check()
         except Difference as failure:
             failures.append(failure)
-            if isinstance(failure.__cause__, StoppedAnswering):
+            if isinstance(failure.__cause__, TargetGoneError):
                 break
-    return Repetition(tried, tuple(failures))
+    return Repetition(num_runs, tuple(failures))

@@ -1,4 +1,4 @@
-"""Recording a failure: for the report, as a drawing, and as files that run it again."""
+"""Recording of a failure: for the report, as a drawing, and as files to replay it."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
-from pytest_roseinfer.findings.svg import poster
+from pytest_roseinfer.findings.svg import draw_failure
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.frames import frames_of
-from pytest_roseinfer.run.watchdog import StepHung, StoppedAnswering, watched
-from pytest_roseinfer.search.reproduce import Saved, save
+from pytest_roseinfer.run.watchdog import StepHung, TargetGoneError, register_example
+from pytest_roseinfer.search.reproduce import SavedFiles, save
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.capabilities.observation import Location
     from pytest_roseinfer.findings.frame import Frame
-    from pytest_roseinfer.findings.timeline import Found, Timeline
+    from pytest_roseinfer.findings.timeline import FindingRecord, Timeline
     from pytest_roseinfer.search.checks import Example
 
-_NEVER_AGAIN = (StepHung, StoppedAnswering)
+_NEVER_AGAIN = (StepHung, TargetGoneError)
 
 
 def record(
     adapter: type[Adapter], example: Example, check: str, failure: BaseException, folder: str | None
 ) -> str:
-    """Note the failure of ``check`` on the smallest ``example`` for the report, and save it.
+    """Record the failure of ``check`` on the smallest ``example`` for the report, and save it.
 
-    Returns how to run it again. Without a folder nothing is saved.
+    Return instructions to replay it. Without a folder nothing is saved.
     """
-    found = _found(adapter, example, check, failure)
-    saved = Saved()
+    finding = _make_finding(adapter, example, check, failure)
+    saved = SavedFiles()
     if folder:
-        saved = save(adapter, example, check, found, folder, poster(found))
+        saved = save(adapter, example, check, finding, folder, draw_failure(finding))
     if isinstance(failure, Difference):
-        failure.shown_by = _first_test(coverage.current().of(adapter).found, found)
-    found |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
+        failure.reported_by = _first_test(coverage.current().of(adapter).found, finding)
+    finding |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
     if not isinstance(failure, KeyboardInterrupt):
-        coverage.current().of(adapter).note_found(found)
-    return saved.words
+        coverage.current().of(adapter).note_found(finding)
+    return saved.description
 
 
-def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseException) -> Found:
-    said = isinstance(failure, Difference)
+def _make_finding(
+    adapter: type[Adapter], example: Example, check: str, failure: BaseException
+) -> FindingRecord:
+    is_difference = isinstance(failure, Difference)
     location = failure.location if isinstance(failure, Divergence) else None
     contents = location.contents if location else None
     history = failure.history if isinstance(failure, Divergence) else example
@@ -56,7 +58,9 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
         "check": check,
         "tests": _test(),
         "what": failure.what if isinstance(failure, Difference) else repr(failure),
-        "message": str(failure) if said else f"{failure!r}\non {adapter.describe(example)}",
+        "message": str(failure)
+        if is_difference
+        else f"{failure!r}\non {adapter.describe(example)}",
         "expected": contents.expected if contents else "",
         "found": contents.found if contents else "",
         "example": json.loads(json.dumps(example.to_json())),
@@ -70,16 +74,16 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
     }
 
 
-def _first_test(known: list[Found], new: Found) -> str:
-    """Name a test of this process that met the same difference, if one did."""
+def _first_test(known: list[FindingRecord], new: FindingRecord) -> str:
+    """Return another test of this process that hit the same failure; "" if none did."""
     tests = (each["tests"] for each in known if each["what"] == new["what"])
-    return next((test for met in tests for test in met if [test] != new["tests"]), "")
+    return next((test for names in tests for test in names if [test] != new["tests"]), "")
 
 
 def _test() -> list[str]:
-    """Name the test that runs, as pytest does in this variable, with the phase behind it."""
-    said = os.environ.get("PYTEST_CURRENT_TEST", "")
-    return [said.rpartition(" ")[0]] if said else []
+    """Return the id of the running test, without the phase that pytest adds in the variable."""
+    current = os.environ.get("PYTEST_CURRENT_TEST", "")
+    return [current.rpartition(" ")[0]] if current else []
 
 
 def _drawn(
@@ -89,11 +93,11 @@ def _drawn(
     location: Location | None,
     failure: BaseException,
 ) -> tuple[list[Frame], Timeline | None]:
-    """Run it once more to draw it; nothing is drawn where it hangs, is gone or cannot begin."""
+    """Run an example once more to draw it; draw nothing if it hangs, is gone or cannot start."""
     if isinstance(failure, KeyboardInterrupt) or isinstance(failure.__cause__, _NEVER_AGAIN):
         return [], None
-    # What cannot be drawn must not hide what was found.
-    with watched(history), suppress(Exception, StepHung):
+    # A failing drawing must not hide the failure itself.
+    with register_example(history), suppress(Exception, StepHung):
         if isinstance(history, History):
             return frames_of(adapter, history, location), None
         if check == run_mix.__name__:

@@ -1,4 +1,4 @@
-"""Saves a failing history or mix of requests to be run again: as a trace, and as a script."""
+"""Saved failures: a history or mix of requests as a trace and as a script, for replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer import settings
 from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.watchdog import WATCHED
+from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE
 from pytest_roseinfer.search.checks import CHECKS, kind_of_example
 from pytest_roseinfer.search.trace import FAILED, FORMAT, SERVER
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.timeline import FindingRecord
     from pytest_roseinfer.search.checks import Example
 
 _SCRIPT = '''\
@@ -54,14 +54,14 @@ Adapter = load_target({adapter!r}{file})
 '''
 _RUN = """\
 {check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
-print("it ran through: nothing differed")\
+print("it passed: nothing differed")\
 """
 _RUN_OFTEN = """\
 from pytest_roseinfer.search.checks import repeat
 
 repetition = repeat(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
 repetition.require_none()
-print(repetition.words())\
+print(repetition.describe())\
 """
 
 
@@ -77,34 +77,39 @@ settings.set_current(replace(settings.current(), endpoint=SERVER))
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """The files that were written of a failure, from the root of the project."""
+class SavedFiles:
+    """Files of a saved failure, relative to the project's root."""
 
     trace: str = ""
     script: str = ""
     drawing: str = ""
-    words: str = ""
-    """How to run it again, or why there are none."""
+    description: str = ""
+    """Instructions to replay the failure, or why no files were saved."""
 
 
 def save(
-    adapter: type[Adapter], example: Example, check: str, found: Found, folder: str, drawing: str
-) -> Saved:
-    """Write the trace, the script and the ``drawing``, if there is one."""
+    adapter: type[Adapter],
+    example: Example,
+    check: str,
+    finding: FindingRecord,
+    folder: str,
+    drawing: str,
+) -> SavedFiles:
+    """Write the trace, the script and the ``drawing``, unless it is empty."""
     try:
         trace = {**_trace_of(adapter, check, folder), "example": example.to_json()}
         run = _RUN if adapter.replays == 1 else _RUN_OFTEN
-        return _write(trace, found, Path(folder), drawing, run)
+        return _write(trace, finding, Path(folder), drawing, run)
     except (OSError, TypeError) as error:
-        # Failing to save must not hide what was found.
-        return Saved(words=f"no replay was saved: {error}")
+        # Failing to save must not hide the failure itself.
+        return SavedFiles(description=f"no replay was saved: {error}")
 
 
 def _trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
-    """Return a trace without an example; raise ``TypeError`` where none can be replayed.
+    """Return a trace without its example; raise ``TypeError`` if the adapter cannot be imported.
 
-    It goes to a ``folder`` of the project's root. Its paths begin there, so that it means the same
-    in another checkout.
+    The parent of ``folder`` is the project's root. Paths are relative to it, so that the trace
+    works in another checkout.
     """
     name = coverage.name_of(adapter)
     if "<locals>" in name:
@@ -127,17 +132,17 @@ def _trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]
 
 @dataclass(slots=True)
 class ExampleFile:
-    """A trace of the example that is tried now, which stays if the process ends meanwhile."""
+    """Trace file of the running example, which survives if the process dies."""
 
     _file: FileIO
     _beginning: str
-    """The trace up to its example."""
+    """JSON text of the trace, up to its example."""
     _longest: int = 0
 
     @classmethod
     @contextmanager
     def of(cls, adapter: type[Adapter], check: str) -> Iterator[ExampleFile | None]:
-        """Keep a file for examples of ``check`` in the folder of failures; None if none can be."""
+        """Open a file for examples of ``check`` in the folder of failures; None if impossible."""
         folder = settings.current().failures_dir or ""
         path = Path(folder) / f"{adapter.__name__}-tried-by-{os.getpid()}.json"
         try:
@@ -145,39 +150,41 @@ class ExampleFile:
             beginning = json.dumps(trace)[:-1]
             _make_folder(path.parent)
             file = path.open("wb", buffering=0)
-        except (OSError, TypeError):  # what cannot be saved can be searched for all the same
+        except (OSError, TypeError):  # search without saving
             yield None
             return
-        WATCHED.saved = _how_to_replay(path, trace["adapter"])
+        CURRENT_EXAMPLE.saved = _how_to_replay(path, trace["adapter"])
         try:
             yield cls(file, beginning)
         finally:
-            WATCHED.saved = ""
+            CURRENT_EXAMPLE.saved = ""
             file.close()
             path.unlink(missing_ok=True)
 
     def write(self, example: Example) -> None:
         text = f'{self._beginning}, "example": {json.dumps(example.to_json())}}}'
         self._longest = max(self._longest, len(text))
-        # Blanks write over the longer example before: to cut a file takes milliseconds.
+        # Blanks overwrite the rest of a longer previous example: truncating takes milliseconds.
         os.pwrite(self._file.fileno(), text.ljust(self._longest).encode(), 0)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of failures, which version control is to ignore."""
+    """Create the folder of failures, with a .gitignore for all of it."""
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".gitignore").write_text("*\n")
 
 
-def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run: str) -> Saved:
+def _write(
+    trace: dict[str, Any], finding: FindingRecord, folder: Path, drawing: str, run: str
+) -> SavedFiles:
     _make_folder(folder)
     class_name, kind = trace["adapter"].partition(":")[2], kind_of_example(trace["check"])
-    # What it does names the file, and not what came of it.
-    does = json.dumps(trace, indent=1).encode()
-    stem = f"{class_name}-{sha256(does).hexdigest()[:10]}"
+    # The file's name depends on the example only, not on its failure.
+    content = json.dumps(trace, indent=1).encode()
+    stem = f"{class_name}-{sha256(content).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
-    text = json.dumps({**trace, FAILED: found["what"]}, indent=1)
+    text = json.dumps({**trace, FAILED: finding["what"]}, indent=1)
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
@@ -186,7 +193,7 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run:
         run=run.format(check=trace["check"], kind=kind),
         kind=kind,
         module=CHECKS[trace["check"]].__module__,
-        message="\n".join(f"# {line}".rstrip() for line in found["message"].splitlines()),
+        message="\n".join(f"# {line}".rstrip() for line in finding["message"].splitlines()),
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
@@ -198,21 +205,21 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run:
         drawing_file = folder / f"{stem}.svg"
         drawing_file.write_text(drawing, encoding="utf-8")
         words.append(f"      drawn: {_from_here(drawing_file)}")
-    return Saved(
+    return SavedFiles(
         trace=f"{folder.name}/{trace_file.name}",
         script=f"{folder.name}/{script_file.name}",
         drawing=f"{folder.name}/{stem}.svg" if drawing else "",
-        words="\n".join(words),
+        description="\n".join(words),
     )
 
 
 def _server_of(adapter: str) -> settings.Endpoint | None:
-    """Return the server that was tested, if the adapter is that of servers."""
+    """Return the tested server if the adapter is that of servers, else None."""
     return settings.current().endpoint if adapter == settings.ENDPOINT_TARGET else None
 
 
 def _server(adapter: str) -> str:
-    """Return how a script names the server that was tested, if one was. It has no key of it."""
+    """Return the lines of a script that select the tested server, without its key; or ""."""
     server = _server_of(adapter)
     if server is None:
         return ""
@@ -220,30 +227,30 @@ def _server(adapter: str) -> str:
 
 
 def _how_to_replay(file: Path, adapter: str) -> str:
-    """Return the command that runs a trace again, which must name an adapter that is not ours."""
+    """Return the command that replays a trace, with the target if it is not a shipped one."""
     named = "" if adapter in settings.SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
     if server := _server_of(adapter):
         named = f" {shlex.join(server.options)}"
-        # A stream that brings nothing is given up after as long again.
+        # The replay must wait as long for a silent stream.
         seconds = settings.current().step_seconds
         named += f" --roseinfer-step-seconds {seconds}" if seconds != settings.STEP_SECONDS else ""
     return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
 
 
 def _from_here(file: Path) -> Path:
-    """Name a file from the folder that the tests were started in, where it lies in there."""
+    """Return a path relative to the current folder, if the file is inside it."""
     file, here = file.resolve(), Path.cwd()
     return file.relative_to(here) if file.is_relative_to(here) else file
 
 
 def _within(root: Path, paths: Iterable[Path]) -> list[str]:
-    """List the paths that lie within ``root``, as they are called from there."""
+    """List the paths inside ``root``, relative to it."""
     resolved = [path.resolve() for path in paths]
     return [path.relative_to(root).as_posix() for path in resolved if path.is_relative_to(root)]
 
 
 def _folders() -> list[Path]:
-    """List the entries of ``sys.path`` that no installation made, such as those pytest adds."""
+    """List the entries of ``sys.path`` outside of the installation, such as those pytest adds."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     folders = [Path(entry).resolve() for entry in sys.path]
     return [

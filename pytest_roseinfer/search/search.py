@@ -1,4 +1,4 @@
-"""A search: drawn examples, the failing one made as small as it goes, and its report."""
+"""Search: draws examples, shrinks the first failing one, and reports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ import torch
 from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.watchdog import WATCHED, StepHung, StoppedAnswering, watched
+from pytest_roseinfer.run.watchdog import (
+    CURRENT_EXAMPLE,
+    StepHung,
+    TargetGoneError,
+    register_example,
+)
 from pytest_roseinfer.search import recorder
 from pytest_roseinfer.search.checks import CHECKS, example_as_run, repeat
 from pytest_roseinfer.search.reproduce import ExampleFile
@@ -34,120 +39,126 @@ if TYPE_CHECKING:
 _Example = TypeVar("_Example", bound="Example")
 
 
-class _Ended(BaseException):
-    """A failure that Hypothesis must not try again, and that is not made smaller."""
+class _FinalFailure(BaseException):
+    """Failure that Hypothesis must not retry, and that is not shrunk."""
 
 
 @dataclass(slots=True)
 class Search(Generic[_Example]):
-    """A search for a history, or a mix of requests, on which a check fails."""
+    """Search for a history, or a mix of requests, on which a check fails."""
 
     adapter: type[Adapter]
     check: Callable[[_Example], object]
-    drawn: SearchStrategy[_Example]
+    strategy: SearchStrategy[_Example]
     examples: int
-    """Examples to try, at most."""
+    """Maximum number of examples to try."""
     name: str
-    """Name among ``CHECKS`` of the check that runs a saved example again."""
+    """Name in ``CHECKS`` of the check that replays a saved example."""
     salt: str = ""
-    """Text that differs between searches of one name, which would else draw the same examples."""
+    """Part of the seed that differs between searches of one name, so that their examples do."""
     ends: float = math.inf
-    """Time of the monotonic clock after which no example begins."""
+    """Deadline after which no example starts, in ``monotonic`` time."""
     example: _Example | None = field(default=None, init=False)
-    """Latest example; after a failure, the smallest that fails like it. None before the first."""
-    left_out: int = field(default=0, init=False)
-    """Examples that were not tried, since the time was over."""
+    """Latest example; after a failure, the smallest with the same failure. None before any."""
+    num_skipped: int = field(default=0, init=False)
+    """Number of examples that were not tried because the time limit was over."""
     _file: ExampleFile | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Try examples until one fails; make that one small, save it, and raise its failure."""
+        """Try examples until one fails; shrink it, save it, and raise its failure."""
         if monotonic() > self.ends:
-            self.left_out = self.examples
+            self.num_skipped = self.examples
             return
         if gpu_is_lost():
             raise GpuLostError
         try:
-            kept = WATCHED.seconds and settings.current().failures_dir  # else nobody ends it
-            with ExampleFile.of(self.adapter, self.name) if kept else nullcontext() as self._file:
+            # Without the watchdog, nothing ends the process in the middle of an example.
+            keeps_file = CURRENT_EXAMPLE.seconds and settings.current().failures_dir
+            with (
+                ExampleFile.of(self.adapter, self.name)
+                if keeps_file
+                else nullcontext() as self._file
+            ):
                 self._try_and_shrink()
-        except (Exception, KeyboardInterrupt, _Ended) as raised:
+        except (Exception, KeyboardInterrupt, _FinalFailure) as raised:
             if self.example is None:
                 raise
             failure = self._report(self.example, raised)
             raise failure from failure.__cause__
 
     def try_examples(self) -> None:
-        """Try examples until one fails, and raise its failure as it is."""
+        """Try examples until one fails, and raise its failure without shrinking."""
         target = coverage.current().of(self.adapter)
         compiled = compiled_so_far if settings.current().gpu else int
         began, before = monotonic(), compiled()
         try:
             with warnings.catch_warnings():
-                # Of the example that failed, which is not the one that is shown.
+                # The warning is about the failing example before shrinking, which is not shown.
                 warnings.filterwarnings(
                     "ignore", "Generating overly large repr", hypothesis.errors.HypothesisWarning
                 )
-                undisturbed(self._test())
-        except (Exception, KeyboardInterrupt, _Ended):
+                run_isolated(self._test())
+        except (Exception, KeyboardInterrupt, _FinalFailure):
             target.failed = True
             raise
         finally:
             target.seconds += monotonic() - began
-            target.compiled += compiled() - before
+            target.num_compiled_kernels += compiled() - before
 
     def check_once(self, example: _Example) -> None:
-        """Check one example, which the watchdog and the file of examples know meanwhile."""
-        WATCHED.example, WATCHED.began = example, process_time()
+        """Check one example, registered with the watchdog and the example file."""
+        CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.began = example, process_time()
         try:
             if self._file:
                 self._file.write(example)
             self.check(example)
         finally:
-            WATCHED.began = WATCHED.example = None
+            CURRENT_EXAMPLE.began = CURRENT_EXAMPLE.example = None
 
     def _test(self) -> Callable[[], None]:
-        """Return a test for which Hypothesis draws examples, the same ones for the same seed."""
+        """Return a Hypothesis test of this search; the same seed draws the same examples."""
 
-        # Each search has a function of its own: Hypothesis rejects one that is run for two classes.
+        # One function per search: Hypothesis rejects a function that is run for two classes.
         def attempt(example: _Example) -> None:
             self._attempt(example)
 
         attempt.__qualname__ = f"{self.name}[{coverage.name_of(self.adapter)}]"
         test = hypothesis.settings(
             max_examples=self.examples,
-            # A step under Triton's interpreter takes as long as its launch is large.
+            # Under Triton's interpreter, a step's time grows with its launch.
             deadline=None,
             suppress_health_check=[hypothesis.HealthCheck.too_slow],
             report_multiple_bugs=False,
             print_blob=False,
-            # Where it sees a CI, Hypothesis would draw the same histories in every run.
+            # On a CI, Hypothesis would draw the same histories in every run by default.
             derandomize=False,
-            # It would change what was drawn; ``Shrinker`` makes the example itself smaller.
+            # Without Hypothesis's shrinking of choices: ``Shrinker`` shrinks the example itself.
             phases=[
                 hypothesis.Phase.explicit,
                 hypothesis.Phase.reuse,
                 hypothesis.Phase.generate,
             ],
-        )(hypothesis.given(self.drawn)(attempt))
+        )(hypothesis.given(self.strategy)(attempt))
         if (seed := settings.current().seed) is not None:
             # Searches of one run must not all draw the same histories.
             test = hypothesis.seed(f"{seed} {attempt.__qualname__} {self.salt}")(test)
         return test
 
     def _attempt(self, example: _Example) -> None:
-        if monotonic() > self.ends and example != self.example:  # what failed is tried once more
-            self.left_out += 1
+        # Hypothesis retries the failing example, which must run even after the deadline.
+        if monotonic() > self.ends and example != self.example:
+            self.num_skipped += 1
             return
         self.example = example
         try:
             self.check_once(example)
         except Exception as failure:
-            if why := _never_again(failure):
+            if why := _unrepeatable_reason(failure):
                 raise _ended(failure, why) from failure
             raise
 
     def _try_and_shrink(self) -> None:
-        """Raise how the check fails on the smallest example like the first that fails."""
+        """Raise the failure of the smallest example that fails like the first failing one."""
         try:
             self.try_examples()
         except Exception as failure:
@@ -155,39 +166,40 @@ class Search(Generic[_Example]):
                 raise
             shrinker = Shrinker(self.example, failure, self._check_smaller)
             passes = passes_of(self.adapter, self.example)
-            undisturbed(lambda: shrinker.shrink(passes))
+            run_isolated(lambda: shrinker.shrink(passes))
             self.example = shrinker.example
-            shrinker.say_if_cut_short()
+            shrinker.note_if_cut_short()
             raise shrinker.failure from shrinker.failure.__cause__
 
     def _check_smaller(self, example: _Example) -> None:
-        """Check an example; where failures come now and then, it must fail twice.
+        """Check a smaller example; for targets with random failures, it must fail twice.
 
-        What failed once may shrink to what is not to blame. If the target is gone, the search ends.
+        Otherwise a chance failure could shrink to an example that is not its cause. If the target
+        is gone, the search ends.
         """
         for last in (False, True) if self.adapter.replays > 1 else (True,):
             try:
                 self.check_once(example)
                 return
             except Exception as failure:
-                if isinstance(failure.__cause__, StoppedAnswering):
+                if isinstance(failure.__cause__, TargetGoneError):
                     self.example = example
-                    raise _ended(failure, _never_again(failure)) from failure
+                    raise _ended(failure, _unrepeatable_reason(failure)) from failure
                 if last:
                     raise
 
     def _report(self, example: Example, raised: BaseException) -> BaseException:
-        """Save an example that failed, and return its failure, which says where that is."""
-        ended = isinstance(raised, _Ended)
+        """Save a failing example, and return its failure with the replay instructions."""
+        ended = isinstance(raised, _FinalFailure)
         failure: BaseException = (raised.__cause__ if ended else None) or raised
         difference = _difference(failure)
         if difference and self.adapter.replays > 1 and not ended:
-            difference.added += self._repeated(example)
-        example = example_as_run(self.name, self.adapter, example)  # as the failure says it
+            difference.extra_paragraphs += self._repeated(example)
+        example = example_as_run(self.name, self.adapter, example)  # as in the failure's message
         folder = settings.current().failures_dir
         saved = recorder.record(self.adapter, example, self.name, difference or failure, folder)
         if difference:
-            difference.added.append(saved)
+            difference.extra_paragraphs.append(saved)
             return difference
         # This takes the place of Hypothesis's own note.
         words = f"\non {self.adapter.describe(example)}\n\n{raised if ended else ''}\n{saved}"
@@ -195,27 +207,27 @@ class Search(Generic[_Example]):
         return failure
 
     def _repeated(self, example: Example) -> list[str]:
-        """Say how often an example fails when it is run again. An error then hides nothing."""
+        """Describe how often an example fails when repeated; errors of that are ignored."""
         check = partial(CHECKS[self.name], self.adapter, example)
-        with suppress(Exception), watched(example):
+        with suppress(Exception), register_example(example):
             repetition = repeat(check, self.adapter.replays, SHRINK_SECONDS)
-            return [f"Served again, {repetition.words()}."]
+            return [f"Served again, {repetition.describe()}."]
         return []
 
 
-def _never_again(failure: Exception) -> str:
-    """Say why what failed cannot be tried again in this process; nothing if it can."""
+def _unrepeatable_reason(failure: Exception) -> str:
+    """Return why a failing example cannot be retried in this process; "" if it can."""
     if isinstance(failure, Difference) and isinstance(failure.__cause__, StepHung):
-        return "It was not made smaller: every attempt would take as long."
-    if isinstance(failure.__cause__, StoppedAnswering):
-        return "Nothing else was tried, and the mix was not made smaller. Once it answers again,"
+        return "It was not shrunk: every attempt would take as long."
+    if isinstance(failure.__cause__, TargetGoneError):
+        return "Nothing else was tried, and the mix was not shrunk. Once it answers again,"
     return LOST if gpu_is_lost() else ""
 
 
-def _ended(failure: Exception, why: str) -> _Ended:
+def _ended(failure: Exception, why: str) -> _FinalFailure:
     if isinstance(failure, Difference):
-        failure.added.append(why)
-    return _Ended(why)
+        failure.extra_paragraphs.append(why)
+    return _FinalFailure(why)
 
 
 def _difference(failure: BaseException | None) -> Difference | None:
@@ -226,34 +238,34 @@ def _difference(failure: BaseException | None) -> Difference | None:
         return None
     for part in getattr(failure, "exceptions", ()):
         if isinstance(part, Difference):
-            part.added.append(
-                "The same passed when it was tried again: what happens depends on more than what "
-                "is done."
+            part.extra_paragraphs.append(
+                "The same example passed when it was tried again: the result depends on more than "
+                "the example."
             )
             return part
     return None
 
 
-# What a search does to its process: room for its frames, one thread, and little collection.
+# Process settings of a search: room for its frames, one thread, and little garbage collection.
 
 
 _OBJECTS = 20_000
-"""New objects between two garbage collections, in place of CPython's 700: Triton's interpreter
-makes thousands in every operation and leaves hardly a cycle behind."""
+"""New objects between two garbage collections, instead of CPython's 700: Triton's interpreter
+creates thousands in each operation, with hardly any cycles."""
 _LOCAL_NAMES = 1 << 14
-"""Local names of the function that calls a search: its frame takes 128 KiB.
+"""Number of local names of the function that calls a search, whose frame takes 128 KiB.
 
-CPython keeps frames in chunks of 16 KiB and returns a chunk to the system as soon as its last frame
-is gone. A loop whose calls happen to begin at the end of a chunk maps and unmaps memory in every
-round, which can cost a third of a run. A frame of 128 KiB gets a chunk of 256, and all the frames
-inside fit into the rest of it.
+CPython allocates frames in chunks of 16 KiB and returns a chunk to the system once its last frame
+is gone. A loop whose calls start at the end of a chunk maps and unmaps memory in every iteration,
+which can take a third of a run. A frame of 128 KiB gets a chunk of 256, whose rest has room for all
+inner frames.
 """
 
 
-def undisturbed(search: Callable[[], object]) -> None:
+def run_isolated(search: Callable[[], object]) -> None:
     """Call ``search`` with room for its frames, little garbage collection and one thread.
 
-    More threads would only slow down work on tensors as small as these.
+    More threads would only slow down operations on tensors this small.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
@@ -267,7 +279,7 @@ def undisturbed(search: Callable[[], object]) -> None:
 
 @cache
 def _large_frame() -> Callable[[Callable[[], object]], None]:
-    """Return a function that calls another from a large frame, which has room for its locals."""
+    """Return a function that calls another one from a large frame, full of unused locals."""
     names = " = ".join(f"_{number}" for number in range(_LOCAL_NAMES))
     namespace: dict[str, Any] = {}
     exec(f"def call(function):\n    {names} = None\n    function()", namespace)
@@ -275,11 +287,11 @@ def _large_frame() -> Callable[[Callable[[], object]], None]:
     return call
 
 
-# Counts the kernels that Triton compiles: on a GPU a search waits mostly for these.
+# Count of compiled Triton kernels: on a GPU, a search mostly waits for compilation.
 
 
 class Compilations:
-    """A listener of Triton's compiler."""
+    """Listener of Triton's compiler that counts compilations."""
 
     def __init__(self, next_listener: Any = None) -> None:
         self.count = 0
@@ -292,7 +304,7 @@ class Compilations:
 
 
 def compiled_so_far() -> int:
-    """Return how many kernels this process has compiled; those read from a cache do not count."""
+    """Return the number of kernels that this process has compiled, without cache hits."""
     from triton import knobs
 
     if not isinstance(knobs.compilation.listener, Compilations):
@@ -300,27 +312,27 @@ def compiled_so_far() -> int:
     return knobs.compilation.listener.count
 
 
-# Notices that what was tested broke the GPU's context: after that, nothing works in a process.
+# Loss of the GPU's context by the tested code, after which the process cannot use the GPU.
 
 
 LOST = (
-    "It was not made smaller: the GPU's context is gone, and nothing in this process works any "
-    "more. CUDA says so late, so a step before may be to blame: replay it with "
+    "It was not shrunk: the GPU's context is lost, and nothing on it works in this process any "
+    "more. CUDA reports errors late, so an earlier step may be the cause: replay it with "
     "CUDA_LAUNCH_BLOCKING=1."
 )
 
 
 class GpuLostError(RuntimeError):
-    """An earlier test broke the GPU's context."""
+    """Error of a test after another one broke the GPU's context."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the GPU's context is gone since a test before failed: run this one in another process"
+            "the GPU's context was lost in an earlier test: run this one in another process"
         )
 
 
 def gpu_is_lost() -> bool:
-    """Return True for a GPU that is in use and does nothing any more."""
+    """Return True if this process used a GPU and its context is broken."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:

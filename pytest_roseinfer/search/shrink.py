@@ -1,4 +1,4 @@
-"""Shrinking: what is smaller than a history, a cache or a mix of requests, and what still fails."""
+"""Shrinking: lists smaller histories, caches and mixes, and keeps those that still fail."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from pytest_roseinfer.search.checks import Example
 
 SHRINK_SECONDS = 20.0
-"""Seconds that making one example smaller may take."""
+"""Maximum seconds to shrink one example."""
 _Case = TypeVar("_Case", bound="Example")
 
 
 @dataclass(slots=True)
 class Shrinker(Generic[_Case]):
-    """The smallest example so far, and how the check failed on it.
+    """Shrinker with the smallest failing example so far, and its failure.
 
     It tries smaller examples and keeps each on which the check still fails, until none does. It
-    works on the example itself, a history or a mix of requests, and not on the choices it was drawn
-    by: a choice means something else once one before it is gone.
+    shrinks the example itself, a history or a mix of requests, not the choices of its strategy:
+    a choice changes its meaning once a previous one is removed.
     """
 
     example: _Case
@@ -49,26 +49,26 @@ class Shrinker(Generic[_Case]):
     check: Callable[[_Case], object]
     ends: float = field(default_factory=lambda: monotonic() + SHRINK_SECONDS)
     cut_short: bool = False
-    """The time was over before all that is smaller had been tried."""
+    """True if the time ran out before all smaller examples were tried."""
     _tried: set[str] = field(default_factory=set)
 
     def shrink(self, passes: Sequence[Callable[[_Case], Iterator[_Case]]]) -> None:
-        """Try what the passes list, in turns, until nothing smaller fails or the time is over."""
+        """Try the candidates of each pass in turns, until none fails or the time runs out."""
         before = None
         while before != self.example and not self.cut_short:
             before = self.example
             for smaller in passes:
                 self._go_through(smaller)
 
-    def say_if_cut_short(self) -> None:
-        """Have a failure say that there may be a smaller example."""
+    def note_if_cut_short(self) -> None:
+        """Note in the failure's message that there may be a smaller example."""
         if self.cut_short and isinstance(self.failure, Difference):
-            self.failure.added.append(
-                f"There may be a smaller one: making it smaller ended after {SHRINK_SECONDS:g} s."
+            self.failure.extra_paragraphs.append(
+                f"There may be a smaller example: shrinking ended after {SHRINK_SECONDS:g} s."
             )
 
     def _go_through(self, smaller: Callable[[_Case], Iterator[_Case]]) -> None:
-        """Try what one pass lists; go on at the same place of the new list where one is kept."""
+        """Try the candidates of a pass; after a kept one, continue at its index in the new list."""
         at: int | None = 0
         while at is not None:
             at = self._next_kept(smaller, at)
@@ -82,8 +82,8 @@ class Shrinker(Generic[_Case]):
         return None
 
     def _still_fails(self, candidate: _Case) -> bool:
-        """Try an example unless it was tried before; keep it if the check fails in the same way."""
-        # Of a long history there are many that come to the same, and listing them takes long too.
+        """Try a candidate that was not tried before; keep it if the check fails in the same way."""
+        # Also for repeated candidates: a long history has many, and listing them takes long too.
         self.cut_short = monotonic() > self.ends
         text = json.dumps(candidate.to_json())
         if self.cut_short or text in self._tried:
@@ -92,48 +92,52 @@ class Shrinker(Generic[_Case]):
         try:
             self.check(candidate)
         except type(self.failure) as failure:
-            # Who raises an error has another mistake than who holds what is wrong. But an error may
-            # come of what was held, which a smaller example shows at once.
+            # An error raised by the target is another bug than wrong contents. But an error may be
+            # caused by wrong contents, which a smaller example shows directly.
             if type(failure.__cause__) not in (type(self.failure.__cause__), type(None)):
                 return False
-            # An error of a step that fits is worse than one where another is due.
+            # An error in a step that fits is worse than a wrong error in a step that must fail.
             if _without_room(failure) and not _without_room(self.failure):
                 return False
             self.example, self.failure = candidate, failure
             return True
-        except Exception:  # something else is wrong there
+        except Exception:  # another failure
             return False
         return False
 
 
 def passes_of(adapter: type[Any], example: _Case) -> Sequence[Callable[[_Case], Iterator[_Case]]]:
-    """Return the ways to make an example for this adapter smaller."""
+    """Return the shrinking passes for an example of this adapter."""
     listed: Any = passes_of_mixes if isinstance(example, RequestMix) else passes_of_histories
     passes: Sequence[Callable[[_Case], Iterator[_Case]]] = listed(adapter)
     return passes
 
 
 def _without_room(failure: Exception) -> bool:
-    return isinstance(failure, Difference) and failure.without_room
+    return isinstance(failure, Difference) and failure.on_refused_step
 
 
-# Lists what is simpler than one step of a history: fewer rows, smaller numbers, usual switches.
+# Simpler steps: fewer rows, smaller numbers, default switches.
 
 
 def simpler_steps(step: Operation, usual: Mapping[str, Any]) -> Iterator[Operation]:
-    """List steps of the same kind; ``usual`` are the switches of a cache that nobody changed."""
+    """List simpler steps of the same kind; ``usual`` are the default switches of a cache."""
     yield from _with_fewer_rows(step)
     for each in fields(step):  # type: ignore[arg-type]
         value = getattr(step, each.name)
         if isinstance(value, Mapping):
-            yield from (replace_field(step, each.name, new) for new in more_usual(value, usual))
+            yield from (
+                replace_field(step, each.name, new) for new in nearer_default_options(value, usual)
+            )
         elif each.default is not MISSING and value != each.default:
             yield replace_field(step, each.name, each.default)
     yield from _with_smaller_numbers(step)
 
 
-def more_usual(options: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """List switches that differ from the usual ones in nothing, then in one less."""
+def nearer_default_options(
+    options: Mapping[str, Any], usual: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """List switches closer to the default: all default, then each one of them."""
     unusual = [name for name in usual if options.get(name) != usual[name]]
     if unusual:
         yield {**options, **usual}
@@ -141,7 +145,7 @@ def more_usual(options: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator
 
 
 def with_numbers(step: Operation, change: Callable[[int], int]) -> Operation:
-    """Return a step with each number changed that is no name, none below the least."""
+    """Return a step with all numbers except names changed, none below the step's minimum."""
     for name, numbers in _numbers(step).items():
         changed = tuple(max(step.least, change(number)) for number in numbers)
         single = isinstance(getattr(step, name), int)
@@ -150,7 +154,7 @@ def with_numbers(step: Operation, change: Callable[[int], int]) -> Operation:
 
 
 def smaller_numbers(number: int, least: int) -> list[int]:
-    """List some numbers below this one, the smallest first."""
+    """List some smaller numbers, the smallest first."""
     few = {least, least + 1, number // 2, number - 2, number - 1}
     return sorted(each for each in few if least <= each < number)
 
@@ -177,7 +181,7 @@ def _with_smaller_numbers(step: Operation) -> Iterator[Operation]:
 
 
 def _numbers(step: Operation) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of each field that holds any, names no sequence and has no default."""
+    """Return the numbers of each numeric field that names no sequence and has no default."""
     open_ = {each.name for each in fields(step) if each.default is MISSING}  # type: ignore[arg-type]
     values = {name: value for name, value in _values(step).items() if name in open_ - {*NAMING}}
     return {
@@ -191,7 +195,7 @@ def _values(step: Operation) -> dict[str, Any]:
     return {each.name: getattr(step, each.name) for each in fields(step)}  # type: ignore[arg-type]
 
 
-# Lists the histories that do the same to a plainer or smaller cache.
+# The same steps on a plainer or smaller cache.
 
 
 _FEWEST_BLOCKS = 2
@@ -200,7 +204,7 @@ _FEWEST_BLOCKS = 2
 def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
     spec = history.spec
     usual = {name: values[0] for name, values in adapter.option_choices.items()}
-    for options in more_usual(spec.options, usual):
+    for options in nearer_default_options(spec.options, usual):
         yield _with_spec(history, options=options)
     if not history.finite:
         yield replace(history, finite=True)
@@ -249,27 +253,28 @@ def _smaller_windows(spec: CacheSpec) -> Iterator[tuple[int | None, ...]]:
 
 
 def _with_blocks_of(size: int, history: History) -> History:
-    """Make the blocks smaller, and all numbers so that they end where they did in a block."""
+    """Make the blocks smaller, and scale all numbers so that they end at the same place in a
+    block."""
     change = partial(_as_many_blocks, history.spec.block_size, size)
     steps = tuple(with_numbers(step, change) for step in history.operations)
     return replace(_with_spec(history, block_size=size), operations=steps)
 
 
 def _as_many_blocks(old: int, new: int, tokens: int) -> int:
-    """Return a number of tokens that fills as many blocks, and as much of the last as can be."""
+    """Return the tokens that fill the same number of blocks, and the last to a similar degree."""
     blocks, rest = divmod(tokens, old)
     last = new - 1 if rest == old - 1 else min(rest, new - 1)
     return blocks * new + (max(1, last) if rest else 0)
 
 
 _MANY_ROWS = 2 * MOST_SEQUENCES
-"""Few drawn steps have more rows."""
+"""Number of rows that few drawn steps exceed."""
 
 
 def passes_of_histories(
     adapter: type[KVCacheAdapter],
 ) -> list[Callable[[History], Iterator[History]]]:
-    """Return the ways to make a history of this adapter smaller, the most thorough last."""
+    """Return the shrinking passes for histories of this adapter, the most thorough last."""
     ways = (
         _without_steps_if_large,
         _without_a_sequence,
@@ -284,27 +289,27 @@ def passes_of_histories(
         _histories_with_less_room,
         _renamed,
     )
-    return [partial(_sensible, way, adapter) for way in ways]
+    return [partial(_with_valid_steps, way, adapter) for way in ways]
 
 
-def _sensible(
+def _with_valid_steps(
     way: Callable[[type[KVCacheAdapter], History], Iterator[History]],
     adapter: type[KVCacheAdapter],
     history: History,
 ) -> Iterator[History]:
     for smaller in way(adapter, history):
-        sensible = what_makes_sense(adapter, smaller)
-        if 0 < sensible.size <= history.size:
-            yield sensible
+        valid = keep_valid_steps(adapter, smaller)
+        if 0 < valid.size <= history.size:
+            yield valid
 
 
-def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History:
-    """Leave out the steps that cannot be done or drawn; end what is left half done."""
+def keep_valid_steps(adapter: type[KVCacheAdapter], history: History) -> History:
+    """Leave out steps that became impossible, and finish operations that are left half done."""
     oracle = _oracle(adapter, history)
     shows_room = "ledger" in adapter.abilities
     kept: list[Operation] = []
     for each in history.operations:
-        step = each.fitted(oracle)
+        step = each.fill_in_numbers(oracle)
         if not _can_be_done(step, oracle):
             continue
         fits = step.fits(oracle) or not step.allowed(oracle)
@@ -313,8 +318,8 @@ def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History
         step.apply(oracle)
         kept.append(step)
         if not fits and adapter.prefixes.shares == "equal prefixes":
-            break  # it may find room all the same, and nobody knows what it holds then
-    endings = (each.endings for each in adapter.capabilities if each.endings)
+            break  # it may find room after all, and then its contents are unknown
+    endings = (each.finishing_steps for each in adapter.capabilities if each.finishing_steps)
     kept += chain.from_iterable(ending(oracle) for ending in endings)
     return replace(history, operations=tuple(kept))
 
@@ -325,7 +330,7 @@ def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
 
 def _can_be_done(step: Operation, oracle: Oracle) -> bool:
     unwritten = oracle.sequences.keys() - {*oracle.usable} - oracle.absent.keys()
-    return unwritten.isdisjoint([*step.changed(), *step.uses()]) and step.possible(oracle)
+    return unwritten.isdisjoint([*step.changed_seqs(), *step.uses()]) and step.possible(oracle)
 
 
 def _with(history: History, steps: Iterable[Operation]) -> History:
@@ -340,7 +345,7 @@ def _without_a_sequence(_: type[KVCacheAdapter], history: History) -> Iterator[H
 
 
 def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Do to one sequence what is done to two, such as a fork and its parent."""
+    """Merge two sequences, such as a fork and its parent, into one."""
     names = dict.fromkeys(seq for step in history.operations for seq in _names(step))
     for kept, gone in combinations(names, 2):
         as_one = {**{seq: seq for seq in names}, gone: kept}
@@ -355,7 +360,7 @@ def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Ite
 
 
 def _without_rows_of(seq: int, step: Operation) -> Operation | None:
-    """Return a step without the rows of a sequence; None if nothing is left of it."""
+    """Return a step without the rows of a sequence; None if nothing remains."""
     if seq not in _names(step):
         return step
     fewer = simpler_steps(step, {})
@@ -374,7 +379,7 @@ def _names(step: Operation) -> Iterator[int]:
 
 
 def _without_steps(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Leave out steps that follow each other: half of all, then fewer, from the end on."""
+    """Leave out consecutive steps: half of all, then fewer, starting at the end."""
     steps, many = history.operations, history.size
     while many := many // 2:
         for end in range(len(steps), many - 1, -many):
@@ -382,7 +387,7 @@ def _without_steps(_: type[KVCacheAdapter], history: History) -> Iterator[Histor
 
 
 def _without_steps_if_large(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Leave out steps before sequences where steps have many rows: each then takes long to try."""
+    """Leave out steps first if steps have many rows, since each try then takes long."""
     if any(len(step.rows()) > _MANY_ROWS for step in history.operations):
         yield from _without_steps(adapter, history)
 
@@ -394,18 +399,18 @@ def _without_two_steps(_: type[KVCacheAdapter], history: History) -> Iterator[Hi
 
 
 def _histories_with_less_room(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Leave something out, and as many blocks as it took, for what is wrong where few are free."""
+    """Leave out steps together with their blocks, for failures that need a nearly full cache."""
     free = _free(adapter, history)
     for way in (_without_a_sequence, _without_steps, _without_two_steps, _with_simpler_steps):
         for left in way(adapter, history):
-            smaller = what_makes_sense(adapter, left)
+            smaller = keep_valid_steps(adapter, left)
             blocks = smaller.spec.num_blocks - _free(adapter, smaller) + free
             if fewest_blocks(smaller.spec) <= blocks < smaller.spec.num_blocks:
                 yield replace(smaller, spec=replace(smaller.spec, num_blocks=blocks))
 
 
 def _free(adapter: type[KVCacheAdapter], history: History) -> int:
-    """Count the blocks that are free in the end."""
+    """Count the free blocks at the end of a history."""
     oracle = _oracle(adapter, history)
     for step in history.operations:
         step.apply(oracle)
@@ -413,7 +418,7 @@ def _free(adapter: type[KVCacheAdapter], history: History) -> int:
 
 
 def _with_switches_set_before(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Build the cache with the switches that a step sets."""
+    """Set a step's switches when the cache is made, and leave out the step."""
     steps = history.operations
     for at, step in enumerate(steps):
         if isinstance(step, SetOptions):
@@ -422,7 +427,7 @@ def _with_switches_set_before(_: type[KVCacheAdapter], history: History) -> Iter
 
 
 def _with_joined_steps(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Have one step that writes be a plain append, or two be one."""
+    """Replace a writing step by a plain append, or two writing steps by one."""
     steps = history.operations
     writing = {at: dict(step.rows()) for at, step in enumerate(steps) if isinstance(step, Write)}
     for at, rows in writing.items():
@@ -430,14 +435,14 @@ def _with_joined_steps(adapter: type[KVCacheAdapter], history: History) -> Itera
             yield _with(history, (*steps[:at], Append(tuple(rows)), *steps[at + 1 :]))
     for first, second in combinations(writing, 2):
         rows = Counter(writing[first]) + Counter(writing[second])
-        between, behind = steps[first + 1 : second], steps[second + 1 :]
+        between, after = steps[first + 1 : second], steps[second + 1 :]
         for joined in _writes(rows):
             if joined.needs <= adapter.abilities:
-                yield _with(history, (*steps[:first], joined, *between, *behind))
+                yield _with(history, (*steps[:first], joined, *between, *after))
 
 
 def _writes(rows: Mapping[int, int]) -> Iterator[Operation]:
-    """List the steps that write so many tokens to each sequence."""
+    """List the steps that write these numbers of tokens to sequences."""
     if {*rows.values()} == {1}:
         yield Append(tuple(rows))
     if len(rows) == 1:
@@ -455,7 +460,7 @@ def _with_simpler_steps(adapter: type[KVCacheAdapter], history: History) -> Iter
 
 
 def _with_all_numbers_lower(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Lower all numbers at once, by some blocks or by one, so that they go on fitting together."""
+    """Lower all numbers at once, by some blocks or by one, to keep their relations."""
     size = history.spec.block_size
     for less in (4 * size, size, 1):
         lowered = (with_numbers(step, partial(_less, less)) for step in history.operations)
@@ -467,9 +472,9 @@ def _less(less: int, number: int) -> int:
 
 
 def _renamed(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Number the sequences in the order in which they come."""
-    seen = dict.fromkeys(seq for step in history.operations for seq in _names(step))
-    numbers = {seq: number for number, seq in enumerate(seen)}
+    """Number the sequences in order of appearance."""
+    names = dict.fromkeys(seq for step in history.operations for seq in _names(step))
+    numbers = {seq: number for number, seq in enumerate(names)}
     yield _with(history, (_with_names(step, numbers) for step in history.operations))
 
 
@@ -485,7 +490,7 @@ def _with_names(step: Operation, numbers: dict[int, int]) -> Operation:
     return step
 
 
-# Lists the mixes of requests that are smaller than one in one way: fewer, or less in each.
+# Smaller mixes of requests: fewer requests, or smaller ones.
 #
 # The cache always has room for the largest request, which an engine may refuse otherwise.
 
@@ -493,7 +498,7 @@ def _with_names(step: Operation, numbers: dict[int, int]) -> Operation:
 def passes_of_mixes(
     adapter: type[EngineAdapter],
 ) -> list[Callable[[RequestMix], Iterator[RequestMix]]]:
-    """Return the ways to make a mix for this adapter smaller, the most thorough last."""
+    """Return the shrinking passes for mixes of this adapter, the most thorough last."""
     usual = {name: values[0] for name, values in adapter.option_choices.items()}
     return [
         _without_requests,
@@ -506,24 +511,24 @@ def passes_of_mixes(
 
 
 def _without_requests(mix: RequestMix) -> Iterator[RequestMix]:
-    """Leave out requests: half of all, then fewer, from the end on."""
+    """Leave out requests: half of all, then fewer, starting at the end."""
     specs, many = mix.requests, mix.size
     while many := many // 2:
         for end in range(mix.size, many - 1, -many):
             before, after = specs[: end - many], specs[end:]
             yield from _with_requests(mix, (*before, *after))
-            # What was left out may have kept them waiting.
+            # The removed requests may have delayed the later ones.
             yield from _with_requests(mix, (*before, *map(_a_step_later, after)))
 
 
 def _a_step_later(spec: RequestSpec) -> RequestSpec:
-    """Have a request come later, and what becomes of it soon."""
+    """Let a request arrive a step later, and its events, such as a cancel, happen early."""
     soon = {name: min(1, number) for name, number in _own_numbers(spec).items()}
     return change(spec, arrival=spec.arrival + 1, **soon)
 
 
 def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
-    """Cut tokens off all prompts, behind or in front, or off all that is generated."""
+    """Shorten all prompts at the end or the start, or all outputs."""
     longest = max(len(each.prompt) for each in mix.requests)
     for kept in smaller_numbers(longest, 1):
         yield from _with_requests(mix, (_cut(each, kept) for each in mix.requests))
@@ -537,7 +542,9 @@ def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
 def _with_a_plainer_engine(
     usual: dict[str, Any], smallest_block: int, mix: RequestMix
 ) -> Iterator[RequestMix]:
-    yield from (replace(mix, options=options) for options in more_usual(mix.options, usual))
+    yield from (
+        replace(mix, options=options) for options in nearer_default_options(mix.options, usual)
+    )
     for size in smaller_numbers(mix.block_size, smallest_block):
         yield replace(mix, block_size=size)
 
@@ -555,7 +562,7 @@ def _with_simpler_requests(mix: RequestMix) -> Iterator[RequestMix]:
 
 
 def _with_all_sooner(mix: RequestMix) -> Iterator[RequestMix]:
-    """Have all that are not there from the beginning come a step sooner."""
+    """Let all requests arrive a step sooner, except those of step 0."""
     sooner = (replace(each, arrival=max(0, each.arrival - 1)) for each in mix.requests)
     yield from _with_requests(mix, sooner)
 
@@ -578,13 +585,14 @@ def _simpler_requests(spec: RequestSpec) -> Iterator[RequestSpec]:
 
 
 def _own_numbers(spec: RequestSpec) -> dict[str, int]:
-    """Return the numbers of a request that not every request has."""
-    own = {each.name: getattr(spec, each.name) for each in fields(spec)[len(fields(RequestCore)) :]}
-    return {name: number for name, number in own.items() if type(number) is int}
+    """Return the numbers among a request's capability fields, without the core fields."""
+    extra = fields(spec)[len(fields(RequestCore)) :]
+    values = {each.name: getattr(spec, each.name) for each in extra}
+    return {name: number for name, number in values.items() if type(number) is int}
 
 
 def _plainer(case: Any, names: Sequence[Field[Any]]) -> Iterator[Any]:
-    """Give each of some fields its default, or keep one of its elements."""
+    """Set each of these fields to its default, or keep only one element of it."""
     changed = [each for each in names if getattr(case, each.name) != each.default]
     yield from (replace(case, **{each.name: each.default}) for each in changed)
     for name in (each.name for each in changed):
@@ -594,7 +602,7 @@ def _plainer(case: Any, names: Sequence[Field[Any]]) -> Iterator[Any]:
 
 
 def _with_requests(mix: RequestMix, specs: Iterable[RequestSpec]) -> Iterator[RequestMix]:
-    """Return a mix with other requests: in as large a cache, and in one smaller by what is gone."""
+    """Yield the mix with other requests, in the same cache and in one without the freed room."""
     smaller = replace(mix, requests=tuple(specs))
     yield smaller
     if gone := _tokens(mix) - _tokens(smaller):

@@ -1,7 +1,7 @@
-"""A saved trace: what it holds, and what of it may be used where somebody else wrote it.
+"""Saved traces: format, validation, replay, and protection against untrusted ones.
 
-A trace names Python to be imported. So its adapter must be one that this run names itself, and a
-file or folder of it is used only inside the project, unless the run trusts it.
+A trace names Python code to import. So its adapter must be one that this run names itself, and its
+file and folders are used only inside the project, unless the run trusts the trace.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 FORMAT = 1
-"""Number of the format of traces, which rises when older ones cannot be read any more."""
+"""Format version of traces; raised when older ones can no longer be read."""
 LAST_COMMITS: Mapping[int | str, str] = {
     **dict.fromkeys(("arrives", "cancelled_after", "stops"), "47d57de6"),
     **dict.fromkeys(("SwappedOut", "SwappedIn", "Take"), "a1e4ba7e"),
 }
-"""Last commit that reads what this one cannot, by a format number or the name of an operation or
-of a request's field."""
+"""Last commits that read formats, operations and request fields that this one cannot, by format
+number or name."""
 TRUST = "--roseinfer-replay-trust"
 FAILED = "failed"
-"""The field of what was wrong when a trace was saved; not there if the process ended before."""
+"""Field of the failure's message; missing if the process ended before it was known."""
 SERVER = "server"
-"""The field of the address and the model of a server, if one was tested."""
+"""Field of the URL and the model of a server, if one was tested."""
 _OURS = (*SHIPPED_TARGETS, ENDPOINT_TARGET)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _FIELDS: Mapping[str, type[Any]] = {
@@ -48,29 +48,29 @@ _FIELDS: Mapping[str, type[Any]] = {
 
 
 class TraceError(ValueError):
-    """A file holds no trace, or one that cannot be run here."""
+    """Error of a file that is not a trace, or cannot be replayed here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """What a trace may have imported."""
+class ImportPolicy:
+    """Imports that a trace may cause."""
 
     targets: Collection[str]
-    """The adapters that this run names, beside the shipped ones."""
+    """Adapters that this run names, besides the shipped ones."""
     project: Path
     trusted: bool = False
-    """Whatever it names."""
+    """True to allow all imports."""
 
     def check(self, file: str, adapter: str) -> None:
-        """Refuse an adapter that nobody but the trace names."""
+        """Refuse an adapter that is named by the trace alone."""
         if not (self.trusted or adapter in self.targets or adapter in _OURS):
             raise TraceError(
-                f"{file} names Python to be imported that this run does not: add "
+                f"{file}: would import an adapter that this run does not name; add "
                 f"--roseinfer-target {adapter} if that is your cache or engine, or {TRUST}"
             )
 
     def file(self, trace: Mapping[str, Any]) -> str:
-        """Return the adapter's file, or nothing where its module must be found without."""
+        """Return the adapter's file; "" if its module must be found by name."""
         if not trace["file"] or (trace["adapter"] in _OURS and not self.trusted):
             return ""
         return "".join(self._usable([trace["file"]]))
@@ -79,14 +79,14 @@ class Allowed:
         return self._usable(trace["folders"])
 
     def _usable(self, paths: Iterable[str]) -> list[str]:
-        """Return paths from the root of the project that this run may use, as they are here."""
+        """Return the allowed ones of paths relative to the project's root, as absolute paths."""
         root = self.project.resolve()
-        found = [(root / path).resolve() for path in paths]
-        return [str(path) for path in found if self.trusted or path.is_relative_to(root)]
+        resolved = [(root / path).resolve() for path in paths]
+        return [str(path) for path in resolved if self.trusted or path.is_relative_to(root)]
 
 
 def read(file: str) -> dict[str, Any]:
-    """Return the trace in a file; say what is wrong, and where, if there is none."""
+    """Return the trace in a file; raise ``TraceError`` with the reason if it is invalid."""
     try:
         trace = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -95,29 +95,29 @@ def read(file: str) -> dict[str, Any]:
             here = f" in {Path.cwd()}: replay it in the folder of the run that saved it"
         raise TraceError(f"{file}: {error.strerror}{here}") from None
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{file} is no trace: {error}") from None
+        raise TraceError(f"{file} is not a trace: {error}") from None
     if not (isinstance(trace, dict) and trace.keys() >= _FIELDS.keys()):
-        raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(_FIELDS))}")
+        raise TraceError(f"{file} is not a trace: expected the fields {', '.join(sorted(_FIELDS))}")
     if (number := trace.get("format", FORMAT)) != FORMAT:
         raise TraceError(_unreadable(file, trace, f"trace format {number!r}", number))
     for name, kind in _FIELDS.items():
         if not isinstance(trace[name], kind):
-            raise TraceError(f"{file} is no trace: {name} must be a {kind.__name__}")
+            raise TraceError(f"{file} is not a trace: {name} must be a {kind.__name__}")
     held = {"folders": trace["folders"], "environment": trace["environment"].values()}
     for name, texts in held.items():
         if not all(isinstance(each, str) for each in texts):
-            raise TraceError(f"{file} is no trace: {name} must hold texts")
+            raise TraceError(f"{file} is not a trace: {name} must hold strings")
     if not isinstance(trace.get(FAILED, ""), str):
-        raise TraceError(f"{file} is no trace: {FAILED} must be a str")
+        raise TraceError(f"{file} is not a trace: {FAILED} must be a str")
     if (server := trace.get(SERVER)) is not None and not _names_server(server):
-        raise TraceError(f"{file} is no trace: {SERVER} must hold the texts url and model")
+        raise TraceError(f"{file} is not a trace: {SERVER} must hold the strings url and model")
     return trace
 
 
 def require_known(
     file: str, trace: Mapping[str, Any], operations: Collection[str], of_requests: Collection[str]
 ) -> None:
-    """Refuse a trace with operations or requests of another version, and say which one reads it."""
+    """Refuse a trace with operations or requests of another version, and name that version."""
     example = trace["example"]
     for step in example.get("operations", ()):
         if isinstance(name := step.get("do"), str) and name not in operations:
@@ -138,28 +138,28 @@ def _unreadable(file: str, trace: Mapping[str, Any], what: str, key: object) -> 
     return f"{file}: {what} is unknown to {version()}, which has format {FORMAT}{saved_by}"
 
 
-def _names_server(told: object) -> bool:
-    return isinstance(told, dict) and all(isinstance(told.get(n), str) for n in ("url", "model"))
+def _names_server(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(n), str) for n in ("url", "model"))
 
 
 def other_version(trace: Mapping[str, Any]) -> list[str]:
-    """Say by which version it was saved, if that was another."""
-    saved_by, own = trace.get("version", "an older version, which does not say which"), version()
-    return [] if saved_by == own else [f"it was saved by {saved_by}, and this is {own}"]
+    """Return a note if the trace was saved by another version."""
+    saved_by, this = trace.get("version", "an unknown older version"), version()
+    return [] if saved_by == this else [f"it was saved by {saved_by}, and this is {this}"]
 
 
 def other_server(trace: Mapping[str, Any], now: Endpoint | None) -> list[str]:
-    """Say on which server it failed, if this is another one or another model of it."""
+    """Return a note if the trace failed on another server or another model."""
     then = trace.get(SERVER)
     if then is None or now is None or (then["url"], then["model"]) == (now.url, now.model):
         return []
-    return [f"it was saved of {Endpoint(then['url'], then['model'])}, and this is {now}"]
+    return [f"it was saved for {Endpoint(then['url'], then['model'])}, and this is {now}"]
 
 
-def failed_otherwise(trace: Mapping[str, Any], what: str) -> list[str]:
-    """Say so if what is wrong now, which may be nothing, is not what was recorded."""
+def describe_changed_failure(trace: Mapping[str, Any], what: str) -> list[str]:
+    """Return a note if the failure, or "" for none, differs from the recorded one."""
     recorded = trace.get(FAILED, what)
-    # No object lies where it lay in another process.
+    # Addresses of objects differ between processes.
     if _ADDRESS.sub("", recorded) == _ADDRESS.sub("", what):
         return []
     if not what:
@@ -170,14 +170,14 @@ def failed_otherwise(trace: Mapping[str, Any], what: str) -> list[str]:
 
 
 def device_of(trace: Mapping[str, Any]) -> str:
-    """Return the device of the example, which need not make sense yet."""
+    """Return the device of the example, which is not validated yet."""
     example = trace["example"]
     spec = example.get("spec")
     return str((spec if isinstance(spec, dict) else example).get("device"))
 
 
 def other_environment(trace: Mapping[str, Any]) -> list[str]:
-    """Say of each variable that was set otherwise when the trace was saved; none is set here."""
+    """Return a note for each environment variable with another value than when it was saved."""
     return [
         f"{name} was {text!r} when this was saved, and is {os.environ.get(name, 'not set')!r} here"
         for name, text in trace["environment"].items()
@@ -185,15 +185,15 @@ def other_environment(trace: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# Running a saved trace again.
+# Replay.
 
 
-def replay(file: str, allowed: Allowed) -> int:
-    """Run what is in ``file``; return 1 when it still fails, 0 when it runs through."""
+def replay(file: str, allowed: ImportPolicy) -> int:
+    """Replay the trace in ``file``; return 1 if it still fails, 0 if it passes."""
     trace = read(file)
     allowed.check(file, trace["adapter"])
     if device_of(trace) == "cpu":
-        # Triton reads its switch when kernels are defined, which the imports below do.
+        # Before the imports below: Triton reads its switch when kernels are defined.
         settings.choose_kernel_runtime()
 
     import torch
@@ -203,11 +203,11 @@ def replay(file: str, allowed: Allowed) -> int:
     from pytest_roseinfer.capabilities.operation import OPERATIONS
     from pytest_roseinfer.engine_capabilities.capability import for_adapter
     from pytest_roseinfer.findings.divergence import Difference
-    from pytest_roseinfer.run.watchdog import watched
+    from pytest_roseinfer.run.watchdog import register_example
     from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
 
     if trace["check"] not in CHECKS:
-        raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")
+        raise TraceError(f"{file} is not a trace of this version: unknown check {trace['check']}")
     device = device_of(trace)
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise TraceError(
@@ -224,7 +224,7 @@ def replay(file: str, allowed: Allowed) -> int:
     print(f"replaying on {trace['adapter']} ({trace['check']})")
     print(f"importing it{f' from {source}' if source else ''}\n")
     sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
-    # This may register operations of its own.
+    # The import may register more operations.
     adapter = load_target(trace["adapter"], source)
     try:
         engine = issubclass(adapter, EngineAdapter)
@@ -234,23 +234,25 @@ def replay(file: str, allowed: Allowed) -> int:
     except TraceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
+        raise TraceError(
+            f"{file}: its example is invalid: {type(error).__name__}: {error}"
+        ) from None
     try:
-        with watched(example):
+        with register_example(example):
             repetition = repeat(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
         repetition.require_none()
     except Difference as failure:
         print(f"FAILED: {failure}")
-        _say_if_otherwise(trace, failure.what)
+        _print_changed_failure(trace, failure.what)
         return 1
     except Exception as error:
-        _say_if_otherwise(trace, repr(error))
+        _print_changed_failure(trace, repr(error))
         raise
-    print(f"{adapter.describe(example)}\n\n{repetition.words()}")
-    _say_if_otherwise(trace, "")
+    print(f"{adapter.describe(example)}\n\n{repetition.describe()}")
+    _print_changed_failure(trace, "")
     return 0
 
 
-def _say_if_otherwise(trace: Mapping[str, Any], what: str) -> None:
-    for line in failed_otherwise(trace, what):
+def _print_changed_failure(trace: Mapping[str, Any], what: str) -> None:
+    for line in describe_changed_failure(trace, what):
         print(f"\n{line}")

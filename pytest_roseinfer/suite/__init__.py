@@ -1,1 +1,1 @@
-"""The tests themselves: ``pytest --pyargs pytest_roseinfer.suite --roseinfer-target m:Class``."""
+"""Shipped tests: ``pytest --pyargs pytest_roseinfer.suite --roseinfer-target m:Class``."""

@@ -1,7 +1,7 @@
-"""The tests every cache gets, as a class made for it.
+"""Test class for caches, and ``conformance()``, which makes a test class for an adapter.
 
-The script that replays a failure imports the file that calls ``conformance``, and needs neither
-pytest nor Hypothesis. So both are imported when a test runs, not before.
+Replay scripts import the file that calls ``conformance``, and must not need pytest or Hypothesis.
+So both are imported when a test runs, not before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.capabilities.writes import BatchKinds
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from pytest_roseinfer.search.checks import CHECKS
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 _EXAMPLES_OF_A_TURN = 12
 _SHARE_IN_BATCHES = 0.13
-"""Share of the examples that begin with batches: of 100, enough for 40 batches of each kind."""
+"""Share of the examples that start with batches: of 100, enough for 40 batches of each kind."""
 
 
 class ConformanceTests(ShippedTests):
-    """The tests of a cache; ``conformance(Adapter)`` derives a class from this one."""
+    """Tests of a cache; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[KVCacheAdapter]]
     most_parts: ClassVar[Mapping[str, int]] = {"test_histories": 2}
 
     def test_histories(self) -> None:
-        """Any history leaves the cache as the oracle says, after every step."""
+        """Check that the cache equals the oracle after every step of drawn histories."""
         target = coverage.current().of(self.adapter)
         target.searched = True
 
         def check(history: History) -> None:
-            machine = Machine(self.adapter, history)
+            machine = HistoryRunner(self.adapter, history)
             target.note_tried(self.adapter, history.spec.options)
             reached = set[str]()
             try:
@@ -53,31 +53,37 @@ class ConformanceTests(ShippedTests):
                     target.note(counted)
                     preludes.note(counted.keys() - reached, machine.history_so_far)
                     reached.update(counted)
-                    target.note_sizes(machine.done[-1], machine.oracle)
+                    target.note_sizes(machine.completed_steps[-1], machine.oracle)
             finally:
-                target.checked.update(machine.checked)
+                target.invariant_checks.update(machine.invariant_checks)
                 if batches := machine.observer(BatchKinds):
                     target.note_batches(batches.counts)
             target.histories += 1
 
         since = Counter(target.counts)
-        preludes = Preludes["History"](partial(target.short, since), target.paths)
-        asked = settings.current()
-        ends = asked.search_ends()
-        in_batches = round(asked.examples * _SHARE_IN_BATCHES)
-        others = asked.examples - in_batches
-        for aim, turn, due in coverage.in_turns(self.adapter, others, _EXAMPLES_OF_A_TURN):
-            left_out = self._search(check, "run_history", due, ends, aim, turn, preludes)
-            target.searched_for(due, left_out)
-        for due in asked.part.share_of([in_batches] if in_batches else []):
-            left_out = self._search(check, "run_history", due, ends, in_batches=True)
-            target.searched_for(due, left_out)
-        # Behind the drawn ones, which show most bugs smaller.
+        preludes = Preludes["History"](partial(target.names_below_required, since), target.paths)
+        run_settings = settings.current()
+        ends = run_settings.search_ends()
+        in_batches = round(run_settings.examples * _SHARE_IN_BATCHES)
+        others = run_settings.examples - in_batches
+        for aim, turn, num_examples in coverage.split_examples(
+            self.adapter, others, _EXAMPLES_OF_A_TURN
+        ):
+            num_skipped = self._search(
+                check, "run_history", num_examples, ends, aim, turn, preludes
+            )
+            target.add_examples(num_examples, num_skipped)
+        for num_examples in run_settings.part.share_of([in_batches] if in_batches else []):
+            num_skipped = self._search(check, "run_history", num_examples, ends, in_batches=True)
+            target.add_examples(num_examples, num_skipped)
+        # After the drawn ones, which find most bugs with smaller examples.
         LargeHistories(self.adapter).run(ends)
-        missing = partial(target.still_missing, since)
-        again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends)
-        for at, (aim, turn, due) in enumerate(again):
-            self._search(check, "run_history", due, ends, aim, turn, preludes, few_kinds=at % 3 > 0)
+        missing = partial(target.missing_paths, since)
+        again = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
+        for at, (aim, turn, num_examples) in enumerate(again):
+            self._search(
+                check, "run_history", num_examples, ends, aim, turn, preludes, few_kinds=at % 3 > 0
+            )
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
         self._compare("check_permuted", share=0.1)
@@ -100,11 +106,13 @@ class ConformanceTests(ShippedTests):
         target = coverage.current().of(self.adapter)
 
         def compare(history: History) -> None:
-            target.checked.update(check(self.adapter, history))
+            target.invariant_checks.update(check(self.adapter, history))
 
-        asked = settings.current()
-        examples = max(1, int(asked.examples * share))
-        target.searched_for(examples, self._search(compare, name, examples, asked.search_ends()))
+        run_settings = settings.current()
+        examples = max(1, int(run_settings.examples * share))
+        target.add_examples(
+            examples, self._search(compare, name, examples, run_settings.search_ends())
+        )
 
     def _search(
         self,
@@ -119,19 +127,19 @@ class ConformanceTests(ShippedTests):
         few_kinds: bool = False,
         in_batches: bool = False,
     ) -> int:
-        """Check histories; return how many were left out, since they would begin after ``ends``."""
+        """Check histories; return the number that were skipped because ``ends`` had passed."""
         from pytest_roseinfer.histories.strategies import histories
         from pytest_roseinfer.search.search import Search
 
         settings.require_plugin()
-        asked = settings.current()
+        run_settings = settings.current()
         search = Search(
             self.adapter,
             check,
             histories(
                 self.adapter,
-                most_steps=asked.steps,
-                device=asked.device,
+                most_steps=run_settings.steps,
+                device=run_settings.device,
                 aim=aim,
                 preludes=preludes.of(aim) if preludes else (),
                 few_kinds=few_kinds,
@@ -143,7 +151,7 @@ class ConformanceTests(ShippedTests):
             ends=ends,
         )
         search.run()
-        return search.left_out
+        return search.num_skipped
 
 
 @overload
@@ -151,7 +159,7 @@ def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
 @overload
 def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
 def conformance(adapter: type[Any]) -> type[ShippedTests]:
-    """Make a test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
+    """Make a test class for an adapter: ``TestMyCache = conformance(MyCache)``."""
     settings.choose_kernel_runtime()
     refuse_mistakes(adapter)
     tests: type[ShippedTests] = ConformanceTests

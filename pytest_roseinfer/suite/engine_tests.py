@@ -1,4 +1,4 @@
-"""The test class that every engine gets, and its wide mixes."""
+"""Test class for engines, and their wide mixes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
 
-# Runs the wide mixes of one engine.
+# Wide mixes.
 
 
 class WideMixes(LargeSearch[RequestMix]):
-    """One mix for each setting that paths need, and some with all values of all switches."""
+    """Wide mixes: one per setting that paths need, and some that cover all switches' values."""
 
     check_name = "run_mix"
     seconds = 12.0
-    """Of roseinfer's own engine, most of them reach all of their requests in that."""
+    """Enough for most wide mixes of roseinfer's own engine to serve all of their requests."""
 
     def examples(self) -> Iterator[RequestMix]:
         wide = wide_settings(self.adapter.option_choices)
@@ -45,58 +45,61 @@ class WideMixes(LargeSearch[RequestMix]):
             for _ in run.steps():
                 self.target.note_largest(run.largest)
                 yield
-            self.target.large.update(run.finish())
+            self.target.large_counts.update(run.finish())
 
     def hint(self) -> str:
         return (
             f"This is a wide mix, of up to {REQUESTS} requests at a time. If "
-            f"{self.adapter.__name__} is not made for so many, state what it is made for: "
-            "most_requests."
+            f"{self.adapter.__name__} does not support that, declare its maximum: most_requests."
         )
 
 
 _SHARE = 1.6
-"""So many mixes are drawn for each example of a profile: most take less time than a history."""
+"""Mixes drawn per example of a profile: most mixes take less time than a history."""
 _LEAST_STEPS = 4
-"""The length of mixes that aim at what takes long."""
+"""Minimum steps of mixes that aim at slow paths."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
 _SECONDS_OF_LARGE_MIXES = 6.0
-"""No mix begins later; where its kernels are compiled first, the last takes some seconds more."""
+"""Seconds after which no mix starts; the last may take some seconds more to compile kernels."""
 
 
 class EngineTests(ShippedTests):
-    """``conformance(Adapter)`` returns a subclass of this for an engine."""
+    """Tests of an engine; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[EngineAdapter]]
     most_parts: ClassVar[Mapping[str, int]] = {"test_requests_get_what_they_get_alone": 6}
 
     def test_requests_get_what_they_get_alone(self) -> None:
-        """Neither other requests nor a lack of room change what a request gets."""
+        """Check that neither other requests nor a lack of room change a request's output."""
         target = coverage.current().of(self.adapter)
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
         since = Counter(target.counts)
-        preludes = Preludes["RequestMix"](partial(target.short, since), target.paths)
+        preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)
         ends = settings.current().search_ends()
-        for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
-            left_out = self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
-            target.searched_for(due, left_out)
-        # After the drawn ones, which show most bugs smaller.
+        for aim, turn, num_examples in coverage.split_examples(
+            self.adapter, examples, _EXAMPLES_OF_A_TURN
+        ):
+            num_skipped = self._search(
+                "run_mix", num_examples, aim, turn, ends=ends, preludes=preludes
+            )
+            target.add_examples(num_examples, num_skipped)
+        # After the drawn ones, which find most bugs with smaller examples.
         WideMixes(self.adapter).run(ends)
-        missing = partial(target.still_missing, since)
-        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
-            self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
-            if self.adapter.defines("fork"):  # which may be all that takes this path
+        missing = partial(target.missing_paths, since)
+        for aim, turn, num_examples in coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends):
+            self._search("run_mix", num_examples, aim, turn, ends=ends, preludes=preludes)
+            if self.adapter.defines("fork"):  # the path may need forks
                 self._search("run_forks", 2, aim, turn, ends=ends)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
-        """No size of blocks, prompts, batches or the cache changes it (on a GPU alone)."""
+        """Check that no size of blocks, prompts, batches or the cache changes it (on a GPU)."""
         from pytest_roseinfer.engines.strategies import large_mixes
 
         device = settings.current().device
         if not self.adapter.sizes or device == "cpu":
-            _skip(f"{self.adapter.__name__} has no sizes to vary, or there is no GPU")
+            _skip(f"{self.adapter.__name__} has no sizes to vary, or this run has no GPU")
         drawn = large_mixes(self.adapter, device=device, few=3)
         ends = monotonic() + _SECONDS_OF_LARGE_MIXES
         for turn in count():
@@ -111,8 +114,8 @@ class EngineTests(ShippedTests):
             _skip(f"{self.adapter.__name__} does not offer fork()")
         options = settings.current()
         examples = max(1, round(options.examples * _FORK_SHARE))
-        left_out = self._search("run_forks", examples, ends=options.search_ends())
-        coverage.current().of(self.adapter).searched_for(examples, left_out)
+        num_skipped = self._search("run_forks", examples, ends=options.search_ends())
+        coverage.current().of(self.adapter).add_examples(examples, num_skipped)
 
     def _served(self, mix: RequestMix) -> Counter[str]:
         with failing_on(self.adapter, mix):
@@ -133,7 +136,7 @@ class EngineTests(ShippedTests):
         ends: float,
         preludes: Preludes[RequestMix] | None = None,
     ) -> int:
-        """Check mixes as ``drawn``, else small ones; return how many ``ends`` left out."""
+        """Check mixes of ``drawn``, else small ones; return the number that ``ends`` skipped."""
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import Search
 
@@ -169,7 +172,7 @@ class EngineTests(ShippedTests):
             ends=ends,
         )
         search.run()
-        return search.left_out
+        return search.num_skipped
 
 
 def _skip(reason: str) -> NoReturn:

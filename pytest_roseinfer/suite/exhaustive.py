@@ -1,4 +1,4 @@
-"""The bounded-exhaustive search: every history of a few steps on a small cache."""
+"""Bounded-exhaustive search: every history of a few steps on a small cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.capability import Walk
-from pytest_roseinfer.capabilities.prefixes import looked_up
+from pytest_roseinfer.capabilities.prefixes import pending_prefixes
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.oracle.texts import WHOLE
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.texts import Branch
 
-# Lists every step that may come next in a small history, those that only differ in names once.
+# Possible next steps of a small history, without those that differ only in names.
 #
-# A cache is taken not to care which of its new names, or of its texts, is the first.
+# The order of new names and of texts is assumed not to matter to a cache.
 
 
 SEQUENCES = 2
-"""The most that there are at a time."""
+"""Maximum number of sequences at a time."""
 
 
 def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
-    """List what two sequences may say: the same, or what parts after one token or a few."""
+    """List the texts of two sequences: equal ones, or different after one or a few tokens."""
     if "use_tokens" not in adapter.abilities:
         return [()]
     parting: list[tuple[Branch, ...]] = [((0, 0), (0, length)) for length in (2, 1, 3)]
@@ -49,7 +49,7 @@ def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
 
 
 def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]:
-    """List the steps that a cache can take which offers what this adapter does."""
+    """List all possible next steps of a cache with this adapter's abilities."""
     shows_room, walk = "ledger" in adapter.abilities, Walk(oracle, _names(oracle))
     every = (step for one in adapter.capabilities if one.walk for step in one.walk(walk))
     steps = [
@@ -57,50 +57,51 @@ def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]
         for step in every
         if step.needs <= adapter.abilities and (shows_room or step.fits(oracle))
     ]
-    # Those that begin no sequence come first.
-    return sorted(steps, key=lambda step: not oracle.sequences.keys() >= {*step.changed()})
+    # Steps that start no sequence come first.
+    return sorted(steps, key=lambda step: not oracle.sequences.keys() >= {*step.changed_seqs()})
 
 
 def _names(oracle: Oracle) -> list[int]:
-    """List the names that a sequence can begin under.
+    """List the names that a new sequence can have.
 
-    A name that was used before is no other's equal, since a cache may remember it. Where texts
-    part, the name says which text it is, and each sequence has one of its own.
+    Names that were used before are all listed, since a cache may remember them. If texts differ,
+    the name determines the text, and each sequence has its own.
     """
-    taken = {*oracle.sequences, *oracle.promised}
+    taken = {*oracle.sequences, *oracle.pending_seqs}
     if len(taken) == SEQUENCES:
         return []
     used = taken | {name for name, times in oracle.lives.items() if times}
-    if not oracle.texts or len(oracle.texts.drawn) == 1:
+    if not oracle.texts or len(oracle.texts.initial_branches) == 1:
         new = next(name for name in count() if name not in used)
         return [*sorted(used - taken), *([new] if new < SEQUENCES else [])]
-    texts = range(len(oracle.texts.drawn) if used else 1)
+    texts = range(len(oracle.texts.initial_branches) if used else 1)
     return [
-        next(n for n in count(text, len(oracle.texts.drawn)) if n not in used) for text in texts
+        next(n for n in count(text, len(oracle.texts.initial_branches)) if n not in used)
+        for text in texts
     ]
 
 
-# Runs every history of a few steps on a small cache.
+# The walk.
 
 
 BLOCKS, BLOCK_SIZE = 3, 2
 WINDOWS = (None, BLOCK_SIZE)
-"""Of layers, where a cache has groups of them; one has the last."""
+"""Windows of the layers of a cache with groups; with a single group, the last."""
 
 
 @dataclass(slots=True)
-class Walked:
-    """What a walk came by."""
+class WalkCounts:
+    """Histories and states of a walk."""
 
     histories: int = 0
     states: set[int] = field(default_factory=set)
-    """Hashes of what caches had to hold, and of which blocks were shared."""
+    """Hashes of expected contents and of shared blocks."""
 
 
-def beginnings(
+def empty_histories(
     adapter: type[KVCacheAdapter], options: Mapping[str, Any] | None = None
 ) -> Iterator[History]:
-    """Return the empty histories from which a walk begins: a small cache, and its texts."""
+    """Return the empty histories at which a walk starts: a small cache, with each of its texts."""
     sizes = adapter.block_sizes
     usual = {name: values[0] for name, values in adapter.option_choices.items()}
     spec = CacheSpec(
@@ -113,26 +114,26 @@ def beginnings(
     )
     if groups := adapter.windows.groups:
         spec = with_windows(spec, adapter, WINDOWS[-groups:])
-    each = max(GATHERS_EVERY)  # every beginning of a history is one itself, and so is all gathered
+    each = max(GATHERS_EVERY)  # each prefix of a history is walked too, so all steps are gathered
     return (History(spec, (), texts=texts, gathers_every=each) for texts in every_texts(adapter))
 
 
 def walk(
-    adapter: type[KVCacheAdapter], history: History, most: int, walked: Walked
+    adapter: type[KVCacheAdapter], history: History, most: int, walked: WalkCounts
 ) -> Iterator[History]:
-    """Run a history and all that go on from it, each on a cache of its own.
+    """Run a history and all its continuations, each on a cache of its own.
 
-    Those of ``most`` steps are returned, from where one may walk on. Bad calls are made where a
-    state is seen first. A cache that is wrong raises ``Divergence`` after the first step that
-    shows it.
+    Yield the histories of ``most`` steps, from which the walk can go on. Bad calls are made when
+    a state is reached for the first time. A wrong cache raises ``Divergence`` after the first step
+    that shows the error.
     """
-    machine = Machine(adapter, history, attends=False)
+    machine = HistoryRunner(adapter, history, attends=False)
     machine.run_steps()
     walked.histories += 1
     state = _state(machine.oracle)
     if state not in walked.states:
         walked.states.add(state)
-        Machine(adapter, history, attends=False).run()
+        HistoryRunner(adapter, history, attends=False).run()
     if history.size == most:
         yield history
         return
@@ -142,38 +143,38 @@ def walk(
 
 
 def _state(oracle: Oracle) -> int:
-    """Hash which sequences there are, what they hold and share, and what is to begin."""
+    """Hash the sequences, their contents, their shared blocks and pending prefixes."""
     numbers: dict[int, int] = {}
     held = [
         (seq, numbers.setdefault(id(page), len(numbers)), *oracle.tokens_on(seq, at))
         for seq, pages in sorted(oracle.sequences.items())
         for at, page in enumerate(pages)
     ]
-    named = (*sorted(oracle.sequences), -1, *sorted(looked_up(oracle).items()))
+    named = (*sorted(oracle.sequences), -1, *sorted(pending_prefixes(oracle).items()))
     return hash((named, *held))
 
 
 STEPS = 6
 _PROCESSES = 2
 _DIVIDED_AT = 3
-"""So many steps are walked by one process, which leaves what comes after them to all."""
+"""Number of first steps that one process walks before the rest is split among processes."""
 _SAID_EVERY = 10.0
-"""Seconds between two lines that say how far it has come."""
+"""Seconds between two lines of progress."""
 _KERNELS_OFF = {"triton": False}
-"""Triton's interpreter takes ten times as long; the books are the same without."""
+"""Options without Triton, whose interpreter takes ten times as long; the books are the same."""
 SHIPPED: Mapping[str, Mapping[str, Any]] = {
     name: _KERNELS_OFF for name in settings.SHIPPED_TARGETS if "Manager" in name
 }
-"""The caches of this distribution, and what is set for them."""
+"""roseinfer's own caches, with their options."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of every history of one cache."""
+    """Result of a walk of one cache."""
 
-    walked: Walked = field(default_factory=Walked)
+    walked: WalkCounts = field(default_factory=WalkCounts)
     wrong: str = ""
-    """The first divergence, in words and with its picture."""
+    """Message of the first divergence, with its picture; empty without one."""
 
     def add(self, other: Result) -> None:
         self.walked.histories += other.walked.histories
@@ -182,7 +183,7 @@ class Result:
 
 
 def run(targets: Sequence[str], steps: int = STEPS) -> int:
-    """Walk these caches, or those of this distribution; return the exit status."""
+    """Walk these caches, or roseinfer's own; return the exit status."""
     named: Mapping[str, Mapping[str, Any]] = {name: {} for name in targets} or SHIPPED
     print(
         f"every history of up to {steps} steps, on {BLOCKS} blocks of {BLOCK_SIZE} tokens and "
@@ -198,40 +199,40 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
         print(f"{name}: begun", file=sys.stderr, flush=True)
         began = time.monotonic()
         with ProcessPoolExecutor(_PROCESSES, mp_context=spawn) as pool:
-            found = every_history(name, options, steps, pool)
+            result = every_history(name, options, steps, pool)
         took = time.monotonic() - began
-        said = f"{found.walked.histories} histories, {len(found.walked.states)} states"
-        if found.wrong:
+        counts = f"{result.walked.histories} histories, {len(result.walked.states)} states"
+        if result.wrong:
             status = 1
-            print(f"{name}: wrong, found by {said} ({took:.0f} s)\n\n{found.wrong}")
+            print(f"{name}: wrong, found by {counts} ({took:.0f} s)\n\n{result.wrong}")
         else:
-            print(f"{name}: {said}, all equal ({took:.0f} s)", flush=True)
+            print(f"{name}: {counts}, all equal ({took:.0f} s)", flush=True)
     return status
 
 
 def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Executor) -> Result:
-    """Walk one cache, and shut the pool down once one history is wrong."""
+    """Walk one cache in a pool, which is shut down at the first wrong history."""
     adapter = _cache(name)
-    found = Result()
+    result = Result()
     parts: list[History] = []
-    for history in beginnings(adapter, options):
-        found.add(_walked(adapter, history, min(steps, _DIVIDED_AT), parts))
-    if steps <= _DIVIDED_AT or found.wrong:
-        return found
-    # What a process walks on from was run already, and is not counted twice.
-    found.walked.histories -= len(parts)
-    said = time.monotonic()
+    for history in empty_histories(adapter, options):
+        result.add(_walked(adapter, history, min(steps, _DIVIDED_AT), parts))
+    if steps <= _DIVIDED_AT or result.wrong:
+        return result
+    # Processes run the histories they start from again, which must not count twice.
+    result.walked.histories -= len(parts)
+    last_line = time.monotonic()
     walked = pool.map(partial(_walk_on, name, steps), map(History.to_json, parts))
     for done, part in enumerate(walked, 1):
-        found.add(part)
-        if time.monotonic() - said >= _SAID_EVERY:
-            said = time.monotonic()
-            come = f"{done} of {len(parts)} parts, {found.walked.histories} histories"
-            print(f"{name}: {come}", file=sys.stderr, flush=True)
-        if found.wrong:
+        result.add(part)
+        if time.monotonic() - last_line >= _SAID_EVERY:
+            last_line = time.monotonic()
+            progress = f"{done} of {len(parts)} parts, {result.walked.histories} histories"
+            print(f"{name}: {progress}", file=sys.stderr, flush=True)
+        if result.wrong:
             pool.shutdown(cancel_futures=True)
             break
-    return found
+    return result
 
 
 def _walk_on(name: str, steps: int, beginning: Mapping[str, Any]) -> Result:
@@ -241,16 +242,16 @@ def _walk_on(name: str, steps: int, beginning: Mapping[str, Any]) -> Result:
 def _walked(
     adapter: type[KVCacheAdapter], history: History, steps: int, longest: list[History]
 ) -> Result:
-    found = Result()
+    result = Result()
     try:
-        longest += walk(adapter, history, steps, found.walked)
+        longest += walk(adapter, history, steps, result.walked)
     except Divergence as wrong:
-        found.wrong = str(wrong)
-    return found
+        result.wrong = str(wrong)
+    return result
 
 
 def _cache(name: str) -> type[KVCacheAdapter]:
     adapter = load_target(name)
     if not issubclass(adapter, KVCacheAdapter):
-        raise TargetError(f"{name} is the adapter of an engine, and must be one of a cache")
+        raise TargetError(f"{name}: adapter of an engine; --exhaustive needs one of a cache")
     return adapter

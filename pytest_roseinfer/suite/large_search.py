@@ -1,4 +1,4 @@
-"""The few large examples of a run: histories of many rows, and wide mixes."""
+"""Few large examples of a run: histories of many rows, and wide mixes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.capabilities.observation import in_words
+from pytest_roseinfer.capabilities.observation import describe_error
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.histories.large import SEQUENCES, large_histories
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,21 +24,21 @@ _Large = TypeVar("_Large", "History", "RequestMix")
 
 
 class LargeSearch(Generic[_Large]):
-    """The large examples of a target, each with twice its share of the time that is left."""
+    """Large examples of a target, each with up to twice its share of the remaining time."""
 
     check_name: ClassVar[str]
-    """Name among ``CHECKS`` of the check that runs again what failed."""
+    """Name in ``CHECKS`` of the check that replays a failure."""
     seconds: ClassVar[float]
-    """The time for all of them."""
+    """Seconds for all examples."""
 
     def __init__(self, adapter: type[Any]) -> None:
         self.adapter = adapter
         self.target = coverage.current().of(adapter)
         self.ends = math.inf
-        """When the example ends that is being run, be it done or not."""
+        """Deadline of the running example, which is then cut short, in ``monotonic`` time."""
 
     def run(self, ends: float) -> None:
-        """Check them all. None begins after ``ends``."""
+        """Check all examples; none starts after ``ends``."""
         from hypothesis.strategies import just
 
         from pytest_roseinfer.search.search import Search
@@ -48,22 +48,22 @@ class LargeSearch(Generic[_Large]):
             drawn = just(example)
             search = Search(self.adapter, self.check, drawn, 1, self.check_name, ends=ends)
             search.run()
-            self.target.large_cut_short += search.left_out
+            self.target.large_cut_short += search.num_skipped
 
     def examples(self) -> Iterator[_Large]:
-        """Yield those of this part of the test."""
+        """Yield the examples of this part of the test."""
         raise NotImplementedError
 
     def steps(self, example: _Large) -> Iterator[None]:
-        """Run an example; yield behind each step."""
+        """Run an example; yield after each step."""
         raise NotImplementedError
 
     def hint(self) -> str:
-        """Say how to state what a target is made for, where an example raised an error."""
+        """Explain how to declare a target's limits, for an example that raised an error."""
         raise NotImplementedError
 
     def check(self, example: _Large) -> None:
-        """Run an example as far as the time allows. One that failed runs on, to be made smaller."""
+        """Run an example until its deadline; after a failure, shrinking has no deadline."""
         try:
             for _ in self.steps(example):
                 if monotonic() > self.ends:
@@ -72,14 +72,14 @@ class LargeSearch(Generic[_Large]):
         except Difference as failure:
             self.ends = math.inf
             if failure.__cause__:
-                failure.added.append(self.hint())
+                failure.extra_paragraphs.append(self.hint())
             raise
 
-    def _in_turn(self, due: Sequence[_Large]) -> Iterator[_Large]:
+    def _in_turn(self, examples: Sequence[_Large]) -> Iterator[_Large]:
         left = self.seconds
-        for done, example in enumerate(due):
+        for done, example in enumerate(examples):
             began = monotonic()
-            self.ends = began + left * 2 / (len(due) - done + 1)
+            self.ends = began + left * 2 / (len(examples) - done + 1)
             yield example
             left = max(0.0, left - (monotonic() - began))
 
@@ -87,26 +87,26 @@ class LargeSearch(Generic[_Large]):
 def for_paths(
     adapter: type[Adapter], usual: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
-    """List what the adapter's paths need, on top of what is usual, and others.
+    """List the switches of the adapter's paths, on top of the ``usual`` ones, and ``others``.
 
-    What two of them need is run once, in the part of the test that has the first of these.
+    Equal switches are listed once, in the part of the test that has the first of them.
     """
     paths = [adapter.paths[name] for name in coverage.current().of(adapter).paths]
     needed: list[Mapping[str, Any]] = [next(iter(path.runs_with), {}) for path in paths]
-    due = [*({**usual, **each} for each in needed), *others] or [usual]
-    own = settings.current().part.share_of(range(len(due)))
-    return [due[at] for at in own if due[at] not in due[:at]]
+    candidates = [*({**usual, **each} for each in needed), *others] or [usual]
+    indices = settings.current().part.share_of(range(len(candidates)))
+    return [candidates[at] for at in indices if candidates[at] not in candidates[:at]]
 
 
-# Runs the large histories of one cache.
+# Large histories.
 
 
 class LargeHistories(LargeSearch[History]):
-    """Two histories for each setting that paths need."""
+    """Large histories: two per setting that paths need."""
 
     check_name = "run_history"
     seconds = 6.0
-    """A small cache takes less than one; each choice of switches adds as much again."""
+    """A small cache takes less than one second per choice of switches."""
 
     def examples(self) -> Iterator[History]:
         usual = {name: values[0] for name, values in self.adapter.option_choices.items()}
@@ -117,24 +117,24 @@ class LargeHistories(LargeSearch[History]):
         machine = self._begun(example)
         try:
             for counted in machine.steps():
-                self.target.large.update(counted)
-                self.target.note_sizes(machine.done[-1], machine.oracle)
+                self.target.large_counts.update(counted)
+                self.target.note_sizes(machine.completed_steps[-1], machine.oracle)
                 yield
         finally:
-            self.target.checked.update(machine.checked)
+            self.target.invariant_checks.update(machine.invariant_checks)
 
-    def _begun(self, history: History) -> Machine:
+    def _begun(self, history: History) -> HistoryRunner:
         try:
-            return Machine(self.adapter, history)
+            return HistoryRunner(self.adapter, history)
         except Difference:
             raise
         except Exception as error:
-            what = f"a new cache of {history.spec.num_blocks} blocks raised {in_words(error)}"
-            raise Difference(what, history.words) from error
+            what = f"a new cache of {history.spec.num_blocks} blocks raised {describe_error(error)}"
+            raise Difference(what, history.describe) from error
 
     def hint(self) -> str:
         return (
             f"This is a large history, of up to {SEQUENCES} sequences at a time and of hundreds of "
-            f"tokens in one. If {self.adapter.__name__} is not made for so many, state what it is "
-            "made for: most_sequences, most_tokens."
+            f"tokens in one. If {self.adapter.__name__} does not support that, declare its "
+            "maximum: most_sequences, most_tokens."
         )

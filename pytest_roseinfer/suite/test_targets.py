@@ -1,4 +1,4 @@
-"""One conformance class for every target of the run."""
+"""Conformance classes, one per target of the run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pytest_roseinfer.suite.conformance import conformance
 settings.choose_kernel_runtime()
 for _name in settings.current().targets:
     _made = conformance(load_target(_name))
-    # Two targets may share a class name; neither must hide the other.
+    # Number the classes of targets with equal names, so that none hides another.
     _same = sum(_other.startswith(_made.__name__) for _other in globals())
     globals()[f"{_made.__name__}{_same + 1 if _same else ''}"] = _made

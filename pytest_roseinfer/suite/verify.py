@@ -1,4 +1,4 @@
-"""``roseinfer verify``: run the suite on every fast path of roseinfer, on this machine."""
+"""Command ``roseinfer verify``: run the suite on all fast paths of roseinfer, on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, require_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
-from pytest_roseinfer.words import Mistake, profile_named, require_at_least, require_report
+from pytest_roseinfer.words import OptionError, profile_named, require_at_least, require_report
 from roseinfer import interrupts_kill
 
 if TYPE_CHECKING:
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 HELP = "check every fast path against its slow twin on this machine"
 DESCRIPTION = (
     "Check every fast path of the KV cache and the engine against its slow twin: compiled kernels "
-    "on a GPU when there is one, else Triton's interpreter on the CPU. Needs no network. Exit "
-    "status 0 only when all paths were equal and none is never reached."
+    "on a GPU if this machine has one, else Triton's interpreter on the CPU. Needs no network. The "
+    "exit status is 0 only if all paths were reached and equal to their twins."
 )
 _LEAST = {"examples": 1, "seed": 0, "search_seconds": 0}
 _OF_SEARCHES = ("examples", "search_seconds", "seed", "report")
-"""These mean nothing where every history is run."""
+"""Options that make no sense with --exhaustive."""
 _SHARED = ("target", "profile", "examples", "search_seconds", "seed", "report")
-"""The plugin has each of these too, as ``--roseinfer-NAME``."""
+"""Options that are passed to the plugin as ``--roseinfer-NAME``."""
 _USAGE_ERROR = 4
-"""As pytest ends where its options make no sense."""
+"""Exit code of pytest for a usage error."""
 _INTERRUPTED = 2
-"""As pytest ends by Ctrl-C."""
+"""Exit code of pytest for Ctrl-C."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cpu", action="store_true", help="leave a GPU alone")
+    add("--cpu", action="store_true", help="do not use the GPU")
     adapter = "check this adapter instead of roseinfer's own; may be repeated"
     add("--target", action="append", metavar="MODULE:CLASS", help=adapter)
-    add("--profile", default="dev", help=f"how hard to look: {', '.join(PROFILES)} (default: dev)")
-    add("--examples", type=int, metavar="N", help="histories for each search")
-    add("--search-seconds", type=float, metavar="N", help="no test searches longer; 0 is no limit")
+    add("--profile", default="dev", help=f"search effort: {', '.join(PROFILES)} (default: dev)")
+    add("--examples", type=int, metavar="N", help="histories per search")
+    add("--search-seconds", type=float, metavar="N", help="maximum per test; 0 is unlimited")
     add("--seed", type=int, metavar="N", help="make the search repeatable")
-    reports = "write what was reached to FILE.json or FILE.html; may be repeated"
+    reports = "write the coverage report to FILE.json or FILE.html; may be repeated"
     add("--report", action="append", metavar="FILE", help=reports)
     add(
         "--exhaustive",
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             if args.exhaustive is None
             else _walk([*args.exhaustive, *(args.target or ())])
         )
-    except (Mistake, TargetError) as error:
+    except (OptionError, TargetError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except KeyboardInterrupt:
@@ -69,12 +69,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_mistakes(args: argparse.Namespace) -> None:
-    """Refuse what pytest would refuse too, but after seconds."""
+    """Refuse invalid arguments at once, which pytest would refuse seconds later."""
     profile_named("--profile", args.profile)
     if args.exhaustive is not None:
         for name in _OF_SEARCHES:
             if getattr(args, name) is not None:
-                raise Mistake(f"{_dashed(f'--{name}')} is for searches, and --exhaustive runs all")
+                raise OptionError(
+                    f"{_dashed(f'--{name}')}: is for searches, and --exhaustive runs all histories"
+                )
     for name, least in _LEAST.items():
         if (number := getattr(args, name)) is not None:
             require_at_least(_dashed(f"--{name}"), number, least)
@@ -105,23 +107,26 @@ def _search(args: argparse.Namespace) -> int:
     with interrupts_kill():
         import torch
 
-    from pytest_roseinfer.report.verdict import Searched
+    from pytest_roseinfer.report.verdict import SearchReporter
     from pytest_roseinfer.suite.workers import Workers, workers_for
 
     gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v", "-rfEs"]
-    # The configuration of the folder it is called from is meant for other tests.
+    # Ignore the configuration of the current folder, which is for other tests.
     arguments += ["-c", os.devnull, "--rootdir", ".", "--noconftest"]
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
+    arguments += [
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]  # roseinfer is imported already
     arguments += ["--roseinfer-gpu"] if gpu else []
     for name in _SHARED:
-        said = getattr(args, name)
-        values = said if isinstance(said, list) else [said]
+        value = getattr(args, name)
+        values = value if isinstance(value, list) else [value]
         option = _dashed(f"--roseinfer-{name}")
         arguments += [f"{option}={value}" for value in values if value is not None]
-    usual = PROFILES[args.profile]
-    examples = args.examples or usual.examples
-    searched = Searched(Settings(args.profile, examples, usual.steps))
+    profile = PROFILES[args.profile]
+    examples = args.examples or profile.examples
+    searched = SearchReporter(Settings(args.profile, examples, profile.steps))
     began = monotonic()
     status = int(pytest.main(arguments, plugins=[Workers(workers_for(gpu=gpu)), searched]))
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -1,4 +1,4 @@
-"""Has pytest-xdist share the tests out among processes, without an option of its own."""
+"""Workers of pytest-xdist, which are used without an option if it is installed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
 WORKERS = 2
-"""The search for one engine takes as long as all the others together, and is one test."""
+"""Number of workers on a CPU: the one test that searches the engine takes as long as all others."""
 GPU_WORKERS = 10
-"""On a GPU a search mostly waits for compilers, which other cores are free to run meanwhile."""
+"""Number of workers on a GPU, where a search mostly waits for compilers on other cores."""
 
 
 _DIE_BY_CTRL_C = "roseinfer_die_by_ctrl_c"
 
 
 class Workers:
-    """A plugin for ``pytest.main``."""
+    """Plugin for ``pytest.main`` that starts workers."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     @pytest.hookimpl(wrapper=True)  # before pytest-xdist reads its own options
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
-        """Ask for the workers, unless pytest-xdist was turned off or told otherwise."""
-        # A worker that had workers of its own would soon be followed by thousands.
+        """Start workers, unless pytest-xdist is off or has its own options."""
+        # Workers must not start workers of their own.
         starts = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
         if starts and self.number > 1 and config.option.numprocesses is None:
             config.option.numprocesses = self.number
-            if self.number > WORKERS:  # tests are few, and some take long: none waits behind one
+            if (
+                self.number > WORKERS
+            ):  # tests are few and some are long, so idle workers take tests over
                 config.option.dist = "worksteal"
         return (yield)
 
@@ -44,10 +46,10 @@ class Workers:
 
 
 def die_by_ctrl_c(workerinput: Mapping[str, Any]) -> None:
-    """Have a worker of ``Workers`` end by Ctrl-C at once, whatever it is doing, and without a word.
+    """Let Ctrl-C end a worker of ``Workers`` at once and silently.
 
-    It reaches all processes at a terminal; the one that started the worker says what happened.
-    Where it is ignored, as by what runs in the background, it stays so.
+    Ctrl-C reaches all processes of a terminal; the controller reports the interruption. If the
+    signal is ignored, as in background jobs, it stays ignored.
     """
     main = threading.current_thread() is threading.main_thread()
     if main and _DIE_BY_CTRL_C in workerinput and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

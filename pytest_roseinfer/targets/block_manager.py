@@ -1,4 +1,4 @@
-"""Drives a cache whose own part is the books, as schedulers do: a block manager."""
+"""Adapter of block managers, which keep only the books of a cache, driven as by a scheduler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
-# The keys and values of a cache whose own part is the books: which block is whose.
-#
-# A block manager names blocks, and a kernel writes to them. This stands in for the kernel.
+# Storage for block managers: a block manager assigns blocks, and kernels write to them. This code
+# replaces the kernels.
 
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -40,10 +39,10 @@ def read_blocks(
 
 
 class BlockStore:
-    """Blocks of zeros, written and read by tables."""
+    """Keys and values in blocks, initially zeros, written and read by block tables."""
 
     def __init__(self, spec: CacheSpec, num_blocks: int | None = None) -> None:
-        """``num_blocks`` counts those too that no sequence may use."""
+        """``num_blocks`` includes blocks that no sequence may use; None means the spec's."""
         blocks = spec.num_blocks if num_blocks is None else num_blocks
         shape = (spec.num_layers, blocks, spec.num_heads, spec.block_size, spec.head_dim)
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -63,7 +62,7 @@ class BlockStore:
     ) -> None:
         """Write ``[layers, tokens, heads, head_dim]`` of one sequence, from position ``begin``.
 
-        Only some ``layers`` of it are written, where not all have this table.
+        ``layers`` selects the layers that have this table.
         """
         for at in range(key.shape[1]):
             block, slot = table[(begin + at) // self.block_size], (begin + at) % self.block_size
@@ -79,20 +78,20 @@ class BlockStore:
     def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``[layers, tokens, heads, head_dim]`` to the last of a sequence's slots.
 
-        Slots count the tokens of all blocks.
+        Slots number the tokens of all blocks.
         """
         blocks, places = self._places(slots[-key.shape[1] :])
         for stored, new in zip(self.arena, (key, value), strict=True):
             stored[:, blocks, :, places] = new.transpose(0, 1).to(stored.dtype)
 
     def read_slots(self, slots: torch.Tensor, layer: int) -> KeysAndValues:
-        """Read the tokens of some slots, ``[tokens, heads, head_dim]`` each."""
+        """Read the tokens in these slots, ``[tokens, heads, head_dim]`` each."""
         blocks, places = self._places(slots)
         keys, values = (stored[layer, blocks, :, places] for stored in self.arena)
         return keys, values
 
     def table(self, slots: torch.Tensor) -> list[int]:
-        """Return the blocks of slots that begin with the first one of a block."""
+        """Return the block table of slots that start at the first slot of a block."""
         return [slot // self.block_size for slot in slots[:: self.block_size].tolist()]
 
     def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,12 +99,12 @@ class BlockStore:
 
 
 class RowRecorder(KVCacheAdapter):
-    """Keeps the token ids and the namespaces of the rows of the next write."""
+    """Adapter that records the token ids and namespaces of the next write's rows."""
 
     row_tokens: Sequence[Sequence[int]] = ()
     """Token ids of each row."""
     row_namespaces: Sequence[int] = ()
-    """Namespace of each row; empty where the cache has no namespaces."""
+    """Namespace of each row; empty for a cache without namespaces."""
 
     def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
         self.row_tokens = token_ids
@@ -118,50 +117,52 @@ class RowRecorder(KVCacheAdapter):
 
 
 class BlockManagerAdapter(RowRecorder):
-    """Override ``manage``, ``begin``, ``extend``, ``release`` and ``table``.
+    """Base class for block managers: override ``manage``, ``begin``, ``extend``, ``release`` and
+    ``table``.
 
-    ``ledger``, ``match_prefix`` and ``use_namespaces`` are worth adding; keys and values are kept
-    here, by the tables. ``use_namespaces`` is ``record_namespaces`` where the manager knows any.
+    Also add ``ledger``, ``match_prefix`` and ``use_namespaces`` if possible. Keys and values are
+    stored here, by the tables. ``use_namespaces`` is ``record_namespaces`` for a manager with
+    namespaces.
     """
 
     prefixes = RowRecorder.prefixes.but(shares="equal prefixes", recomputed_tokens=1)
     atomic_batches: ClassVar[bool] = False
     spare_blocks: ClassVar[int] = 0
-    """Blocks that the manager has beside those for sequences."""
+    """Number of blocks of the manager that are not for sequences."""
 
     def manage(self, spec: CacheSpec) -> None:
         """Build the manager."""
         raise NotImplementedError(f"{type(self).__name__} must define manage(spec)")
 
     def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
-        """Give a sequence blocks for all that it says; return how many tokens were found.
+        """Allocate blocks for all tokens of a sequence; return how many come from prefix reuse.
 
-        One of ``preempted`` begins again. Raise ``CacheFull`` where there is no room, with nothing
-        changed; and so does ``extend``.
+        Sequences in ``preempted`` begin again. Without enough room, raise ``CacheFull`` and change
+        nothing; so must ``extend``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define begin(seq, token_ids, namespace)"
         )
 
     def extend(self, seq: int, token: int) -> None:
-        """Give a sequence room for one more token."""
+        """Allocate room for one more token of a sequence."""
         raise NotImplementedError(f"{type(self).__name__} must define extend(seq, token)")
 
     def release(self, seq: int) -> None:
-        """Give up the blocks of a sequence."""
+        """Free the blocks of a sequence."""
         raise NotImplementedError(f"{type(self).__name__} must define release(seq)")
 
     def stored(self, seq: int, tokens: int) -> None:
-        """Hear that so many more tokens of a sequence are stored now."""
+        """Update the manager after ``tokens`` more tokens of a sequence were stored."""
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.store = BlockStore(spec, spec.num_blocks + self.spare_blocks)
         self.window_of = list(spec.windows) or [None] * spec.num_layers
         self.stored_tokens: dict[int, tuple[list[int], int]] = {}
-        """What each sequence says, and in which namespace."""
+        """Token ids and namespace of each sequence."""
         self.preempted: set[int] = set()
-        """Sequences that gave up their blocks and are to begin again."""
+        """Sequences without blocks that are to begin again."""
         self.manage(spec)
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -181,16 +182,18 @@ class BlockManagerAdapter(RowRecorder):
     def _begin(
         self, seq: int, token_ids: list[int], namespace: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        found: Any = self.begin(seq, token_ids, namespace)
-        if not isinstance(found, int):
-            own = f"{type(self).__name__}.begin()"
-            raise TypeError(f"{own} must return how many tokens were found, and returned {found!r}")
+        reused: Any = self.begin(seq, token_ids, namespace)
+        if not isinstance(reused, int):
+            method = f"{type(self).__name__}.begin()"
+            raise TypeError(
+                f"{method} must return how many tokens were found, and returned {reused!r}"
+            )
         self.stored_tokens[seq] = token_ids, namespace
-        self._store(seq, found, key[:, found:], value[:, found:])
+        self._store(seq, reused, key[:, reused:], value[:, reused:])
 
     def _store(self, seq: int, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
         for window in dict.fromkeys(self.window_of):
-            layers = [layer for layer, own in enumerate(self.window_of) if own == window]
+            layers = [layer for layer, each in enumerate(self.window_of) if each == window]
             self.store.write(self.table(seq, layers[0]), begin, key, value, layers)
         self.stored(seq, key.shape[1])
 

@@ -1,11 +1,11 @@
-"""transformers' ``DynamicCache``, the default of ``generate``.
+"""Adapter of transformers' ``DynamicCache``, the default of ``generate``.
 
-One cache holds a batch: a row for each sequence, all of one length. So a history's sequences
-live in several caches. A row is forked as beams are, by selecting it twice. Where only some rows
-of a batch go on, a copy of the cache is cut down to them. There are no blocks and no limit.
+One cache holds a batch: a row per sequence, all of one length. So a history's sequences live in
+several caches. A row is forked as in beam search, by selecting it twice. If only some rows of a
+batch go on, a copy of the cache is cut down to them. The cache has no blocks and no size limit.
 
-What attention was handed is one route back (``gather``), the layers themselves the other
-(``peek``). What a sliding window left out stays as attention was handed it.
+It is read back in two ways: the keys and values that attention got (``gather``), and the layers
+themselves (``peek``). Tokens outside of a sliding window stay as attention last got them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from transformers import DynamicCache, GPT2Config
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.truncation import TruncationTraits
-from pytest_roseinfer.targets.attended import behind, nothing_attended
+from pytest_roseinfer.targets.attention_context import empty_context, prepend_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
-    from pytest_roseinfer.targets.attended import KeysAndValues
+    from pytest_roseinfer.targets.attention_context import KeysAndValues
 
 
 @dataclass(slots=True, eq=False)
 class BatchRows:
-    """A cache of transformers that holds a batch, and the sequence in each of its rows."""
+    """A cache of transformers with a batch, and the sequence in each of its rows."""
 
     cache: Any
     seqs: list[int]
     how: str
-    """The method that selects rows."""
+    """Method that selects rows."""
     device: str
 
     def update(
         self, layer: int, tokens: Sequence[KeysAndValues], dtype: torch.dtype
     ) -> tuple[int, list[KeysAndValues]]:
-        """Append tokens; return where what attention sees begins, and that for each row."""
-        # As a model hands them over: its own dtype, and ``[batch, heads, tokens, head_dim]``.
+        """Append tokens; return the number of tokens hidden from attention, and the visible ones.
+
+        The visible keys and values are returned for each row.
+        """
+        # In a model's format: its own dtype, and ``[batch, heads, tokens, head_dim]``.
         batches = (
             [each[layer].to(dtype).transpose(0, 1)[None] for each in kind]
             for kind in zip(*tokens, strict=True)
@@ -54,17 +57,17 @@ class BatchRows:
         return unseen, [(keys[row].transpose(0, 1), values[row].transpose(0, 1)) for row in rows]
 
     def kept(self, seq: int, layer: int) -> tuple[int, KeysAndValues]:
-        """Return how many tokens of a sequence a layer has dropped, and the others."""
+        """Return the number of tokens of a sequence that a layer has dropped, and the others."""
         stored, row = self.cache.layers[layer], self.seqs.index(seq)
         dropped = self.cache.get_seq_length(layer) - stored.keys.shape[-2]
         return dropped, (stored.keys[row].transpose(0, 1), stored.values[row].transpose(0, 1))
 
-    def parted(self, seqs: list[int]) -> BatchRows:
-        """Return a batch of just these sequences; the others stay in this one."""
-        parted = BatchRows(copy.deepcopy(self.cache), self.seqs, self.how, self.device)
-        parted.pick(seqs)
+    def split_off(self, seqs: list[int]) -> BatchRows:
+        """Return a batch of only these sequences; the others stay in this one."""
+        batch = BatchRows(copy.deepcopy(self.cache), self.seqs, self.how, self.device)
+        batch.pick(seqs)
         self.pick([seq for seq in self.seqs if seq not in seqs])
-        return parted
+        return batch
 
     def pick(self, seqs: list[int]) -> None:
         """Keep the rows of these sequences, in this order."""
@@ -76,10 +79,10 @@ class BatchRows:
         self.seqs.append(child)
 
     def _select(self, indices: list[int]) -> None:
-        """Make these rows, some perhaps twice, the rows of the cache."""
+        """Replace the rows of the cache by these, of which some may be repeated."""
         how = self.how
         if how == "batch_repeat_interleave":
-            # Two of each, and then those that are wanted.
+            # Duplicate all rows, then select.
             self.cache.batch_repeat_interleave(2)
             indices = [2 * index + (index in indices[:at]) for at, index in enumerate(indices)]
             how = "batch_select_indices"
@@ -87,12 +90,12 @@ class BatchRows:
 
 
 class DynamicCacheAdapter(KVCacheAdapter):
-    """Layers made one by one, or as a model's configuration says; rows picked either way."""
+    """Adapter with lazy layers or those of a model's config, and all methods of row selection."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        # The first is drawn most; and a sliding layer does all that a full one does.
+        # The first is drawn most; sliding layers run all the code of full ones.
         "layers": ("sliding_attention", "full_attention", "lazy"),
-        "window": (3, 2, 5, 16),  # not 1: docs/found.md says what happens then
+        "window": (3, 2, 5, 16),  # not 1: see docs/found.md
         "select": ("batch_select_indices", "reorder_cache", "batch_repeat_interleave"),
     }
 
@@ -103,13 +106,13 @@ class DynamicCacheAdapter(KVCacheAdapter):
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.home: dict[int, BatchRows] = {}
-        self.attended = nothing_attended(spec)
+        self.attended = empty_context(spec)
 
     def new_cache(self) -> Any:
         options, layers = self.spec.options, self.spec.num_layers
         if options["layers"] == "lazy":
             return DynamicCache()
-        # Of a model's configuration only this is read.
+        # The cache reads only these fields of a model's config.
         model = {"layer_types": [options["layers"]] * layers, "sliding_window": options["window"]}
         return DynamicCache(config=GPT2Config(n_layer=layers, **model))
 
@@ -126,23 +129,25 @@ class DynamicCacheAdapter(KVCacheAdapter):
             batches.setdefault((self.home.get(seq), count), []).append(seq)
         for (rows, _), together in batches.items():
             if rows is None:
-                own = self.spec.options["select"], self.spec.device
-                rows = BatchRows(self.new_cache(), together, *own)
+                how = self.spec.options["select"]
+                rows = BatchRows(self.new_cache(), together, how, self.spec.device)
                 self.home.update(dict.fromkeys(together, rows))
             else:
                 rows = self._only(rows, together)
             for layer in range(self.spec.num_layers):
                 unseen, seen = rows.update(layer, [tokens[seq] for seq in rows.seqs], self.dtype)
                 for seq, new in zip(rows.seqs, seen, strict=True):
-                    self.attended[seq][layer] = behind(self.attended[seq][layer], unseen, new)
+                    self.attended[seq][layer] = prepend_unseen(
+                        self.attended[seq][layer], unseen, new
+                    )
 
     def _only(self, rows: BatchRows, seqs: list[int]) -> BatchRows:
-        """Return a batch of just these sequences; the others keep one of their own."""
+        """Return a batch of only these sequences; the others keep a batch of their own."""
         if len(seqs) == len(rows.seqs):
             return rows
-        parted = rows.parted(seqs)
-        self.home.update(dict.fromkeys(seqs, parted))
-        return parted
+        batch = rows.split_off(seqs)
+        self.home.update(dict.fromkeys(seqs, batch))
+        return batch
 
     def fork(self, parent: int, child: int) -> None:
         rows = self.home[child] = self.home[parent]
@@ -151,7 +156,7 @@ class DynamicCacheAdapter(KVCacheAdapter):
 
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
-        """A window that is full has forgotten what stood in front of it."""
+        """Return False for a full window, which has dropped the tokens before it."""
         slides = spec.options["layers"] == "sliding_attention"
         return length == stored or not slides or stored < spec.options["window"]
 
@@ -174,4 +179,4 @@ class DynamicCacheAdapter(KVCacheAdapter):
         return self.attended[seq][layer]
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        return behind(self.attended[seq][layer], *self.home[seq].kept(seq, layer))
+        return prepend_unseen(self.attended[seq][layer], *self.home[seq].kept(seq, layer))

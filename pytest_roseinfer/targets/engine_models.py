@@ -1,6 +1,6 @@
-"""The small models that roseinfer's own engine is checked with, by name.
+"""Small models for tests of engines, by name, with tokenizers and slow references.
 
-Transformers takes seconds to import, so that is done when the first model is built.
+Transformers takes seconds to import, so it is imported when the first model is built.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
     from pytest_roseinfer.engine_capabilities.capability import Floats
 
-# The shapes and traits of the small models that roseinfer's own engine is checked with.
+# Shapes and traits of the models.
 
 
 VOCABULARY = 32
-END = 5
+EOS_TOKEN = 5
 POSITIONS = 48
-ODD = "odd llama"
-"""This model has one token more than the others, so its head is padded."""
+PADDED_VOCABULARY = "odd llama"
+"""Model with one token more than the others, so that its LM head is padded."""
 LONG_POSITIONS = 1300
 
-SLOPED = "sloped bloom"
-"""In this one a score loses something for each token between query and key (ALiBi)."""
+ALIBI = "sloped bloom"
+"""Model with ALiBi: a bias on scores that grows with the distance of query and key."""
 _Shape = tuple[str, int, int, int]
-"""A family, query heads, KV heads and the size of a head."""
+"""Family, query heads, KV heads and head size."""
 _SHORT: dict[str, _Shape] = {
     "gpt2": ("gpt2", 2, 2, 12),
     "llama": ("llama", 4, 2, 6),
-    ODD: ("llama", 4, 2, 6),
+    PADDED_VOCABULARY: ("llama", 4, 2, 6),
     "llama 10:2": ("llama", 10, 2, 6),
     "llama 24:3": ("llama", 24, 3, 6),
     "llama 32:2": ("llama", 32, 2, 6),
-    SLOPED: ("bloom", 8, 8, 6),  # the more heads, the steeper
+    ALIBI: ("bloom", 8, 8, 6),  # with more heads, slopes are steeper
     "mixtral": ("mixtral", 4, 2, 6),
 }
 LONG: dict[str, _Shape] = {
@@ -60,41 +60,45 @@ LONG: dict[str, _Shape] = {
     "qwen3 16:1x64": ("qwen3", 16, 1, 64),
 }
 HYBRID = "half windowed qwen3"
-"""Of this model's two layers one attends to all tokens, and one to the last ``WINDOW``."""
-CAPPED = "capped gemma2"
-SINKING = "gpt-oss with sinks"
-"""In these too every second layer has a window."""
+"""Model with one layer that attends to all tokens, and one to the last ``WINDOW``."""
+SOFTCAP = "capped gemma2"
+ATTENTION_SINKS = "gpt-oss with sinks"
+"""Model with attention sinks; here and in ``SOFTCAP`` too, every second layer has a window."""
 _WINDOWED: dict[str, _Shape] = {
     "windowed mistral": ("mistral", 4, 2, 6),
     HYBRID: ("qwen3", 4, 2, 6),
-    CAPPED: ("gemma2", 4, 2, 6),
-    SINKING: ("gpt_oss", 4, 2, 6),
+    SOFTCAP: ("gemma2", 4, 2, 6),
+    ATTENTION_SINKS: ("gpt_oss", 4, 2, 6),
 }
 _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
-    # By default its scores are scaled for heads of 256, and so small that a cap does nothing.
+    # Default scores are scaled for heads of 256, and too small for the cap to have an effect.
     "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 6},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    # Steps of few rows visit fewer experts than there are, and those of more rows some twice.
+    # Steps with few rows leave experts unused, and those with more rows use some experts twice.
     "mixtral": {"num_local_experts": 7, "num_experts_per_tok": 2},
 }
 SMALL = tuple(_SHORT)
 WITH_WINDOWS_ALONE = ("windowed mistral", HYBRID)
 WINDOWED = tuple(_WINDOWED)
-"""Models whose layers, or every second of them, attend to the last ``WINDOW`` tokens."""
+"""Models in which all layers, or every second one, attend to the last ``WINDOW`` tokens."""
 WINDOW = 5
 _WINDOWS = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 OF_MANY_SHAPES = tuple(LONG)
-"""Kernels depend on these shapes: one query head to 16 for each KV head, and heads of 16 to 256.
-Models whose kernels compile soonest come first."""
+"""Models with the shapes that kernels depend on: 1 to 16 query heads per KV head, and head sizes of
+16 to 256. Models whose kernels compile fastest come first."""
 
 
 def config(name: str) -> Any:
-    """Return the config of a model. Importing transformers takes seconds."""
+    """Return the config of a model; the first call imports transformers, which takes seconds."""
     from transformers import AutoConfig
 
     family, heads, kv_heads, head_dim = (_SHORT | _WINDOWED | LONG)[name]
     positions = LONG_POSITIONS if name in LONG else POSITIONS
-    tokens = {"vocab_size": VOCABULARY + (name == ODD), "bos_token_id": END, "eos_token_id": END}
+    tokens = {
+        "vocab_size": VOCABULARY + (name == PADDED_VOCABULARY),
+        "bos_token_id": EOS_TOKEN,
+        "eos_token_id": EOS_TOKEN,
+    }
     if family == "gpt2":
         sizes = {"n_positions": positions, "n_embd": heads * head_dim, "n_head": heads}
         return AutoConfig.for_model(family, n_layer=2, **sizes, **tokens)
@@ -120,7 +124,7 @@ _FELT_SINK = 8.0
 
 
 def network(name: str, device: str) -> Any:
-    """Build a model, always with the same weights, so large that the likeliest token is no tie."""
+    """Build a model with fixed weights, which are so large that the argmax is never a tie."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -130,49 +134,49 @@ def network(name: str, device: str) -> Any:
             if weight.dim() > 1:
                 weight.normal_(std=0.4 * min(1, 96 / weight.shape[-1]) ** 0.5)
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:  # they begin as biases of 0 and gains of 1
+            if weight.dim() == 1:  # initialised to biases of 0 and gains of 1
                 weight.add_(0.2 * torch.randn(weight.shape))
-            if name.endswith("sinks"):  # they weigh next to nothing beside such scores
+            if name.endswith("sinks"):  # default sinks are negligible compared with such scores
                 weight.add_(_FELT_SINK)
     return model.to(device)
 
 
-# An engine may make the network that it serves its own, so the slow twin has another one.
+# Engines may modify the network that they serve, so the slow twin has its own.
 @lru_cache(maxsize=16)
 def _untouched(name: str, device: str) -> Any:
     model = network(name, device)
-    model.set_attn_implementation("eager")  # torch's own attention leaves caps out
+    model.set_attn_implementation("eager")  # torch's own attention ignores softcaps
     return model
 
 
 @lru_cache(maxsize=1 << 15)
 def logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
-    """Compute the logits of the token after these from all of them anew, without a cache."""
-    # A GPU that processes share keeps each of them waiting: small models do without it.
+    """Compute the logits of the next token from all tokens, without a cache."""
+    # Small models run on the CPU, because processes that share a GPU wait for each other.
     device = device if name in LONG else "cpu"
-    found = _untouched(name, device)(torch.tensor([tokens], device=device), use_cache=False)
-    return np.asarray(found.logits[0, -1].double().cpu())
+    output = _untouched(name, device)(torch.tensor([tokens], device=device), use_cache=False)
+    return np.asarray(output.logits[0, -1].double().cpu())
 
 
-# Small tokenizers for the models that roseinfer's own engine is checked with.
+# Small tokenizers for the models.
 
 
 _END = "<end>"
 _BYTES = ("a", "b", "Ġ", "ab", "Ã", "©", "é", "â", "Ĥ", "¬", "âĤ", "ba", "Ġa", "ðŁ", "ĺ", "Ģ", "c")
-"""As GPT-2 writes bytes: letters, a space, and characters of which tokens have a part each."""
+"""Pieces in GPT-2's byte alphabet: letters, a space, and parts of multi-byte characters."""
 _WORDS = ("▁a", "▁b", "a", "b", "▁", "ab", "▁ab", "é", "▁ba", "c")
 
 
 @lru_cache
 def tokenizer(*, byte_level: bool) -> Any:
-    """Build one in which every token has a text of its own, or one in which words have spaces."""
+    """Build a byte-level tokenizer, or one whose pieces mark the starts of words."""
     if byte_level:
         return _built(_BYTES, decoders.ByteLevel())
     return _built(_WORDS, decoders.Metaspace())
 
 
 def text_of(tokens: Sequence[int], by: Any) -> str:
-    """Return the text of a whole request's tokens, by one of these tokenizers alone."""
+    """Decode all tokens of a request with one of these tokenizers."""
     text: str = by.decode(
         list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -180,13 +184,13 @@ def text_of(tokens: Sequence[int], by: Any) -> str:
 
 
 def _built(pieces: Sequence[str], decoder: Any) -> Any:
-    from transformers import PreTrainedTokenizerFast  # it takes seconds
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
-    others = (token for token in range(VOCABULARY) if token != END)
+    others = (token for token in range(VOCABULARY) if token != EOS_TOKEN)
     written = {token: f"{pieces[at % len(pieces)]}" for at, token in enumerate(others)}
     for at, token in enumerate(sorted(written)[len(pieces) :]):
         written[token] = chr(ord("A") + at)
-    vocabulary = {text: token for token, text in written.items()} | {_END: END}
+    vocabulary = {text: token for token, text in written.items()} | {_END: EOS_TOKEN}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=_END))
     backend.decoder = decoder
     return PreTrainedTokenizerFast(
@@ -194,14 +198,14 @@ def _built(pieces: Sequence[str], decoder: Any) -> Any:
     )
 
 
-# The draws of roseinfer's engine, anew in numpy: a token's noise is a hash of where it stands.
+# roseinfer's sampling, reimplemented in numpy: the noise of a token is a hash of its position.
 
 
 _WORD = (1 << 64) - 1
 
 
 def draw(logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int) -> int:
-    """Return the token that comes after ``tokens``, the first of which are the prompt."""
+    """Sample the token after ``tokens``, of which the first ``prompted`` are the prompt."""
     likely = distribution(logits, sampling, tokens, prompted)
     place = _scrambled(_scrambled(sampling.seed & _WORD) + len(tokens))
     hashes = [_scrambled(place + token) >> 40 for token in range(len(likely))]
@@ -210,44 +214,44 @@ def draw(logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: in
 
 
 def _scrambled(number: int) -> int:
-    """Scramble 64 bits as SplitMix64 does, which its authors publish with these numbers."""
+    """Mix 64 bits by SplitMix64, with its published constants."""
     number = (number + 0x9E3779B97F4A7C15) & _WORD
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
     return number ^ (number >> 31)
 
 
-# What a request gets from its model alone: without a cache, batches, or any code of ours.
+# Reference outputs: without a cache, batches, or roseinfer's code.
 
 
 @lru_cache(maxsize=4096)
 def generate_alone(
     name: str, device: str, prompt: tuple[int, ...], sampling: Sampling
 ) -> tuple[int, ...]:
-    """Compute each token from all that comes before it."""
+    """Generate tokens, each computed from all previous ones."""
     tokens = list(prompt)
     positions = LONG_POSITIONS if name in OF_MANY_SHAPES else POSITIONS
-    while len(tokens) < positions and goes_on(tokens, len(prompt), sampling):
+    while len(tokens) < positions and is_unfinished(tokens, len(prompt), sampling):
         row = logits(name, device, tuple(tokens))
         tokens.append(draw(row, sampling, tokens, len(prompt)))
     return tuple(tokens[len(prompt) :])
 
 
-def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
-    """Return True if a request is not over with what follows its prompt in these tokens."""
+def is_unfinished(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
+    """Return True if a request goes on after these tokens, which include its prompt."""
     new = tokens[prompted:]
-    ended = bool(new) and new[-1] == END and not sampling.ignore_eos
+    ended = bool(new) and new[-1] == EOS_TOKEN and not sampling.ignore_eos
     return len(new) < sampling.max_new_tokens and not ended
 
 
 def is_near_tie(
     mix: RequestMix, tokens: tuple[int, ...], sampling: Sampling, rounding: float
 ) -> bool:
-    """Return True if logits that are off by so much could lead to another token.
+    """Return True if a relative error of ``rounding`` in the logits could change the token.
 
-    The prompt is that of some request that begins as these tokens do.
+    Any request of the mix whose prompt these tokens start with is considered.
     """
-    prompts = {len(each.prompt) for each in mix.requests if begins(each.prompt, tokens)}
+    prompts = {len(each.prompt) for each in mix.requests if starts_with_prompt(each.prompt, tokens)}
     row = logits(mix.options["model"], mix.device, tokens)
     noise = np.random.default_rng(0).standard_normal((16, len(row)))
     nearly = row + noise * np.abs(row).max() * rounding
@@ -257,5 +261,5 @@ def is_near_tie(
     )
 
 
-def begins(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+def starts_with_prompt(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     return tuple(tokens[: len(prompt)]) == tuple(prompt)

@@ -1,4 +1,4 @@
-"""FlashInfer's paged append and decode, which run on a GPU."""
+"""Adapter of FlashInfer's paged append and decode, which need a GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 _GROUPS = (1, 2, 3, 4, 6, 8, 16)
-"""How many query heads its decode kernel has for a head of the cache; others take tensor cores."""
+"""Query heads per KV head that its decode kernel supports; others need tensor cores."""
 _WORKSPACE = 128 << 20
 
 
 class FlashInferAdapter(PagedKernelsAdapter):
     dtypes: ClassVar[Sequence[str]] = ("float16", "bfloat16")
     head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 8)
-    head_dims: ClassVar[Sequence[int]] = (64, 128)  # each is compiled, for a minute
+    head_dims: ClassVar[Sequence[int]] = (64, 128)  # each takes a minute to compile
     block_sizes: ClassVar[Sequence[int]] = (16, 1, 4, 5, 8, 32)
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "layout": ("NHD", "HND"),
@@ -34,7 +34,7 @@ class FlashInferAdapter(PagedKernelsAdapter):
     def allocate(self, spec: CacheSpec) -> None:
         if find_spec("flashinfer") is None or not spec.device.startswith("cuda"):
             raise ModuleNotFoundError(
-                "FlashInfer or a GPU is not there: pip install flashinfer-python ninja, and run "
+                "FlashInfer or a GPU is missing: pip install flashinfer-python ninja, and run "
                 "pytest --roseinfer-gpu",
                 name="flashinfer",
             )
@@ -57,7 +57,7 @@ class FlashInferAdapter(PagedKernelsAdapter):
         return self.cache[layer].unbind(1) if apart else self.cache[layer]
 
     def _paged(self, seqs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what its functions call ``kv_indices``, ``kv_indptr`` and ``kv_last_page_len``."""
+        """Return FlashInfer's arguments ``kv_indices``, ``kv_indptr`` and ``kv_last_page_len``."""
         tables = [self.tables[seq] for seq in seqs]
         ends = ((self.lengths[seq] - 1) % self.spec.block_size + 1 for seq in seqs)
         starts = accumulate(map(len, tables), initial=0)
@@ -71,8 +71,8 @@ class FlashInferAdapter(PagedKernelsAdapter):
     ) -> None:
         indices, starts, ends = self._paged(seqs)
         lengths = self.flashinfer.get_seq_lens(starts, ends, self.spec.block_size)
-        own = self._ints(accumulate(counts, initial=0))
-        rows = self.flashinfer.get_batch_indices_positions(own, lengths, sum(counts))
+        row_starts = self._ints(accumulate(counts, initial=0))
+        rows = self.flashinfer.get_batch_indices_positions(row_starts, lengths, sum(counts))
         for layer in range(self.spec.num_layers):
             new = (_aligned(each[layer].to(self.cache.dtype)) for each in (key, value))
             pages = self._pages(layer), indices, starts, ends, self.layout
@@ -88,12 +88,12 @@ class FlashInferAdapter(PagedKernelsAdapter):
         indices, starts, ends = self._paged(seqs)
         shape = query.shape[1], spec.num_heads, spec.head_dim, spec.block_size
         wrapper.plan(starts, indices, ends, *shape, q_data_type=dtype, kv_data_type=dtype)
-        found: torch.Tensor = wrapper.run(_aligned(query), self._pages(layer))
-        return found
+        output: torch.Tensor = wrapper.run(_aligned(query), self._pages(layer))
+        return output
 
 
 def _aligned(new: torch.Tensor) -> torch.Tensor:
-    """Copy what its kernels cannot read: they load 16 bytes at a time."""
+    """Copy tensors that its kernels cannot read, since they load 16 bytes at a time."""
     steps = (new.storage_offset(), *new.stride()[:-1])
     readable = new.stride(-1) == 1 and not any(step * new.itemsize % 16 for step in steps)
     return new if readable else new.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""nano-vllm's block manager, driven as its scheduler drives it.
+"""Adapter of nano-vllm's block manager, driven as by its scheduler.
 
-A prompt gets its blocks at once, and begins with what is found of it; a token is appended before
-there is room for it, as one that was just sampled is. Full blocks are hashed when they are stored.
+A prompt gets all its blocks at once and starts with the cached prefix. A token is appended before
+its room is allocated, as for one that was just sampled. Full blocks are hashed when stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from unittest import mock
 
 from pytest_roseinfer.capabilities.cache_data import CacheFull, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
-from pytest_roseinfer.targets.without_its_top import part_of
+from pytest_roseinfer.targets.partial_import import import_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, 
 
 class NanoVllmAdapter(BlockManagerAdapter):
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
-    # Its own blocks hold a multiple of 256 tokens, by the same code; 1 needs other code.
+    # It uses multiples of 256 tokens, by the same code; blocks of 1 token need other code.
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8, 16)
 
     def manage(self, spec: CacheSpec) -> None:
-        manager = part_of("nanovllm", "engine.block_manager", INSTALL)
+        manager = import_part("nanovllm", "engine.block_manager", INSTALL)
         self.new_sequence: Any = manager.Sequence
-        self.new_sequence.block_size = spec.block_size  # as its engine sets it, for all
+        self.new_sequence.block_size = spec.block_size  # a class attribute, as its engine sets it
         self.manager = manager.BlockManager(spec.num_blocks, spec.block_size)
         self.sequences: dict[int, Any] = {}
 
@@ -41,8 +41,8 @@ class NanoVllmAdapter(BlockManagerAdapter):
             raise CacheFull
         self.manager.allocate(sequence, blocks)
         self.sequences[seq] = sequence
-        found: int = sequence.num_cached_tokens
-        return found
+        num_cached: int = sequence.num_cached_tokens
+        return num_cached
 
     def extend(self, seq: int, token: int) -> None:
         sequence = self.sequences[seq]
@@ -63,7 +63,7 @@ class NanoVllmAdapter(BlockManagerAdapter):
         self.manager.deallocate(self.sequences[seq])
 
     def match_prefix(self, token_ids: Sequence[int]) -> int:
-        # It says what is found only where there is room for the rest.
+        # ``can_allocate`` returns the cached blocks only if the rest has room.
         with mock.patch.object(self.manager, "free_block_ids", range(1 << 20)):
             blocks = self.manager.can_allocate(self.new_sequence(list(token_ids)))
         return int(blocks) * self.spec.block_size
@@ -83,7 +83,7 @@ class NanoVllmAdapter(BlockManagerAdapter):
 
 
 class WeaklyHashedNanoVllmAdapter(NanoVllmAdapter):
-    """Its hashes collide, which takes luck or intent with those of its own."""
+    """Adapter with a weak hash function, so that hashes of blocks collide."""
 
     def use_hash(self, hash_function: Callable[[object], int]) -> None:
         def compute_hash(tokens: Sequence[int], prefix: int = -1) -> int:

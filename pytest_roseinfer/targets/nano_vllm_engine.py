@@ -1,7 +1,7 @@
-"""nano-vllm's engine: its scheduler, its blocks and what its runner hands to a model.
+"""Adapter of nano-vllm's engine: its scheduler, its blocks and its model runner, without a GPU.
 
-The model needs no GPU. What it stores of a token says which tokens came before, as attention finds
-them by the block tables and slots of the runner; the next token follows from that.
+A fake model stores a key per token that depends on all previous keys, as attention finds them by
+the runner's block tables and slots; the next token follows from the key.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets.nano_vllm import INSTALL
-from pytest_roseinfer.targets.telling_keys import key_of, likeliest, logits_of
-from pytest_roseinfer.targets.without_its_top import part_of, without
+from pytest_roseinfer.targets.partial_import import import_part, stub_package
+from pytest_roseinfer.targets.prefix_keys import argmax_token, key_of, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
-# A model that nano-vllm's runner can run without a GPU: it stores keys that tell what was seen.
+# The fake model.
 
 
 class NanoVllmModel:
-    """Attends to what the runner's context points at, and stores where it says."""
+    """Fake model that reads and writes keys in the slots of the runner's context."""
 
     def __init__(self, config: SimpleNamespace, vocabulary: int) -> None:
         self.block_size, self.vocabulary = config.kvcache_block_size, vocabulary
         self.keys = [-1] * config.num_kvcache_blocks * config.kvcache_block_size
-        self.get_context: Any = part_of("nanovllm", "utils.context", INSTALL).get_context
+        self.get_context: Any = import_part("nanovllm", "utils.context", INSTALL).get_context
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> list[int]:
         """Return the key of the last token of each sequence."""
@@ -48,15 +48,15 @@ class NanoVllmModel:
         new = [*zip(tokens.tolist(), places, strict=True)]
         last = []
         for row, length in enumerate(lengths):
-            own: list[int] = []
+            keys: list[int] = []
             rows = new[ends[row] : ends[row + 1]]
             for before, (token, (position, slot)) in enumerate(rows, length - len(rows)):
-                seen = own
+                seen = keys
                 if context.block_tables is not None:
                     seen = self._stored(context.block_tables[row].tolist(), before)
-                own.append(key_of(token, position, seen))
-                self.keys[slot] = own[-1]
-            last.append(own[-1])
+                keys.append(key_of(token, position, seen))
+                self.keys[slot] = keys[-1]
+            last.append(keys[-1])
         return last
 
     def _stored(self, table: list[int], length: int) -> list[int]:
@@ -64,8 +64,8 @@ class NanoVllmModel:
         return [self.keys[table[at // size] * size + at % size] for at in range(length)]
 
     def compute_logits(self, keys: list[int]) -> torch.Tensor:
-        """Return the likeliest tokens, which the runner's sampler hands on."""
-        return torch.as_tensor([likeliest(key, self.vocabulary) for key in keys])
+        """Return the argmax tokens, which the runner's sampler passes through."""
+        return torch.as_tensor([argmax_token(key, self.vocabulary) for key in keys])
 
 
 _ALONE = "all anew"
@@ -74,7 +74,7 @@ _ALONE = "all anew"
 class NanoVllmEngine(EngineAdapter):
     eos_token = 5
     sampling = SamplingTraits(greedy_only=True)
-    # Its own blocks hold a multiple of 256 tokens, by the same code; 1 needs other code.
+    # It uses multiples of 256 tokens, by the same code; blocks of 1 token need other code.
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
         "prefix hit": FastPath(_ALONE),
@@ -87,10 +87,10 @@ class NanoVllmEngine(EngineAdapter):
     }
 
     def make(self, mix: RequestMix) -> None:
-        with without("flash_attn"):
-            engine = part_of("nanovllm", "engine.llm_engine", INSTALL)
+        with stub_package("flash_attn"):
+            engine = import_part("nanovllm", "engine.llm_engine", INSTALL)
         self.new_params = engine.SamplingParams
-        engine.Sequence.block_size = mix.block_size  # as the engine sets it, for all
+        engine.Sequence.block_size = mix.block_size  # a class attribute, as its engine sets it
         config = SimpleNamespace(
             eos=self.eos_token,
             kvcache_block_size=mix.block_size,
@@ -101,7 +101,7 @@ class NanoVllmEngine(EngineAdapter):
         self.engine = object.__new__(engine.LLMEngine)
         self.engine.scheduler = engine.Scheduler(config)
         manager = self.engine.scheduler.block_manager
-        manager.can_allocate = partial(self._found, manager.can_allocate)
+        manager.can_allocate = partial(self._count_prefix_hit, manager.can_allocate)
         self.engine.model_runner = object.__new__(engine.ModelRunner)
         vars(self.engine.model_runner).update(
             block_size=mix.block_size,
@@ -109,7 +109,7 @@ class NanoVllmEngine(EngineAdapter):
             rank=0,
             enforce_eager=True,
             model=NanoVllmModel(config, self.vocabulary),
-            sampler=lambda likeliest, _: likeliest,
+            sampler=lambda argmax_token, _: argmax_token,
         )
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
@@ -127,10 +127,10 @@ class NanoVllmEngine(EngineAdapter):
         self.counts["preempted"] += any(each.num_completion_tokens for each in waiting)
         self.counts["chunked prefill"] += any(each.block_table for each in waiting)
 
-    def _found(self, look_up: Callable[[Any], int], request: Any) -> int:
-        found = look_up(request)
-        self.counts["prefix hit"] += found > 0
-        return found
+    def _count_prefix_hit(self, look_up: Callable[[Any], int], request: Any) -> int:
+        num_blocks = look_up(request)
+        self.counts["prefix hit"] += num_blocks > 0
+        return num_blocks
 
     def tokens(self, request: Any) -> list[int]:
         return list(request.completion_token_ids)

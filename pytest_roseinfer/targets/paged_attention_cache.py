@@ -1,12 +1,12 @@
-"""transformers' paged cache, driven as its own continuous batching drives it.
+"""Adapter of transformers' paged cache, driven as by its continuous batching.
 
-A sequence is a request. Room is asked for, request by request; read and write indices are
-made; ``update`` writes and reads every layer; blocks that became full are registered. To reserve
-is to prepare a batch while the one before it still runs, and padding is what CUDA graphs need.
+A sequence is a request. Room is allocated request by request, read and write indices are made,
+``update`` writes and reads each layer, and blocks that became full are registered. ``reserve``
+prepares a batch while the previous one still runs, and padding is as for CUDA graphs.
 
-What attention was handed is one route back (``gather``). The other (``peek``) is the block
-table and the views of the cache that the engine gives its decode kernel, which needs a GPU: its
-way of writing is not offered. Nor is sharing between equal prompts.
+The cache is read back in two ways: the keys and values that attention got (``gather``), and by the
+block table and the cache views that the engine passes to its decode kernel (``peek``). That kernel
+needs a GPU, so its way of writing is not tested. Neither is sharing between equal prompts.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
-from pytest_roseinfer.targets.attended import behind, nothing_attended
+from pytest_roseinfer.targets.attention_context import empty_context, prepend_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_roseinfer.targets.attended import KeysAndValues
+    from pytest_roseinfer.targets.attention_context import KeysAndValues
 
     Requests = Sequence[tuple[Any, int]]
 
-# Builds transformers' paged cache, without a model.
+# Construction of the cache, without a model.
 
 
 def new_cache(
     spec: CacheSpec, num_blocks: int, dtype: torch.dtype, *, sharing: bool, **model: Any
 ) -> Any:
-    """Build a cache for a model, of which nothing matters but its sizes and its kinds of layers.
+    """Build a cache for a model config, of which only the sizes and the layer types matter.
 
-    GPT-2 has no rotary embedding, which would refuse odd head sizes.
+    It is GPT-2's, because rotary embeddings would refuse odd head sizes.
     """
     heads = {"n_head": spec.num_heads, "n_embd": spec.num_heads * spec.head_dim}
     config = GPT2Config(n_layer=spec.num_layers, **heads, **model)
@@ -55,16 +55,16 @@ def new_cache(
         allow_block_sharing=sharing,
     )
     alone = DistributedHelper(None, None)
-    # Without psutil every new cache logs that memory cannot be measured.
+    # Without psutil, each new cache would log that memory cannot be measured.
     with mock.patch.object(logging.getLogger("ContinuousBatchingLogger"), "disabled", True):
         return PagedAttentionCache(config, batching, spec.device, alone, dtype=dtype)
 
 
-# What transformers' paged cache shows of its storage, and of who holds which block.
+# Storage and ledger of the cache.
 
 
 SURPLUS = "surplus"
-"""A request that never ends has the blocks by which the size was rounded up to whole sectors."""
+"""Name of a request that never ends, for blocks added by rounding up to whole sectors."""
 
 
 def storage(cache: Any, spec: CacheSpec, dtype: torch.dtype, allocator: Any) -> torch.Tensor:
@@ -85,26 +85,28 @@ def ledger_of(pool: Any, allocator: Any) -> Ledger:
     not_counted = len(free) - pool.count_free_blocks(allocator.index)
     for sector in pool.free_sectors:
         free += range(sector * size, (sector + 1) * size)
-    # Full blocks that nobody holds stay filled until room is needed.
+    # Full blocks without holders stay cached until room is needed.
     free += books.cached_blocks
     held = blocks - set(free)
     counts = {block: books.shared_ref_counts.get(block, 1) for block in held}
     return Ledger(counts, free, len(blocks), num_free=len(free) - not_counted)
 
 
-# Room for requests in transformers' paged cache, asked for as its continuous batching does.
+# Allocation, as in continuous batching.
 
 
 def find_room(cache: Any, requests: Requests) -> None:
-    """Give every request blocks for so many more tokens, or none of them any."""
+    """Allocate blocks for more tokens of each request, or for none of them."""
     if not _fit(cache, requests):
-        # The engine does so before it takes a request's blocks away.
+        # The engine does so before it preempts a request.
         cache.evict_cached_blocks()
         if not _fit(cache, requests):
             raise CacheFull(f"no room for {[count for _, count in requests]} more tokens")
     for state, count in requests:
         if not cache.can_store_request_tokens(state, count):
-            raise RuntimeError(f"request {state.request_id} was promised room and got none")
+            raise RuntimeError(
+                f"request {state.request_id} did not get the room that was counted as free"
+            )
 
 
 def _fit(cache: Any, requests: Requests) -> bool:
@@ -119,20 +121,20 @@ def _fit(cache: Any, requests: Requests) -> bool:
     return bool(cache.count_storable_requests(needed) == len(needed))
 
 
-# Requests of transformers' continuous batching, with the indices that are made for each batch.
+# Requests, and the indices of batches.
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """These tokens have their room and their indices and are not written yet."""
+    """Tokens with room and indices that are not written yet."""
 
     seqs: Sequence[int]
     lengths: Mapping[str, list[int]]
-    """How many tokens attention reads of each sequence, by kind of layer."""
+    """Number of tokens that attention reads of each sequence, by layer type."""
     completed: Sequence[dict[str, int]]
-    """How many blocks each request fills, by kind of layer."""
+    """Number of blocks that each request fills, by layer type."""
     arguments: Mapping[str, Any]
-    """What ``update`` is called with."""
+    """Arguments of ``update``."""
 
 
 def new_request(name: str) -> Any:
@@ -140,7 +142,7 @@ def new_request(name: str) -> Any:
 
 
 class PagedRequests:
-    """The requests of a cache, by sequence."""
+    """Requests of a cache, by sequence."""
 
     def __init__(self, cache: Any, device: str) -> None:
         self.cache, self.device = cache, device
@@ -161,22 +163,22 @@ class PagedRequests:
         return Batch(seqs, lengths, completed, arguments)
 
     def _indices(self, requests: Sequence[tuple[Any, int]], padding: int) -> dict[str, Any]:
-        """Say for every allocator where the new tokens are written, and what is read back."""
+        """Return the write indices of new tokens and the read indices, of each allocator."""
         allocators = self.cache.cache_allocators.values()
         write: list[list[int]] = [[] for _ in allocators]
         read: list[list[int]] = [[] for _ in allocators]
-        # A batch of nothing but new prompts reads nothing back.
+        # A batch with only new prompts reads nothing back.
         reads = any(state.position_offset for state, _ in requests)
         for state, count in requests:
             self.cache.extend_read_and_write_indices(
                 state.request_id, state.position_offset, count, read if reads else None, write
             )
             state.position_offset += count
-            # What is stored depends on a sequence's name: no two have the same tokens.
+            # Stored values depend on the sequence's name, so no two sequences have equal tokens.
             state.generated_tokens += itertools.islice(self._token_ids, count)
-        for allocator, writes, found in zip(allocators, write, read, strict=True):
+        for allocator, writes, reads_of in zip(allocators, write, read, strict=True):
             writes += [allocator.write_trash_index] * padding
-            found += [allocator.read_trash_index] * (padding if reads else 0)
+            reads_of += [allocator.read_trash_index] * (padding if reads else 0)
         return {"read_index": self._tensors(read), "write_index": self._tensors(write)}
 
     def _tensors(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -192,21 +194,21 @@ class PagedRequests:
     def update(
         self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Write a layer; for each sequence, say where what attention sees begins, and return it."""
-        # As a model hands them over: a batch of one row.
+        """Write a layer; yield, per sequence, the number of hidden tokens and the visible ones."""
+        # In a model's format: a batch of one row.
         new = (each.transpose(0, 1)[None] for each in (key, value))
-        # The engine spreads these over a call for every layer, and update changes them.
-        found = self.cache.update(*new, layer, dict(batch.arguments))
+        # A copy, because the engine unpacks the arguments for each layer, and update changes them.
+        cached = self.cache.update(*new, layer, dict(batch.arguments))
         lengths = batch.lengths[self.cache.layer_to_allocator[layer].layer_type]
-        # Padding is behind the last end.
+        # Padding comes after the last end.
         ends = list(itertools.accumulate(lengths))
-        parts = [cache[0].transpose(0, 1).tensor_split(ends) for cache in found]
+        parts = [cache[0].transpose(0, 1).tensor_split(ends) for cache in cached]
         for row, seq in enumerate(batch.seqs):
             unseen = self.states[seq].position_offset - lengths[row]
             yield unseen, [part[row] for part in parts]
 
     def stored(self, state: Any, layer: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a request by the block table and the views that a decode kernel is given."""
+        """Read a request by the block table and the views that a decode kernel gets."""
         kinds, length = self.cache.cache_allocators, state.position_offset
         shape = (len(kinds), 1, num_blocks)
         blocks = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -223,18 +225,18 @@ class PagedRequests:
 
 
 class PagedAttentionCacheAdapter(KVCacheAdapter):
-    """Full attention in every layer, with the books of the block manager."""
+    """Adapter with full attention in all layers, which also checks the block manager's books."""
 
     allow_block_sharing: ClassVar[bool] = True
-    """With it, full blocks are also kept after their requests have ended."""
+    """True to keep full blocks cached after their requests have ended."""
 
     def make(self, spec: CacheSpec) -> None:
         self._make(spec, spec.num_blocks)
         (self.allocator,) = self.cache.cache_allocators.values()
-        # Two sectors are never given out; padding is written to the second of them.
+        # Two sectors are never allocated; padding is written to the second one.
         sector = self.allocator.blocks_per_sector
         self.scratch_blocks = frozenset(range(sector, 2 * sector))
-        # The size is rounded up to whole sectors; a request that never ends keeps the rest.
+        # The size is rounded up to whole sectors; a request that never ends holds the surplus.
         surplus = (self.cache.num_blocks - spec.num_blocks) * spec.block_size
         if not self.cache.can_store_request_tokens(new_request(SURPLUS), surplus):
             raise RuntimeError(f"a new cache has no room for {surplus} tokens")
@@ -242,7 +244,7 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
     def _make(self, spec: CacheSpec, num_blocks: int, **model: Any) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.attended = nothing_attended(spec)
+        self.attended = empty_context(spec)
         model["sharing"] = self.allow_block_sharing
         self.cache = new_cache(spec, num_blocks, self.dtype, **model)
         self.requests = PagedRequests(self.cache, spec.device)
@@ -271,10 +273,10 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
     def fill(self, reservation: Batch, key: torch.Tensor, value: torch.Tensor) -> None:
         for layer in range(self.spec.num_layers):
             new = [each[layer].to(self.dtype) for each in (key, value)]
-            found = self.requests.update(reservation, layer, *new)
-            for seq, (unseen, seen) in zip(reservation.seqs, found, strict=True):
+            visible = self.requests.update(reservation, layer, *new)
+            for seq, (unseen, seen) in zip(reservation.seqs, visible, strict=True):
                 layers = self.attended[seq]
-                layers[layer] = behind(layers[layer], unseen, seen)
+                layers[layer] = prepend_unseen(layers[layer], unseen, seen)
         for seq, completed in zip(reservation.seqs, reservation.completed, strict=True):
             self.cache.mark_complete_blocks(self.states[seq], completed)
 
@@ -305,16 +307,16 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
 
 
 class UnsharedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
-    """Blocks go back to the pool as soon as their request ends."""
+    """Adapter without block sharing: blocks are free as soon as their request ends."""
 
     allow_block_sharing = False
 
 
-# transformers' paged cache with forks: one prompt that is answered several times.
+# Forks: several completions of one prompt.
 
 
 class ForkedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
-    """A fork shares the full blocks and copies the last one at once if it is partial."""
+    """Adapter with forks, which share full blocks and copy a partial last block at once."""
 
     fork_shares = "full blocks"
 
@@ -332,14 +334,14 @@ class ForkedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
         self.attended[child] = list(self.attended[parent])
 
 
-# transformers' paged cache with sliding windows: layers that keep only the last tokens.
+# Sliding windows.
 
 
 class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
-    """Sliding windows, in every layer or in every other one.
+    """Adapter with sliding windows, in all layers or in every other one.
 
-    Layers of each kind have a table of their own and share the pool, which the harness cannot
-    follow: it compares what attention reads and what is stored, and no books.
+    Each layer type has its own table in a shared pool, which the harness does not support: it
+    compares what attention reads and what is stored, but not the books.
     """
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -359,14 +361,14 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
         self.window = int(spec.options["window"])
         # Forks share nothing in sliding layers, and a history keeps fewer than 10 sequences.
         num_blocks = 10 * spec.num_blocks
-        # A sector goes to one kind of layers, and the last one of each may be nearly empty. Its
-        # bytes are a multiple of 128.
+        # A sector belongs to one layer type, and the last one of each may be nearly empty. Its
+        # size in bytes is a multiple of 128.
         token = 2 * spec.num_heads * spec.head_dim * getattr(torch, spec.dtype).itemsize
         num_blocks += 2 * 128 // math.gcd(128, spec.block_size * token)
         self._make(spec, num_blocks, layer_types=kinds, sliding_window=self.window)
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        """Read the storage itself; what has slid out of it comes from ``gather``."""
+        """Read the storage; tokens that slid out of it come from ``gather``."""
         allocator = self.cache.layer_to_allocator[layer]
         length = self.states[seq].position_offset
         ring = self.window if allocator.layer_type == "sliding_attention" else max(length, 1)
@@ -378,4 +380,4 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
         every = storage(self.cache, self.spec, self.dtype, allocator)
         stored = every[:, allocator.layer_indices.index(layer)]
         kept = (stored[blocks, kind, positions] for kind in (0, 1))
-        return behind(self.gather(seq, layer), unseen, kept)
+        return prepend_unseen(self.gather(seq, layer), unseen, kept)

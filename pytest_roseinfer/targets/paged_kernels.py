@@ -1,4 +1,4 @@
-"""Drives kernels that write to pages and attend to them; the books are kept here."""
+"""Adapter of kernels that write and read pages; the harness keeps the books."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 
 class PagedKernelsAdapter(KVCacheAdapter):
-    """Override ``allocate``, ``write`` and ``arena``; ``attend`` is worth adding.
+    """Base class for paged kernels: override ``allocate``, ``write`` and ``arena``.
 
-    ``tables`` and ``lengths`` say which pages a sequence has, and how many tokens.
+    Also add ``attend`` if possible. ``tables`` and ``lengths`` have the pages and the number of
+    tokens of each sequence.
     """
 
     fork_shares: ClassVar[str] = "full blocks"
 
     def allocate(self, spec: CacheSpec) -> None:
-        """Build the storage."""
+        """Allocate the storage."""
         raise NotImplementedError(f"{type(self).__name__} must define allocate(spec)")
 
     def write(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Write the last ``counts[i]`` tokens of ``seqs[i]``, which have their pages by now."""
+        """Write the last ``counts[i]`` tokens of ``seqs[i]``, whose pages are already in tables."""
         raise NotImplementedError(
             f"{type(self).__name__} must define write(seqs, counts, key, value)"
         )

@@ -1,4 +1,4 @@
-"""This distribution's own engine, serving small models, with its switches and fast paths."""
+"""Adapter of roseinfer's engine on small models, with its switches and fast paths."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
 from pytest_roseinfer.targets.engine_models import (
     generate_alone,
-    goes_on,
     is_near_tie,
+    is_unfinished,
     text_of,
     tokenizer,
 )
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
-# The engine's fast paths, in the order in which searches aim at them.
+# Fast paths, in the order in which searches aim at them.
 
 
 _ALONE = "transformers"
-"""The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
+"""The slow twin: the model's own attention, without a cache, batches, or roseinfer's code."""
 _IN_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": 3}
 _KERNELS = {"paged_attention": True}
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 _RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
 _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
-"""A new sequence takes what another one gave up while others still decode beside it."""
+"""Settings in which new sequences reuse freed slots and blocks while others still decode."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
-"""Sequences begin to decode one after another, and none ends in between."""
+"""Settings in which sequences start to decode one after the other."""
 _SPECULATING = {"speculation": "ngram", "resident_decode": False}
 _LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
-_IN_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
+_PROMPTS_AS_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
 _HYBRID = {"model": shapes.HYBRID}
 _FUSED = {"fused_model": True, "model": "gpt2"}
 _TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
@@ -52,9 +52,9 @@ _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_bat
 
 
 def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, Any]]:
-    """Return the settings with each of these models; a search is short, so they are few.
+    """Return the settings with each of these models, which are few, because searches are short.
 
-    Every search begins with the first of them.
+    Each search starts with the first of them.
     """
     return [{**settings, "model": name} for name in names]
 
@@ -65,16 +65,16 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.BATCHED: (),
     EnginePath.MIXED: (),
     EnginePath.CHUNKED: [_IN_CHUNKS],
-    EnginePath.OVERTAKEN: [_PACKED],
+    EnginePath.ADMITTED_OUT_OF_ORDER: [_PACKED],
     EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
-    EnginePath.RESUMED: [{"max_batch_size": 8}],
-    EnginePath.GAVE_BACK: [
+    EnginePath.RECOMPUTED: [{"max_batch_size": 8}],
+    EnginePath.FREED_OUT_OF_WINDOW: [
         {"model": name, "per_layer_kv": False, "prefix_cache": kept}
         for name, kept in zip(shapes.WINDOWED, (True, True, False, False), strict=True)
     ],
     EnginePath.FORKED: (),
-    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": shapes.ODD}],
-    EnginePath.GRAPH: [
+    EnginePath.PADDED_LM_HEAD: [{"pad_head": True, "model": shapes.PADDED_VOCABULARY}],
+    EnginePath.CUDA_GRAPH: [
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 0, "model": "llama"},
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 2, **_HYBRID},
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
@@ -83,33 +83,36 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
-    EnginePath.VERIFIED: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
-    EnginePath.IN_ROWS: [_IN_ROWS, {**_IN_ROWS, **_HYBRID}],
-    EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
-    EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
+    EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
+    EnginePath.PROMPTS_AS_ROWS: [_PROMPTS_AS_ROWS, {**_PROMPTS_AS_ROWS, **_HYBRID}],
+    EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
     ),
-    EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
+    EnginePath.FUSED_ARGMAX: _with_models(_RESIDENT_KERNELS, shapes.SOFTCAP, "windowed mistral"),
 }
-"""Only ``COMPILED``, ``GUIDED``, ``STREAMED``, ``PAIRED`` and ``WHOLE_STEP`` are missing. To
-compile takes seconds for every model of every mix, so no switch here asks for it, and
+"""Settings that each path needs.
+
+Only ``COMPILED``, ``GUIDED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing.
+Compiling takes seconds for each model of each mix, so no switch here enables it;
 ``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
-``tests/guided`` holds those to what they get alone. No model here is as wide as a step in one
-kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed or
-paired has no switch, nor have ``AttentionPath.PROMPTS`` and ``ROWS``, whose contexts or batches
-are larger than any here: ``tests/warpgroups`` compares them with the kernels that they replace."""
+``tests/guided`` compares those with what they get alone. No model here is wide enough for a step in
+one kernel: ``tests/persistent`` compares that with several kernels. Streamed and paired GEMMs have
+no switch, nor have ``AttentionPath.PREFILL_CUDA`` and ``APPEND_AND_ATTEND_CUDA``, whose contexts or
+batches are larger than any here: ``tests/warpgroups`` compares them with the kernels that they
+replace."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,
-    EnginePath.PADDED_HEAD,
-    EnginePath.LIKELIEST,  # which runs most of the kernels
+    EnginePath.PADDED_LM_HEAD,
+    EnginePath.FUSED_ARGMAX,  # runs most of the kernels
 )
 _OF_KERNELS = 0.25
-"""A mix takes 15 times as long with them as without, under Triton's interpreter."""
+"""Share of mixes with kernels, which take 15 times as long under Triton's interpreter."""
 _SHARES = {
     **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
-    **dict.fromkeys((EnginePath.FUSED, EnginePath.LIKELIEST), _OF_KERNELS),
+    **dict.fromkeys((EnginePath.FUSED, EnginePath.FUSED_ARGMAX), _OF_KERNELS),
 }
 
 
@@ -118,35 +121,35 @@ def _alone_equals(path: EnginePath) -> FastPath:
 
 
 PATHS: Mapping[str, FastPath] = {
-    # Where most bugs were comes first, and then kernels.
+    # Paths that had most bugs come first, then kernels.
     **{path.value: _alone_equals(path) for path in _FIRST},
     AttentionPath.DECODE_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama 10:2", shapes.CAPPED),
+        _with_models(_KERNELS, "llama 10:2", shapes.SOFTCAP),
         share=_OF_KERNELS,
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
-        AttentionPath.SLOTS_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, shapes.SINKING, "llama 32:2"),
-        share=2 * _OF_KERNELS,  # what a step stores and what it sees are looked for here
+        AttentionPath.RESIDENT_REFERENCE.value,
+        _with_models(_RESIDENT_KERNELS, shapes.ATTENTION_SINKS, "llama 32:2"),
+        share=2 * _OF_KERNELS,  # checks both what a step stores and what it reads
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, shapes.SLOPED, "llama 10:2"),
+        _with_models(_KERNELS, shapes.ALIBI, "llama 10:2"),
         share=_OF_KERNELS,
     ),
     **{path.value: _alone_equals(path) for path in _RUNS_WITH},
-    EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
+    EnginePath.CUDA_GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.CUDA_GRAPH], device="cuda"),
 }
 
 
-# The engine's switches, and those that change the sizes of what it allocates.
+# Switches, and those that change the sizes of allocations.
 
 
 RUN_AHEAD = (0, 1, 3)
 OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "model": (
-        *("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", shapes.SLOPED),
+        *("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", shapes.ALIBI),
         *shapes.WINDOWED,
     ),
     "prefix_cache": (True, False),
@@ -160,11 +163,11 @@ OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "resident_decode": (False, True),
     "run_ahead": RUN_AHEAD,
     "speculation": (None, None, "ngram"),
-    # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
+    # Only in searches that aim at them: Triton's interpreter makes a step 100 times as slow.
     "paged_attention": (False,),
     "fused_model": (False,),
     "pad_head": (False,),
-    # Capturing takes seconds, so only where aimed at.
+    # Only in searches that aim at it: capturing takes seconds.
     "cuda_graph": (False,),
 }
 SIZES: Mapping[str, Sequence[Any]] = {
@@ -185,7 +188,7 @@ SIZES: Mapping[str, Sequence[Any]] = {
 }
 
 
-# One prompt of the engine's, stored once and continued in several ways.
+# Forks: one prompt, stored once and continued in several ways.
 
 
 def params(sampling: Sampling) -> SamplingParams:
@@ -193,17 +196,21 @@ def params(sampling: Sampling) -> SamplingParams:
 
 
 def fork(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Return what each fork of the prompt's sequence generates; all go on together."""
+    """Return the tokens of each fork of the prompt's sequence; all decode together."""
     (first,), logits = sessions.prefill([list(prompt)])
     forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
     logits = logits.expand(len(forks), -1)
     going = list(zip(forks, samplings, strict=True))
     while going:
         texts = [fork.token_ids for fork, _ in going]
-        chosen = _choose(logits, [own for _, own in going], texts, len(prompt))
+        chosen = _choose(logits, [sampling for _, sampling in going], texts, len(prompt))
         for (fork, _), token in zip(going, chosen, strict=True):
             fork.token_ids.append(token)
-        going = [(fork, own) for fork, own in going if goes_on(fork.token_ids, len(prompt), own)]
+        going = [
+            (fork, sampling)
+            for fork, sampling in going
+            if is_unfinished(fork.token_ids, len(prompt), sampling)
+        ]
         if going:
             logits = sessions.extend([fork for fork, _ in going])
     found = [fork.token_ids[len(prompt) :] for fork in forks]
@@ -218,16 +225,16 @@ def _choose(
     tokens: Sequence[Sequence[int]],
     prompted: int,
 ) -> list[int]:
-    """Choose the next token of each fork by the engine's own sampling."""
+    """Sample the next token of each fork by the engine's fork_tokens code."""
     seeds = [each.seed for each in samplings]
     tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    for row, own in enumerate(tokens):
-        tally[row, list(own[:prompted])] = 1 << 30
-        for token in own[prompted:]:
+    for row, fork_tokens in enumerate(tokens):
+        tally[row, list(fork_tokens[:prompted])] = 1 << 30
+        for token in fork_tokens[prompted:]:
             tally[row, token] += 1
-    positions = torch.tensor([len(own) for own in tokens], device=logits.device)
+    positions = torch.tensor([len(fork_tokens) for fork_tokens in tokens], device=logits.device)
     batch = SamplingBatch.of([*map(params, samplings)], seeds, logits.device)
-    chosen: list[int] = batch.choose(logits, positions, tally).tolist()
+    chosen: list[int] = batch.sample_tokens(logits, positions, tally).tolist()
     return chosen
 
 
@@ -235,7 +242,7 @@ _served = lru_cache(maxsize=16)(models.network)
 
 
 class RoseinferEngine(EngineAdapter):
-    """``LLM``, driven step by step on a cache full of NaN."""
+    """Adapter of ``LLM``, driven step by step on a cache full of NaN."""
 
     vocabulary = shapes.VOCABULARY
     most_tokens = shapes.POSITIONS
@@ -249,7 +256,7 @@ class RoseinferEngine(EngineAdapter):
     sizes = SIZES
 
     def make(self, mix: RequestMix) -> None:
-        from roseinfer import LLM  # with transformers, which takes seconds
+        from roseinfer import LLM  # imports transformers, which takes seconds
 
         options = dict(mix.options)
         options["resident_decode"] &= not options["per_layer_kv"]
@@ -265,7 +272,7 @@ class RoseinferEngine(EngineAdapter):
             **options,
         )
         self.engine = self.llm.engine
-        kv = self.engine.sessions.kv
+        kv = self.engine.sequence_runner.kv
         for cache in (kv.keys, kv.values):
             cache.fill_(float("nan"))
 
@@ -288,7 +295,7 @@ class RoseinferEngine(EngineAdapter):
     def find_leaks(self) -> str:
         if self.engine.prefixes is not None:
             self.engine.prefixes.clear()
-        return held_blocks(self.engine.sessions.kv)
+        return held_blocks(self.engine.sequence_runner.kv)
 
     def path_counts(self) -> Mapping[str, int]:
         return {str(name): count for name, count in self.engine.path_counts.items()}
@@ -299,7 +306,7 @@ class RoseinferEngine(EngineAdapter):
         return list(generate_alone(mix.options["model"], mix.device, tuple(prompt), sampling))
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-        return fork(self.engine.sessions, prompt, samplings)
+        return fork(self.engine.sequence_runner, prompt, samplings)
 
     def is_near_tie(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         return is_near_tie(mix, tuple(tokens), sampling, self.rounding)
@@ -323,9 +330,9 @@ class RoseinferEngine(EngineAdapter):
         return text_of(tokens, self._tokenizer)
 
     def stage(self, request: Any) -> str:
-        if not (request.session.stored or request.in_flight):
-            return "preempted" if request.preempted else "waiting"
-        return "decoding" if request.pending == 1 else "prefilling"
+        if not (request.sequence.num_stored or request.num_in_flight):
+            return "preempted" if request.times_preempted else "waiting"
+        return "decoding" if request.num_unstored == 1 else "prefilling"
 
     def cached_tokens(self, request: Any) -> int:
-        return int(request.found)
+        return int(request.num_cached_tokens)

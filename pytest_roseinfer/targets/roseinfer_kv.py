@@ -1,4 +1,4 @@
-"""This distribution's own block manager, in each of its arrangements, windows among them."""
+"""Adapters of roseinfer's block manager: per layer, grouped, and with windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PerLayerManager(MisusedManager):
-    """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
+    """Adapter with block lists per layer: ``append_token_batch``, ``register_prefill_layer``."""
 
     standard_bad_calls = (
         *MisusedManager.standard_bad_calls,
@@ -58,9 +58,9 @@ class PerLayerManager(MisusedManager):
 
 
 class GroupedManager(MisusedManager):
-    """``plan_append`` once for a group of layers and ``write`` per layer.
+    """Adapter with groups of layers: ``plan_append`` per group and ``write`` per layer.
 
-    Four layers make two groups; fewer are one.
+    Four layers make two groups; fewer make one.
     """
 
     def layers_per_group(self, spec: CacheSpec) -> int:
@@ -83,7 +83,7 @@ class GroupedManager(MisusedManager):
         key: torch.Tensor,  # noqa: ARG002
         value: torch.Tensor,  # noqa: ARG002
     ) -> None:
-        """Plan the append, which is where a bad one is refused."""
+        """Plan the append, which refuses bad block lists."""
         self.manager.plan_append(layer, [self.ids(layer, each) for each in lists])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class GroupedManager(MisusedManager):
             self.manager.write(plan, layer, key[layer], value[layer])
 
 
-# This distribution's block manager with windows: layers of one window share lists.
+# Windows: the layers of one window share block lists.
 
 
 def _first_live(window: int | None, length: int) -> int:
@@ -112,13 +112,13 @@ def _first_live(window: int | None, length: int) -> int:
 
 
 class WindowedManager(ReadManager):
-    """All windows take their blocks from one pool, and what left one is given back at once."""
+    """Adapter with windows, which share a pool; blocks that leave a window are freed at once."""
 
     windows = ReadManager.windows.but(groups=3, pools="shared")
     conditions = tuple(name for name in ReadManager.conditions if name != Condition.PADDING.value)
     row_conditions: ClassVar[Mapping[str, str]] = {}
     truncation = ReadManager.truncation.but(errors=(BadArgument,))
-    # The layers of all windows lie one over the other: nothing shows them side by side.
+    # The layers of different windows share memory, so these views of all layers do not exist.
     arena: Any = KVCacheAdapter.arena
     attend: Any = KVCacheAdapter.attend
     append: Any = KVCacheAdapter.append
@@ -132,7 +132,7 @@ class WindowedManager(ReadManager):
         super().make(spec)
 
     def layers_per_group(self, spec: CacheSpec) -> int:
-        """Return as many as there are of any window, so that each is one group."""
+        """Return the largest number of layers of one window, so that each window is one group."""
         return max(Counter(spec.windows).values())
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ class WindowedManager(ReadManager):
 
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
-        """Cut where the next token sees nothing that was given back, or that may have been."""
+        """Return True if no block that the next token sees may have been given back."""
         return not length or all(
             _first_live(window, length) // spec.block_size
             == _first_live(window, stored) // spec.block_size

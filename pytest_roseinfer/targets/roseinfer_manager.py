@@ -1,4 +1,4 @@
-"""The block manager's parts that its adapters share: lists, switches, reads, bad calls."""
+"""Base classes of adapters of roseinfer's block manager: lists, switches, reads, bad calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import (
-    OWN_CONDITIONS,
+    HARNESS_CONDITIONS,
     BadCall,
     CacheSpec,
     FastPath,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.targets.block_manager import KeysAndValues
 
-# The block manager's switches, and which of them each of its fast paths needs.
+# Switches, and those that each fast path needs.
 
 
 OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
@@ -91,26 +91,26 @@ _COUNTED_BY_ROW = tuple(
 
 
 class BlockLists(KVCacheAdapter):
-    """A sequence has a block list for each group of layers; how it is written is left open."""
+    """Base adapter with block lists of sequences, one per layer group; subclasses write to them."""
 
     full_errors = (OutOfBlocks,)
     fast_interpreter = True
     paths: ClassVar[Mapping[str, FastPath]] = PATHS
     truncation = TruncationTraits(copies=True)
     scratch_blocks = frozenset({0})
-    conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS, "list_used_again")
+    conditions = (*_COUNTED_BY_ROW, *HARNESS_CONDITIONS, "list_used_again")
     option_choices = OPTION_CHOICES
     row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in _COUNTED_BY_ROW}
 
     def layers_per_group(self, spec: CacheSpec) -> int:
-        """Return how many layers have one list."""
+        """Return the number of layers that share a list."""
         raise NotImplementedError
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.lists: dict[int, list[list[int]]] = {}
         self.spare: list[list[list[int]]] = []
-        """Lists of sequences that were freed, emptied, for the next ones."""
+        """Emptied lists of freed sequences, for reuse by new ones."""
         self.attended: Counter[str] = Counter()
         self.manager = KVBlockManager(
             num_layers=spec.num_layers,
@@ -164,18 +164,18 @@ class BlockLists(KVCacheAdapter):
         return self.lists[seq][self.manager.group_of(layer)]
 
     def first_id(self, layer: int) -> int:
-        """Return the id of the first block of a layer's pool: ids count through all pools."""
+        """Return the id of the first block of a layer's pool; ids are unique across pools."""
         return self.manager.first_id(layer)
 
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return [block_id - self.first_id(layer) for block_id in self.block_ids(seq, layer)]
 
     def ids(self, layer: int, blocks: Iterable[int]) -> list[int]:
-        """Return the ids of blocks that are given as in ``table``."""
+        """Return the ids of blocks that are numbered as in ``table``."""
         return [self.first_id(layer) + block for block in blocks]
 
     def lists_of(self, seqs: Sequence[int | None]) -> dict[int, list[list[int]]]:
-        """Return the sequences' lists, empty ones for new sequences."""
+        """Return the lists of sequences, empty ones for new sequences."""
         return {seq: self.lists.get(seq) or self.new_lists() for seq in seqs if seq is not None}
 
     def path_counts(self) -> Mapping[str, int]:
@@ -183,11 +183,11 @@ class BlockLists(KVCacheAdapter):
         return {str(name): count for name, count in counts.items()}
 
 
-# Reads back what the block manager stores, by three routes, and what its books say.
+# Reading back, in three ways, and the books.
 
 
 class ReadManager(BlockLists):
-    """Sequences are read from the storage, as the manager gathers them, and by attention."""
+    """Adapter that reads sequences from the storage, by the manager's gather, and by attention."""
 
     def arena(self) -> KeysAndValues:
         return self.manager.keys, self.manager.values
@@ -213,8 +213,8 @@ class ReadManager(BlockLists):
             self.attended[AttentionPath.REFERENCE.value] += 1
             return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), traits)
         self.attended[AttentionPath.DECODE_TRITON.value] += 1
-        lengths = [sum(manager.block_info(each).length for each in own) for own in lists]
-        # Rows of the table are filled up with the scratch block.
+        lengths = [sum(manager.block_info(each).length for each in ids) for ids in lists]
+        # Table rows are padded with the scratch block.
         columns = zip_longest(*(self.table(seq, layer) for seq in seqs), fillvalue=0)
         return kernels.decode(
             query,
@@ -231,32 +231,32 @@ class ReadManager(BlockLists):
             for block in range(1, manager.max_blocks_per_layer)
         }
         held = {block: count for block, count in counts.items() if count}
-        # The manager shows how many blocks are free, not which.
+        # The manager shows the number of free blocks, not which are free.
         free = [block for block, count in counts.items() if not count]
         num_free = manager.num_free_blocks(layer)
         return Ledger(held, free, self.spec.num_blocks, num_free=num_free)
 
 
-# Calls that the block manager must refuse, beside the standard ones, in its present state.
+# Bad calls in the manager's current state, in addition to the standard ones.
 
 
 _MORE_PLANS = 64
-"""After so many other plans, a plan is too old to be written."""
+"""Number of later plans after which a plan is stale."""
 
 
 def bad_calls(
     manager: KVBlockManager, sequences: Sequence[Sequence[list[int]]]
 ) -> Iterator[BadCall]:
-    """Misuse the last list of the last group of layers that has one.
+    """Yield calls that misuse the last block list of the last group that has one.
 
-    ``sequences`` hold a block list for each group. A manager that checks only its first group,
-    or only the first row of a call, does not refuse these.
+    ``sequences`` hold a block list per group. A manager that checks only its first group, or only
+    the first row of a call, does not refuse these.
     """
     for group in reversed(range(manager.num_layers // manager.layers_per_group)):
-        if lists := [own[group] for own in sequences if own[group]]:
-            layer, own = group * manager.layers_per_group, lists[-1]
-            yield _shared_and_given_back(manager, layer, own)
-            yield from _plans(manager, layer, own)
+        if lists := [each[group] for each in sequences if each[group]]:
+            layer, block_ids = group * manager.layers_per_group, lists[-1]
+            yield _shared_and_given_back(manager, layer, block_ids)
+            yield from _plans(manager, layer, block_ids)
             if manager.layers_per_group == 1:
                 yield from _one_token(manager, layer)
                 yield from _appends(manager, layer, lists)
@@ -274,7 +274,7 @@ def _refused(
 
 
 def _one_token(manager: KVBlockManager, layer: int) -> Iterator[BadCall]:
-    """Append a single token to blocks that the catalogue hands to whole batches."""
+    """Append a single token to blocks that the standard bad calls use in batches."""
     size = manager.max_blocks_per_layer
     first = layer // manager.layers_per_group * size
     wrong = {"the scratch block": first, "a block of the next layer": first + size + 1}
@@ -286,27 +286,27 @@ def _one_token(manager: KVBlockManager, layer: int) -> Iterator[BadCall]:
         yield _refused(words, BadBlock, manager.append_token, layer, [block], new, new)
 
 
-def _shared_and_given_back(manager: KVBlockManager, layer: int, own: list[int]) -> BadCall:
+def _shared_and_given_back(manager: KVBlockManager, layer: int, block_ids: list[int]) -> BadCall:
     def share_and_give_back() -> None:
-        manager.incref_blocks([*own, *own])
-        if manager.refcount(own[-1]) < 3:
+        manager.incref_blocks([*block_ids, *block_ids])
+        if manager.refcount(block_ids[-1]) < 3:
             raise AssertionError("a block named twice gained one holder")
-        manager.free_blocks(layer, [*own, *own])
+        manager.free_blocks(layer, [*block_ids, *block_ids])
 
     words = "incref_blocks of a list twice over, and free_blocks of it,"
     return BadCall(words, share_and_give_back)
 
 
-def _plans(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadCall]:
+def _plans(manager: KVBlockManager, layer: int, block_ids: list[int]) -> Iterator[BadCall]:
     plan = partial(manager.plan_append, layer)
-    yield _refused("plan_append of one list twice", BadArgument, plan, [own, own])
+    yield _refused("plan_append of one list twice", BadArgument, plan, [block_ids, block_ids])
     yield _refused("plan_append of two padding tokens", BadArgument, plan, [None], [2])
     for counts in ([1, 0], [1], [1, 1, 1]):
         words = f"plan_append of two lists for {counts} tokens"
-        yield _refused(words, BadArgument, plan, [[], own], counts)
+        yield _refused(words, BadArgument, plan, [[], block_ids], counts)
 
     def write_a_plan(to_layer: int, later_plans: int) -> None:
-        """Write a plan of nothing but padding, which holds no block, after others."""
+        """Write a plan of only padding, which holds no block, after later plans."""
         first = plan([None])
         for _ in range(later_plans):
             plan([None])
@@ -320,10 +320,10 @@ def _plans(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadC
 
 
 def _appends(manager: KVBlockManager, layer: int, lists: Sequence[list[int]]) -> Iterator[BadCall]:
-    own, new = lists[-1], _tokens(manager, 2)
+    last_list, new = lists[-1], _tokens(manager, 2)
     append, batch = partial(manager.append_token, layer), partial(manager.append_token_batch, layer)
     words, errors = "append_token_batch to a tuple in its second row", (BadArgument, OutOfBlocks)
-    yield _refused(words, errors, batch, [[], tuple(own)], new, new)
+    yield _refused(words, errors, batch, [[], tuple(last_list)], new, new)
     if manager.num_free_blocks(layer):
         return
     for block_ids in lists:
@@ -338,11 +338,11 @@ def _tokens(manager: KVBlockManager, rows: int) -> torch.Tensor:
     return torch.ones(shape, dtype=manager.dtype, device=manager.device)
 
 
-# The calls that the block manager must refuse, and its methods by which these are made.
+# Standard bad calls, and the methods that make them.
 
 
 class MisusedManager(ReadManager):
-    """It is handed blocks that no caller may name."""
+    """Adapter that also makes bad calls, with blocks that no caller may name."""
 
     standard_bad_calls: ClassVar[Sequence[str]] = (
         "free_unknown",
@@ -384,7 +384,7 @@ class MisusedManager(ReadManager):
 
 
 def held_blocks(kv: Any) -> str:
-    """Which blocks of roseinfer's cache are in use, in words."""
+    """Describe the blocks of roseinfer's cache that are in use; "" if none is."""
     held = {
         layer: kv.max_blocks_per_layer - 1 - kv.num_free_blocks(layer)
         for layer in range(0, kv.num_layers, kv.layers_per_group)

@@ -1,6 +1,6 @@
-"""SGLang's radix cache over its paged allocator, driven as its scheduler drives them.
+"""Adapter of SGLang's radix cache and paged allocator, driven as by its scheduler.
 
-A prompt is in the tree as soon as it is stored, and what its request decodes when that ends.
+A prompt enters the tree once it is stored, and the request's output when the request ends.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.capabilities.prefixes import PrefixTraits
 from pytest_roseinfer.targets.block_manager import BlockStore
-from pytest_roseinfer.targets.without_its_top import part_of, without
+from pytest_roseinfer.targets.partial_import import import_part, stub_package
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.targets.block_manager import KeysAndValues
 
-# What is used of SGLang, imported where there is neither a GPU nor its kernels.
+# Imports of SGLang, without a GPU and without its kernels.
 
 
 _INSTALL = "unpack its wheel, and those it imports, into a folder of PYTHONPATH"
@@ -45,23 +45,25 @@ _USED = {
 
 
 def sglang() -> SimpleNamespace:
-    """Import it, and publish a configuration, which each of its processes does."""
-    is_torchvision_available()  # transformers remembers the answer
+    """Import SGLang's parts, and install a configuration, as each of its processes does."""
+    is_torchvision_available()  # so that transformers caches the result
     images = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    with without(*images):
-        parts = {part_of("sglang", f"srt.{name}", _INSTALL): used for name, used in _USED.items()}
-    found = {name: getattr(module, name) for module, names in parts.items() for name in names}
-    context = found["get_context"]()
-    if context._server_args is None:  # to ask for it otherwise is an error
+    with stub_package(*images):
+        parts = {
+            import_part("sglang", f"srt.{name}", _INSTALL): used for name, used in _USED.items()
+        }
+    names_used = {name: getattr(module, name) for module, names in parts.items() for name in names}
+    context = names_used["get_context"]()
+    if context._server_args is None:  # reading it would raise an error otherwise
         context.override_server_args().install()
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**names_used)
 
 
-# What SGLang's scheduler does to its cache, and has: pools, requests, room for a batch of them.
+# Parts of SGLang's scheduler: pools, requests, and allocation for a batch.
 
 
 def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
-    """Build what hands out slots for tokens, and what remembers them for requests."""
+    """Build the allocator of token slots, and the pool of requests' slots."""
     page, size = spec.block_size, spec.block_size * spec.num_blocks
     pool = {"dtype": None, "kvcache": None, "need_sort": False, "device": spec.device}
     if page == 1:
@@ -72,9 +74,9 @@ def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
 
 
 def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
-    """Build the same for layers of both kinds; a map leads from a slot to that of the windows."""
+    """Build the same for full and windowed layers; a map leads from a slot to its window slot."""
     size = spec.block_size * spec.num_blocks
-    # Of the pool that holds keys and values it is the map that is needed.
+    # Only the map of the pool of keys and values is used.
     tensors = mock.MagicMock(spec=sgl.BaseSWAKVPool, swa_req_ring_size=None)
     pool = {"dtype": None, "need_sort": False, "device": spec.device, "kvcache": tensors}
     allocator = sgl.SWATokenToKVPoolAllocator(size, size, spec.block_size, **pool)
@@ -89,9 +91,9 @@ def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None
 
 
 def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any]) -> None:
-    """Lock what is found of new requests, and allocate the rest and a token for each of others.
+    """Lock cached prefixes of new requests, allocate the rest, and a token for running requests.
 
-    That is done for all of them or none.
+    Allocate for all of them, or raise ``CacheFull`` and allocate for none.
     """
     pages = sum(not request.kv.kv_committed_len % tree.page_size for request in grown)
     for request in begun:
@@ -113,17 +115,17 @@ def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any
 
 
 def _batch(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
-    """Return what allocation reads of a ``ScheduleBatch``."""
-    found = [request.prefix_len for request in reqs]
+    """Return the fields of a ``ScheduleBatch`` that allocation reads."""
+    prefixes = [request.prefix_len for request in reqs]
     rows = torch.tensor([request.kv.req_pool_idx or 0 for request in reqs])
     return SimpleNamespace(
         reqs=reqs,
         tree_cache=tree,
         req_to_token_pool=tree.req_to_token_pool,
         device=tree.req_to_token_pool.device,
-        prefix_lens=found,
-        extend_lens=[length - prefix for length, prefix in zip(lengths, found, strict=True)],
-        extend_num_tokens=sum(lengths) - sum(found),
+        prefix_lens=prefixes,
+        extend_lens=[length - prefix for length, prefix in zip(lengths, prefixes, strict=True)],
+        extend_num_tokens=sum(lengths) - sum(prefixes),
         seq_lens=torch.tensor(lengths),
         seq_lens_cpu=torch.tensor(lengths),
         req_pool_indices=rows,
@@ -142,7 +144,7 @@ def slots_of(tree: Any, request: Any) -> torch.Tensor:
 
 
 def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
-    """Take back what a request has; it starts again from its text."""
+    """Preempt a request; it starts again from its text."""
     sgl.release_req(
         req=request,
         remaing_req_count=0,
@@ -166,7 +168,7 @@ class SglangAdapter(KVCacheAdapter):
         self.books = getattr(self.allocator, "full_attn_allocator", self.allocator)
         params = (False, self.rows, self.allocator, spec.block_size)
         self.tree = sgl.UnifiedRadixCache(sgl.CacheInitParams(*params, **self.kind(spec)))
-        self.store = BlockStore(spec, spec.num_blocks + 1)  # the first is for padding
+        self.store = BlockStore(spec, spec.num_blocks + 1)  # block 0 is for padding
         self.requests: dict[int, Any] = {}
 
     def kind(self, spec: CacheSpec) -> dict[str, Any]:
@@ -247,16 +249,16 @@ class SglangAdapter(KVCacheAdapter):
 
 
 class SlidingSglangAdapter(SglangAdapter):
-    """SGLang's radix cache with a sliding window in every other layer.
+    """Adapter of SGLang's radix cache with a sliding window in every other layer.
 
-    What is in windows has slots of its own, in pages that are given back as it leaves them. Books
-    are those of the other layers: the harness cannot follow when pages of windows come and go.
+    Tokens in windows have their own slots, in pages that are freed when they leave the window. Only
+    the books of the other layers are checked: the harness does not know when window pages change.
     """
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **SglangAdapter.option_choices,
         "window": (3, 2, 5, 9),
-        "evicted": (0, 1, 3),  # tokens of windows before each write, as if room was short
+        "evicted": (0, 1, 3),  # window tokens evicted before each write, as if room was short
     }
     pools = staticmethod(sliding_pools)
     arena = KVCacheAdapter.arena  # not offered
@@ -271,7 +273,7 @@ class SlidingSglangAdapter(SglangAdapter):
         return {
             "tree_components": (kinds.FULL, kinds.SWA),
             "tree_core_backend": spec.options["tree_core_backend"],
-            "sliding_window_size": spec.options["window"] - 1,  # it leaves out the token itself
+            "sliding_window_size": spec.options["window"] - 1,  # without the token itself
         }
 
     def _begin(self, seq: int, request: Any, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -286,14 +288,14 @@ class SlidingSglangAdapter(SglangAdapter):
 
 
 class _WindowedStore(BlockStore):
-    """Stores each token twice: what left a window is still there for whom it may concern."""
+    """Store of each token twice, so that tokens that left a window can still be compared."""
 
     def __init__(self, spec: CacheSpec, allocator: Any) -> None:
         super().__init__(spec, spec.num_blocks + 1)
         self.window_store = BlockStore(spec, spec.num_blocks + 1)
         self.allocator = allocator
         self.seen = spec.options["window"] - 1
-        """How many tokens the next one sees before itself."""
+        """Number of previous tokens that the next token sees."""
 
     def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self._add_up()
@@ -302,7 +304,7 @@ class _WindowedStore(BlockStore):
             seen, stored = self.read_slots(before, layer), super().read_slots(before, layer)
             pairs = zip(seen, stored, strict=True)
             if not all(torch.allclose(*each, rtol=0, atol=0, equal_nan=True) for each in pairs):
-                raise AssertionError(f"the window behind token {len(before)} holds something else")
+                raise AssertionError(f"the window before token {len(before)} has wrong contents")
         super().write_slots(new, key, value)
         self.window_store.write_slots(self._of_windows(new), key, value)
 
@@ -316,13 +318,13 @@ class _WindowedStore(BlockStore):
         return keys, values
 
     def _of_windows(self, slots: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.allocator.full_to_swa_index_mapping[slots]
-        if not (found > 0).all():
-            raise AssertionError(f"tokens in a window have the slots {found.tolist()}")
-        return found
+        window_slots: torch.Tensor = self.allocator.full_to_swa_index_mapping[slots]
+        if not (window_slots > 0).all():
+            raise AssertionError(f"tokens in a window have the slots {window_slots.tolist()}")
+        return window_slots
 
     def _add_up(self) -> None:
-        """Make sure that each page of windows is either free or has a token, and none is both."""
+        """Check that each window page is either free or has a token, and not both."""
         of_windows = self.allocator.full_to_swa_index_mapping
         pages = self.allocator.swa_attn_allocator.get_all_free_pages().tolist()
         pages += (of_windows[of_windows > 0] // self.block_size).unique().tolist()

@@ -1,6 +1,6 @@
-"""The engine below transformers' ``generate_batch``, driven step by step on small models.
+"""Adapter of the engine of transformers' ``generate_batch``, driven step by step on small models.
 
-All its requests draw from one generator, so it is held to the likeliest tokens.
+All its requests share one random generator, so only greedy requests are tested.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
-# The manager sets how its model attends, so the slow twin has a model of its own.
+# The manager changes its model's attention, so the slow twin has its own model.
 _served = lru_cache(models.network)
 
 
 class TransformersEngine(EngineAdapter):
     vocabulary = shapes.VOCABULARY
     most_tokens = shapes.POSITIONS
-    eos_token = shapes.END
+    eos_token = shapes.EOS_TOKEN
     sampling = SamplingTraits(greedy_only=True)
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
@@ -55,7 +55,7 @@ class TransformersEngine(EngineAdapter):
         name = options.pop("model")
         model = _served(name, mix.device)
         model.set_attn_implementation(options.pop("attention"))
-        # Two kinds of layers share no sector, and need more than num_blocks says: docs/found.md.
+        # Two layer types share no sector, and need more blocks than num_blocks: docs/found.md.
         options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == shapes.HYBRID)
         options |= {"page_size": mix.block_size, "return_logprobs": True}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **options)
@@ -88,9 +88,9 @@ class TransformersEngine(EngineAdapter):
             self.outputs[output.request_id] = output
 
     def _search(self, search: Callable[[str, list[int]], int], name: str, prompt: list[int]) -> int:
-        found = search(name, prompt)
-        self.counts["prefix hit"] += found > 0
-        return found
+        num_tokens = search(name, prompt)
+        self.counts["prefix hit"] += num_tokens > 0
+        return num_tokens
 
     def cancel(self, request: Any) -> None:
         self.counts["cancelled"] += not self.is_finished(request)
@@ -108,7 +108,7 @@ class TransformersEngine(EngineAdapter):
         return over or request in self.cancelled
 
     def find_leaks(self) -> str:
-        self.step()  # what was cancelled last leaves now
+        self.step()  # releases the requests that were cancelled last
         self.cache.evict_cached_blocks()
         self.cache.pool.try_to_free_sectors()
         held = self.cache.num_sectors - self.cache.pool.num_free_sectors
@@ -122,18 +122,18 @@ class TransformersEngine(EngineAdapter):
 
 
 class ForkingTransformersEngine(TransformersEngine):
-    """The same with ``num_return_sequences``, which forks a request at its last token."""
+    """Adapter with ``num_return_sequences``, which forks a request at its last token."""
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-        """Fork a request that lasts as long as any is to, and cut each fork to what it asked."""
+        """Fork a request of the maximum length, and cut each fork to its own maximum."""
         self.manager.num_return_sequences = len(samplings)
         most = max(each.max_new_tokens for each in samplings)
         name = self.submit(prompt, replace(samplings[0], max_new_tokens=most, ignore_eos=True))
         names = [name, *(f"{name}__child#{at}" for at in range(len(samplings) - 1))]
         while not all(map(self.is_finished, names)):
             self.step()
-        found = zip(map(self.tokens, names), samplings, strict=True)
-        return [_cut(tokens[: own.max_new_tokens], own) for tokens, own in found]
+        forks = zip(map(self.tokens, names), samplings, strict=True)
+        return [_cut(tokens[: each.max_new_tokens], each) for tokens, each in forks]
 
 
 def _cut(new: list[int], sampling: Sampling) -> list[int]:

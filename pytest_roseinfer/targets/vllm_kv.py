@@ -1,7 +1,7 @@
-"""vLLM's block manager (V1), driven as its scheduler drives it.
+"""Adapter of vLLM's block manager (V1), driven as by its scheduler.
 
-A waiting request is looked up, and gets blocks for what was not found; a running one has its new
-token before there is room for it.
+A waiting request is looked up and gets blocks for the rest; a running one gets its new token before
+its room is allocated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
-from pytest_roseinfer.targets.without_its_top import part_of
+from pytest_roseinfer.targets.partial_import import import_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ _ENDLESS = 1 << 20
 
 
 def vllm_part(name: str) -> Any:
-    return part_of("vllm", name, _INSTALL)
+    return import_part("vllm", name, _INSTALL)
 
 
 class VllmAdapter(BlockManagerAdapter):
-    """All layers attend to all tokens."""
+    """Adapter with full attention in all layers."""
 
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
-    spare_blocks: ClassVar[int] = 1  # the first stands for those that were given back
+    spare_blocks: ClassVar[int] = 1  # block 0 replaces blocks that were given back
     use_namespaces = BlockManagerAdapter.record_namespaces
 
     def manage(self, spec: CacheSpec) -> None:
@@ -59,8 +59,8 @@ class VllmAdapter(BlockManagerAdapter):
     def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
         again = seq in self.preempted
         request = self.requests[seq] if again else self._request(token_ids, namespace)
-        found, count, _ = self.manager.get_computed_blocks(request)
-        if self.manager.allocate_slots(request, len(token_ids) - count, count, found) is None:
+        cached, count, _ = self.manager.get_computed_blocks(request)
+        if self.manager.allocate_slots(request, len(token_ids) - count, count, cached) is None:
             raise CacheFull
         request.num_computed_tokens = count
         self.requests[seq] = request
@@ -68,9 +68,9 @@ class VllmAdapter(BlockManagerAdapter):
 
     def _request(self, token_ids: Sequence[int], namespace: int) -> Any:
         name, salt = str(next(self.numbers)), str(namespace)
-        own = self.sampling, None  # nothing that pools
+        params = self.sampling, None  # None: no pooling
         return vllm_part("v1.request").Request(
-            name, list(token_ids), *own, cache_salt=salt, block_hasher=self.hasher
+            name, list(token_ids), *params, cache_salt=salt, block_hasher=self.hasher
         )
 
     def extend(self, seq: int, token: int) -> None:
@@ -78,7 +78,7 @@ class VllmAdapter(BlockManagerAdapter):
         hashes = len(request.block_hashes)
         request.append_output_token_ids(token)
         if self.manager.allocate_slots(request, 1) is None:
-            # Its scheduler would try again in the next step; here the token comes anew then.
+            # Its scheduler would retry in the next step; here the token is passed again then.
             del request._output_token_ids[-1], request._all_token_ids[-1]
             del request.block_hashes[hashes:]
             raise CacheFull
@@ -114,11 +114,11 @@ def _layers(spec: CacheSpec, window: int | None) -> Any:
     return interface.SlidingWindowSpec(**names, sliding_window=window)
 
 
-# vLLM's block manager for layers with windows, those of each window being a group.
+# Windows: the layers of each window are a group.
 
 
 class WindowsVllmAdapter(VllmAdapter):
-    """What a window keeps for later prompts may be thinned out; with EAGLE, less is found."""
+    """Adapter with windows, which may retain only some blocks for reuse; EAGLE finds fewer."""
 
     prefixes = VllmAdapter.prefixes.but(evicts="any", finds="some")
     windows = VllmAdapter.windows.but(groups=3, pools="shared", gives_back="next try")

@@ -1,4 +1,4 @@
-"""vLLM's scheduler (V1), with its settings and a worker that needs no GPU."""
+"""Adapter of vLLM's scheduler (V1), with a fake worker that needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
-from pytest_roseinfer.targets.telling_keys import key_of
+from pytest_roseinfer.targets.prefix_keys import key_of
 from pytest_roseinfer.targets.vllm_kv import vllm_part
 
 if TYPE_CHECKING:
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
-# What vLLM's scheduler is built with, without a model, and what it is asked.
+# Construction of the scheduler and its requests, without a model.
 
 
 _NONE = ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "num_hash_lookahead_tokens")
 
 
 class _Settings(SimpleNamespace):
-    """What is left out is off."""
+    """Settings in which missing fields are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _NoGrammars:
-    """No request is held to a grammar."""
+    """Stub of the structured output manager: no request has a grammar."""
 
     def accept_tokens(self, *_: object) -> bool:
         return True
@@ -45,25 +45,28 @@ class _NoGrammars:
 
 
 def new_request(name: str, prompt: list[int], most: int, end: int | None, block_size: int) -> Any:
-    """Return a request; which ones are more urgent follows from how long they are."""
+    """Return a request, whose priority depends on its prompt's length."""
     params = vllm_part("sampling_params").SamplingParams(max_tokens=most)
     params.update_from_generation_config({}, end)
     utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
     utils.init_none_hash(sha256)
     hasher = utils.get_request_block_hasher(block_size, sha256)
-    own = {"priority": len(prompt) % 3, "block_hasher": hasher}
-    return vllm_part("v1.request").Request(name, prompt, params, None, **own)
+    fields = {"priority": len(prompt) % 3, "block_hasher": hasher}
+    return vllm_part("v1.request").Request(name, prompt, params, None, **fields)
 
 
 def new_scheduler(mix: RequestMix) -> Any:
     options = dict(mix.options)
     windows, drafts = options.pop("windows"), options.pop("drafts")
     room = -(-mix.cache_tokens // mix.block_size)
-    blocks = 1 + len(windows) * room  # one is nobody's
+    blocks = 1 + len(windows) * room  # one is the null block
     parts = vllm_part("v1.core.sched.async_scheduler")
     kind = parts.Scheduler
     if options["async_scheduling"]:
-        kind, drafts = parts.AsyncScheduler, 0  # its worker would draft by itself
+        kind, drafts = (
+            parts.AsyncScheduler,
+            0,
+        )  # with async scheduling the worker itself would draft
     return kind(
         _settings(blocks, room * mix.block_size, options, drafts),
         _groups(mix.block_size, blocks, windows),
@@ -73,18 +76,20 @@ def new_scheduler(mix: RequestMix) -> Any:
 
 
 def _settings(blocks: int, longest: int, options: Mapping[str, Any], drafts: int) -> _Settings:
-    """Return what stands for a ``VllmConfig``; ``options`` are those of a ``SchedulerConfig``.
+    """Return a stand-in for a ``VllmConfig``; ``options`` are those of a ``SchedulerConfig``.
 
-    vLLM refuses to start where the ``longest`` request has not room enough alone.
+    vLLM refuses to start if the ``longest`` request does not fit into the cache.
     """
     no = dict.fromkeys(
         ("use_eagle", "use_eagle_block_drop", "needs_eagle_block_drop"), lambda: False
     )
     config = vllm_part("config")
-    # A step has a token for each request at least, or they are refused.
+    # vLLM requires that a step has at least one token per request.
     requests = min(options["max_num_seqs"], options["max_num_batched_tokens"])
-    own = {**options, "max_num_seqs": requests}
-    scheduling = config.SchedulerConfig(**own, max_model_len=longest, is_encoder_decoder=False)
+    scheduler_options = {**options, "max_num_seqs": requests}
+    scheduling = config.SchedulerConfig(
+        **scheduler_options, max_model_len=longest, is_encoder_decoder=False
+    )
     in_flight = 1 + options["async_scheduling"]
     return _Settings(
         **dict.fromkeys(_NONE, 0),
@@ -116,43 +121,43 @@ def _groups(block_size: int, blocks: int, windows: Sequence[int | None]) -> Any:
     return interface.KVCacheConfig(blocks, [], members)
 
 
-# What does the steps of vLLM's scheduler without a GPU: its keys tell what was seen.
+# The fake worker: it stores keys that depend on all keys seen.
 
 
 Window = int | None
 
 
 class VllmWorker:
-    """Keeps requests, block tables and keys as a model runner of vLLM does."""
+    """Fake model runner, with requests, block tables and keys as in vLLM's."""
 
     def __init__(self, blocks: int, block_size: int, windows: Sequence[Window]) -> None:
         self.size, self.windows = block_size, windows
         self.keys = [[-1] * (blocks * block_size) for _ in windows]
-        """The key in each slot, for every group of layers."""
+        """Key in each slot, by layer group."""
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
 
     def execute(self, step: Any, vocabulary: int) -> dict[str, list[int]]:
-        """Do a step; return the tokens that each of its requests gets.
+        """Run a step; return the new tokens of each of its requests.
 
-        That is none for a part of a prompt, and more than one where drafts were right.
+        A chunk of a prompt gets none, and accepted drafts give more than one.
         """
-        begins, drafts = self._told(step), step.scheduled_spec_decode_tokens
+        begins, drafts = self._update_requests(step), step.scheduled_spec_decode_tokens
         return {
             name: self._forward(name, begins[name], count, drafts.get(name, []), vocabulary)
             for name, count in step.num_scheduled_tokens.items()
         }
 
     def drafts(self, name: str, most: int, vocabulary: int) -> list[int]:
-        """Guess the tokens that come next: the first is right, and some of the others."""
+        """Draft the next tokens: the first is right, and some of the others."""
         tokens = [*self.tokens[name]]
         for at in range(most):
             right = logits_by(self.windows, tokens, vocabulary).index(1.0)
             tokens.append((right + (at and len(tokens) % 3)) % vocabulary)
         return tokens[len(tokens) - most :]
 
-    def _told(self, step: Any) -> dict[str, int]:
-        """Take what is new of requests; return where the tokens of this step begin in each."""
+    def _update_requests(self, step: Any) -> dict[str, int]:
+        """Apply a step's updates; return the position of each request's first token."""
         for name in step.finished_req_ids:
             self.tokens.pop(name, None)
         begins = {}
@@ -175,21 +180,21 @@ class VllmWorker:
         self, name: str, begin: int, count: int, drafts: Sequence[int], vocabulary: int
     ) -> list[int]:
         tokens = self.tokens[name]
-        said = [*tokens, *drafts][begin : begin + count]
-        likeliest = [
+        step_tokens = [*tokens, *drafts][begin : begin + count]
+        predicted = [
             sum(self._store(group, name, at, token) for group in range(len(self.windows)))
             % vocabulary
-            for at, token in enumerate(said, begin)
+            for at, token in enumerate(step_tokens, begin)
         ]
         if begin + count < len(tokens):
             return []
-        given = likeliest[len(likeliest) - len(drafts) - 1 :]
-        right = next(
-            (at for at, (a, b) in enumerate(zip(given, drafts, strict=False)) if a != b),
+        new = predicted[len(predicted) - len(drafts) - 1 :]
+        accepted = next(
+            (at for at, (a, b) in enumerate(zip(new, drafts, strict=False)) if a != b),
             len(drafts),
         )
-        tokens += given[: right + 1]
-        return given[: right + 1]
+        tokens += new[: accepted + 1]
+        return new[: accepted + 1]
 
     def _store(self, group: int, name: str, position: int, token: int) -> int:
         first = first_seen(self.windows[group], position)
@@ -208,7 +213,7 @@ def first_seen(window: Window, position: int) -> int:
 
 
 def logits_by(windows: Sequence[Window], tokens: Sequence[int], vocabulary: int) -> list[float]:
-    """Return the logits of the token after these, of a worker that sees what it should."""
+    """Return the logits of the next token of a worker that sees the right keys."""
     last = 0
     for window in windows:
         keys: list[int] = []
@@ -240,7 +245,7 @@ class VllmScheduler(EngineAdapter):
         "policy": ("fcfs", "priority"),
         "long_prefill_token_threshold": (0, 4),
         "async_scheduling": (False, True),
-        "drafts": (0, 1, 2),  # with more than a step has tokens it hangs: docs/found.md
+        "drafts": (0, 1, 2),  # it hangs with more drafts than tokens of a step: docs/found.md
     }
 
     def make(self, mix: RequestMix) -> None:
@@ -251,40 +256,40 @@ class VllmScheduler(EngineAdapter):
         self.counts: Counter[str] = Counter()
         self.names = itertools.count()
         manager = self.scheduler.kv_cache_manager
-        manager.get_computed_blocks = partial(self._found, manager.get_computed_blocks)
+        manager.get_computed_blocks = partial(self._count_prefix_hit, manager.get_computed_blocks)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         end = None if sampling.ignore_eos else self.eos_token
-        asked = list(prompt), sampling.max_new_tokens, end
-        request = new_request(str(next(self.names)), *asked, self.scheduler.block_size)
+        name, most = str(next(self.names)), sampling.max_new_tokens
+        request = new_request(name, list(prompt), most, end, self.scheduler.block_size)
         self.scheduler.add_request(request)
         return request
 
-    def _found(self, look_up: Callable[..., Any], *request: Any) -> Any:
-        found = look_up(*request)
-        self.counts["prefix hit"] += found[1] > 0
-        return found
+    def _count_prefix_hit(self, look_up: Callable[..., Any], *request: Any) -> Any:
+        cached = look_up(*request)
+        self.counts["prefix hit"] += cached[1] > 0
+        return cached
 
     def step(self) -> None:
-        """Schedule a step and have it done; with async scheduling it ends a step later."""
+        """Schedule a step and run it; with async scheduling its output is read a step later."""
         before = sum(each.num_preemptions for each in self.scheduler.requests.values())
         step = self.scheduler.schedule()
         after = sum(each.num_preemptions for each in self.scheduler.requests.values())
         self.counts["preempted"] += after > before
-        given = self.worker.execute(step, self.vocabulary)
-        self.counts["chunked prefill"] += not all(given.values())
+        new_tokens = self.worker.execute(step, self.vocabulary)
+        self.counts["chunked prefill"] += not all(new_tokens.values())
         for name, drafts in step.scheduled_spec_decode_tokens.items():
-            self.counts["draft accepted"] += len(given[name]) > 1
-            self.counts["draft rejected"] += len(given[name]) <= len(drafts)
-        self.on_their_way.append((step, given))
+            self.counts["draft accepted"] += len(new_tokens[name]) > 1
+            self.counts["draft rejected"] += len(new_tokens[name]) <= len(drafts)
+        self.on_their_way.append((step, new_tokens))
         busy = step.total_num_scheduled_tokens and self.scheduler.vllm_config.max_concurrent_batches
         while len(self.on_their_way) >= (busy or 1):
             self._bring(*self.on_their_way.popleft())
 
-    def _bring(self, step: Any, given: dict[str, list[int]]) -> None:
-        rows = {name: row for row, name in enumerate(given)}
+    def _bring(self, step: Any, new_tokens: dict[str, list[int]]) -> None:
+        rows = {name: row for row, name in enumerate(new_tokens)}
         output = vllm_part("v1.outputs").ModelRunnerOutput
-        self.scheduler.update_from_output(step, output([*given], rows, [*given.values()]))
+        self.scheduler.update_from_output(step, output([*new_tokens], rows, [*new_tokens.values()]))
         if most := self.scheduler.num_spec_tokens:
             going = [each.request_id for each in self.scheduler.running]
             drafts = [self.worker.drafts(each, most, self.vocabulary) for each in going]
@@ -303,7 +308,7 @@ class VllmScheduler(EngineAdapter):
         return bool(request.is_finished())
 
     def find_leaks(self) -> str:
-        self.step()  # what was cancelled last leaves now
+        self.step()  # releases the requests that were cancelled last
         pool = self.scheduler.kv_cache_manager.block_pool
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         return f"{held} blocks" if held else ""

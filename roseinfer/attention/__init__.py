@@ -1,1 +1,1 @@
-"""Attention over the paged cache: a reference, a decode kernel, and prefill."""
+"""Attention over the paged cache: backend protocol, torch reference and Triton backend."""

@@ -1,4 +1,4 @@
-"""What an attention backend is given, what it must do, and which backends there are.
+"""Interface of attention backends, their inputs, and the registry of backends.
 
 A backend is one file of this folder: a subclass of ``AttentionBackend`` under ``@register``.
 """
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-import roseinfer.attention as room
+import roseinfer.attention as attention_package
 from roseinfer.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -23,60 +23,60 @@ if TYPE_CHECKING:
 
     from roseinfer.kv.manager import KVBlockManager, StepAppend
     from roseinfer.kv.storage import IndexStaging
-    from roseinfer.layer_traits import LayerTraits, Rotation
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The new tokens of a step that the host has planned, sequence by sequence."""
+    """New tokens of a step planned by the host, sequence by sequence."""
 
-    new: StepAppend
-    """Stores the tokens, a layer at a time."""
+    step_append: StepAppend
+    """Append of the tokens, a layer at a time."""
     block_lists: Sequence[Sequence[list[int]]]
     """``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``."""
     counts: Sequence[int]
-    """How many new tokens each sequence has."""
+    """New tokens of each sequence."""
     lengths: Sequence[int]
-    """How many tokens each sequence has, the new ones included."""
-    singles: int
-    """How many sequences in front have one new token each."""
+    """Tokens of each sequence, the new ones included."""
+    num_decodes: int
+    """Leading sequences that have one new token each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentBatch:
-    """One new token in each of some rows whose state is on the device."""
+    """One new token per row, of rows whose state is on the device."""
 
     tables: Sequence[Tensor]
-    """Row ``i`` of ``tables[g]`` lists the blocks of its sequence in layer group ``g``, with one
-    for the new token."""
+    """Block tables: row ``i`` of ``tables[g]`` lists the blocks of row ``i``'s sequence in layer
+    group ``g``, including the one for the new token."""
     lengths: Tensor
-    """How many tokens its sequence has before the new one."""
-    drafts: bool = False
-    """Several rows may be of one sequence. Each sees the new tokens of those before it, so all are
-    stored before any attends."""
-    long: bool = False
-    """The only row is too long for a step in one kernel."""
+    """Tokens of each row's sequence before the new one."""
+    has_drafts: bool = False
+    """True if several rows may belong to one sequence. Each attends to the new tokens of the rows
+    before it, so all tokens are stored before any row attends."""
+    long_context: bool = False
+    """True if the only row is too long for a step in one kernel."""
 
 
 class Attention(Protocol):
-    """What a model calls in every layer."""
+    """Interface that a model calls in every layer."""
 
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store new keys and values, ``[tokens, heads, head_dim]``, and attend to all stored."""
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store new keys and values, ``[tokens, heads, head_dim]``; attend to all stored tokens."""
 
 
 class AttentionBackend(ABC):
-    """Stores the new keys and values of every layer and attends to all that is stored.
+    """Backend that stores new keys and values, and attends to all stored tokens.
 
     Resident steps are captured in CUDA graphs: attending to a ``ResidentBatch`` reads nothing
     back on the host.
     """
 
     name: ClassVar[str]
-    knows: ClassVar[frozenset[str]] = frozenset({"scale"})
-    """The traits that this backend computes; a model that asks for others is refused."""
-    best_on: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of devices on which this backend is the default."""
+    supported_traits: ClassVar[frozenset[str]] = frozenset({"scale"})
+    """Supported ``LayerTraits``; a model that needs others is refused."""
+    default_device_types: ClassVar[frozenset[str]] = frozenset()
+    """Device types on which this backend is the default."""
 
     def __init__(
         self,
@@ -85,12 +85,15 @@ class AttentionBackend(ABC):
         staging: IndexStaging,
         path_counts: Counter[str],
     ) -> None:
-        """``traits[i]`` are layer ``i``'s. ``staging`` brings numbers to the device."""
-        asked_for = frozenset().union(*(layer.asked_for for layer in traits))
-        for trait in sorted(asked_for - self.knows):
+        """Set up for a model whose layer ``i`` has ``traits[i]``.
+
+        ``staging`` uploads indices to the device.
+        """
+        required = frozenset().union(*(layer.trait_names for layer in traits))
+        for trait in sorted(required - self.supported_traits):
             raise UnsupportedModel(
-                f"the model's attention has {trait}, which the attention backend {self.name!r} "
-                "does not compute: choose another attention_backend"
+                f"attention_backend={self.name!r}: does not support {trait}, which the model's "
+                "attention needs; choose another attention_backend"
             )
         self.traits = traits
         self.kv = kv
@@ -98,61 +101,60 @@ class AttentionBackend(ABC):
         self.path_counts = path_counts
 
     @classmethod
-    def why_unusable(cls, device: torch.device) -> str:  # noqa: ARG003  (some can run anywhere)
-        """Say why this backend cannot run on ``device``; return nothing where it can."""
+    def unusable_reason(cls, device: torch.device) -> str:  # noqa: ARG003  (some run anywhere)
+        """Return why this backend cannot run on ``device``; an empty string where it can."""
         return ""
 
     @abstractmethod
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
-        """Note what the next forward pass works on. Called once a step, before any layer."""
+        """Set the batch of the next forward pass. Called once a step, before any layer."""
 
-    def lone_row(self) -> ResidentBatch | None:
-        """Return the step's batch if it is one resident row whose caches may be written directly.
+    def single_row_batch(self) -> ResidentBatch | None:
+        """Return the batch if it is one resident row that a megakernel may serve, else None.
 
-        Who computes a whole step in one kernel stores the new key and value in ``kv.caches``
-        itself, in the block and at the place that the batch says, and attends to what is there.
+        A kernel that computes a whole step stores the new key and value in ``kv.caches`` itself,
+        in the block and at the position given by the batch, and attends to the stored tokens.
         """
         return None
 
     @abstractmethod
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store ``[tokens, kv_heads, head_dim]``, then attend to all that is stored."""
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store ``[tokens, kv_heads, head_dim]``, then attend to all stored tokens."""
 
-    def attend_rotated(
+    def rotate_store_and_attend(
         self,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         positions: Tensor,
-        rotation: Rotation,
+        rotation: RotaryEmbedding,
     ) -> Tensor:
-        """Rotate queries and keys, which may change in place, and do as ``attend_new`` then."""
-        query = rotation.of_queries(query, positions)
-        return self.attend_new(layer, query, rotation.of_keys(key, positions), value)
+        """Rotate queries and keys, possibly in place, then store and attend."""
+        query = rotation.apply_to_queries(query, positions)
+        return self.store_and_attend(layer, query, rotation.apply_to_keys(key, positions), value)
 
-    def ends_alone(self, rows: Tensor | None) -> bool:  # noqa: ARG002  (some never do)
-        """Tell if ``attend_ends`` may be called for these rows, and is worth it."""
+    def can_attend_last_tokens(self, rows: Tensor | None) -> bool:  # noqa: ARG002  (the default)
+        """Return True if ``attend_last_tokens`` supports these rows and saves work."""
         return False
 
-    def attend_ends(
+    def attend_last_tokens(
         self,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         positions: Tensor,
-        rotation: Rotation | None,
+        rotation: RotaryEmbedding | None,
         rows: Tensor,
     ) -> Tensor:
-        """Store as the others do, and return what comes of the last token of each sequence alone.
+        """Store all tokens, and attend only from each sequence's last token, at ``rows``.
 
-        Those are at ``rows``. In the last layer nobody asks for other tokens, and a backend that
-        need not attend from them saves that.
+        The last layer only needs each sequence's final row, so a backend can skip the others.
         """
         if rotation is None:
-            return self.attend_new(layer, query, key, value)[rows]
-        return self.attend_rotated(layer, query, key, value, positions, rotation)[rows]
+            return self.store_and_attend(layer, query, key, value)[rows]
+        return self.rotate_store_and_attend(layer, query, key, value, positions, rotation)[rows]
 
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}
@@ -160,25 +162,27 @@ _Backend = TypeVar("_Backend", bound=type[AttentionBackend])
 
 
 def register(backend: _Backend) -> _Backend:
-    """Offer a backend under its name; ``EngineConfig.attention_backend`` chooses by it."""
+    """Register a backend under its name, for ``EngineConfig.attention_backend``."""
     _BACKENDS[backend.name] = backend
     return backend
 
 
 def find_backend(name: str) -> type[AttentionBackend]:
-    """Return the backend of that name, importing all files of this folder for it."""
-    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+    """Return the backend of that name, after importing all files of this folder."""
+    for module in pkgutil.iter_modules(
+        attention_package.__path__, f"{attention_package.__name__}."
+    ):
         importlib.import_module(module.name)
     if name not in _BACKENDS:
         known = ", ".join(sorted(_BACKENDS))
-        raise ConfigError(f"attention_backend={name!r} is not registered: there are {known}")
+        raise ConfigError(f"attention_backend={name!r} is not registered; choose one of {known}")
     return _BACKENDS[name]
 
 
-def best_backend(device: torch.device) -> str:
+def default_backend(device: torch.device) -> str:
     """Return the name of the default backend of a device."""
     find_backend("reference")
     for name, backend in _BACKENDS.items():
-        if device.type in backend.best_on and not backend.why_unusable(device):
+        if device.type in backend.default_device_types and not backend.unusable_reason(device):
             return name
     return "reference"

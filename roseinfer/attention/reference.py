@@ -1,4 +1,4 @@
-"""The reference that all attention must equal: gather, mask, and softmax in fp32."""
+"""Reference attention, which all backends must equal: gather, mask and softmax in fp32."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @register
 class ReferenceAttention(AttentionBackend):
-    """Attention by torch operations, which run anywhere."""
+    """Attention by torch operations, which run on any device."""
 
     name: ClassVar[str] = "reference"
-    knows: ClassVar[frozenset[str]] = ALL_TRAITS
+    supported_traits: ClassVar[frozenset[str]] = ALL_TRAITS
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
 
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kv, traits = self.kv, self.traits[layer]
         match self._batch:
             case ResidentBatch(tables, lengths):
-                self.path_counts[AttentionPath.SLOTS_REFERENCE] += 1
+                self.path_counts[AttentionPath.RESIDENT_REFERENCE] += 1
                 caches = kv.caches(layer)
                 own = tables[kv.group_of(layer)]
                 return append_and_attend_reference(query, key, value, *caches, own, lengths, traits)
-            case StepBatch(new, block_lists, counts):
-                new.write(layer, key, value)
+            case StepBatch(step_append, block_lists, counts):
+                step_append.write(layer, key, value)
                 self.path_counts[AttentionPath.REFERENCE] += 1
                 lists = [own[kv.group_of(layer)] for own in block_lists]
                 return paged_attention_reference(kv, layer, query, lists, counts, traits)
@@ -48,7 +48,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, traits: LayerTraits) -> 
     """Compute the attention of the last ``query.shape[0]`` positions of one sequence.
 
     Query and result are ``[tokens, q_heads, head_dim]``, keys and values ``[kv_heads, context,
-    head_dim]``; every query position sees itself and what came before.
+    head_dim]``; every query position attends to itself and to the positions before it.
     """
     tokens, context = len(query), keys.shape[1]
     at = torch.arange(context - tokens, context, device=query.device)[None]
@@ -58,7 +58,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, traits: LayerTraits) -> 
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, traits: LayerTraits
 ) -> Tensor:
-    """Attend in several sequences, whose queries are at ``positions``, ``[sequences, tokens]``.
+    """Attend in several sequences with queries at ``positions``, ``[sequences, tokens]``.
 
     Query and result are ``[sequences, tokens, q_heads, head_dim]``, keys and values ``[sequences,
     kv_heads, context, head_dim]``.
@@ -67,13 +67,13 @@ def _attend(
     kv_heads, context = keys.shape[1:3]
     grouped = query.float().view(sequences, tokens, kv_heads, q_heads // kv_heads, -1)
     scores = torch.einsum("stkgd,skcd->skgtc", grouped, keys.float()) * traits.scale
-    if traits.cap is not None:
-        scores = traits.cap * torch.tanh(scores / traits.cap)
+    if traits.softcap is not None:
+        scores = traits.softcap * torch.tanh(scores / traits.softcap)
     distance = positions[:, :, None] - torch.arange(context, device=query.device)
     if traits.slopes is not None:
         slopes = traits.slopes.float().view(kv_heads, -1, 1, 1)
         scores = scores - slopes * distance[:, None, None]
-    hidden = _hidden(distance, traits)[:, None, None]
+    hidden = _attention_mask(distance, traits)[:, None, None]
     scores = scores.masked_fill(hidden, float("-inf"))
     if traits.sinks is not None:
         sinks = traits.sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -83,8 +83,8 @@ def _attend(
     return out.reshape(query.shape).to(query.dtype)
 
 
-def _hidden(distance: Tensor, traits: LayerTraits) -> Tensor:
-    """Say which keys are not seen, by how far they are before the query."""
+def _attention_mask(distance: Tensor, traits: LayerTraits) -> Tensor:
+    """Return True for hidden keys, by the query's distance after each key."""
     hidden = distance < 0
     return hidden if traits.window is None else hidden | (distance >= traits.window)
 
@@ -97,7 +97,7 @@ def paged_attention_reference(
     query_lens: Sequence[int],
     traits: LayerTraits,
 ) -> Tensor:
-    """Compute the attention of several sequences, whose query tokens follow one another."""
+    """Compute the attention of several sequences, whose query tokens are concatenated."""
     outputs = []
     begin = 0
     for block_ids, length in zip(block_lists, query_lens, strict=True):
@@ -117,14 +117,14 @@ def append_and_attend_reference(
     lengths: Tensor,
     traits: LayerTraits,
 ) -> Tensor:
-    """Compute what the kernel of that name must: write, gather, mask, and softmax in float32."""
+    """Append and attend in torch, as ``append_and_attend`` must: softmax in float32."""
     size = k_cache.shape[2]
     block = tables.gather(1, (lengths // size)[:, None])[:, 0]
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.transpose(1, 2).index_put_((block, lengths % size), new.to(cache.dtype))
     distance = lengths[:, None] - torch.arange(tables.shape[1] * size, device=query.device)
-    unused = _hidden(distance, traits)[:, None, :, None]
-    keys, values = (  # [slots, kv_heads, tokens, head_dim], with nothing in it but what is seen
+    unused = _attention_mask(distance, traits)[:, None, :, None]
+    keys, values = (  # [slots, kv_heads, tokens, head_dim]; unused entries, maybe NaN, become 0
         cache[tables].transpose(1, 2).flatten(2, 3).float().masked_fill(unused, 0)
         for cache in (k_cache, v_cache)
     )

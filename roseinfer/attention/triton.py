@@ -1,4 +1,4 @@
-"""Attention by Triton kernels, which read blocks where they lie."""
+"""Attention by Triton and CUDA kernels, which read the paged cache in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
 from roseinfer.errors import ConfigError
-from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.layer_traits import ALL_TRAITS
 from roseinfer.paths import AttentionPath, Work
@@ -19,50 +19,52 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.layer_traits import Rotation
+    from roseinfer.layer_traits import RotaryEmbedding
 
-_MOST_ROWS = 64
-"""A program takes at most so many query tokens times heads, or one token where heads are more."""
-_LEAST_ROWS = 16
-"""Tensor cores take no fewer."""
-_MOST_MIXED = 5000
-"""Tiles by KV heads. If there are more, a sequence's keys and values are fetched more than once
-where its tiles do not stand together."""
+_MAX_TILE_ROWS = 64
+"""Most query tokens times heads of a program; a single token may exceed it."""
+_MIN_TILE_ROWS = 16
+"""Fewest rows that tensor cores multiply."""
+_MAX_SORTED_TILES = 5000
+"""Most tiles times KV heads for which tiles are sorted. With more, a sequence's keys and values
+would be fetched more than once where its tiles are not adjacent."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """The Triton kernels of a forward pass."""
+    """Attention kernels of a forward pass."""
 
     decode: Callable[..., Tensor]
-    """Attends for sequences that have one new token."""
-    chunks: Callable[..., Tensor]
-    """Attends for those that have more."""
-    prompts: Callable[..., Tensor]
-    """Attends for those that have many more, so many tokens a tile as ``prompt_tile`` says."""
-    prompt_tile: Callable[..., int]
+    """Attention of sequences with one new token."""
+    prefill_chunks: Callable[..., Tensor]
+    """Attention of sequences with several new tokens."""
+    prefill_cuda: Callable[..., Tensor]
+    """Attention of sequences with many new tokens, in tiles of ``prefill_tile_tokens``."""
+    prefill_tile_tokens: Callable[..., int]
+    """Tokens of a tile of ``prefill_cuda``; 0 where it cannot run or is not the fastest."""
     append_and_attend: Callable[..., Tensor]
-    """Stores the new tokens of resident sequences and attends from them."""
+    """Store and attention of the new tokens of resident sequences."""
     append: Callable[..., None]
-    """Stores the new tokens of rows, in blocks and at positions that the device knows."""
+    """Store of the new tokens of rows, by blocks and positions on the device."""
     rotate: Callable[..., None]
-    """Rotates queries, keys or both in place."""
-    rotates_queries: Callable[..., bool]
-    """Tells if ``prompts`` can rotate queries itself, which saves going through all of them."""
-    rows: Callable[..., Tensor]
-    """Does what ``append_and_attend`` does, where ``attends_rows`` says so."""
-    attends_rows: Callable[..., bool]
+    """Rotation of queries, keys or both, in place."""
+    can_rotate_queries: Callable[..., bool]
+    """Support check for rotation inside ``prefill_cuda``, which saves a pass over the queries."""
+    append_and_attend_cuda: Callable[..., Tensor]
+    """CUDA equivalent of ``append_and_attend``, for inputs that ``can_attend_rows`` accepts."""
+    can_attend_rows: Callable[..., bool]
+    """Support check of ``append_and_attend_cuda``."""
 
 
 def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
-    """Return the kernels, or None where they cannot run. This imports Triton."""
-    if why_unusable(device):
+    """Import Triton and return the kernels; return None where they cannot run."""
+    if unusable_reason(device):
         return None
-    from roseinfer.kernels.cuda.decode_attention import attend_rows, attends_rows
+    from roseinfer.kernels.cuda.decode_attention import attend_rows, can_attend_rows
     from roseinfer.kernels.cuda.prefill_attention import (
         attend_prompts,
-        prompt_tile,
-        rotates_queries,
+        can_rotate_queries,
+        prefill_tile_tokens,
     )
     from roseinfer.kernels.triton.append import launch_identity_pos
     from roseinfer.kernels.triton.decode_attention import append_and_attend, paged_attention_decode
@@ -71,88 +73,92 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
 
     return AttentionKernels(
         decode=paged_attention_decode,
-        chunks=paged_attention_chunks,
-        prompts=attend_prompts,
-        prompt_tile=prompt_tile,
+        prefill_chunks=paged_attention_chunks,
+        prefill_cuda=attend_prompts,
+        prefill_tile_tokens=prefill_tile_tokens,
         append_and_attend=append_and_attend,
         append=launch_identity_pos,
         rotate=rotate,
-        rotates_queries=rotates_queries,
-        rows=attend_rows,
-        attends_rows=attends_rows,
+        can_rotate_queries=can_rotate_queries,
+        append_and_attend_cuda=attend_rows,
+        can_attend_rows=can_attend_rows,
     )
 
 
 @register
 class TritonAttention(AttentionBackend):
-    """Has a kernel for single tokens, one for chunks of prompts, and one for resident steps."""
+    """Attention by kernels: for single tokens, for chunks of prompts and for resident steps."""
 
     name: ClassVar[str] = "triton"
-    knows: ClassVar[frozenset[str]] = ALL_TRAITS
-    best_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    supported_traits: ClassVar[frozenset[str]] = ALL_TRAITS
+    default_device_types: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         kernels = load_attention_kernels(self.kv.device)
         if kernels is None:
-            raise ConfigError(f"attention_backend='triton': {why_unusable(self.kv.device)}")
+            raise ConfigError(f"attention_backend='triton': {unusable_reason(self.kv.device)}")
         self._kernels = kernels
 
     @classmethod
-    def why_unusable(cls, device: torch.device) -> str:
-        return why_unusable(device)
+    def unusable_reason(cls, device: torch.device) -> str:
+        return unusable_reason(device)
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
-        self._tables: dict[int, Tensor] = {}
+        self._block_tables: dict[int, Tensor] = {}
         self._lengths: dict[int, Tensor] = {}
-        """Those of so many sequences in front."""
+        """Lengths of the first sequences, by their number."""
         self._row_lengths: Tensor | None = None
-        """Those of rows, each with its new token."""
+        """Lengths of resident rows, new tokens included; None until needed."""
         self._tiles: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tiles of queries, by the arguments of ``_tile_queries``."""
+        self._write_positions: dict[int, tuple[Tensor, Tensor]] = {}
+        """Blocks and positions of the new tokens of drafts, by layer group."""
 
-    def lone_row(self) -> ResidentBatch | None:
+    def single_row_batch(self) -> ResidentBatch | None:
         match self._batch:
-            case ResidentBatch(drafts=False, long=False) as rows if len(rows.lengths) == 1:
+            case ResidentBatch(has_drafts=False, long_context=False) as rows if (
+                len(rows.lengths) == 1
+            ):
                 return rows
             case _:
                 return None
 
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         match self._batch:
-            case ResidentBatch(drafts=True) as rows:
+            case ResidentBatch(has_drafts=True) as rows:
                 return self._attend_drafts(rows, layer, query, key, value)
             case ResidentBatch() as rows:
                 return self._attend_rows(rows, layer, query, key, value, None)
             case StepBatch() as batch:
-                batch.new.write(layer, key, value)
+                batch.step_append.write(layer, key, value)
                 return self.attend(batch, layer, query)
 
-    def attend_rotated(
+    def rotate_store_and_attend(
         self,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         positions: Tensor,
-        rotation: Rotation,
+        rotation: RotaryEmbedding,
     ) -> Tensor:
         match self._batch:
-            case ResidentBatch(drafts=False) as rows if rotation.query_gain is None:
+            case ResidentBatch(has_drafts=False) as rows if rotation.query_norm_weight is None:
                 return self._attend_rows(rows, layer, query, key, value, rotation)
-            case StepBatch(singles=singles, counts=counts) as batch if singles < len(counts) and (
-                tile_q := self._rotating_tile(batch, layer, query, rotation)
-            ):
-                if singles:
-                    in_front = (each[:singles] for each in (query, key, positions))
-                    self._kernels.rotate(*in_front, rotation)
-                self._kernels.rotate(None, key[singles:], positions[singles:], rotation)
-                batch.new.write(layer, key, value)
+            case StepBatch(num_decodes=num_decodes, counts=counts) as batch if num_decodes < len(
+                counts
+            ) and (tile_q := self._rotating_tile_tokens(batch, layer, query, rotation)):
+                if num_decodes:
+                    decodes = (each[:num_decodes] for each in (query, key, positions))
+                    self._kernels.rotate(*decodes, rotation)
+                self._kernels.rotate(None, key[num_decodes:], positions[num_decodes:], rotation)
+                batch.step_append.write(layer, key, value)
                 return self.attend(batch, layer, query, tile_q, rotation)
             case _:
                 self._kernels.rotate(query, key, positions, rotation)
-                return self.attend_new(layer, query, key, value)
+                return self.store_and_attend(layer, query, key, value)
 
     def _attend_rows(
         self,
@@ -161,41 +167,44 @@ class TritonAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rotation: Rotation | None,
+        rotation: RotaryEmbedding | None,
     ) -> Tensor:
-        """Store the new tokens of all rows and attend from them, in one kernel."""
+        """Store the new tokens of all rows and attend from them in one kernel."""
         heads, caches, traits = (query, key, value), self.kv.caches(layer), self.traits[layer]
         kernel, path = self._kernels.append_and_attend, AttentionPath.APPEND_AND_ATTEND
-        whole = rotation is None or self._kernels.rotates_queries(query, rotation)
-        if whole and self._kernels.attends_rows(*heads, *caches, traits):
-            kernel, path = self._kernels.rows, AttentionPath.ROWS
+        whole = rotation is None or self._kernels.can_rotate_queries(query, rotation)
+        if whole and self._kernels.can_attend_rows(*heads, *caches, traits):
+            kernel, path = (
+                self._kernels.append_and_attend_cuda,
+                AttentionPath.APPEND_AND_ATTEND_CUDA,
+            )
         self.path_counts[path] += 1
         table = rows.tables[self.kv.group_of(layer)]
         return kernel(*heads, *caches, table, rows.lengths, traits, rotation)
 
-    def ends_alone(self, rows: Tensor | None) -> bool:
+    def can_attend_last_tokens(self, rows: Tensor | None) -> bool:
         match self._batch:
             case StepBatch(counts=counts) if rows is not None:
-                return len(rows) == len(counts)  # one for each sequence
+                return len(rows) == len(counts)  # one row per sequence
             case _:
                 return False
 
-    def attend_ends(
+    def attend_last_tokens(
         self,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         positions: Tensor,
-        rotation: Rotation | None,
+        rotation: RotaryEmbedding | None,
         rows: Tensor,
     ) -> Tensor:
         batch = self._batch
         assert isinstance(batch, StepBatch)
         if rotation is not None:
             self._kernels.rotate(query, key, positions, rotation)
-        batch.new.write(layer, key, value)
-        return self._singly(batch, layer, query.index_select(0, rows), len(batch.counts))
+        batch.step_append.write(layer, key, value)
+        return self._attend_decodes(batch, layer, query.index_select(0, rows), len(batch.counts))
 
     def attend(
         self,
@@ -203,111 +212,122 @@ class TritonAttention(AttentionBackend):
         layer: int,
         query: Tensor,
         tile_q: int = 0,
-        rotation: Rotation | None = None,
+        rotation: RotaryEmbedding | None = None,
     ) -> Tensor:
-        """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored.
+        """Compute the attention of ``[tokens, q_heads, head_dim]`` over all stored tokens.
 
-        With a rotation, the queries of prompts are yet to be rotated, by their kernel, in tiles of
-        ``tile_q`` tokens.
+        With a rotation, the queries of prompts are not rotated yet: their kernel does so, in tiles
+        of ``tile_q`` tokens.
         """
         outputs = []
-        if batch.singles:
-            outputs.append(self._singly(batch, layer, query[: batch.singles], batch.singles))
-        if batch.singles < len(batch.counts):
-            behind = query[batch.singles :]
-            if tile_q := tile_q or self._prompt_tile(batch, layer, behind):
-                outputs.append(self._prompts(batch, layer, behind, tile_q, rotation))
+        if batch.num_decodes:
+            outputs.append(
+                self._attend_decodes(batch, layer, query[: batch.num_decodes], batch.num_decodes)
+            )
+        if batch.num_decodes < len(batch.counts):
+            behind = query[batch.num_decodes :]
+            if tile_q := tile_q or self._prefill_tile_tokens(batch, layer, behind):
+                outputs.append(self._attend_prefill_cuda(batch, layer, behind, tile_q, rotation))
             else:
-                outputs.append(self._chunks(batch, layer, behind))
+                outputs.append(self._attend_chunks(batch, layer, behind))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_drafts(
         self, rows: ResidentBatch, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Store the new tokens of all rows, and attend from each as from a single one."""
+        """Store the new tokens of all rows, then attend from each as a sequence of its own."""
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
         group = self.kv.group_of(layer)
-        if group not in self._places:
+        if group not in self._write_positions:
             size = self.kv.block_size
             block = rows.tables[group].gather(1, (rows.lengths // size)[:, None])[:, 0]
-            self._places[group] = block, rows.lengths % size
+            self._write_positions[group] = block, rows.lengths % size
         if self._row_lengths is None:
             self._row_lengths = rows.lengths + 1
         caches = self.kv.caches(layer)
-        self._kernels.append(*caches, key, value, *self._places[group])
+        self._kernels.append(*caches, key, value, *self._write_positions[group])
         return self._kernels.decode(
             query, *caches, rows.tables[group], self._row_lengths, self.traits[layer]
         )
 
-    def _singly(self, batch: StepBatch, layer: int, query: Tensor, count: int) -> Tensor:
-        """Compute the attention of the last tokens of so many sequences in front."""
+    def _attend_decodes(self, batch: StepBatch, layer: int, query: Tensor, count: int) -> Tensor:
+        """Compute the attention of the last tokens of the first ``count`` sequences."""
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
         if count not in self._lengths:
             self._lengths[count] = self.staging.stage([list(batch.lengths[:count])]).columns[0]
-        caches, table = self.kv.caches(layer), self._table(batch, layer)
+        caches, table = self.kv.caches(layer), self._block_table(batch, layer)
         return self._kernels.decode(query, *caches, table, self._lengths[count], self.traits[layer])
 
-    def _prompt_tile(self, batch: StepBatch, layer: int, query: Tensor) -> int:
-        """Return how many tokens a tile has for the kernel of prompts; 0 where another attends."""
-        how_many = {"most": max(batch.counts), "longest": max(batch.lengths)}
+    def _prefill_tile_tokens(self, batch: StepBatch, layer: int, query: Tensor) -> int:
+        """Return the tile size of ``prefill_cuda`` in tokens; 0 where another kernel attends."""
+        limits = {"most": max(batch.counts), "longest": max(batch.lengths)}
         caches, traits = self.kv.caches(layer), self.traits[layer]
-        return self._kernels.prompt_tile(query, *caches, traits, **how_many)
+        return self._kernels.prefill_tile_tokens(query, *caches, traits, **limits)
 
-    def _rotating_tile(
-        self, batch: StepBatch, layer: int, query: Tensor, rotation: Rotation
+    def _rotating_tile_tokens(
+        self, batch: StepBatch, layer: int, query: Tensor, rotation: RotaryEmbedding
     ) -> int:
-        """Return the same where that kernel can rotate the queries too; else 0."""
-        can = self._kernels.rotates_queries(query, rotation)
-        return self._prompt_tile(batch, layer, query) if can else 0
+        """Return the tile size of ``prefill_cuda`` if it can rotate the queries too, else 0."""
+        can = self._kernels.can_rotate_queries(query, rotation)
+        return self._prefill_tile_tokens(batch, layer, query) if can else 0
 
-    def _prompts(
-        self, batch: StepBatch, layer: int, query: Tensor, tile_q: int, rotation: Rotation | None
+    def _attend_prefill_cuda(
+        self,
+        batch: StepBatch,
+        layer: int,
+        query: Tensor,
+        tile_q: int,
+        rotation: RotaryEmbedding | None,
     ) -> Tensor:
-        """Compute the attention of the sequences behind, which have many new tokens."""
-        self.path_counts[AttentionPath.PROMPTS] += 1
-        caches, table = self.kv.caches(layer), self._table(batch, layer)
-        tiles = self._cut(batch, tile_q, mixed=True)
-        return self._kernels.prompts(query, *caches, table, tiles, self.traits[layer], rotation)
+        """Compute the attention of sequences with many new tokens."""
+        self.path_counts[AttentionPath.PREFILL_CUDA] += 1
+        caches, table = self.kv.caches(layer), self._block_table(batch, layer)
+        tiles = self._tile_queries(batch, tile_q, mixed=True)
+        return self._kernels.prefill_cuda(
+            query, *caches, table, tiles, self.traits[layer], rotation
+        )
 
-    def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
-        """Compute the attention of the sequences behind, which have several new tokens."""
-        caches, table = self.kv.caches(layer), self._table(batch, layer)
+    def _attend_chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of sequences with several new tokens."""
+        caches, table = self.kv.caches(layer), self._block_table(batch, layer)
         traits, longest, most = self.traits[layer], max(batch.lengths), max(batch.counts)
         self.path_counts[AttentionPath.CHUNK_TRITON] += 1
         heads = 1 << (query.shape[1] // self.kv.num_heads - 1).bit_length()
         wanted = 1 << (most - 1).bit_length()
-        tile_q = max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))
-        tiles = self._cut(batch, tile_q)
-        return self._kernels.chunks(
+        tile_q = max(1, _MIN_TILE_ROWS // heads, min(_MAX_TILE_ROWS // heads, wanted))
+        tiles = self._tile_queries(batch, tile_q)
+        return self._kernels.prefill_chunks(
             query, *caches, table, tiles, traits, tile_q=tile_q, longest=longest
         )
 
-    def _cut(self, batch: StepBatch, tile_q: int, *, mixed: bool = False) -> tuple[Tensor, ...]:
-        """Cut the sequences behind the single tokens into tiles of tokens, one for a program.
+    def _tile_queries(
+        self, batch: StepBatch, tile_q: int, *, mixed: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Split the sequences after the decodes into tiles of tokens, one per program.
 
-        If ``mixed``, and if they are not too many, what takes longest of all sequences begins
-        first: programs that take one tile after the other get equal shares then.
+        If ``mixed``, and unless there are too many, the tiles of all sequences are sorted by
+        context, the longest first, which balances the load of persistent programs.
         """
         if (tile_q, mixed) in self._tiles:
             return self._tiles[tile_q, mixed]
         tiles: list[tuple[int, int, int, int]] = []
         row = 0
-        for at in range(batch.singles, len(batch.counts)):
+        for at in range(batch.num_decodes, len(batch.counts)):
             count = batch.counts[at]
             first = batch.lengths[at] - count
-            for begin in reversed(range(0, count, tile_q)):  # what takes longest begins first
+            for begin in reversed(range(0, count, tile_q)):  # longest first, for load balance
                 tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
             row += count
-        if mixed and len(tiles) * self.kv.num_heads <= _MOST_MIXED:
+        if mixed and len(tiles) * self.kv.num_heads <= _MAX_SORTED_TILES:
             tiles.sort(key=lambda tile: -(tile[2] + tile[3]))
         columns = [list(column) for column in zip(*tiles, strict=True)]
         self._tiles[tile_q, mixed] = self.staging.stage(columns).columns
         return self._tiles[tile_q, mixed]
 
-    def _table(self, batch: StepBatch, layer: int) -> Tensor:
-        """Bring the blocks of every sequence in a group of layers to the device, once a step."""
+    def _block_table(self, batch: StepBatch, layer: int) -> Tensor:
+        """Return the block tables of a layer's group on the device; upload them once a step."""
         group = self.kv.group_of(layer)
-        if group not in self._tables:
+        if group not in self._block_tables:
             first = self.kv.first_id(layer)
             lists = [own[group] for own in batch.block_lists]
             width = max(map(len, lists))
@@ -316,5 +336,5 @@ class TritonAttention(AttentionBackend):
                 flat += [block_id - first for block_id in block_ids]
                 flat += [SCRATCH] * (width - len(block_ids))
             self.kv.work_counts[Work.TABLE_ROWS] += len(lists)
-            self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
-        return self._tables[group]
+            self._block_tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
+        return self._block_tables[group]

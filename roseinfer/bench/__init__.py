@@ -1,1 +1,1 @@
-"""Benchmarks, run as ``python -m roseinfer.bench NAME``. They measure; they check nothing else."""
+"""Benchmarks, run as ``python -m roseinfer.bench NAME``. They measure, and do not test results."""

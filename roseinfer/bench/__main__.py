@@ -1,4 +1,4 @@
-"""``python -m roseinfer.bench NAME`` runs a benchmark, prints its tables and keeps its JSON."""
+"""``python -m roseinfer.bench NAME``: run a benchmark, print its tables and write its JSON."""
 
 from __future__ import annotations
 

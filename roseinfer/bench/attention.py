@@ -1,4 +1,4 @@
-"""``attention``: what one layer's attention costs, in decode steps and of prompts, by shape."""
+"""``attention``: the time of one layer's attention, in decode steps and in prefills, by shape."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from roseinfer.bench.cases import Shape
 from roseinfer.bench.report import Report, Table, unavailable_table
 from roseinfer.bench.timing import (
     copy_bandwidth,
-    in_rounds,
-    matrix_operations,
+    gemm_flops,
+    median_over_rounds,
     sampler,
-    why_triton_cannot_be_timed,
+    triton_skip_reason,
 )
 from roseinfer.config import AppendPolicy
 from roseinfer.kv.manager import KVBlockManager, StepAppend
@@ -42,16 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
+    """Time of decode attention by one path."""
+
     shape: str
     path: str
     us: float
-    """Per call: among many in a CUDA graph on a GPU, else until the call is done."""
+    """Microseconds per call: of many in a CUDA graph on a GPU, else until the call is done."""
     floor_us: float
-    times_floor: float
+    floor_ratio: float
 
 
-class Rig:
-    """Sequences of one length whose blocks lie scattered, in enough layers to defeat the L2."""
+class DecodeRig:
+    """Sequences of one length in scattered blocks, in enough layers that none stays in L2."""
 
     def __init__(
         self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
@@ -62,7 +64,7 @@ class Rig:
             for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
         )
         self.new = query, key, value
-        """What is computed for the new tokens."""
+        """Query, key and value of the new tokens."""
         each = -(-shape.context // block_size)
         blocks = shape.sequences * each
         self.tables = torch.randperm(blocks, device=device).view(shape.sequences, each)
@@ -72,17 +74,19 @@ class Rig:
         self.layers = list(zip(caches[0], caches[1], strict=True))
 
 
-def time_decode(rig: Rig, rounds: int, bandwidth: float, *, kernels: bool) -> list[AttentionRow]:
-    """Time the kernels or, without them, the reference."""
+def time_decode(
+    rig: DecodeRig, rounds: int, bandwidth: float, *, kernels: bool
+) -> list[AttentionRow]:
+    """Time the kernels, or the reference if ``kernels`` is False."""
     shape, (query, *_) = rig.shape, rig.new
     calls, layers = _calls(rig, kernels=kernels), len(rig.layers)
     samplers = {path: sampler(call, layers, query.device) for path, call in calls.items()}
     floor = shape.cache_bytes(query.dtype) / bandwidth * 1e6
-    taken = in_rounds(samplers, rounds, shape.text)
-    return [AttentionRow(shape.text, path, us, floor, us / floor) for path, us in taken.items()]
+    times = median_over_rounds(samplers, rounds, shape.text)
+    return [AttentionRow(shape.text, path, us, floor, us / floor) for path, us in times.items()]
 
 
-def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
+def _calls(rig: DecodeRig, *, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
     layers = cycle(rig.layers)
     traits = LayerTraits(rig.shape.head_dim**-0.5)
 
@@ -90,8 +94,8 @@ def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], objec
         return lambda: kernel(*rig.new, *next(layers), rig.tables, rig.stored, traits)
 
     if not kernels:
-        return {AttentionPath.SLOTS_REFERENCE: fused(append_and_attend_reference)}
-    from roseinfer.kernels.cuda.decode_attention import attend_rows, attends_rows
+        return {AttentionPath.RESIDENT_REFERENCE: fused(append_and_attend_reference)}
+    from roseinfer.kernels.cuda.decode_attention import attend_rows, can_attend_rows
     from roseinfer.kernels.triton.decode_attention import append_and_attend, paged_attention_decode
 
     lengths = rig.stored + 1
@@ -101,24 +105,24 @@ def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], objec
             rig.new[0], *next(layers), rig.tables, lengths, traits
         ),
     }
-    if attends_rows(*rig.new, *rig.layers[0], traits):
-        calls[AttentionPath.ROWS] = fused(attend_rows)
+    if can_attend_rows(*rig.new, *rig.layers[0], traits):
+        calls[AttentionPath.APPEND_AND_ATTEND_CUDA] = fused(attend_rows)
     return calls
 
 
-# The attention of prompts: several new tokens for every sequence, behind what is stored.
+# Attention in prefills: several new tokens for every sequence, after the stored ones.
 
 
 FLASH, TORCH = "torch_flash_attention", "torch_attention"
-"""What torch's own attention is called on a GPU, where it must be FlashAttention, and elsewhere."""
+"""Path names of torch's attention: on a GPU, where it must be FlashAttention, and elsewhere."""
 _NO_TRITON = AppendPolicy(triton=False)
-"""Random numbers fill the cache, and no kernel that would append is missed."""
+"""Append policy without Triton: the cache is filled with random numbers, without appends."""
 _SEED = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What the machine can do, measured by a large copy and a large product of matrices."""
+    """Bandwidth and FLOP/s of the machine, measured by a large copy and a large GEMM."""
 
     bandwidth: float
     """Bytes per second."""
@@ -128,18 +132,20 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
+    """Time of prefill attention by one path."""
+
     shape: str
     path: str
     us: float
-    """Per call: among many in a CUDA graph on a GPU, else until the call is done."""
+    """Microseconds per call: of many in a CUDA graph on a GPU, else until the call is done."""
     tflop_per_s: float
     bound_by: str
     floor_us: float
-    times_floor: float
+    floor_ratio: float
 
 
 class PrefillRig:
-    """Sequences stored in a cache, new tokens included, whose blocks lie scattered."""
+    """Sequences in scattered blocks of a cache, which has their new tokens as well."""
 
     def __init__(
         self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
@@ -161,12 +167,12 @@ class PrefillRig:
         self.traits = LayerTraits(shape.head_dim**-0.5)
 
     def _scatter(self) -> None:
-        """Deal the full blocks out anew; a block that is not full stays the last of its list."""
+        """Shuffle the full blocks of all sequences; partial blocks stay last in their lists."""
         full = self.shape.context // self.kv.block_size
-        dealt = [block for own in self.lists for block in own[:full]]
-        random.Random(_SEED).shuffle(dealt)
-        for at, own in enumerate(self.lists):
-            own[:full] = dealt[at * full : (at + 1) * full]
+        blocks = [block for block_list in self.lists for block in block_list[:full]]
+        random.Random(_SEED).shuffle(blocks)
+        for at, block_list in enumerate(self.lists):
+            block_list[:full] = blocks[at * full : (at + 1) * full]
 
     def reference(self, layer: int) -> Tensor:
         counts = [self.shape.new] * self.shape.sequences
@@ -175,14 +181,14 @@ class PrefillRig:
         )
 
     def kernel(self) -> tuple[str, Callable[[int], Tensor]]:
-        """Return what attends in a layer as the engine's step of prompts does, and its path."""
+        """Return the path of the engine's prefill attention, and the function for one layer."""
         from roseinfer.attention.triton import TritonAttention
 
         shape, kv = self.shape, self.kv
         counts, lengths = ([each] * shape.sequences for each in (shape.new, shape.context))
-        lists = [[own] for own in self.lists]
-        new = StepAppend(kv, lists, counts, one_each=False)
-        batch = StepBatch(new, lists, counts, lengths, singles=0)
+        lists = [[block_list] for block_list in self.lists]
+        new = StepAppend(kv, lists, counts, one_token_each=False)
+        batch = StepBatch(new, lists, counts, lengths, num_decodes=0)
         staging = IndexStaging(kv.device, kv.work_counts)
         paths: Counter[str] = Counter()
         backend = TritonAttention([self.traits] * self.layers, kv, staging, paths)
@@ -192,13 +198,13 @@ class PrefillRig:
         return path, lambda layer: backend.attend(batch, layer, self.query)
 
     def torch_attention(self) -> Callable[[int], Tensor]:
-        """Return torch's attention of the same keys and values, which it has side by side.
+        """Return torch's attention over the same keys and values, gathered contiguously.
 
         Its result is ``[sequences, tokens, q_heads, head_dim]``.
         """
         shape = self.shape
         query = self.query.view(shape.sequences, shape.new, shape.q_heads, shape.head_dim)
-        stored = [self._gathered(layer) for layer in range(self.layers)]
+        stored = [self._gather_layer(layer) for layer in range(self.layers)]
         grouped = shape.q_heads != shape.kv_heads
 
         def attend(layer: int) -> Tensor:
@@ -213,26 +219,26 @@ class PrefillRig:
 
         return by_flash_attention if self.kv.device.type == "cuda" else attend
 
-    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Read a layer's keys and values, ``[sequences, kv_heads, context, head_dim]``."""
-        each = [self.kv.gather_sequence(layer, own) for own in self.lists]
+    def _gather_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Gather a layer's keys and values, ``[sequences, kv_heads, context, head_dim]``."""
+        each = [self.kv.gather_sequence(layer, block_list) for block_list in self.lists]
         keys, values = zip(*each, strict=True)
         return torch.stack(keys), torch.stack(values)
 
 
 def operations(shape: Shape) -> int:
-    """Count the operations of the two products for all pairs of a query and a key that it sees."""
+    """Count the operations of both GEMMs, for all pairs of a query and a key that it attends to."""
     pairs = shape.new * shape.stored + shape.new * (shape.new + 1) // 2
     return 2 * 2 * shape.head_dim * pairs * shape.q_heads * shape.sequences
 
 
 def floor(shape: Shape, dtype: torch.dtype, speeds: Speeds) -> tuple[float, str]:
-    """Return the least microseconds, and whether operations or bytes take them."""
+    """Return the least microseconds, and their bound: ``operations`` or ``bytes``."""
     new_values = shape.sequences * shape.new * shape.q_heads * shape.head_dim
-    moved = shape.cache_bytes(dtype) + 2 * new_values * dtype.itemsize  # queries and results too
+    traffic = shape.cache_bytes(dtype) + 2 * new_values * dtype.itemsize  # queries and results too
     least = {
         "operations": operations(shape) / speeds.operations * 1e6,
-        "bytes": moved / speeds.bandwidth * 1e6,
+        "bytes": traffic / speeds.bandwidth * 1e6,
     }
     bound_by = max(least, key=least.__getitem__)
     return least[bound_by], bound_by
@@ -241,36 +247,39 @@ def floor(shape: Shape, dtype: torch.dtype, speeds: Speeds) -> tuple[float, str]
 def time_prefill(
     rig: PrefillRig, rounds: int, speeds: Speeds, *, kernels: bool
 ) -> tuple[list[PrefillRow], list[tuple[str, str]]]:
-    """Time our attention, and torch's where nothing is stored; also say what cannot be timed."""
+    """Time the engine's attention, and torch's if no tokens are stored.
+
+    Also return the paths that cannot be timed, with reasons.
+    """
     shape = rig.shape
     samplers: dict[str, Callable[[], float]] = {}
     reasons = []
-    for path, attend in _ways(rig, kernels=kernels).items():
+    for path, attend in _attention_calls(rig, kernels=kernels).items():
         call = partial(_call, attend, cycle(range(rig.layers)))
         try:
             samplers[path] = sampler(call, rig.layers, rig.kv.device)
-        except RuntimeError as error:  # torch has no FlashAttention of some heads
+        except RuntimeError as error:  # torch lacks FlashAttention for some head sizes
             reasons.append((f"{path} of {shape.text}", str(error)))
-    taken = in_rounds(samplers, rounds, shape.text)
+    times = median_over_rounds(samplers, rounds, shape.text)
     least, bound_by = floor(shape, rig.query.dtype, speeds)
     work = operations(shape)
     rows = [
         PrefillRow(shape.text, path, us, work / us / 1e6, bound_by, least, us / least)
-        for path, us in taken.items()
+        for path, us in times.items()
     ]
     return rows, reasons
 
 
-def _ways(rig: PrefillRig, *, kernels: bool) -> dict[str, Callable[[int], Tensor]]:
-    ways: dict[str, Callable[[int], Tensor]] = {}
+def _attention_calls(rig: PrefillRig, *, kernels: bool) -> dict[str, Callable[[int], Tensor]]:
+    calls: dict[str, Callable[[int], Tensor]] = {}
     if kernels:
         path, attend = rig.kernel()
-        ways[path] = attend
+        calls[path] = attend
     else:
-        ways[AttentionPath.REFERENCE] = rig.reference
+        calls[AttentionPath.REFERENCE] = rig.reference
     if not rig.shape.stored:
-        ways[FLASH if rig.kv.device.type == "cuda" else TORCH] = rig.torch_attention()
-    return ways
+        calls[FLASH if rig.kv.device.type == "cuda" else TORCH] = rig.torch_attention()
+    return calls
 
 
 def _call(attend: Callable[[int], Tensor], layers: Iterator[int]) -> Tensor:
@@ -280,12 +289,12 @@ def _call(attend: Callable[[int], Tensor], layers: Iterator[int]) -> Tensor:
 _DECODE = """\
 One layer's attention of one new token for each sequence, us per call; append_and_attend and rows
 store the token too. A shape is SEQUENCESxCONTEXT:QUERY HEADS/KV HEADSxHEAD SIZE. floor: all keys
-and values read once at the measured copy bandwidth. Caches take turns, so that none is in L2."""
+and values read once at the measured copy bandwidth. Layers alternate, so that none is in L2."""
 _PREFILL = """\
-One layer's attention of several new tokens for each sequence, which are stored already, us per
+One layer's attention of several new tokens for each sequence, which are already stored, us per
 call. A shape is SEQUENCESxSTORED+NEW:QUERY HEADS/KV HEADSxHEAD SIZE. floor: the operations of both
-products, for each new token with itself and all before it, at the measured speed of a large
-product; or reading and writing everything once, where that takes longer."""
+GEMMs, for each new token with itself and all before it, at the measured speed of a large GEMM; or
+reading and writing everything once, if that takes longer."""
 _SHAPES = {
     "cuda": (
         "64x256:12/12x64",
@@ -309,20 +318,20 @@ _DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 def run(args: argparse.Namespace) -> Report:
     device = resolve_device(args.device)
     dtype = _DTYPES[device.type]
-    reason = why_triton_cannot_be_timed(device)
-    speeds = Speeds(copy_bandwidth(device), matrix_operations(device, dtype))
+    reason = triton_skip_reason(device)
+    speeds = Speeds(copy_bandwidth(device), gemm_flops(device, dtype))
     decode: list[AttentionRow] = []
     prefill: list[PrefillRow] = []
     unavailable = [("the kernels", reason)] if reason else []
     for shape in args.shapes or map(Shape.read, _SHAPES[device.type]):
         if shape.new == 1:
-            rig = Rig(shape, args.block_size, device, dtype)
+            rig = DecodeRig(shape, args.block_size, device, dtype)
             decode += time_decode(rig, args.rounds, speeds.bandwidth, kernels=not reason)
         else:
             prompts = PrefillRig(shape, args.block_size, device, dtype)
-            rows, refused = time_prefill(prompts, args.rounds, speeds, kernels=not reason)
+            rows, skipped = time_prefill(prompts, args.rounds, speeds, kernels=not reason)
             prefill += rows
-            unavailable += refused
+            unavailable += skipped
     return Report(
         "attention",
         args.command,

@@ -1,4 +1,4 @@
-"""The command-line options that several benchmarks share."""
+"""Command-line options, model architectures, shapes and arrival modes of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from roseinfer.config import require_device, require_dtype
 from roseinfer.errors import ConfigError, did_you_mean
 from roseinfer.models.source import locate
-from roseinfer.progress import say
+from roseinfer.progress import print_status
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from roseinfer.bench.driving import Run
+    from roseinfer.bench.driver import Run
 
-# The architectures that ``--random-weights`` knows, by name, without torch.
+# Architectures of ``--random-weights``, by name; this part does not import torch.
 
 
 class _Architecture(NamedTuple):
+    """Configuration of a transformers model."""
+
     config: str
-    """A class of transformers."""
+    """Name of its configuration class in transformers."""
     sizes: dict[str, Any]
-    """What differs from its defaults."""
+    """Arguments of the class that differ from its defaults."""
 
 
 ARCHITECTURES = {
@@ -90,7 +92,7 @@ ARCHITECTURES = {
             "pad_token_id": None,
         },
     ),
-    # Each token visits 8 of 64 experts.
+    # Mixture of experts: each token is routed to 8 of 64.
     "olmoe-1b-7b": _Architecture(
         "OlmoeConfig",
         {
@@ -105,7 +107,7 @@ ARCHITECTURES = {
             "max_position_embeddings": 4096,
         },
     ),
-    # One of a family for which there are no fused kernels.
+    # A family without fused kernels.
     "pythia-410m": _Architecture(
         "GPTNeoXConfig",
         {
@@ -121,7 +123,7 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Any:
-    """Configure a model, whose texts end with the token of the byte-level tokenizer."""
+    """Return a model's configuration, with the byte-level tokenizer's end token as EOS."""
     require_architecture(name)
     import transformers
 
@@ -134,15 +136,17 @@ def architecture(name: str) -> Any:
 def require_architecture(name: str) -> None:
     if name not in ARCHITECTURES:
         known, alike = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
-        raise ConfigError(f"--random-weights knows the architectures {known}, not {name!r}{alike}")
+        raise ConfigError(
+            f"--random-weights: unknown architecture {name!r}; use one of {known}{alike}"
+        )
 
 
 PEERS = ("transformers-static", "transformers-continuous", "vllm", "sglang")
-"""The other systems; a name begins with that of its distribution."""
+"""Names of the other systems, which begin with the name of their distribution on PyPI."""
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers that refuses those below ``least``."""
+def int_at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers that refuses those below ``least``."""
 
     def whole_number(text: str) -> int:
         if (number := int(text)) < least:
@@ -159,8 +163,8 @@ def _milliseconds(text: str) -> float:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    """Read whole numbers of at least 1, written as ``1,4``."""
-    return tuple(map(whole(1), text.split(",")))
+    """Parse whole numbers of at least 1, such as ``1,4``."""
+    return tuple(map(int_at_least(1), text.split(",")))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -168,145 +172,165 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     names = "directory, hub id, or tiny (gpt2)"
     add("--hf-model-id", "--model", default="gpt2", metavar="NAME", help=names)
     known = ", ".join(ARCHITECTURES)
-    drawn = f"an architecture by name ({known}), with random weights; needs no network"
-    add("--random-weights", action="store_true", help=drawn)
+    random_weights = f"an architecture by name ({known}), with random weights; needs no network"
+    add("--random-weights", action="store_true", help=random_weights)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
 
 
 def add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
-    add("--prompt", default="Hello", metavar="TEXT", help="of every request (default: Hello)")
-    add("--num-requests", type=whole(1), default=64, metavar="N", help="default: %(default)s")
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: %(default)s")
-    add("--no-stop-on-eos", action="store_true", help="go on after a token that ends a text")
+    add("--prompt", default="Hello", metavar="TEXT", help="text of every request (default: Hello)")
+    add(
+        "--num-requests", type=int_at_least(1), default=64, metavar="N", help="default: %(default)s"
+    )
+    add(
+        "--max-new-tokens",
+        type=int_at_least(1),
+        default=128,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    add("--no-stop-on-eos", action="store_true", help="do not stop at EOS")
     add("--pretok", action="store_true", help="tokenize the prompts before the clock starts")
-    add("--do-sample", action="store_true", help="choose by chance, not the likeliest token")
-    add("--temperature", type=float, help="with --do-sample (default there: 1)")
-    add("--top-k", type=int, metavar="K", help="with --do-sample: among the K likeliest")
-    add("--top-p", type=float, metavar="P", help="with --do-sample: of together probability P")
+    add("--do-sample", action="store_true", help="sample tokens (default: greedy)")
+    add("--temperature", type=float, help="with --do-sample (default with it: 1)")
+    add("--top-k", type=int, metavar="K", help="with --do-sample: top-k sampling")
+    add("--top-p", type=float, metavar="P", help="with --do-sample: top-p (nucleus) sampling")
 
 
 def add_streams(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("streams").add_argument
-    repeats = "times that a request repeats the prompt; several numbers are taken in turns (1)"
+    repeats = "copies of the prompt text in a request; several numbers alternate (1)"
     add("--prompt-repeats", type=_whole_numbers, default=(1,), metavar="N[,N...]", help=repeats)
-    workers = "threads that tokenize prompts before they are due (0: when submitted)"
-    add("--tokenize-workers", type=whole(0), default=0, metavar="N", help=workers)
+    workers = "threads that tokenize prompts in advance (0: at submission)"
+    add("--tokenize-workers", type=int_at_least(0), default=0, metavar="N", help=workers)
     interval = "time between two requests (0: all at once)"
     add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help=interval)
-    parts = "tokens handed over at a time, after the first (1)"
-    add("--stream-interval", type=whole(1), default=1, metavar="N", help=parts)
+    parts = "tokens delivered at a time, after the first (1)"
+    add("--stream-interval", type=int_at_least(1), default=1, metavar="N", help=parts)
 
 
 def add_runs(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
     add = parser.add_argument_group("runs").add_argument
-    add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
-    add("--repeat-runs", type=whole(1), default=3, metavar="N", help="medians over these (3)")
+    add(
+        "--warmup-runs",
+        type=int_at_least(0),
+        default=1,
+        metavar="N",
+        help="untimed runs before (1)",
+    )
+    add(
+        "--repeat-runs",
+        type=int_at_least(1),
+        default=3,
+        metavar="N",
+        help="timed runs, for medians (3)",
+    )
     if peers:
-        others = "run the same work on other systems too: all that are known, or those named"
+        others = "run the same work on other systems too: those named, or all without a name"
         add("--peers", nargs="*", metavar="NAME", help=others)
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="write everything there as well")
+    add("--json", type=Path, metavar="FILE", help="write all tables to a file as well")
     if plot:
         add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
 
 
 def require_model(args: argparse.Namespace) -> None:
-    """Refuse what ``add_model`` and ``add_runs`` were told, as far as it can be known by now."""
+    """Check the options of ``add_model`` and ``add_runs``, as far as possible without torch."""
     if args.device is not None:
         require_device(args.device)
     if args.dtype is not None:
         require_dtype(args.dtype)
     if "peers" in args:
-        peers_named(args.peers)
+        validate_peers(args.peers)
     if args.random_weights:
         require_architecture(args.hf_model_id)
     else:
         locate(args.hf_model_id)
 
 
-def peers_named(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Check the names: None asks for no peer, and an empty list for all of them."""
+def validate_peers(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the peers by their names: none for None, and all for an empty list."""
     if names is None:
         return ()
     for name in names:
         if name not in PEERS:
             alike = did_you_mean(name, PEERS)
-            raise ConfigError(f"--peers {name}: there are {', '.join(PEERS)}{alike}")
+            raise ConfigError(f"--peers {name}: unknown; use {', '.join(PEERS)}{alike}")
     return tuple(names or PEERS)
 
 
-def say_importing() -> None:
-    """Say what the seconds before the first figure are spent on."""
-    say("importing torch and transformers")
+def announce_import() -> None:
+    """Print the reason for the wait of some seconds before the first figure."""
+    print_status("importing torch and transformers")
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
-    """Choose the likeliest token unless ``--do-sample`` says otherwise."""
-    asked = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-    chosen = {name: value for name, value in asked.items() if value is not None}
-    if chosen and not args.do_sample:
-        names = ", ".join("--" + name.replace("_", "-") for name in chosen)
-        raise ConfigError(f"{names}: no effect on the likeliest token; add --do-sample")
+    """Return the sampling parameters of the options: greedy without ``--do-sample``."""
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    if given_options and not args.do_sample:
+        names = ", ".join("--" + name.replace("_", "-") for name in given_options)
+        raise ConfigError(f"{names}: no effect on greedy decoding; add --do-sample")
     if args.do_sample and args.temperature == 0:
-        raise ConfigError("--temperature 0 is the likeliest token: drop --do-sample, or raise it")
+        raise ConfigError("--temperature 0: this is greedy; drop --do-sample, or raise it")
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         ignore_eos=args.no_stop_on_eos,
-        **({"temperature": 1.0, **chosen} if args.do_sample else {}),
+        **({"temperature": 1.0, **given_options} if args.do_sample else {}),
     )
 
 
-# The shape of one layer's attention.
+# Shapes of attention.
 
 
 _SPREAD_BYTES = 1 << 30
-"""Caches of that many bytes take turns, so that none is still in a GPU's L2 cache."""
+"""Bytes of the alternating layers' caches together, so that none is still in a GPU's L2 cache."""
 _MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of one layer's attention, as ``bench attention`` is told it."""
+    """Shape of one layer's attention, an argument of ``bench attention``."""
 
     text: str
     sequences: int
     stored: int
-    """Tokens of each sequence that are stored before, and attended to."""
+    """Stored tokens per sequence, before the new ones."""
     new: int
-    """Tokens of each sequence that attend, to themselves and to all before them."""
+    """New tokens per sequence, which attend to themselves and all tokens before them."""
     q_heads: int
     kv_heads: int
     head_dim: int
 
     @classmethod
     def read(cls, text: str) -> Shape:
-        """Read ``64x1024:32/8x128``, a step's, or ``8x0+2048:32/8x128``, one of prompts.
+        """Parse ``64x1024:32/8x128``, of a decode step, or ``8x0+2048:32/8x128``, of a prefill.
 
-        These are sequences, context, query heads, KV heads and head size. A context with a plus is
-        of stored tokens and new ones; without, the last of its tokens is new.
+        The numbers are sequences, context, query heads, KV heads and head size. A context with a
+        plus is stored and new tokens; without, its last token is new.
         """
-        found = re.fullmatch(r"(\d+)x(?:(\d+)\+)?(\d+):(\d+)/(\d+)x(\d+)", text)
-        sequences, stored, last, *heads = map(int, found.groups("-1")) if found else [0] * 6
+        match = re.fullmatch(r"(\d+)x(?:(\d+)\+)?(\d+):(\d+)/(\d+)x(\d+)", text)
+        sequences, stored, last, *heads = map(int, match.groups("-1")) if match else [0] * 6
         if min(sequences, last, *heads) < 1:
             raise argparse.ArgumentTypeError(
-                f"{text} is no shape such as 64x1024:32/8x128 or 8x0+2048:32/8x128"
+                f"{text}: invalid shape; use one such as 64x1024:32/8x128 or 8x0+2048:32/8x128"
             )
         stored, new = (last - 1, 1) if stored < 0 else (stored, last)
         shape = cls(text, sequences, stored, new, *heads)
         if shape.q_heads % shape.kv_heads:
             raise argparse.ArgumentTypeError(
-                f"{text}: {shape.kv_heads} KV heads are no part of {shape.q_heads} heads"
+                f"{text}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads"
             )
         return shape
 
     @property
     def context(self) -> int:
-        """The tokens of each sequence, the new ones included."""
+        """Tokens per sequence, including the new ones."""
         return self.stored + self.new
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
@@ -314,16 +338,16 @@ class Shape:
         return 2 * values * dtype.itemsize
 
     def layers(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Return how many layers' caches take turns."""
+        """Return the number of layers whose caches alternate."""
         count = -(-_SPREAD_BYTES // self.cache_bytes(dtype)) if device.type == "cuda" else 1
         return max(2, min(_MOST_LAYERS, count))
 
 
-# The ways to drive an engine through requests: which arrives when.
+# Arrival modes of requests.
 
 
 def naive(run: Run) -> None:
-    """Submit each request when the one before has ended."""
+    """Submit each request when the previous one has ended."""
     while run.prompts:
         run.submit(time.perf_counter())
         run.drain()
@@ -345,28 +369,32 @@ def online(run: Run) -> None:
 
 
 def paced(interval_s: float) -> Callable[[Run], None]:
-    """Return a way in which a request arrives every so often: when due, engine ready or not."""
+    """Return an arrival mode with a request every ``interval_s``, even if the engine is busy."""
 
     def drive(run: Run) -> None:
         while run.prompts:
-            due = run.began + len(run.requests) * interval_s
-            early = due - time.perf_counter()
+            arrival = run.began + len(run.requests) * interval_s
+            wait_s = arrival - time.perf_counter()
             busy = run.engine.has_work
-            if early <= 0 and (run.prompts[0].done() or not busy):
-                run.submit(due)
+            if wait_s <= 0 and (run.prompts[0].done() or not busy):
+                run.submit(arrival)
             elif busy:
                 run.step()
             else:
-                time.sleep(early)
+                time.sleep(wait_s)
         run.drain()
 
     return drive
 
 
-WAYS: dict[str, Callable[[Run], None]] = {"naive": naive, "online": online, "offline": offline}
+ARRIVAL_MODES: dict[str, Callable[[Run], None]] = {
+    "naive": naive,
+    "online": online,
+    "offline": offline,
+}
 
 
-# Requests of one length that decode side by side: their options, and an engine that holds them.
+# Requests of equal length that decode together: their options, and the engine's settings.
 
 
 _OPTIONS = {
@@ -375,28 +403,30 @@ _OPTIONS = {
     "max-new-tokens": (2, 256),
     "block-size": (1, 64),
 }
-"""Each option's least value and its default."""
-_ASKED = (
+"""Least value and default of each option."""
+_CONFIG_OPTIONS = (
     *("batch", "prompt_tokens", "max_new_tokens", "block_size"),
     *("warmup_runs", "repeat_runs"),
 )
-"""The options that a report repeats."""
+"""Options that are in a report's configuration."""
 
 
 def add_equal_requests(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("work")
     for name, (least, default) in _OPTIONS.items():
-        group.add_argument(f"--{name}", type=whole(least), default=default, help="%(default)s")
+        group.add_argument(
+            f"--{name}", type=int_at_least(least), default=default, help="%(default)s"
+        )
     return group
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a report says of the work."""
-    return {name: getattr(args, name) for name in _ASKED}
+def workload_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the work for a report's configuration."""
+    return {name: getattr(args, name) for name in _CONFIG_OPTIONS}
 
 
-def engine_of_equal_requests(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of ``EngineConfig`` with which all are prefilled in one step."""
+def equal_requests_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return fields of ``EngineConfig`` with which one step prefills all requests."""
     blocks = -(-(args.prompt_tokens + args.max_new_tokens) // args.block_size) + 1
     return {
         "max_batch_size": args.batch,

@@ -1,4 +1,4 @@
-"""Charts of a report's document, drawn after measuring or later from its JSON."""
+"""Charts of reports, drawn after the measurement or later from its JSON."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def check(path: Path) -> None:
-    """Raise where no chart could be drawn."""
+    """Raise if a chart cannot be drawn to a file."""
     if path.suffix != ".png":
-        raise ConfigError(f"--plot {path}: charts are PNG files, so the name must end in .png")
+        raise ConfigError(f"--plot {path}: charts are PNG files; the name must end in .png")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'roseinfer[plot]', or "
-            "write --json FILE and draw it elsewhere: python -m roseinfer.bench plot FILE CHART.png"
+            "--plot: matplotlib is not installed; run pip install 'roseinfer[plot]', or write "
+            "--json FILE and draw it elsewhere: python -m roseinfer.bench plot FILE CHART.png"
         )
 
 
 def redraw(saved: Path, path: Path) -> None:
-    """Draw the chart of a report that ``--json`` wrote."""
+    """Draw the chart of a report written by ``--json``."""
     check(path)
     draw(read(saved), path)
 
@@ -53,24 +53,26 @@ def draw(document: Document, path: Path) -> None:
 def _draw_serving(figure: Figure, document: Document) -> None:
     speed, waits = figure.subplots(1, 2)
     rows = document["tables"]["throughput"]
-    # The first peer is one of our own rows, and no other says what decoding alone took.
+    # The first peer is roseinfer itself; the others have no time of decoding alone.
     peers = document["tables"]["peers"][1:]
     names = [row["run"] for row in rows] + [row["system"].replace("-", "-\n") for row in peers]
     kinds = {"completion": "completion_tok_per_s", "decode": "decode_tok_per_s"}
-    _grouped(speed, names, kinds, rows + [{"decode_tok_per_s": None, **row} for row in peers])
+    _draw_grouped_bars(
+        speed, names, kinds, rows + [{"decode_tok_per_s": None, **row} for row in peers]
+    )
     speed.tick_params("x", labelsize=7)
     speed.set_ylabel("tokens per second")
-    # Only one mode is drawn: the modes' latencies differ too much by their queues.
+    # Only the last mode is drawn: queue waits differ too much between modes.
     last = rows[-1]["run"]
     of_last = [row for row in document["tables"]["latencies"] if row["run"] == last]
     ranks = {"p50": "p50_ms", "p95": "p95_ms", "p99": "p99_ms"}
-    _grouped(waits, [row["what"] for row in of_last], ranks, of_last)
+    _draw_grouped_bars(waits, [row["metric"] for row in of_last], ranks, of_last)
     waits.set_ylabel("milliseconds")
     waits.set_yscale("log")
     waits.set_title(last, fontsize=9)
 
 
-def _grouped(
+def _draw_grouped_bars(
     axes: Axes, names: list[str], fields: Mapping[str, str], rows: list[dict[str, Any]]
 ) -> None:
     """Draw a group of bars for every row, one bar for every field that is not None."""
@@ -87,18 +89,18 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     axes = figure.subplots()
     floor = document["facts"]["floor_ms"]
     rungs = document["tables"]["rungs"]
-    peers = document["tables"]["peers"][1:]  # without our own row, which is the last rung
+    peers = document["tables"]["peers"][1:]  # without roseinfer's row, which is the last rung
     bars = [(row["rung"], row["step_ms"], "tab:blue") for row in rungs]
     bars += [(row["system"], row["ms_per_step"], "tab:gray") for row in peers]
     where = axes.get_yaxis_transform()
     for place, (_, step_ms, color) in enumerate(bars):
-        if not step_ms:  # the text stands beyond the floor, whose line would cross it
+        if not step_ms:  # the text is right of the floor, whose line would cross it
             axes.barh(place, 0.0)
             axes.text(floor * 1.1, place, "not measured", va="center", fontsize=8)
             continue
         axes.barh(place, step_ms, color=color)
-        said = f"{step_ms:.3g} ms"
-        axes.text(0.01, place, said, transform=where, va="center", fontsize=8, color="white")
+        label = f"{step_ms:.3g} ms"
+        axes.text(0.01, place, label, transform=where, va="center", fontsize=8, color="white")
     spread = [(at, row) for at, row in enumerate(rungs) if row["step_ms"]]
     if spread:
         axes.errorbar(
@@ -122,25 +124,25 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     axes.set_xlim(left=floor / 3)
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("a decode step, milliseconds (log)")
+    axes.set_xlabel("decode step, milliseconds (log)")
     figure.legend(fontsize=8, loc="outside lower center", ncols=3)
 
 
 def _draw_trace(figure: Figure, document: Document) -> None:
-    """Draw a panel for each number of sequences, the host's lane over the device's."""
+    """Draw a panel for each number of sequences, with the host's lane above the device's."""
     rows, spans = document["tables"]["steps"], document["tables"]["spans"]
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     lanes = {"step": (1, "tab:blue"), "wait": (1, "lightgray"), "device": (0, "tab:green")}
-    on_device = any(span["who"] == "device" for span in spans)
+    on_device = any(span["lane"] == "device" for span in spans)
     for panel, row in zip(panels, rows, strict=True):
         for span in spans:
             if span["sequences"] == row["sequences"]:
-                place, color = lanes[span["who"]]
+                place, color = lanes[span["lane"]]
                 where = [(span["begin_us"], span["end_us"] - span["begin_us"])]
                 panel.broken_barh(where, (place - 0.4, 0.8), color=color, edgecolor="white")
         panel.set_yticks(*(([0, 1], ["device", "host"]) if on_device else ([1], ["host"])))
         panel.set_title(f"sequences: {row['sequences']}", fontsize=9, loc="left")
-    panels[-1].set_xlabel("microseconds; gray: the host waits for the device")
+    panels[-1].set_xlabel("microseconds (gray: the host waits for the device)")
 
 
 _CHARTS: dict[str, Callable[[Figure, Document], None]] = {
@@ -151,10 +153,10 @@ _CHARTS: dict[str, Callable[[Figure, Document], None]] = {
 }
 
 
-# Reads a report that ``--json`` wrote, and says at which place it is none.
+# Reading and validation of reports written by ``--json``.
 
 
-_TEXT, _NUMBER, _MAYBE_NUMBER = "a text", "a number", "a number or null"
+_TEXT, _NUMBER, _MAYBE_NUMBER = "a string", "a number", "a number or null"
 _RANKS = dict.fromkeys(("p50_ms", "p95_ms", "p99_ms"), _MAYBE_NUMBER)
 _SHARED: dict[str, Any] = {
     "config": {"model": _TEXT, "weights": _TEXT, "dtype": _TEXT},
@@ -170,7 +172,7 @@ _SERVING: dict[str, Any] = {
                 "decode_tok_per_s": _MAYBE_NUMBER,
             }
         ],
-        "latencies": [{"run": _TEXT, "what": _TEXT, **_RANKS}],
+        "latencies": [{"run": _TEXT, "metric": _TEXT, **_RANKS}],
         "peers": [{"system": _TEXT, "completion_tok_per_s": _MAYBE_NUMBER}],
     }
 }
@@ -192,10 +194,10 @@ _LADDER: dict[str, Any] = {
 _TRACE: dict[str, Any] = {
     "tables": {
         "steps": [{"sequences": _NUMBER}],
-        "spans": [{"sequences": _NUMBER, "who": _TEXT, "begin_us": _NUMBER, "end_us": _NUMBER}],
+        "spans": [{"sequences": _NUMBER, "lane": _TEXT, "begin_us": _NUMBER, "end_us": _NUMBER}],
     }
 }
-_DRAWN_FROM: dict[str, Any] = {
+_CHART_SCHEMAS: dict[str, Any] = {
     name: {**_SHARED, **own}
     for name, own in {
         "scheduler": _SERVING,
@@ -204,58 +206,60 @@ _DRAWN_FROM: dict[str, Any] = {
         "trace": _TRACE,
     }.items()
 }
-"""What the chart of each benchmark is drawn from, in the report's own shape."""
+"""Fields of a report that its chart needs, and their types, by benchmark."""
 _MAY_BE_EMPTY = ("tables.peers", "tables.spans")
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return a report that a chart can be drawn from."""
+    """Read a report, and raise unless it has all fields of its chart."""
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is no text, at byte {error.start}") from None
+        raise ConfigError(f"{file}: not UTF-8 text, at byte {error.start}") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{file} is no JSON, at {where}: {error.msg}") from None
+        raise ConfigError(f"{file}: not valid JSON, at {where}: {error.msg}") from None
     if not isinstance(report, dict) or not isinstance(report.get("benchmark"), str):
-        raise ConfigError(f"{file} is no report of a benchmark, as --json writes it")
+        raise ConfigError(f"{file}: not a benchmark report; use a file written by --json")
     benchmark = report["benchmark"]
-    if benchmark not in _DRAWN_FROM:
-        alike = did_you_mean(benchmark, _DRAWN_FROM)
-        raise ConfigError(f"{file} is a report of {benchmark!r}, which has no chart{alike}")
-    if wrong := _wrong(report, _DRAWN_FROM[benchmark], ""):
-        raise ConfigError(f"{file}: {wrong}")
+    if benchmark not in _CHART_SCHEMAS:
+        alike = did_you_mean(benchmark, _CHART_SCHEMAS)
+        raise ConfigError(f"{file}: reports of {benchmark!r} have no chart{alike}")
+    if mismatch := _find_mismatch(report, _CHART_SCHEMAS[benchmark], ""):
+        raise ConfigError(f"{file}: {mismatch}")
     return report
 
 
-def _wrong(found: Any, wanted: Any, place: str) -> str:
-    """Say at which place something else stands than what is wanted, or return an empty text."""
-    if isinstance(wanted, dict):
-        if not isinstance(found, dict):
-            return _unlike(found, "an object", place)
+def _find_mismatch(value: Any, expected: Any, place: str) -> str:
+    """Return a message about the first value of another type than expected; empty if none."""
+    if isinstance(expected, dict):
+        if not isinstance(value, dict):
+            return _mismatch_message(value, "an object", place)
         dot = place and f"{place}."
         parts = (
-            _wrong(found[name], each, dot + name) if name in found else f"{dot}{name} is missing"
-            for name, each in wanted.items()
+            _find_mismatch(value[name], each, dot + name)
+            if name in value
+            else f"{dot}{name} is missing"
+            for name, each in expected.items()
         )
         return next(filter(None, parts), "")
-    if isinstance(wanted, list):
-        if not isinstance(found, list) or not (found or place in _MAY_BE_EMPTY):
-            return _unlike(found, "a list of rows", place)
-        rows = (_wrong(row, wanted[0], f"{place}[{at}]") for at, row in enumerate(found))
+    if isinstance(expected, list):
+        if not isinstance(value, list) or not (value or place in _MAY_BE_EMPTY):
+            return _mismatch_message(value, "a list of rows", place)
+        rows = (_find_mismatch(row, expected[0], f"{place}[{at}]") for at, row in enumerate(value))
         return next(filter(None, rows), "")
-    return "" if _is(found, wanted) else _unlike(found, wanted, place)
+    return "" if _is(value, expected) else _mismatch_message(value, expected, place)
 
 
-def _is(found: Any, wanted: str) -> bool:
-    if wanted == _TEXT:
-        return isinstance(found, str)
-    if found is None:
-        return wanted == _MAYBE_NUMBER
-    return isinstance(found, int | float) and math.isfinite(found)
+def _is(value: Any, expected: str) -> bool:
+    if expected == _TEXT:
+        return isinstance(value, str)
+    if value is None:
+        return expected == _MAYBE_NUMBER
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _unlike(found: Any, wanted: str, place: str) -> str:
-    return f"{place} is {json.dumps(found)[:40]}, and must be {wanted}"
+def _mismatch_message(value: Any, expected: str, place: str) -> str:
+    return f"{place}: expected {expected}, actual value {json.dumps(value)[:40]}"

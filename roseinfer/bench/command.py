@@ -1,4 +1,4 @@
-"""What every benchmark's command does: check its files, measure, print, write and draw."""
+"""Commands of the benchmarks: options, checks of files, measurement, tables, JSON and charts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.bench import cases, charts
-from roseinfer.cli.model_options import Parser, add_settings, given_of
+from roseinfer.cli.model_options import Parser, add_settings, parsed_fields
 from roseinfer.config import AppendPolicy, EngineConfig, ServerConfig, require_device
 from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
-    from roseinfer.bench.driving import Run
+    from roseinfer.bench.driver import Run
     from roseinfer.bench.report import Report
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse the arguments and call ``args.run(args)``, which returns the report if there is one."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = parser.parse_args(words)
-    args.command = f"{parser.prog} {shlex.join(words)}"
+    """Parse the arguments, call ``args.run(args)``, and print and write the report, if any."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(arguments)
+    args.command = f"{parser.prog} {shlex.join(arguments)}"
     files = {name: getattr(args, name, None) for name in ("json", "plot", "chart")}
     try:
         for name, path in files.items():
             if path:
                 _require_writable("chart" if name == "chart" else f"--{name}", path)
         if files["plot"]:
-            charts.check(files["plot"])  # before an hour of measuring, not after it
+            charts.check(files["plot"])  # before an hour of measuring
         report = args.run(args)
     except (ConfigError, UnsupportedModel, BadArgument) as error:
-        # As argparse says it, but without the usage: the spelling of the options is right.
+        # In argparse's format, but without the usage: the options are spelt correctly.
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if report is None:
         return 0
@@ -47,17 +47,19 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def _require_writable(option: str, path: Path) -> None:
-    """Raise where no file could be written; one that is there already keeps its content."""
+    """Raise if a file cannot be written; an existing file keeps its content."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: make the directory {path.parent} first")
+        raise ConfigError(
+            f"{option} {path}: no such directory; make the directory {path.parent} first"
+        )
     if path.is_dir():
-        raise ConfigError(f"{option} {path}: this is a directory, and a file is to be written")
-    there = path.exists()
+        raise ConfigError(f"{option} {path}: this is a directory; name a file")
+    exists = path.exists()
     try:
         path.open("ab").close()
     except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
-    if not there:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
+    if not exists:
         path.unlink()
 
 
@@ -65,18 +67,19 @@ def _require_writable(option: str, path: Path) -> None:
 
 
 _SCHEDULER = """\
-Serve requests one after the other (naive), all at once (offline), or one more before every
-step (online), and say how long it took."""
+Measure the throughput and latency of requests that are served one after the other (naive), all
+at once (offline), or with one more submitted before every step (online)."""
 _STREAMING = """\
-Submit requests over time, hand their tokens over as they come, and say how long each reader
-waited for what."""
+Measure the throughput and latency of requests that arrive over time and stream their tokens."""
 
 
 def benchmark_scheduler(argv: Sequence[str] | None = None) -> int:
     parser = _parser("benchmark_scheduler", _SCHEDULER)
     add_settings(parser, EngineConfig)
     cases.add_runs(parser)
-    parser.add_argument("--mode", choices=[*cases.WAYS, "all"], default="all", help="default: all")
+    parser.add_argument(
+        "--mode", choices=[*cases.ARRIVAL_MODES, "all"], default="all", help="default: all"
+    )
     cases.add_outputs(parser, plot=True)
     parser.set_defaults(run=_schedule, tokenize_workers=0, stream_interval=1, prompt_repeats=(1,))
     return run_command(parser, argv)
@@ -101,35 +104,37 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 def _schedule(args: argparse.Namespace) -> Report:
     if args.peers is not None and args.mode not in ("offline", "all"):
-        raise ConfigError(f"--peers are given all requests at once: drop --mode {args.mode}")
-    ways = cases.WAYS if args.mode == "all" else {args.mode: cases.WAYS[args.mode]}
-    return _serve("scheduler", args, ways)
+        raise ConfigError(f"--peers: peers get all requests at once; drop --mode {args.mode}")
+    arrival_modes = (
+        cases.ARRIVAL_MODES if args.mode == "all" else {args.mode: cases.ARRIVAL_MODES[args.mode]}
+    )
+    return _serve("scheduler", args, arrival_modes)
 
 
 def _stream(args: argparse.Namespace) -> Report:
     if args.pretok and args.tokenize_workers:
-        raise ConfigError("--pretok leaves nothing for --tokenize-workers to do: drop one of them")
+        raise ConfigError("--pretok: leaves no prompts for --tokenize-workers; drop one of them")
     if args.peers is not None and args.submit_interval_ms:
-        raise ConfigError("--peers are given all requests at once: drop --submit-interval-ms")
+        raise ConfigError("--peers: peers get all requests at once; drop --submit-interval-ms")
     return _serve("streaming", args, {"streaming": cases.paced(args.submit_interval_ms / 1e3)})
 
 
 def _serve(
-    benchmark: str, args: argparse.Namespace, ways: Mapping[str, Callable[[Run], None]]
+    benchmark: str, args: argparse.Namespace, arrival_modes: Mapping[str, Callable[[Run], None]]
 ) -> Report:
-    """Refuse what makes no sense before torch is imported, then measure."""
-    EngineConfig(**given_of(args, EngineConfig))
+    """Check the options before torch is imported, then measure."""
+    EngineConfig(**parsed_fields(args, EngineConfig))
     cases.sampling(args)
-    if cases.peers_named(args.peers) and (args.do_sample or not args.no_stop_on_eos):
+    if cases.validate_peers(args.peers) and (args.do_sample or not args.no_stop_on_eos):
         raise ConfigError(
-            "--peers: all systems are to do the same work, which is the likeliest token up "
-            "to the full length: add --no-stop-on-eos, and leave --do-sample"
+            "--peers: all systems must do the same work, greedy decoding up to the full length; "
+            "add --no-stop-on-eos, and drop --do-sample"
         )
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench.serving import serve
 
-    return serve(benchmark, args, ways)
+    return serve(benchmark, args, arrival_modes)
 
 
 if TYPE_CHECKING:
@@ -137,29 +142,29 @@ if TYPE_CHECKING:
 
 
 def add_all(commands: Subparsers) -> None:
-    """The benchmarks of ``python -m roseinfer.bench`` and their options, checked without torch."""
+    """Add all benchmarks of ``python -m roseinfer.bench`` and their options, without torch."""
     for add in _COMMANDS:
         add(commands)
 
 
 def _add_append(commands: Subparsers) -> None:
-    parser = commands.add_parser("append", help="what an append to the KV cache costs, by path")
-    option, whole = parser.add_argument, cases.whole
-    option("--batch", type=whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
-    option("--layers", type=whole(1), default=12)
-    option("--heads", type=whole(1), default=12, help="KV heads")
-    option("--head-dim", type=whole(1), default=64)
-    option("--block-size", type=whole(2), default=64)
+    parser = commands.add_parser("append", help="time appends to the KV cache, by path")
+    option, int_at_least = parser.add_argument, cases.int_at_least
+    option("--batch", type=int_at_least(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
+    option("--layers", type=int_at_least(1), default=12)
+    option("--heads", type=int_at_least(1), default=12, help="KV heads")
+    option("--head-dim", type=int_at_least(1), default=64)
+    option("--block-size", type=int_at_least(2), default=64)
     option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     dtypes = ("fp32", "fp16", "bf16")
     option("--dtype", choices=dtypes, help="default: bf16 on a GPU, fp32 on a CPU")
-    option("--quick", action="store_true", help="few repeats: to see that it works")
+    option("--quick", action="store_true", help="few rounds, as a smoke test")
     cases.add_outputs(parser, plot=False)
     parser.set_defaults(run=_append)
 
 
 def _append(args: argparse.Namespace) -> Report:
-    AppendPolicy.from_env()  # refuses a bad variable
+    AppendPolicy.from_env()  # raises for invalid variables
     _before_torch(args)
     from roseinfer.bench import append
 
@@ -167,13 +172,13 @@ def _append(args: argparse.Namespace) -> Report:
 
 
 def _add_attention(commands: Subparsers) -> None:
-    parser = commands.add_parser("attention", help="what attending costs, by shape")
-    option, whole = parser.add_argument, cases.whole
-    shapes = "as 64x1024:32/8x128, or of prompts, stored and new tokens: 8x0+2048:32/8x128"
+    parser = commands.add_parser("attention", help="time attention, by shape")
+    option, int_at_least = parser.add_argument, cases.int_at_least
+    shapes = "such as 64x1024:32/8x128; for prompts, stored+new tokens: 8x0+2048:32/8x128"
     option("--shapes", type=cases.Shape.read, nargs="+", metavar="SHAPE", help=shapes)
-    option("--block-size", type=whole(1), default=64, help="%(default)s")
+    option("--block-size", type=int_at_least(1), default=64, help="%(default)s")
     option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
-    option("--rounds", type=whole(1), default=15, help="%(default)s")
+    option("--rounds", type=int_at_least(1), default=15, help="%(default)s")
     cases.add_outputs(parser, plot=False)
     parser.set_defaults(run=_attention)
 
@@ -188,31 +193,33 @@ def _attention(args: argparse.Namespace) -> Report:
 def _before_torch(args: argparse.Namespace) -> None:
     if args.device is not None:
         require_device(args.device)
-    cases.say_importing()
+    cases.announce_import()
 
 
 def _add_ladder(commands: Subparsers) -> None:
-    parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
+    parser = commands.add_parser(
+        "ladder", help="time each optimisation of decoding, added one by one"
+    )
     cases.add_model(parser)
     option = cases.add_equal_requests(parser).add_argument
-    ahead = cases.whole(1)
-    option("--run-ahead", type=ahead, default=4, help="steps, on the last two rungs (4)")
+    ahead = cases.int_at_least(1)
+    option("--run-ahead", type=ahead, default=4, help="steps in flight, on the last two rungs (4)")
     cases.add_runs(parser)
     cases.add_outputs(parser, plot=True)
     parser.set_defaults(run=_ladder)
 
 
 def _ladder(args: argparse.Namespace) -> Report:
-    EngineConfig(run_ahead=args.run_ahead)  # refused now, not at the last two rungs
+    EngineConfig(run_ahead=args.run_ahead)  # raises now instead of at the last two rungs
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench import ladder
 
     return ladder.run(args)
 
 
 def _add_peers(commands: Subparsers) -> None:
-    parser = commands.add_parser("peers", help="the same work on other systems, side by side")
+    parser = commands.add_parser("peers", help="compare with other systems on the same work")
     cases.add_model(parser)
     cases.add_equal_requests(parser)
     cases.add_runs(parser)
@@ -221,59 +228,61 @@ def _add_peers(commands: Subparsers) -> None:
 
 
 def _peers(args: argparse.Namespace) -> Report:
-    EngineConfig()  # refuses bad variables
+    EngineConfig()  # raises for invalid variables
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench import peers
 
     return peers.run(args)
 
 
 def _add_trace(commands: Subparsers) -> None:
-    parser = commands.add_parser("trace", help="what host and device do in a decode step")
+    parser = commands.add_parser("trace", help="trace host and device in a decode step")
     cases.add_model(parser)
-    option, whole = parser.add_argument_group("work").add_argument, cases.whole
+    option, int_at_least = parser.add_argument_group("work").add_argument, cases.int_at_least
     sizes = [1, 16, 64, 128, 256]
-    option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
-    option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
-    option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
-    gpus = "GPUs that compute the model together (%(default)s)"
-    option("--tensor-parallel-size", type=whole(1), default=1, metavar="N", help=gpus)
+    option("--sequences", type=int_at_least(1), nargs="+", default=sizes, metavar="N")
+    option("--context", type=int_at_least(1), default=128, help="tokens (%(default)s)")
+    option("--steps", type=int_at_least(8), default=60, help="timed steps (%(default)s)")
+    gpus = "GPUs that share the model (%(default)s)"
+    option("--tensor-parallel-size", type=int_at_least(1), default=1, metavar="N", help=gpus)
     cases.add_outputs(parser, plot=True)
     parser.set_defaults(run=_trace)
 
 
 def _trace(args: argparse.Namespace) -> Report:
-    EngineConfig()  # refuses bad variables
+    EngineConfig()  # raises for invalid variables
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench import trace
 
     return trace.run(args)
 
 
 def _add_start(commands: Subparsers) -> None:
-    parser = commands.add_parser("start", help="how long an engine takes to be ready")
+    parser = commands.add_parser("start", help="time the start of an engine")
     cases.add_model(parser)
     add_settings(parser, EngineConfig)
-    option, whole = parser.add_argument_group("runs").add_argument, cases.whole
-    runs = "starts with kernels on disk, and of the weights alone, in turns (3)"
-    option("--repeat-runs", type=whole(1), default=3, metavar="N", help=runs)
+    option, int_at_least = parser.add_argument_group("runs").add_argument, cases.int_at_least
+    runs = "starts with compiled kernels on disk, and of the weights alone, alternating (3)"
+    option("--repeat-runs", type=int_at_least(1), default=3, metavar="N", help=runs)
     cases.add_outputs(parser, plot=False)
     parser.set_defaults(run=_start)
 
 
 def _start(args: argparse.Namespace) -> Report:
-    EngineConfig(**given_of(args, EngineConfig))  # refused now, not in another process
+    EngineConfig(**parsed_fields(args, EngineConfig))  # raises now, not in another process
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench import start
 
     return start.run(args)
 
 
 def _add_speculation(commands: Subparsers) -> None:
-    parser = commands.add_parser("speculation", help="what drafts are worth, and what they cost")
+    parser = commands.add_parser(
+        "speculation", help="compare decoding with and without speculation"
+    )
     cases.add_model(parser)
     cases.add_equal_requests(parser)
     cases.add_runs(parser, peers=False)
@@ -282,41 +291,43 @@ def _add_speculation(commands: Subparsers) -> None:
 
 
 def _speculation(args: argparse.Namespace) -> Report:
-    EngineConfig()  # refuses bad variables
+    EngineConfig()  # raises for invalid variables
     cases.require_model(args)
-    cases.say_importing()
+    cases.announce_import()
     from roseinfer.bench import speculation
 
     return speculation.run(args)
 
 
 def _add_endpoint(commands: Subparsers) -> None:
-    what = "what any server with an API like OpenAI's streams to many clients"
-    parser = commands.add_parser("endpoint", help=what)
-    option, whole = parser.add_argument, cases.whole
+    summary = "load any OpenAI-compatible server with many streaming clients"
+    parser = commands.add_parser("endpoint", help=summary)
+    option, int_at_least = parser.add_argument, cases.int_at_least
     option("--url", default="http://127.0.0.1:8000", help="%(default)s")
-    option("--model", required=True, metavar="NAME", help="as the server names it")
-    option("--in-flight", type=whole(1), default=128, metavar="N", help="texts (%(default)s)")
-    option("--prompt-tokens", type=whole(1), default=32, metavar="N", help="%(default)s")
-    option("--max-new-tokens", type=whole(2), default=512, metavar="N", help="%(default)s")
-    option("--seconds", type=whole(1), default=60, metavar="S", help="measured (%(default)s)")
-    option("--warmup-seconds", type=whole(1), default=3, metavar="S", help="%(default)s")
-    processes = "that ask, so that they do not hold up each other (%(default)s)"
-    option("--processes", type=whole(1), default=4, metavar="N", help=processes)
+    option("--model", required=True, metavar="NAME", help="model name of the server")
+    option(
+        "--in-flight", type=int_at_least(1), default=128, metavar="N", help="clients (%(default)s)"
+    )
+    option("--prompt-tokens", type=int_at_least(1), default=32, metavar="N", help="%(default)s")
+    option("--max-new-tokens", type=int_at_least(2), default=512, metavar="N", help="%(default)s")
+    option("--seconds", type=int_at_least(1), default=60, metavar="S", help="timed (%(default)s)")
+    option("--warmup-seconds", type=int_at_least(1), default=3, metavar="S", help="%(default)s")
+    processes = "client processes, so that clients do not delay each other (%(default)s)"
+    option("--processes", type=int_at_least(1), default=4, metavar="N", help=processes)
     cases.add_outputs(parser, plot=False)
     parser.set_defaults(run=_endpoint)
 
 
 def _endpoint(args: argparse.Namespace) -> Report:
-    ServerConfig()  # refuses an empty key
-    cases.say_importing()
+    ServerConfig()  # raises for an empty API key
+    cases.announce_import()
     from roseinfer.bench import endpoint
 
     return endpoint.run(args)
 
 
 def _add_plot(commands: Subparsers) -> None:
-    parser = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
+    parser = commands.add_parser("plot", help="draw the chart of a report written by --json")
     parser.add_argument("report", type=Path)
     parser.add_argument("chart", type=Path, metavar="chart.png")
     parser.set_defaults(run=_plot)

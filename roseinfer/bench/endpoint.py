@@ -1,4 +1,4 @@
-"""``endpoint``: what a server streams to many clients, and how long they wait."""
+"""``endpoint``: throughput and latencies of a server that streams to many clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from roseinfer.bench.driving import LatencyRow
+from roseinfer.bench.driver import LatencyRow
 from roseinfer.bench.report import Report, Table
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
@@ -24,53 +24,58 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from http.client import HTTPResponse
 
-# One text, asked of a server and streamed, with the moments at which its parts came.
+# One streamed completion, with the times of its chunks.
 
 
 PATH = "/v1/completions"
-_SILENCE = 120.0
-"""Seconds after which a server that says nothing is given up."""
+_READ_TIMEOUT_S = 120.0
+"""Seconds without data after which a request fails."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Moments are seconds of ``time.monotonic``, which all processes of a machine share."""
+class StreamTimes:
+    """Times of one streamed completion, by ``time.monotonic``, which all processes share."""
 
-    asked: float
-    parts: tuple[float, ...]
-    """When each part came, of its text or of tokens that had no text yet."""
+    sent_at: float
+    chunk_times: tuple[float, ...]
+    """Arrival times of its chunks, including those of tokens without text."""
     tokens: int
 
     @property
     def gaps(self) -> list[float]:
-        return [later - part for part, later in zip(self.parts, self.parts[1:], strict=False)]
+        return [
+            later - earlier
+            for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)
+        ]
 
     def tokens_within(self, began: float, ended: float) -> float:
-        """Return how many tokens came in that time, if its parts have equally many."""
-        inside = sum(began <= part < ended for part in self.parts)
-        return self.tokens * inside / len(self.parts)
+        """Estimate the number of tokens in an interval, as if all chunks had equally many."""
+        inside = sum(began <= part < ended for part in self.chunk_times)
+        return self.tokens * inside / len(self.chunk_times)
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
+    """Client of a server's streamed completions."""
+
     url: str
     model: str
     key: str | None
     new_tokens: int
 
-    def ask(self, prompt: list[int]) -> Answer:
-        """Ask for a text, and wait until it has ended."""
-        where = urlsplit(self.url)
-        kind = HTTPSConnection if where.scheme == "https" else HTTPConnection
-        connection = kind(where.hostname or "", where.port, timeout=_SILENCE)
-        asked = time.monotonic()
+    def ask(self, prompt: list[int]) -> StreamTimes:
+        """Request a completion, and wait for its end."""
+        url = urlsplit(self.url)
+        connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = connection_type(url.hostname or "", url.port, timeout=_READ_TIMEOUT_S)
+        sent_at = time.monotonic()
         try:
             connection.request("POST", PATH, json.dumps(self._body(prompt)), self._headers())
             with connection.getresponse() as answer:
-                return _read(asked, answer)
+                return _read(sent_at, answer)
         except (OSError, HTTPException) as error:
-            said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{self.url} did not answer to the end: {said}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{self.url}: incomplete response: {why}") from error
         finally:
             connection.close()
 
@@ -90,116 +95,133 @@ class Client:
         return headers | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
 
 
-def _read(asked: float, answer: HTTPResponse) -> Answer:
+def _read(sent_at: float, answer: HTTPResponse) -> StreamTimes:
     if answer.status != 200:
-        said = answer.read(1000).decode(errors="replace")
-        raise ConfigError(f"the server answered with status {answer.status}: {said}")
-    parts, tokens = [], 0
+        body = answer.read(1000).decode(errors="replace")
+        raise ConfigError(f"the server responded with status {answer.status}: {body}")
+    chunk_times, tokens = [], 0
     for line in answer:
         data = line.removeprefix(b"data:").strip()
         if data == line.strip() or data == b"[DONE]":
-            continue  # an empty line, or the end
+            continue  # an empty line, or the end of the stream
         event = json.loads(data)
         if "error" in event:
-            raise ConfigError(f"the server broke off a text: {event['error']}")
-        if event["choices"]:  # a token may add no text, as one does that begins a character
-            parts.append(time.monotonic())
+            raise ConfigError(f"the server ended a stream with an error: {event['error']}")
+        if event["choices"]:  # with or without text: a token may be the begin of a character
+            chunk_times.append(time.monotonic())
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    if not parts or not tokens:
-        raise ConfigError("the server streams nothing, or does not count its tokens")
-    return Answer(asked, tuple(parts), tokens)
+    if not chunk_times or not tokens:
+        raise ConfigError("the server streamed no tokens, or did not report their number")
+    return StreamTimes(sent_at, tuple(chunk_times), tokens)
 
 
-# Many clients at once, in threads of several processes, so that none holds up another.
+# Many concurrent clients, in threads of several processes, so that they do not delay each other.
 
 
-_COMING = 2.0
-"""Seconds in which the processes start."""
+_START_DELAY_S = 2.0
+"""Seconds for the processes to start."""
 _TOKENS = range(4, 256)
-"""Ids that prompts are drawn from: all vocabularies have them, and most have others before."""
+"""Token ids of random prompts: all vocabularies have them; lower ids are often special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What each client does: it asks for text after text, and reads the last one to its end."""
+class LoadWindow:
+    """Time window in which each client sends requests one after the other."""
 
     client: Client
     prompt_tokens: int
-    opens: float
-    closes: float
-    """Nobody asks later. Both are of ``time.monotonic``."""
+    starts_at: float
+    ends_at: float
+    """Time after which no request is sent; the last response is read to its end. Both times are by
+    ``time.monotonic``."""
 
-    def answers(self, seed: int) -> list[Answer]:
+    def answers(self, seed: int) -> list[StreamTimes]:
         rng = random.Random(seed)
-        time.sleep(max(0.0, self.opens - time.monotonic()))
-        found = []
-        while time.monotonic() < self.closes:
-            found.append(self.client.ask(rng.choices(_TOKENS, k=self.prompt_tokens)))
-        return found
+        time.sleep(max(0.0, self.starts_at - time.monotonic()))
+        times = []
+        while time.monotonic() < self.ends_at:
+            times.append(self.client.ask(rng.choices(_TOKENS, k=self.prompt_tokens)))
+        return times
 
 
-def _some(visit: Visit, seeds: range) -> list[Answer]:
-    """Have some clients visit, each in a thread of this process."""
+def _run_some_clients(window: LoadWindow, seeds: range) -> list[StreamTimes]:
+    """Run some clients, each in a thread of this process, and return their completions."""
     with ThreadPoolExecutor(len(seeds)) as threads:
-        return [answer for found in threads.map(visit.answers, seeds) for answer in found]
+        return [answer for times in threads.map(window.answers, seeds) for answer in times]
 
 
-def visiting(
+def run_clients(
     client: Client, *, clients: int, processes: int, prompt_tokens: int, seconds: float
-) -> tuple[Visit, list[Answer]]:
-    """Return when so many clients visited, and what all of them got."""
-    opens = time.monotonic() + _COMING
-    visit = Visit(client, prompt_tokens, opens, opens + seconds)
+) -> tuple[LoadWindow, list[StreamTimes]]:
+    """Run ``clients`` clients for ``seconds``; return their window, and all completions."""
+    starts_at = time.monotonic() + _START_DELAY_S
+    window = LoadWindow(client, prompt_tokens, starts_at, starts_at + seconds)
     groups = [range(first, clients, processes) for first in range(min(clients, processes))]
     # No fork: this process may have threads, and torch.
     with ProcessPoolExecutor(len(groups), multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(_some, visit, seeds) for seeds in groups]
-        return visit, [answer for each in found for answer in each.result()]
+        futures = [pool.submit(_run_some_clients, window, seeds) for seeds in groups]
+        return window, [answer for each in futures for answer in each.result()]
 
 
 _TEXTS = """\
-What came in the measured time. As many clients had come and gone before. A part is what a server
-sends at once: one token or several."""
+Completions in the timed window, after a warm-up with as many clients. A chunk is one event of the
+stream, with one or more tokens."""
 _WAITS = """\
-Of the texts asked for in that time. TTFT: from asking to the first part. TPOT: (last part - first
-part) / (tokens - 1). ITL: between one part and the next. latency: from asking to the last part."""
-_ASKED = ("url", "model", "in_flight", "prompt_tokens", "max_new_tokens", "seconds", "processes")
+Latencies of the requests sent in the window. TTFT: from request to first chunk. TPOT: (last chunk -
+first chunk) / (tokens - 1). ITL: between two chunks. latency: from request to last chunk."""
+_CONFIG_OPTIONS = (
+    "url",
+    "model",
+    "in_flight",
+    "prompt_tokens",
+    "max_new_tokens",
+    "seconds",
+    "processes",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
+    """Throughput of all clients together."""
+
     texts: int
     tok_per_s: float
-    parts_per_s: float
-    tokens_per_part: float
+    chunks_per_s: float
+    tokens_per_chunk: float
 
 
 def run(args: argparse.Namespace) -> Report:
     client = Client(args.url, args.model, ServerConfig().api_key, args.max_new_tokens)
     sizes = {"processes": args.processes, "prompt_tokens": args.prompt_tokens}
-    visiting(client, clients=args.in_flight, seconds=args.warmup_seconds, **sizes)
-    visit, answers = visiting(client, clients=args.in_flight, seconds=args.seconds, **sizes)
+    run_clients(client, clients=args.in_flight, seconds=args.warmup_seconds, **sizes)
+    window, answers = run_clients(client, clients=args.in_flight, seconds=args.seconds, **sizes)
     tables = [
-        Table("streamed", _TEXTS, [_streamed(visit, answers)]),
+        Table("streamed", _TEXTS, [_streamed(window, answers)]),
         Table("latencies", _WAITS, _waits(answers)),
     ]
-    asked = {name: getattr(args, name) for name in _ASKED}
-    return Report("endpoint", args.command, torch.device("cpu"), asked, tables)
+    config = {name: getattr(args, name) for name in _CONFIG_OPTIONS}
+    return Report("endpoint", args.command, torch.device("cpu"), config, tables)
 
 
-def _streamed(visit: Visit, answers: Sequence[Answer]) -> StreamedRow:
-    seconds = visit.closes - visit.opens
-    tokens = sum(answer.tokens_within(visit.opens, visit.closes) for answer in answers)
-    parts = sum(visit.opens <= part < visit.closes for each in answers for part in each.parts)
-    return StreamedRow(len(answers), tokens / seconds, parts / seconds, tokens / max(1, parts))
+def _streamed(window: LoadWindow, answers: Sequence[StreamTimes]) -> StreamedRow:
+    seconds = window.ends_at - window.starts_at
+    tokens = sum(answer.tokens_within(window.starts_at, window.ends_at) for answer in answers)
+    chunk_times = sum(
+        window.starts_at <= part < window.ends_at for each in answers for part in each.chunk_times
+    )
+    return StreamedRow(
+        len(answers), tokens / seconds, chunk_times / seconds, tokens / max(1, chunk_times)
+    )
 
 
-def _waits(answers: Sequence[Answer]) -> list[LatencyRow]:
+def _waits(answers: Sequence[StreamTimes]) -> list[LatencyRow]:
     whole = [each for each in answers if each.tokens > 1]
     waits: dict[str, list[float]] = {
-        "TTFT": [each.parts[0] - each.asked for each in answers],
-        "TPOT": [(each.parts[-1] - each.parts[0]) / (each.tokens - 1) for each in whole],
+        "TTFT": [each.chunk_times[0] - each.sent_at for each in answers],
+        "TPOT": [
+            (each.chunk_times[-1] - each.chunk_times[0]) / (each.tokens - 1) for each in whole
+        ],
         "ITL": [gap for each in answers for gap in each.gaps],
-        "latency": [each.parts[-1] - each.asked for each in answers],
+        "latency": [each.chunk_times[-1] - each.sent_at for each in answers],
     }
     return [LatencyRow.of("streamed", what, seconds) for what, seconds in waits.items()]

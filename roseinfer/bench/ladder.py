@@ -1,6 +1,6 @@
-"""``ladder``: the worth of each optimisation of decoding, measured on the same work.
+"""``ladder``: the effect of each optimisation of decoding, measured on the same work.
 
-Each rung is one optimisation on top of those before it.
+Each rung adds one optimisation to those before it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.bench import cases, peers
-from roseinfer.bench.cases import asked, engine_of_equal_requests, offline
-from roseinfer.bench.driving import (
+from roseinfer.bench.cases import equal_requests_config, offline, workload_config
+from roseinfer.bench.driver import (
     LatencyRow,
     MemoryFloor,
     ThroughputRow,
-    Work,
+    Workload,
     median_row,
     memory_floor,
-    perform,
     random_prompts,
     require_positions,
+    run_workload,
     throughput,
 )
-from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.model_source import ModelSource, free_memory
 from roseinfer.bench.peers import PeerJob
 from roseinfer.bench.report import Report, Table, unavailable_table
-from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
+from roseinfer.bench.timing import WrongPath, triton_skip_reason
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.models.loading import resolve_device
 from roseinfer.paths import Path
-from roseinfer.progress import counted
+from roseinfer.progress import track_items
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,72 +41,73 @@ if TYPE_CHECKING:
 
     import torch
 
-    from roseinfer.bench.driving import RunRecord
+    from roseinfer.bench.driver import RunRecord
     from roseinfer.llm import LLM
 
 _RUNGS = """\
-Decoding, all sequences in step; each rung keeps what those before it have. ms: the median decode
-step; least, most: that of the fastest run and of the slowest. floors: decode time over the time to
-read the weights once a step and the stored keys and values once a token. spikes: p99 in ms of the
-gaps in which a sequence goes on in a new block. same: the share of requests that got the tokens
-of the first rung; another order of additions may round another way, but in float32 all are the
-same."""
+Decoding, all sequences in step; each rung adds to those before it. ms: the median decode step;
+least, most: that of the fastest and of the slowest run. floors: decode time over the time to read
+the weights once per step and the stored keys and values once per token. spikes: p99 in ms of the
+gaps in which a sequence begins a new block. same: share of the requests with the tokens of the
+first rung; another order of additions may round differently, but in float32 all are the same."""
 _HEADINGS = {
     "rung": "rung",
     "step_ms": "ms",
     "fastest_ms": "least",
     "slowest_ms": "most",
     "tok_per_s": "tok/s",
-    "times_floor": "floors",
+    "floor_ratio": "floors",
     "itl_at_boundary_p99_ms": "spikes",
     "same_tokens": "same",
 }
 _SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
-"""The engine's switches for what the later rungs add, all off."""
+"""Engine settings of the optimisations of later rungs, all off."""
 _NEVER = 1 << 30
-"""More tokens than any batch has."""
+"""Minimum batch of a path that is never taken: more tokens than any batch has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RungRow:
+    """Times of one rung."""
+
     rung: str
     step_ms: float | None = None
     fastest_ms: float | None = None
-    """The decode step of the fastest run, as ``step_ms`` is that of the median one."""
+    """Decode step of the fastest run; ``step_ms`` is that of the median one."""
     slowest_ms: float | None = None
     tok_per_s: float | None = None
-    times_floor: float | None = None
+    floor_ratio: float | None = None
     itl_p50_ms: float | None = None
     itl_p99_ms: float | None = None
     itl_at_boundary_p99_ms: float | None = None
-    """None where no sequence went on in a new block."""
+    """p99 of the gaps at block boundaries; None if no sequence began a new block."""
     same_tokens: float | None = None
     not_available: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What every rung shares, known once the first engine is built."""
+class LadderContext:
+    """Workload, memory floor and dtype of all rungs, from the first engine that is built."""
 
-    work: Work
+    work: Workload
     floor: MemoryFloor
     dtype: torch.dtype
 
 
 def run(args: argparse.Namespace) -> Report:
     ladder = Ladder(args)
-    rows = ladder.climb(rungs(args.run_ahead))
+    rows = ladder.measure_rungs(rungs(args.run_ahead))
     shared = ladder.shared
     if ladder.best is None or shared is None:
-        raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
+        raise ConfigError(f"no rung can be measured: {rows[0].not_available}")
     job = PeerJob.of(args, ladder.source, shared.work, args.batch)
-    names = cases.peers_named(args.peers)
+    names = cases.validate_peers(args.peers)
     compared = peers.compare(names, job, ladder.best, shared.floor)
     return Report(
         "ladder",
         args.command,
         ladder.device,
-        {**ladder.source.described(shared.dtype), **asked(args)},
+        {**ladder.source.describe(shared.dtype), **workload_config(args)},
         (
             Table("rungs", _RUNGS, rows, headings=_HEADINGS),
             unavailable_table((row.rung, row.not_available) for row in rows if row.not_available),
@@ -118,17 +119,19 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
+    """Engine settings of one rung."""
+
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``EngineConfig``, besides those that all rungs share."""
+    """Fields of ``EngineConfig``, in addition to those of all rungs."""
     path: Path | None = None
-    """This must have written the cache in most steps, or another rung was measured."""
+    """Path that must write the cache in most steps, else the rung is invalid; None for any."""
 
-    def why_not_on(self, device: torch.device) -> str:
-        """Return the reason that it cannot be measured there, or an empty text."""
+    def device_skip_reason(self, device: torch.device) -> str:
+        """Return the reason why the rung cannot be measured on a device; empty if it can."""
         resident = self.settings.get("resident_decode", False)
         if resident or (self.path is not None and self.path.needs_triton):
-            return why_triton_cannot_be_timed(device)
+            return triton_skip_reason(device)
         return ""
 
 
@@ -165,45 +168,47 @@ def rungs(run_ahead: int) -> tuple[Rung, ...]:
 
 
 def _append(name: str, path: Path, policy: AppendPolicy) -> Rung:
-    """Return a rung with a block list for every layer."""
+    """Return a rung of an append path, with a block list for every layer."""
     return Rung(name, {**_SLOW, "per_layer_kv": True, "append_policy": policy}, path)
 
 
 class Ladder:
-    """Measures rungs, and keeps what later rungs are compared with."""
+    """Measurement of rungs, with the shared context and the first rung's tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.source = ModelSource.of(args)
         self.device = resolve_device(args.device)
-        self.shared: Shared | None = None
+        self.shared: LadderContext | None = None
         self.best: ThroughputRow | None = None
-        """The figures of the last rung that ran."""
+        """Figures of the last measured rung; None before the first."""
         self._first_tokens: list[list[int]] | None = None
 
-    def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
+    def measure_rungs(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
         rows = []
-        for rung in counted(all_rungs, "ladder", "rungs"):
+        for rung in track_items(all_rungs, "ladder", "rungs"):
             try:
                 rows.append(self._measure(rung))
             except (RoseinferError, RuntimeError) as error:
                 rows.append(RungRow(rung.name, not_available=" ".join(str(error).split())))
-            collect()
+            free_memory()
         return rows
 
     def _measure(self, rung: Rung) -> RungRow:
-        if reason := rung.why_not_on(self.device):
+        if reason := rung.device_skip_reason(self.device):
             raise ConfigError(reason)
         args = self._args
-        llm = self.source.llm({**engine_of_equal_requests(args), **rung.settings})
+        llm = self.source.llm({**equal_requests_config(args), **rung.settings})
         shared = self.shared = self.shared or self._shared(llm)
         records = [
             _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)
         ][args.warmup_runs :]
-        speed = self.best = throughput(rung.name, records, shared.floor)
+        figures = self.best = throughput(rung.name, records, shared.floor)
         runs = [ThroughputRow.of(rung.name, record, shared.floor) for record in records]
         steps_ms = [run.decode_step_ms for run in runs if run.decode_step_ms]
-        gaps = [[gap for seen in record.timelines for gap in seen.gaps()] for record in records]
+        gaps = [
+            [gap for timeline in record.timelines for gap in timeline.gaps()] for record in records
+        ]
         itl = median_row([LatencyRow.of(rung.name, "ITL", each) for each in gaps])
         at_boundary = [boundary_gaps(record, args.block_size) for record in records]
         spikes = median_row([LatencyRow.of(rung.name, "spikes", each) for each in at_boundary])
@@ -211,52 +216,52 @@ class Ladder:
         first = self._first_tokens = self._first_tokens or tokens
         return RungRow(
             rung=rung.name,
-            step_ms=speed.decode_step_ms,
+            step_ms=figures.decode_step_ms,
             fastest_ms=min(steps_ms, default=None),
             slowest_ms=max(steps_ms, default=None),
-            tok_per_s=speed.decode_tok_per_s,
-            times_floor=speed.times_floor,
+            tok_per_s=figures.decode_tok_per_s,
+            floor_ratio=figures.floor_ratio,
             itl_p50_ms=itl.p50_ms,
             itl_p99_ms=itl.p99_ms,
             itl_at_boundary_p99_ms=spikes.p99_ms,
             same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
         )
 
-    def _shared(self, llm: LLM) -> Shared:
-        args, model = self._args, llm.engine.sessions.model
+    def _shared(self, llm: LLM) -> LadderContext:
+        args, model = self._args, llm.engine.sequence_runner.model
         advice = "lower --prompt-tokens or --max-new-tokens"
         require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)
         prompts = random_prompts(args.batch, args.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
         floor = memory_floor(self.source.skeleton(), llm)
-        return Shared(Work(prompts, greedy), floor, model.dtype)
+        return LadderContext(Workload(prompts, greedy), floor, model.dtype)
 
 
-def _perform(rung: Rung, llm: LLM, work: Work) -> RunRecord:
+def _perform(rung: Rung, llm: LLM, work: Workload) -> RunRecord:
     """Run the work; raise unless the rung's path wrote most layers of most decode steps."""
-    sessions = llm.engine.sessions
-    before = Counter(sessions.kv.path_counts)
-    record = perform(llm.engine, work, offline)
-    grown = Counter(sessions.kv.path_counts) - before
-    writes = len(record.decode_steps()) * sessions.model.shape.num_layers
-    if rung.path is not None and grown[rung.path] * 2 <= writes:
+    runner = llm.engine.sequence_runner
+    before = Counter(runner.kv.path_counts)
+    record = run_workload(llm.engine, work, offline)
+    counts = Counter(runner.kv.path_counts) - before
+    writes = len(record.decode_steps()) * runner.model.shape.num_layers
+    if rung.path is not None and counts[rung.path] * 2 <= writes:
         raise WrongPath(
-            f"{rung.path} was to write the cache, and ran {grown[rung.path]} times where "
-            f"{writes} layers were written: {dict(grown)}"
+            f"{rung.path}: expected most of {writes} writes, actual {counts[rung.path]}; all "
+            f"counts: {dict(counts)}"
         )
     return record
 
 
 def boundary_gaps(record: RunRecord, block_size: int) -> list[float]:
-    """Return the gaps before tokens whose step stored a sequence's first token of a block.
+    """Return the gaps before tokens whose step stored the first token of a block.
 
-    The step that brings generated token ``n`` stores position ``prompt + n - 1``.
+    The step that returns generated token ``n`` stores position ``prompt + n - 1``.
     """
 
-    def opens_a_block(prompt: int, token: int) -> bool:
+    def begins_block(prompt: int, token: int) -> bool:
         return (prompt + token - 1) % block_size == 0
 
     gaps = []
-    for seen, length in zip(record.timelines, record.prompt_lengths, strict=True):
-        gaps += seen.gaps(partial(opens_a_block, length))
+    for timeline, length in zip(record.timelines, record.prompt_lengths, strict=True):
+        gaps += timeline.gaps(partial(begins_block, length))
     return gaps

@@ -1,4 +1,4 @@
-"""``peers``: this engine beside other systems, the same work timed in the same way."""
+"""``peers``: a comparison with other systems, on the same work and with the same timing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from roseinfer.bench import cases
-from roseinfer.bench.cases import PEERS, asked, engine_of_equal_requests, offline
-from roseinfer.bench.driving import Work, memory_floor, perform, random_prompts, require_positions
-from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.cases import PEERS, equal_requests_config, offline, workload_config
+from roseinfer.bench.driver import (
+    Workload,
+    memory_floor,
+    random_prompts,
+    require_positions,
+    run_workload,
+)
+from roseinfer.bench.model_source import ModelSource, free_memory
 from roseinfer.bench.report import Report, Table, unavailable_table
 from roseinfer.bench.timing import synchronizer
-from roseinfer.progress import counted, say
+from roseinfer.progress import print_status, track_items
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from roseinfer.bench.driving import MemoryFloor, ThroughputRow
+    from roseinfer.bench.driver import MemoryFloor, ThroughputRow
     from roseinfer.llm import LLM
 
 if TYPE_CHECKING:
@@ -39,15 +45,15 @@ if TYPE_CHECKING:
 
 
 if TYPE_CHECKING:
-    "Continues all prompts by so many tokens, and returns how many tokens that made."
+    "Function that generates so many tokens for each prompt, and returns the number of all tokens."
 
 
-# The work that other systems are given, in plain values that another process can be sent.
+# Work for other systems, as plain values that can be pickled for another process.
 
 
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """Prompts, how far each is continued, and how often."""
+    """Prompts, new tokens per prompt, batch size, and numbers of runs."""
 
     source: ModelSource
     prompts: list[list[int]]
@@ -57,26 +63,28 @@ class PeerJob:
     repeat_runs: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace, source: ModelSource, work: Work, slots: int) -> PeerJob:
-        """``work`` has prompts of tokens."""
+    def of(
+        cls, args: argparse.Namespace, source: ModelSource, work: Workload, slots: int
+    ) -> PeerJob:
+        """Return the job of a workload, whose prompts are token ids."""
         prompts = [[int(token) for token in prompt] for prompt in work.prompts]
         new = work.params.max_new_tokens
         return cls(source, prompts, new, slots, args.warmup_runs, args.repeat_runs)
 
     @property
     def rounds(self) -> int:
-        """How often the slots are filled until all prompts had one."""
+        """Number of full batches that hold all prompts."""
         return -(-len(self.prompts) // self.max_batch_size)
 
     def floor_ms(self, floor: MemoryFloor) -> float:
-        """Return the floor of a step in the middle of a run, or of the mean round."""
+        """Return the floor in ms of a step in the middle of a run, as a mean over its rounds."""
         stored = sum(len(prompt) + self.max_new_tokens / 2 for prompt in self.prompts)
         return floor.seconds(1, round(stored / self.rounds)) * 1e3
 
 
-# How other systems are set up to do a job. Each is a function here, under its name.
+# Set-up of other systems for a job: one function per system.
 #
-# None may keep what it stored of a prompt for the next run, which brings the same prompts again.
+# None may use a prefix cache, since all runs have the same prompts.
 
 
 def transformers_static(job: PeerJob) -> Generate:
@@ -84,7 +92,7 @@ def transformers_static(job: PeerJob) -> Generate:
     from transformers import GenerationConfig
 
     network, size = job.source.network(), job.max_batch_size
-    network.generation_config.eos_token_id = None  # or it would end there
+    network.generation_config.eos_token_id = None  # never stop at EOS
     slices = (job.prompts[at : at + size] for at in range(0, len(job.prompts), size))
     batches = [_padded(prompts, network.device) for prompts in slices]
     wait = synchronizer(network.device)
@@ -96,18 +104,18 @@ def transformers_static(job: PeerJob) -> Generate:
             pad_token_id=0,
             cache_implementation="static",
         )
-        made = 0
+        num_tokens = 0
         for ids, mask in batches:
-            found = network.generate(ids, attention_mask=mask, generation_config=config)
-            made += (found.shape[1] - ids.shape[1]) * len(found)
+            outputs = network.generate(ids, attention_mask=mask, generation_config=config)
+            num_tokens += (outputs.shape[1] - ids.shape[1]) * len(outputs)
         wait()
-        return made
+        return num_tokens
 
     return generate
 
 
 def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask, with each prompt at the right end of its row."""
+    """Return ids and mask of prompts with padding on the left."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     masks = [torch.ones_like(row) for row in rows]
     ids, mask = (
@@ -117,7 +125,7 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 
 
 def transformers_continuous(job: PeerJob) -> Generate:
-    """Run ``generate_batch``, which sets itself up anew in every call."""
+    """Run ``generate_batch``, which repeats its set-up in every call."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     network = job.source.network()
@@ -127,16 +135,16 @@ def transformers_continuous(job: PeerJob) -> Generate:
         config = GenerationConfig(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        found = network.generate_batch(
+        outputs = network.generate_batch(
             job.prompts, generation_config=config, continuous_batching_config=batching
         )
-        return sum(len(output.generated_tokens) for output in found.values())
+        return sum(len(output.generated_tokens) for output in outputs.values())
 
     return generate
 
 
 def vllm(job: PeerJob) -> Generate:
-    """Run vLLM with its own defaults, but for the prefix cache, on the same weights."""
+    """Run vLLM on the same weights with its defaults, but without prefix cache."""
     module = import_module("vllm")
     name, dtype = _saved(job)
     engine = module.LLM(
@@ -153,14 +161,14 @@ def vllm(job: PeerJob) -> Generate:
         params = module.SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=new_tokens, detokenize=False
         )
-        found = engine.generate(prompts, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in found)
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return generate
 
 
 def sglang(job: PeerJob) -> Generate:
-    """Run SGLang with its own defaults, but for the prefix cache, on the same weights."""
+    """Run SGLang on the same weights with its defaults, but without prefix cache."""
     module = import_module("sglang")
     name, dtype = _saved(job)
     engine = module.Engine(
@@ -173,47 +181,47 @@ def sglang(job: PeerJob) -> Generate:
 
     def generate(new_tokens: int) -> int:
         params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": new_tokens}
-        found = engine.generate(input_ids=job.prompts, sampling_params=params)
-        return sum(len(output["output_ids"]) for output in found)
+        outputs = engine.generate(input_ids=job.prompts, sampling_params=params)
+        return sum(len(output["output_ids"]) for output in outputs)
 
     return generate
 
 
 def _saved(job: PeerJob) -> tuple[str, str]:
-    """Return where the model lies and its dtype, for systems that load it themselves."""
+    """Return the model's path or name and its dtype, for systems that load it themselves."""
     if not job.source.random_weights:
         return job.source.name, job.source.dtype or "auto"
     network = job.source.network()
     folder, dtype = tempfile.mkdtemp(), str(network.dtype).removeprefix("torch.")
     network.save_pretrained(folder)
     del network
-    collect()
+    free_memory()
     return folder, dtype
 
 
-SET_UP: dict[str, Callable[[PeerJob], Generate]] = dict(
+PEER_SETUPS: dict[str, Callable[[PeerJob], Generate]] = dict(
     zip(PEERS, (transformers_static, transformers_continuous, vllm, sglang), strict=True)
 )
 
 
-# A call in a process of its own; whatever that process started ends with it.
+# A call in a subprocess, which ends together with all processes that it started.
 
 
-def in_process(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
-    """Return what ``work`` returns, or a text that says why it does not."""
+def run_in_subprocess(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
+    """Return the result of ``work`` in a subprocess, or the reason of its failure as a string."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=_answer, args=(theirs, folder, work, arguments))
         process.start()
-        theirs.close()  # so that its end is seen here
+        theirs.close()  # else the end of the process is not noticed
         try:
             if not ours.poll(time_limit_s):
-                return f"it took longer than {time_limit_s:g} s"
+                return f"timed out after {time_limit_s:g} s"
             return ours.recv()
         except EOFError:
             process.join()
-            return f"exit status {process.exitcode}, and it said nothing"
+            return f"exit status {process.exitcode}, without an error message"
         finally:
             assert process.pid
             with suppress(ProcessLookupError):
@@ -222,85 +230,87 @@ def in_process(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -
             process.join()
 
 
-def _answer(to: Connection, folder: str, work: Callable[..., Any], arguments: Any) -> None:
+def _answer(link: Connection, folder: str, work: Callable[..., Any], arguments: Any) -> None:
     os.setpgid(0, 0)
-    tempfile.tempdir = folder  # which is removed, however this process ends
-    silent = os.open(os.devnull, os.O_WRONLY)
+    tempfile.tempdir = folder  # the parent removes it, however this process ends
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(silent, stream)
+        os.dup2(devnull, stream)
     try:
-        to.send(work(*arguments))
+        link.send(work(*arguments))
     except Exception as error:
-        to.send(f"{type(error).__name__}: {error}")
+        link.send(f"{type(error).__name__}: {error}")
 
 
-# The times of other systems, each in a process of its own, so that failures stay there.
+# Times of other systems, each measured in a subprocess, so that failures do not spread.
 
 
 CAPTION = """\
-The same prompts on other systems, all at once, the likeliest token up to the full length;
-medians over the repeated runs. prefill ms: for one token each. ms per step: the time for all
-tokens less that, by the tokens between; of ours, the median decode step, and prefill ms is all
-else. times floor: such a step over the time to read the weights once, and the keys and values
-stored in the middle of the run. set-up that a system does in every call counts."""
+The same prompts on other systems, all at once, greedy up to the full length; medians over the
+repeated runs. prefill ms: one token per prompt. ms per step: the time for all tokens less that for
+one each, per token between them; for roseinfer, the median decode step, and prefill ms is the rest.
+floor ratio: such a step over the time to read the weights once, and the keys and values stored in
+the middle of the run. Set-up that a system repeats in every call is included."""
 TIME_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
+    """Times of one system."""
+
     system: str
     version: str | None = None
     total_s: float | None = None
     completion_tok_per_s: float | None = None
     prefill_ms: float | None = None
     ms_per_step: float | None = None
-    """None of a single token, or where noise exceeds the steps after the first."""
-    times_floor: float | None = None
+    """Milliseconds per decode step; None for a single token, or if noise exceeds the difference."""
+    floor_ratio: float | None = None
     not_available: str | None = None
 
 
 def compare(
     names: Sequence[str], job: PeerJob, ours: ThroughputRow, floor: MemoryFloor
 ) -> list[PeerRow]:
-    """Return our own row, then that of every peer; no rows without peers."""
+    """Return the row of roseinfer, then that of every peer; no rows without peers."""
     if not names:
         return []
     step_ms, floor_ms = ours.decode_step_ms, job.floor_ms(floor)
-    own = PeerRow(
+    own_row = PeerRow(
         system=f"roseinfer, {ours.run}",
         total_s=ours.total_s,
         completion_tok_per_s=ours.completion_tok_per_s,
         prefill_ms=(ours.total_s - (ours.decode_s or 0)) * 1e3,
         ms_per_step=step_ms,
-        times_floor=step_ms / floor_ms if step_ms else None,
+        floor_ratio=step_ms / floor_ms if step_ms else None,
     )
-    return [own, *others(names, job, floor_ms)]
+    return [own_row, *measure_peers(names, job, floor_ms)]
 
 
-def others(names: Sequence[str], job: PeerJob, floor_ms: float) -> list[PeerRow]:
-    """Return the row of every peer, or the reason why there is nothing in it."""
+def measure_peers(names: Sequence[str], job: PeerJob, floor_ms: float) -> list[PeerRow]:
+    """Return the row of every peer, with times or the reason why it is not available."""
     rows = []
-    for name in counted(names, "other systems", "measured"):
-        rows.append(_of(name, job, floor_ms))
-        tell(rows[-1])
+    for name in track_items(names, "other systems", "measured"):
+        rows.append(_measure_or_skip(name, job, floor_ms))
+        announce_row(rows[-1])
     return rows
 
 
-def tell(row: PeerRow) -> None:
-    """Say what was measured: who breaks off a long run gets no table."""
+def announce_row(row: PeerRow) -> None:
+    """Print the row's times: an interrupted run prints no table."""
     if row.prefill_ms is None:
-        say(f"{row.system}: {row.not_available}")
+        print_status(f"{row.system}: {row.not_available}")
     else:
         step = f"{row.ms_per_step:.3f}" if row.ms_per_step else "?"
-        say(f"{row.system}: prefill {row.prefill_ms:.1f} ms, a step {step} ms")
+        print_status(f"{row.system}: prefill {row.prefill_ms:.1f} ms, a step {step} ms")
 
 
-def _of(name: str, job: PeerJob, floor_ms: float) -> PeerRow:
+def _measure_or_skip(name: str, job: PeerJob, floor_ms: float) -> PeerRow:
     if find_spec(distribution(name)) is None:
         missing = f"not installed: pip install {distribution(name)}"
         return PeerRow(name, not_available=missing)
-    found = in_process(measure_peer, name, job, floor_ms, time_limit_s=TIME_LIMIT_S)
-    return found if isinstance(found, PeerRow) else PeerRow(name, not_available=found)
+    result = run_in_subprocess(measure_peer, name, job, floor_ms, time_limit_s=TIME_LIMIT_S)
+    return result if isinstance(result, PeerRow) else PeerRow(name, not_available=result)
 
 
 def distribution(name: str) -> str:
@@ -309,7 +319,7 @@ def distribution(name: str) -> str:
 
 def measure_peer(name: str, job: PeerJob, floor_ms: float) -> PeerRow:
     version = metadata.version(distribution(name))
-    return measure(name, version, SET_UP[name](job), job, floor_ms)
+    return measure(name, version, PEER_SETUPS[name](job), job, floor_ms)
 
 
 def measure(
@@ -327,7 +337,7 @@ def measure(
         completion_tok_per_s=len(job.prompts) * new / total_s,
         prefill_ms=first_s * 1e3,
         ms_per_step=step_ms if measured else None,
-        times_floor=step_ms / floor_ms if measured else None,
+        floor_ratio=step_ms / floor_ms if measured else None,
     )
 
 
@@ -338,52 +348,52 @@ def _median_s(generate: Generate, new_tokens: int, job: PeerJob, warmup_runs: in
 
 def _seconds(generate: Generate, new_tokens: int, job: PeerJob) -> float:
     begin = time.perf_counter()
-    made = generate(new_tokens)
+    num_tokens = generate(new_tokens)
     elapsed = time.perf_counter() - begin
-    if made != (wanted := len(job.prompts) * new_tokens):
-        raise RuntimeError(f"it made {made} tokens of {wanted}")
+    if num_tokens != (expected := len(job.prompts) * new_tokens):
+        raise RuntimeError(f"expected {expected} tokens, actual {num_tokens}")
     return elapsed
 
 
 _PEERS = """\
-The same prompts of random tokens on every system, all at once, the likeliest token up to the full
-length; no prefix cache. Medians over the repeated runs. prefill ms: for one token each. ms: a step,
-the time for all tokens less that for one each, by the tokens between. floors: such a step over the
-time to read the weights once, and the keys and values stored in the middle of the run. tok/s: of
-the whole run. set-up that a system does in every call counts."""
+The same prompts of random tokens on every system, all at once, greedy up to the full length,
+without prefix cache. Medians over the repeated runs. prefill ms: one token per prompt. ms: a decode
+step: the time for all tokens less that for one each, per token between them. floors: such a step
+over the time to read the weights once, and the keys and values stored in the middle of the run.
+tok/s: of the whole run. Set-up that a system repeats in every call is included."""
 _HEADINGS = {
     "system": "system",
     "version": "version",
     "prefill_ms": "prefill ms",
     "ms_per_step": "ms",
-    "times_floor": "floors",
+    "floor_ratio": "floors",
     "completion_tok_per_s": "tok/s",
 }
 
 
 def run(args: argparse.Namespace) -> Report:
     source = ModelSource.of(args)
-    say(f"loading {source.name}")
-    llm = source.llm(engine_of_equal_requests(args))
-    model = llm.engine.sessions.model
+    print_status(f"loading {source.name}")
+    llm = source.llm(equal_requests_config(args))
+    model = llm.engine.sequence_runner.model
     device, dtype = model.device, model.dtype
     advice = "lower --prompt-tokens or --max-new-tokens"
     require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)
     prompts = random_prompts(args.batch, args.prompt_tokens, model.shape.vocab_size)
-    work = Work(prompts, _greedy(args.max_new_tokens))
+    work = Workload(prompts, _greedy(args.max_new_tokens))
     job = PeerJob.of(args, source, work, args.batch)
     floor = memory_floor(source.skeleton(), llm)
     floor_ms = job.floor_ms(floor)
-    rows = [measure("roseinfer", None, _ours(llm, job), job, floor_ms)]
-    tell(rows[0])
-    del llm, model  # the others need the memory
-    collect()
-    rows += others(cases.peers_named(args.peers or ()), job, floor_ms)
+    rows = [measure("roseinfer", None, _setup_own_engine(llm, job), job, floor_ms)]
+    announce_row(rows[0])
+    del llm, model  # the other systems need the memory
+    free_memory()
+    rows += measure_peers(cases.validate_peers(args.peers or ()), job, floor_ms)
     return Report(
         "peers",
         args.command,
         device,
-        {**source.described(dtype), **asked(args)},
+        {**source.describe(dtype), **workload_config(args)},
         (
             Table("peers", _PEERS, rows, headings=_HEADINGS),
             unavailable_table((row.system, row.not_available) for row in rows if row.not_available),
@@ -392,12 +402,12 @@ def run(args: argparse.Namespace) -> Report:
     )
 
 
-def _ours(llm: LLM, job: PeerJob) -> Generate:
-    """Set this engine up as the others are."""
+def _setup_own_engine(llm: LLM, job: PeerJob) -> Generate:
+    """Return this engine's function for a job, like those of the other systems."""
     prompts = tuple(job.prompts)
 
     def generate(new_tokens: int) -> int:
-        record = perform(llm.engine, Work(prompts, _greedy(new_tokens)), offline)
+        record = run_workload(llm.engine, Workload(prompts, _greedy(new_tokens)), offline)
         return sum(map(len, record.token_ids))
 
     return generate

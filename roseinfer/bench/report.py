@@ -1,7 +1,7 @@
-"""A benchmark's report: tables for people, JSON for programs, and the machine it ran on.
+"""Report of a benchmark: tables as text, the same data as JSON, and the machine.
 
 A row of a table is a frozen dataclass. Its fields are the JSON names and, with spaces, the
-column headings; None stands for a number that this machine cannot supply.
+column headings; None is a number that this machine cannot measure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """Table of a report."""
+
     name: str
     caption: str
     rows: Sequence[Any]
     """Frozen dataclasses, all of one type."""
     printed: bool = True
-    """A table that is not printed is for charts and other programs."""
+    """False for a table that is only in the JSON, for charts and other programs."""
     headings: Mapping[str, str] | None = None
-    """The fields that are printed, and what stands over each; None prints all by their names."""
+    """Printed fields and their headings; None prints all fields under their names."""
 
     def text(self) -> str:
         names = [field.name for field in fields(self.rows[0])]
@@ -55,33 +57,35 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class UnavailableRow:
+    """Path that cannot be timed, and the reason."""
+
     path: str
     not_available: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnavailableTable(Table):
-    """Each reason is printed once, since most hold for many paths."""
+    """Table of paths that cannot be timed, printed by reason: most hold for many paths."""
 
     def text(self) -> str:
         paths: dict[str, list[str]] = {}
         for row in self.rows:
             paths.setdefault(row.not_available, []).append(row.path)
-        said = (f"- {', '.join(of_reason)}: {reason}" for reason, of_reason in paths.items())
-        lines = (fill(each, 100, subsequent_indent="  ", break_long_words=False) for each in said)
+        items = (f"- {', '.join(of_reason)}: {reason}" for reason, of_reason in paths.items())
+        lines = (fill(each, 100, subsequent_indent="  ", break_long_words=False) for each in items)
         return "\n".join([f"{self.caption}\n", *lines])
 
 
 def unavailable_table(reasons: Iterable[tuple[str, str]]) -> UnavailableTable:
-    """List paths and why each is not timed."""
+    """Return the table of pairs of a path and the reason why it is not timed."""
     rows = [UnavailableRow(*row) for row in reasons]
-    return UnavailableTable("unavailable", "Paths that cannot be timed here.", rows)
+    return UnavailableTable("unavailable", "Paths that cannot be timed on this machine.", rows)
 
 
 class Report:
-    """The JSON is ``document``, which charts are drawn from; ``text()`` leaves empty tables out.
+    """Report of one run of a benchmark; ``document`` is its JSON, from which charts are drawn.
 
-    ``facts`` were measured once for the whole run.
+    ``text()`` leaves out empty tables. ``facts`` are figures measured once for the whole run.
     """
 
     def __init__(
@@ -135,12 +139,12 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    named = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def _cell(value: object) -> str:
-    """Write a measured number with three digits, since more could not be believed."""
+    """Format a measured number with three digits, since more would not be significant."""
     if value is None:
         return "-"
     if not isinstance(value, float):

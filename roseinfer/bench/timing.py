@@ -1,7 +1,7 @@
-"""How long calls take: on the host, on the device, and in rounds that share the drift.
+"""Timing of calls on host and device, in rounds, so that drift affects all calls equally.
 
-Machines change speed while they are measured. So nothing is repeated twenty times in a row:
-every round takes one sample of everything, and the median over the rounds counts.
+Machines change speed during a measurement. So no call is repeated twenty times in a row: each
+round takes one sample of every call, and the result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from roseinfer.errors import RoseinferError
-from roseinfer.kernels.runtime import is_interpreted, why_unusable
-from roseinfer.progress import counted
+from roseinfer.kernels.runtime import is_interpreted, unusable_reason
+from roseinfer.progress import track_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -26,27 +26,27 @@ Key = TypeVar("Key", bound="Hashable")
 
 _GRAPH_REPLAYS = 10
 _FEWEST_CALLS = 12
-"""In a graph, so that its begin and its end weigh little."""
+"""Calls in a CUDA graph, at least, so that the overhead of its begin and end is small."""
 _MATRIX_SIDE = {"cuda": 8192, "cpu": 512}
 
 
 class WrongPath(RoseinferError, RuntimeError):
-    """Another path ran than the one being measured."""
+    """Error of a measurement in which another path ran than the expected one."""
 
 
-def why_triton_cannot_be_timed(device: torch.device) -> str:
-    """Return why kernels cannot be timed here, or an empty text where they can."""
-    reason = why_unusable(device)
+def triton_skip_reason(device: torch.device) -> str:
+    """Return the reason why Triton kernels cannot be timed on a device; empty if they can."""
+    reason = unusable_reason(device)
     if not reason and is_interpreted():
-        return "Triton's interpreter is on, and its speed says nothing about the kernels"
+        return "Triton's interpreter is on; its times are not those of the kernels"
     return reason
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch's CPU operations to one thread, for calls too small to be worth splitting.
+    """Limit torch's CPU operations to one thread, for calls too small to be worth splitting.
 
-    Otherwise each waits until all threads had a turn: milliseconds on a shared machine.
+    With more, each call waits for all threads to be scheduled: milliseconds on a shared machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,30 +57,30 @@ def one_thread() -> Iterator[None]:
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """Return the function that waits until the device has nothing left to do."""
+    """Return a function that waits until the device is idle."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
 
 
-def in_rounds(
+def median_over_rounds(
     samplers: Mapping[Key, Callable[[], float]], rounds: int, what: str
 ) -> dict[Key, float]:
-    """Return each sampler's median over the rounds; a first round warms up and is thrown away."""
+    """Return each sampler's median over the rounds, after a first round as a warm-up."""
     samples: dict[Key, list[float]] = {key: [] for key in samplers}
-    for _ in counted(range(rounds + 1), what, "rounds"):
+    for _ in track_items(range(rounds + 1), what, "rounds"):
         for key, sample in samplers.items():
             samples[key].append(sample())
-    return {key: median(taken[1:]) for key, taken in samples.items()}
+    return {key: median(times[1:]) for key, times in samples.items()}
 
 
 def time_calls(
     call: Callable[[], object], calls: int, sync: Callable[[], None], *, wait: bool = False
 ) -> float:
-    """Return microseconds of host time per call; with ``wait``, until the device is done as well.
+    """Return microseconds of host time per call; with ``wait``, until the device is idle as well.
 
-    The device is idle at the start. ``calls`` must be few enough that the device never refuses
-    another launch: a full queue would make the host wait and the host's time the device's.
+    The device is idle at the start. ``calls`` must be few enough that the launch queue never fills
+    up: with a full queue the host waits, and its time is that of the device.
     """
     sync()
     begin = time.perf_counter()
@@ -94,16 +94,16 @@ def time_calls(
 
 
 def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) -> float | None:
-    """Return the microseconds that a call keeps the GPU busy; None if the profiler saw nothing."""
+    """Return microseconds of GPU time per call; None if the profiler recorded no kernels."""
     return busy_us_per_call(device_events(call, calls, sync), calls)
 
 
 def device_events(
     call: Callable[[], object], calls: int, sync: Callable[[], None]
 ) -> list[tuple[str, float]]:
-    """Return the kernels and copies of so many calls, by name, and the microseconds of each."""
+    """Return the name and the microseconds of each kernel and copy in ``calls`` calls."""
     sync()
-    # Besides kernels and copies, some profilers report the host's waiting, as "Context Sync".
+    # Some profilers also report waits of the host, as "Context Sync".
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
@@ -116,13 +116,13 @@ def device_events(
 
 
 def busy_us_per_call(kernels: Iterable[tuple[str, float]], calls: int) -> float | None:
-    """Sum, over all kernels, the median duration times how often a call ran the kernel."""
+    """Sum, over all kernels, the median duration times the kernel's launches per call."""
     durations: dict[str, list[float]] = defaultdict(list)
     for name, microseconds in kernels:
         durations[name].append(microseconds)
     if not durations:
         return None
-    return sum(median(taken) * len(taken) / calls for taken in durations.values())
+    return sum(median(times) * len(times) / calls for times in durations.values())
 
 
 def graph_sampler(
@@ -130,7 +130,7 @@ def graph_sampler(
 ) -> Callable[[], float]:
     """Capture ``calls`` calls in a CUDA graph; each sample is the time per call of its replay.
 
-    All that a call launches must have been launched before: nothing can compile in a capture.
+    All kernels of a call must have been launched before: none can be compiled in a capture.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -140,10 +140,10 @@ def graph_sampler(
     def sample() -> float:
         graph.replay()  # the first replay uploads the graph
         sync()
-        begin = device_mark()
+        begin = record_device_event()
         for _ in range(_GRAPH_REPLAYS):
             graph.replay()
-        end = device_mark()
+        end = record_device_event()
         sync()
         return float(begin.elapsed_time(end)) * 1e3 / (_GRAPH_REPLAYS * calls)
 
@@ -151,26 +151,26 @@ def graph_sampler(
 
 
 def sampler(call: Callable[[], object], turns: int, device: torch.device) -> Callable[[], float]:
-    """Return what takes a sample of the time of a call, on a GPU of many in a CUDA graph.
+    """Return a function that samples the time of a call: on a GPU, of many in a CUDA graph.
 
-    Each of ``turns`` calls in a row works on other memory.
+    Each of ``turns`` consecutive calls uses other memory.
     """
     sync = synchronizer(device)
-    call()  # compiles what there is to compile
+    call()  # compiles its kernels
     if device.type == "cuda":
         return graph_sampler(call, max(_FEWEST_CALLS, turns), sync)
     return lambda: time_calls(call, 1, sync, wait=True)
 
 
-def device_mark() -> torch.cuda.Event:
-    """Return an event that notes when the device gets to it."""
+def record_device_event() -> torch.cuda.Event:
+    """Record an event with the device's time, and return it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def copy_bandwidth(device: torch.device, gpu_bytes: int = 1 << 30) -> float:
-    """Return the bytes per second of a copy beyond any cache, counting reads and writes."""
+    """Return the bytes per second of a copy larger than any cache, counting reads and writes."""
     num_bytes = gpu_bytes if device.type == "cuda" else 1 << 26
     source = torch.rand(num_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -179,11 +179,11 @@ def copy_bandwidth(device: torch.device, gpu_bytes: int = 1 << 30) -> float:
     def copy() -> float:
         return time_calls(lambda: target.copy_(source), 4, sync, wait=True)
 
-    return 2 * num_bytes / in_rounds({"copy": copy}, 7, "copy bandwidth")["copy"] * 1e6
+    return 2 * num_bytes / median_over_rounds({"copy": copy}, 7, "copy bandwidth")["copy"] * 1e6
 
 
-def matrix_operations(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the multiplications and additions per second of a large product of matrices."""
+def gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the multiplications and additions per second of a large GEMM."""
     side = _MATRIX_SIDE[device.type]
     left, right = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -192,5 +192,5 @@ def matrix_operations(device: torch.device, dtype: torch.dtype) -> float:
     def multiply() -> float:
         return time_calls(lambda: torch.mm(left, right, out=out), 4, sync, wait=True)
 
-    taken = in_rounds({"product": multiply}, 7, "speed of products")["product"]
-    return 2 * side**3 / taken * 1e6
+    microseconds = median_over_rounds({"GEMM": multiply}, 7, "GEMM speed")["GEMM"]
+    return 2 * side**3 / microseconds * 1e6

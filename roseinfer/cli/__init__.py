@@ -1,6 +1,6 @@
-"""The ``roseinfer`` command, which finds its commands: each is a module, a ``Command``.
+"""The ``roseinfer`` command. Each subcommand is a module that implements ``Command``.
 
-Other packages add theirs through the entry-point group ``roseinfer.commands``, by their names.
+Other packages add subcommands by name, through the entry-point group ``roseinfer.commands``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "roseinfer.commands"
 _NOT_INSTALLED = (
-    "Commands other than generate are known once they are installed, and in this Python "
-    "none is: pip install . (or -e .) in the folder of roseinfer's sources adds verify."
+    "Commands other than generate are entry points of installed packages, and this Python has "
+    "none: run pip install . (or -e .) in the folder of roseinfer's sources to add verify."
 )
 
 
 class Command(Protocol):
+    """A subcommand: its help, its options and its function."""
+
     HELP: str
     DESCRIPTION: str
 
     def add_options(self, parser: argparse.ArgumentParser, /) -> None:
-        """Import nothing heavy: this is called whichever command was asked for."""
+        """Add the options, without heavy imports: every subcommand's options are always added."""
 
     def run(self, args: argparse.Namespace, /) -> int: ...
 
@@ -36,21 +38,21 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     installed = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
-    found: dict[str, Command] = {"generate": generate}
-    found |= {entry.name: entry.load() for entry in installed}
+    commands: dict[str, Command] = {"generate": generate}
+    commands |= {entry.name: entry.load() for entry in installed}
     parser = Parser(
-        prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
+        prog="roseinfer", description="A small LLM inference engine, and checks of KV caches."
     )
     parser.add_argument("--version", action="version", version=_version())
     choices = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, command in found.items():
+    for name, command in commands.items():
         options = choices.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
         command.add_options(options)
         options.set_defaults(run=command.run)
     if not installed:
         parser.epilog = _NOT_INSTALLED
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in found:
-            parser.error(f"there is no command {arguments[0]!r}. {_NOT_INSTALLED}")
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+            parser.error(f"unknown command {arguments[0]!r}. {_NOT_INSTALLED}")
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()

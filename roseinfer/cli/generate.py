@@ -1,4 +1,4 @@
-"""``roseinfer generate``: continue prompts and print what comes."""
+"""``roseinfer generate``: continue prompts and print the completions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from roseinfer.cli.model_options import (
     add_model_options,
     add_settings,
-    follow_if_launched,
-    given_of,
+    follow_leader_if_launched,
     load_llm,
-    refuse_mistakes,
+    parsed_fields,
+    validate_options,
 )
 from roseinfer.config import EngineConfig
 from roseinfer.errors import (
@@ -27,7 +27,7 @@ from roseinfer.errors import (
     did_you_mean,
 )
 from roseinfer.guided.guide import Guide
-from roseinfer.progress import let_go_of_the_result, say
+from roseinfer.progress import discard_stdout, print_status
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,22 +38,21 @@ if TYPE_CHECKING:
 
 HELP = "continue prompts with a language model"
 DESCRIPTION = """\
-Continue prompts with a language model. The text of one prompt is printed as it comes, the
-texts of several once all have ended. Exit status 0 when all went well, 1 when some prompt
-could not be continued, 2 when nothing could be done: wrong usage, or a model that cannot be
-loaded."""
+Continue prompts with a language model. The completion of a single prompt is streamed; those of
+several are printed once all have ended. Exit status 0: success; 1: some prompt failed; 2: wrong
+usage, a model that cannot be loaded, or an output that cannot be written."""
 
 _NAME = "roseinfer generate"
-_CHOOSING = ("top_k", "top_p", "min_p", "seed")
-"""These options have no effect where the most likely token is taken."""
+_SAMPLING_OPTIONS = ("top_k", "top_p", "min_p", "seed")
+"""Options without an effect in greedy decoding. Giving one turns sampling on."""
 _DEFAULTS = {
     "temperature": "0, but 1 with --top-k, --top-p, --min-p or --seed",
     "max_new_tokens": "128",
 }
-_TOLD = ("logprobs", "top_logprobs", "prompt_logprobs")
-_FAILED, _NOTHING_DONE = 1, 2
-_INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
-"""These are the statuses by which a shell reports the signals SIGINT and SIGPIPE."""
+_LOGPROB_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
+_FAILED, _USAGE_ERROR = 1, 2
+_INTERRUPTED, _BROKEN_PIPE = 128 + 2, 128 + 13
+"""Exit statuses by which a shell reports the signals SIGINT and SIGPIPE."""
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _TITLE_LENGTH = 60
 _GUIDE = """--guide '{"regex": "[0-9]+"}'"""
@@ -66,10 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts-file",
         metavar="FILE",
-        help="a prompt in each line that is not blank; - is standard input. Without any "
-        "prompt, all of standard input is one, less the line end it closes with",
+        help="file with a prompt in each line that is not blank; - is standard input. Without any "
+        "prompt, all of standard input is one, without its last line end",
     )
-    ids = "prompts and texts are token ids with spaces between (for lack of a tokenizer)"
+    ids = "prompts and completions are space-separated token ids, for lack of a tokenizer"
     group.add_argument("--token-ids", action="store_true", help=ids)
 
     add_model_options(parser)
@@ -85,30 +84,30 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _generate(args)
     except RoseinferError as error:
-        _complain(error)
-        return _NOTHING_DONE
+        _print_error(error)
+        return _USAGE_ERROR
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # all that is printed is flushed at once, so nothing is left
-        return _NOBODY_READS
+    except BrokenPipeError:  # every print is flushed at once, so nothing is left in a buffer
+        return _BROKEN_PIPE
     except OSError as error:
         if error.errno not in _NOT_WRITTEN:
             raise
-        let_go_of_the_result()
-        _complain(f"the texts cannot be written: {error.strerror}")
-        return _NOTHING_DONE
+        discard_stdout()
+        _print_error(f"the texts cannot be written: {error.strerror}")
+        return _USAGE_ERROR
 
 
 def _generate(args: argparse.Namespace) -> int:
     texts = _texts(args)
     prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
-    refuse_mistakes(args)
-    follow_if_launched(args, _NAME)
+    validate_options(args)
+    follow_leader_if_launched(args, _NAME)
     llm = load_llm(args, _NAME)
     if llm.tokenizer is None and not args.token_ids:
         raise ConfigError(
-            f"{args.model} has no tokenizer, so it reads no text: give token ids, as in "
+            f"{args.model} has no tokenizer, so prompts cannot be text; give token ids, as in "
             "--token-ids --prompt '17 42 8'"
         )
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -117,10 +116,10 @@ def _generate(args: argparse.Namespace) -> int:
         return _stream(llm, prompts[0], params, as_ids=args.token_ids)
     outputs = llm.generate(prompts, params, progress=True)
     for number, each in enumerate(outputs, 1):
-        _say_if_cut(each.finish_reason, len(each.token_ids), params, f"prompt {number}: ")
+        _warn_if_truncated(each.finish_reason, len(each.token_ids), params, f"prompt {number}: ")
     if args.json:
         for output in map(asdict, outputs):
-            for name in _TOLD:
+            for name in _LOGPROB_FIELDS:
                 if not getattr(params, name):
                     del output[name]
             print(json.dumps(output), flush=True)
@@ -128,22 +127,24 @@ def _generate(args: argparse.Namespace) -> int:
         _print_texts(outputs, as_ids=args.token_ids)
     errors = {number: output.error for number, output in enumerate(outputs, 1) if output.error}
     for number, error in errors.items():
-        _complain(f"prompt {number}: {error}")
+        _print_error(f"prompt {number}: {error}")
     return _FAILED if errors else 0
 
 
-def _say_if_cut(reason: str, generated: int, params: SamplingParams, whose: str = "") -> None:
-    """Say that a text is shorter than was asked for, though the model did not end it."""
+def _warn_if_truncated(
+    reason: str, generated: int, params: SamplingParams, whose: str = ""
+) -> None:
+    """Warn of a completion shorter than requested that the model did not end."""
     if reason == "length" and generated < params.max_new_tokens:
-        _complain(
-            f"{whose}the text was cut after {generated} of {params.max_new_tokens} tokens: it has "
-            "as many with its prompt as the model has positions, or as --max-length allows"
+        _print_error(
+            f"{whose}the text was cut after {generated} of {params.max_new_tokens} tokens: with "
+            "its prompt it fills the model's positions, or --max-length"
         )
 
 
-def _complain(what: object) -> None:
-    """Print an error in one line, even where a library's message has several."""
-    say(" ".join([f"{_NAME}:", *str(what).split()]))
+def _print_error(what: object) -> None:
+    """Print an error in one line, even if the message of a library has several."""
+    print_status(" ".join([f"{_NAME}:", *str(what).split()]))
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -172,7 +173,7 @@ def _read(name: str) -> str:
     except OSError as error:
         raise ConfigError(f"--prompts-file {name} cannot be read: {error.strerror}") from None
     try:
-        return data.decode("utf-8-sig")  # a byte order mark is no part of a prompt
+        return data.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError:
         source = "standard input" if name == "-" else f"--prompts-file {name}"
         raise ConfigError(f"{source} is not UTF-8: prompts are texts") from None
@@ -183,38 +184,38 @@ def _ids(text: str) -> list[int]:
         return [int(word) for word in text.split()]
     except ValueError:
         raise ConfigError(
-            f"{text!r} is no list of token ids: with --token-ids a prompt is written as in "
+            f"{text!r} is not a list of token ids; with --token-ids, give prompts such as "
             "--prompt '17 42 8'"
         ) from None
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
-    for name in _TOLD:
+    for name in _LOGPROB_FIELDS:
         if getattr(args, name) and not args.json:
-            raise ConfigError(f"--{name.replace('_', '-')} are printed with --json alone: add it")
-    given = {"max_new_tokens": 128} | given_of(args, SamplingParams)
+            raise ConfigError(f"--{name.replace('_', '-')} needs --json; add it")
+    values = {"max_new_tokens": 128} | parsed_fields(args, SamplingParams)
     if args.guide is not None:
-        given["guide"] = _guide(args.guide)
-    if given.keys() & set(_CHOOSING):
-        given.setdefault("temperature", 1.0)
-    return SamplingParams(**given)
+        values["guide"] = _guide(args.guide)
+    if values.keys() & set(_SAMPLING_OPTIONS):
+        values.setdefault("temperature", 1.0)
+    return SamplingParams(**values)
 
 
 def _guide(text: str) -> Guide:
-    """Read a guide whose only field is named in a JSON object."""
-    wanted = f"--guide {text!r:.80}: it must be a JSON object, as in {_GUIDE}"
+    """Return the guide of a JSON object whose only key is a field of ``Guide``."""
+    problem = f"--guide {text!r:.80}: it must be a JSON object, as in {_GUIDE}"
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{wanted}: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(wanted)
-    forms = [each.name for each in fields(Guide)]
-    for unknown in found.keys() - set(forms):
-        known = did_you_mean(unknown, forms) or f": it is one of {', '.join(forms)}"
-        raise ConfigError(f"--guide {text!r:.80} asks for no form that there is{known}")
+        raise ConfigError(f"{problem}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(problem)
+    kinds = [each.name for each in fields(Guide)]
+    for unknown in value.keys() - set(kinds):
+        known = did_you_mean(unknown, kinds) or f"; use one of {', '.join(kinds)}"
+        raise ConfigError(f"--guide {text!r:.80}: unknown kind of guide{known}")
     try:
-        return Guide(**found)
+        return Guide(**value)
     except BadArgument as error:
         raise ConfigError(f"--guide {text!r:.80}: {error}") from None
 
@@ -232,14 +233,14 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -
                 print(f"{space}{update.token_id}", end="", flush=True)
                 space = " "
     except UnsupportedModel:
-        raise  # no fault of the prompt
+        raise  # not an error of the prompt
     except RoseinferError as error:
         if generated:
             print(flush=True)
-        _complain(error)
+        _print_error(error)
         return _FAILED
     print(flush=True)
-    _say_if_cut(reason, generated, params)
+    _warn_if_truncated(reason, generated, params)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Decoding with the state on the device: one row for each sequence that decodes."""
+"""Decoding with the state on the device: one row per sequence."""

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, for each size of a step."""
+"""CUDA graphs of decode steps, one per step size and kind."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ import torch
 
 from roseinfer.errors import ConfigError, RanksFailed
 from roseinfer.paths import EnginePath
-from roseinfer.sampling_params import MOST_TOP_LOGPROBS
+from roseinfer.sampling_params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from roseinfer.decode.slots import SlotRows
 
-# What a resident step does beside decoding. Each kind is captured as graphs of its own.
+# Kinds of decode steps; each kind has its own graphs.
 
 
 class StepKind(NamedTuple):
-    """What the sequences of a step ask for together. Those that ask for less get it all the same,
-    and are no worse for it."""
+    """Features of a decode step: the union of those that its sequences need.
+
+    Sequences that need fewer of them get the same tokens all the same.
+    """
 
     greedy: bool
-    """Every token is the likeliest."""
-    penalised: bool = False
-    """Tokens are tallied, and penalties taken."""
+    """True if every sequence takes the argmax."""
+    has_penalties: bool = False
+    """True if the step counts tokens and applies penalties."""
     guided: bool = False
-    """Tokens are chosen among those that are allowed."""
-    tops: int | None = None
-    """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""
-    long: bool = False
-    """The only sequence is too long for a step in one kernel."""
+    """True if the step applies the token bitmasks of guides."""
+    num_top_logprobs: int | None = None
+    """Number of top logprobs per token; 0 for the chosen token's alone, None for no logprobs."""
+    long_context: bool = False
+    """True if the only sequence is too long for a step in one kernel."""
 
 
-def tops_told(*, told: bool, tops: bool) -> int | None:
-    """Return of how many likeliest tokens a step tells, if some request asks for any."""
-    return (MOST_TOP_LOGPROBS if tops else 0) if told else None
+def required_top_logprobs(*, told: bool, num_top_logprobs: bool) -> int | None:
+    """Return ``StepKind.num_top_logprobs`` of a step.
+
+    ``told``: some request wants logprobs; ``num_top_logprobs``: some request wants top logprobs.
+    """
+    return (MAX_TOP_LOGPROBS if num_top_logprobs else 0) if told else None
 
 
 _LOG = logging.getLogger("roseinfer")
@@ -49,10 +54,10 @@ _Graphs = dict[tuple[int, StepKind], tuple[torch.cuda.CUDAGraph, Counter[str]]]
 
 
 class StepGraphs:
-    """Runs steps by replaying graphs of them, which read the rows as they are by then.
+    """Runner of steps as CUDA graphs, which read the rows as they are at each replay.
 
-    A step is captured on empty rows, whose tokens go to the scratch block: no block that a
-    sequence holds is touched.
+    A step is captured on padding rows, whose tokens go to the scratch block, so that capturing
+    changes no block that a sequence holds.
     """
 
     def __init__(
@@ -63,14 +68,14 @@ class StepGraphs:
         self._path_counts = path_counts
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: _Graphs = {}
-        if rows.ranks is not None:  # NCCL does not end before what graphs have of it
-            rows.ranks.before_end.append(partial(_reset, self._graphs))
+        if rows.ranks is not None:  # NCCL cannot shut down before graphs release it
+            rows.ranks.before_shutdown.append(partial(_reset, self._graphs))
 
     def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
-        """Capture plain steps of all sizes, the largest first: the others use the memory it leaves.
+        """Capture plain steps of all sizes, the largest first: the others reuse its memory.
 
-        A model whose modules wait for the host cannot be captured. Where graphs are not required,
-        this returns False then.
+        A model whose modules synchronize with the host cannot be captured: this raises
+        ``ConfigError`` if ``required``, and otherwise logs a warning and returns False.
         """
         before = Counter(self._path_counts)
         try:
@@ -82,18 +87,18 @@ class StepGraphs:
         except RuntimeError as error:
             self._path_counts.clear()
             self._path_counts.update(before)
-            why = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             if required:
                 raise ConfigError(
-                    f"cuda_graph=True: the model's step cannot be captured ({why}): leave it off"
+                    f"cuda_graph=True: the model's step cannot be captured ({reason}); turn it off"
                 ) from error
             _reset(self._graphs)
-            _LOG.warning("steps run without CUDA graphs, since they cannot be captured: %s", why)
+            _LOG.warning("CUDA graphs: steps cannot be captured and run without graphs: %s", reason)
             return False
         return True
 
     def run(self, count: int, kind: StepKind) -> None:
-        """Replay the step; it is captured first if it never was."""
+        """Replay the step, after capturing it if it has not been yet."""
         if (count, kind) not in self._graphs:
             self._capture(count, kind)
         graph, counts = self._graphs[count, kind]
@@ -103,19 +108,19 @@ class StepGraphs:
     def _capture(self, count: int, kind: StepKind) -> None:
         graph = torch.cuda.CUDAGraph()
         before = Counter(self._path_counts)
-        with self._rows.emptied():
-            self._step(count, kind)  # compiles kernels and asks for workspaces
+        with self._rows.all_padding():
+            self._step(count, kind)  # compiles kernels and allocates workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
-            # Other threads may ask things of the GPU meanwhile without ending the capture.
+            # Calls that other threads make to CUDA meanwhile must not invalidate the capture.
             mode = "thread_local"
             with (
-                _nothing_is_collected(),
+                _gc_disabled(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
             ):
                 self._step(count, kind)
         counts = self._path_counts - warm
-        counts[EnginePath.GRAPH] = 1
+        counts[EnginePath.CUDA_GRAPH] = 1
         self._path_counts.clear()
         self._path_counts.update(before)
         self._graphs[count, kind] = (graph, counts)
@@ -128,8 +133,8 @@ def _reset(graphs: _Graphs) -> None:
 
 
 @contextmanager
-def _nothing_is_collected() -> Iterator[None]:
-    """Keep garbage from being collected: destroying another engine's graph ends a capture."""
+def _gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: destroying another engine's graph invalidates a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Copying numbers from the device to the host while the device goes on."""
+"""Asynchronous copies of small vectors from the device to the host."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     import torch
 
 _Buffer = tuple["torch.Tensor", "torch.cuda.Event | None"]
-"""Pinned memory, and the event behind the last copy to it; None where copying waits for it."""
+"""Pinned memory and the event recorded after the last copy to it; None if copies block."""
 
 
 @dataclass(slots=True)
-class Arrival:
-    """A copy of a tensor that may still be under way."""
+class PendingReadback:
+    """Copy of a tensor that may still be in flight."""
 
     _buffer: _Buffer
     _count: int
     _release: Callable[[_Buffer], None]
 
     def wait(self) -> list[Any]:
-        """Wait for the numbers and return them. This may be called once."""
+        """Wait for the copy and return its numbers. May be called once."""
         host, done = self._buffer
         if done is not None:
             done.synchronize()
@@ -35,24 +35,24 @@ class Arrival:
 
 
 class Readback:
-    """Copies vectors of up to ``most`` numbers through pinned buffers, which are used again."""
+    """Copier of vectors of at most ``most`` numbers through reused pinned buffers."""
 
     def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._most = most
+        self._max_length = most
         self._dtype = dtype
         self._transfers = transfers.Transfers(device)
         self._buffers: list[_Buffer] = []
 
-    def start(self, vector: torch.Tensor) -> Arrival:
-        """Start copying ``vector`` as it is now, whatever it is changed to later."""
+    def start(self, vector: torch.Tensor) -> PendingReadback:
+        """Start copying ``vector`` as it is now; later writes to it do not affect the copy."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
         host, done = buffer
         count = len(vector)
         host[:count].copy_(vector, non_blocking=True)
         if done is not None:
             done.record(self._transfers.stream())
-        return Arrival(buffer, count, self._buffers.append)
+        return PendingReadback(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:
-        host = self._transfers.host_buffer([self._most], self._dtype)
-        return host, self._transfers.event() if self._transfers.late else None
+        host = self._transfers.host_buffer([self._max_length], self._dtype)
+        return host, self._transfers.event() if self._transfers.is_async else None

@@ -1,4 +1,4 @@
-"""Decode steps that the host launches without knowing the tokens of the steps before."""
+"""Decode steps that the host launches before it has read the previous step's tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from roseinfer.attention.backend import ResidentBatch
-from roseinfer.decode.graphs import StepGraphs, StepKind, tops_told
+from roseinfer.decode.graphs import StepGraphs, StepKind, required_top_logprobs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slots import (
-    BLOCKS_BEGIN,
+    FIRST_BLOCK_COLUMN,
     DecodeSlots,
     SlotFields,
     SlotGuides,
@@ -21,15 +21,15 @@ from roseinfer.decode.slots import (
     SlotRows,
 )
 from roseinfer.distributed.orders import Decode
-from roseinfer.distributed.ranks import leader_of
+from roseinfer.distributed.ranks import as_leader
 from roseinfer.errors import ConfigError
-from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv.sequence import reserve
-from roseinfer.kv.transfers import lasting
+from roseinfer.kv.transfers import outside_inference_mode
 from roseinfer.paths import EnginePath
-from roseinfer.sampling.logits import only_allowed
-from roseinfer.sampling.logprobs import rows_without_a_distribution, tell
-from roseinfer.sampling_params import MOST_TOP_LOGPROBS
+from roseinfer.sampling.logits import apply_token_bitmask
+from roseinfer.sampling.logprobs import pack_logprobs, rows_without_a_distribution
+from roseinfer.sampling_params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.decode.readback import Arrival
-    from roseinfer.guided.compiler import GuideProgress
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.decode.readback import PendingReadback
+    from roseinfer.guided.compiler import GuideMatcher
+    from roseinfer.kv.sequence import CachedSequence
     from roseinfer.models.causal import CausalModel
     from roseinfer.sampling_params import SamplingParams
 
-# Steps over rows on the device: each stores the token of its row and chooses the next.
+# Steps over rows on the device: each row stores its token and samples the next one.
 
 
 class RowSteps:
-    """Runs the model on the first so many rows, as graphs where there are any."""
+    """Runner of steps over the first rows, as CUDA graphs where they were captured."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class RowSteps:
         *,
         drafts: bool = False,
     ) -> None:
-        """``sizes`` are those that steps are made in; the last is all rows.
+        """Set up steps of the given ``sizes`` in rows, ascending; the last is all rows.
 
-        With ``drafts``, several rows may be of one sequence, one token behind the other.
+        With ``drafts``, several rows may be consecutive tokens of one sequence.
         """
         self.rows = rows
         self.penalties: SlotPenalties | None = None
@@ -71,139 +71,144 @@ class RowSteps:
         self._sizes = sizes
         self._drafts = drafts
         device = attention.kv.device
-        self._advance: Callable[..., None] | None = None
-        """The kernels that end a greedy step, where there are any."""
-        if attention.name != "reference" and not why_unusable(device):
-            from roseinfer.kernels.triton.greedy import advance_to_likeliest
+        self._greedy_kernel: Callable[..., None] | None = None
+        """Argmax kernel that ends a greedy step; None where Triton cannot run."""
+        if attention.name != "reference" and not unusable_reason(device):
+            from roseinfer.kernels.triton.greedy import argmax_and_advance
 
-            self._advance = advance_to_likeliest
-        with lasting():
+            self._greedy_kernel = argmax_and_advance
+        with outside_inference_mode():
             self.tokens = torch.zeros_like(rows.tokens)
-            """The token that the last step chose in each row; -1 where there was none."""
+            """Token that the last step chose in each row; -1 where logits had no distribution."""
         self._graphs: StepGraphs | None = None
         num_rows = len(rows.tokens)
         self._readback = Readback(num_rows, torch.int64, device)
-        self._told_readback = Readback(
-            num_rows * (1 + 2 * MOST_TOP_LOGPROBS), torch.float64, device
+        self._logprobs_readback = Readback(
+            num_rows * (1 + 2 * MAX_TOP_LOGPROBS), torch.float64, device
         )
-        self._told: dict[int, Tensor] = {}
-        """What the last step told, by how many likeliest tokens it told of."""
+        self._packed_logprobs: dict[int, Tensor] = {}
+        """Packed logprobs of the last step, by its number of top logprobs."""
 
     def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
-        """Capture plain steps of some sizes, and all others when they are first run.
+        """Capture plain steps of some sizes, and all others when they first run.
 
-        This returns False where the model's steps cannot be captured.
+        Returns False where the model's steps cannot be captured.
         """
         graphs = StepGraphs(self.step, self.rows, self._path_counts)
         if graphs.capture(sizes, required=required):
             self._graphs = graphs
         return self._graphs is not None
 
-    def size_for(self, extent: int) -> int:
-        """Return how many rows a step has that is to have the first ``extent``."""
-        return next(size for size in self._sizes if size >= extent)
+    def padded_size(self, rows_in_use: int) -> int:
+        """Return the smallest step size of at least ``rows_in_use`` rows."""
+        return next(size for size in self._sizes if size >= rows_in_use)
 
     def run(self, count: int, kind: StepKind) -> None:
         run = self._graphs.run if self._graphs else self.step
         run(count, kind)
 
-    def read_back(self, extent: int) -> Arrival:
-        """Copy the tokens that the step launched last chooses in the first rows."""
-        return self._readback.start(self.tokens[:extent])
+    def read_back(self, rows_in_use: int) -> PendingReadback:
+        """Start copying the tokens that the last launched step chooses in the first rows."""
+        return self._readback.start(self.tokens[:rows_in_use])
 
-    def told(self, extent: int, tops: int) -> Arrival:
-        """Copy what it tells of its tokens, which its kind must ask for.
+    def read_back_logprobs(self, rows_in_use: int, num_top_logprobs: int) -> PendingReadback:
+        """Start copying the last launched step's logprobs, which its kind must include.
 
-        It arrives as the numbers of one row after the other, as ``tell`` has them.
+        The result concatenates the rows of ``pack_logprobs``.
         """
-        return self._told_readback.start(self._told[tops][:extent].flatten())
+        return self._logprobs_readback.start(
+            self._packed_logprobs[num_top_logprobs][:rows_in_use].flatten()
+        )
 
     @torch.inference_mode()
     def step(self, count: int, kind: StepKind) -> None:
-        """Store the token of each of the first ``count`` rows and choose the next one.
+        """Store the token of each of the first ``count`` rows and sample the next one.
 
-        This needs nothing from the host, so that it can be captured once and replayed.
+        This needs no data from the host, so that it can be captured once and replayed.
         """
         rows = self.rows
         for path in self._model.paths:
             self._path_counts[path] += 1
         lengths = rows.lengths(count)
-        batch = ResidentBatch(rows.tables(count), lengths, self._drafts, kind.long)
+        batch = ResidentBatch(rows.tables(count), lengths, self._drafts, kind.long_context)
         self._attention.prepare(batch)
         logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
         if kind.guided and self.guides is not None:
             self._path_counts[EnginePath.GUIDED] += 1
-            logits = only_allowed(logits.float(), self.guides.allowed[:count])
-        chosen = self._choose(count, kind, logits, lengths)
-        rows.share_tokens(count)
-        if kind.tops is not None:
-            self._tell(logits, chosen, kind.tops)
+            logits = apply_token_bitmask(logits.float(), self.guides.token_bitmasks[:count])
+        chosen = self._sample_rows(count, kind, logits, lengths)
+        rows.broadcast_tokens(count)
+        if kind.num_top_logprobs is not None:
+            self._store_logprobs(logits, chosen, kind.num_top_logprobs)
 
-    def _choose(self, count: int, kind: StepKind, logits: Tensor, lengths: Tensor) -> Tensor:
-        """Choose the next token of each row, and count the one that was stored."""
+    def _sample_rows(self, count: int, kind: StepKind, logits: Tensor, lengths: Tensor) -> Tensor:
+        """Sample the next token of each row, and add the stored one to the row's length."""
         rows = self.rows
-        if kind.greedy and not kind.penalised and self._advance is not None:
-            self._path_counts[EnginePath.LIKELIEST] += 1
+        if kind.greedy and not kind.has_penalties and self._greedy_kernel is not None:
+            self._path_counts[EnginePath.FUSED_ARGMAX] += 1
             chosen, tokens = self.tokens[:count], rows.tokens[:count]
-            self._advance(logits, chosen, tokens, lengths, rows.active(count))
+            self._greedy_kernel(logits, chosen, tokens, lengths, rows.active(count))
             return chosen
-        penalties = tally = None
-        if kind.penalised and self.penalties is not None:
-            self._path_counts[EnginePath.PENALISED] += 1
+        penalties = row_token_counts = None
+        if kind.has_penalties and self.penalties is not None:
+            self._path_counts[EnginePath.PENALTIES] += 1
             penalties = self.penalties.columns(count)
-            tally = self.penalties.tally(rows.tokens[:count], rows.active(count))
+            row_token_counts = self.penalties.count_tokens(rows.tokens[:count], rows.active(count))
         batch = rows.sampling(count, greedy=kind.greedy, penalties=penalties)
-        chosen = batch.choose(logits, lengths + 1, tally)
+        chosen = batch.sample_tokens(logits, lengths + 1, row_token_counts)
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         self.tokens[:count] = chosen
         rows.tokens[:count] = chosen.clamp(min=0)
         lengths += rows.active(count)
         return chosen
 
-    def _tell(self, logits: Tensor, chosen: Tensor, tops: int) -> None:
-        self._path_counts[EnginePath.TOLD] += 1
-        told = tell(logits, chosen, tops)
-        if tops not in self._told:
-            with lasting():
-                shape = len(self.tokens), told.shape[1]
-                self._told[tops] = torch.zeros(shape, dtype=told.dtype, device=told.device)
-        self._told[tops][: len(chosen)] = told
+    def _store_logprobs(self, logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> None:
+        self._path_counts[EnginePath.LOGPROBS] += 1
+        packed = pack_logprobs(logits, chosen, num_top_logprobs)
+        if num_top_logprobs not in self._packed_logprobs:
+            with outside_inference_mode():
+                shape = len(self.tokens), packed.shape[1]
+                self._packed_logprobs[num_top_logprobs] = torch.zeros(
+                    shape, dtype=packed.dtype, device=packed.device
+                )
+        self._packed_logprobs[num_top_logprobs][: len(chosen)] = packed
 
 
 _LOG = logging.getLogger("roseinfer")
-_SOON = 16
-"""A sequence may be given its next block so many tokens before the last is full."""
+_EARLY_BLOCK_TOKENS = 16
+"""Tokens before its last block is full at which a sequence may get its next block."""
 
 
-class Entrant(NamedTuple):
-    """A sequence that is to have a slot."""
+class NewResident(NamedTuple):
+    """Sequence that is to get a slot."""
 
-    session: InferenceSession
-    """It has all tokens but the newest, which only the device knows."""
+    sequence: CachedSequence
+    """Sequence with all tokens but the newest, which only the device knows."""
     params: SamplingParams
     seed: int
-    most: int
-    """How many tokens it may come to store."""
-    prompted: int
-    """How many of its tokens are its prompt's."""
-    guide: GuideProgress | None = None
-    """What rules out tokens: by the time of a step, it knows all tokens before the next one."""
+    max_stored: int
+    """Most tokens that it may store."""
+    num_prompt_tokens: int
+    """Prompt tokens among its tokens."""
+    guide: GuideMatcher | None = None
+    """Matcher that masks tokens, None for no guide; must know all tokens before each step."""
 
 
 @dataclass(slots=True)
 class Resident:
-    """A sequence that has a slot, and so its state on the device."""
+    """Sequence that has a slot, and so its state on the device."""
 
-    session: InferenceSession
+    sequence: CachedSequence
     slot: int
     params: SamplingParams
-    most: int
-    """How many tokens it may come to store."""
-    guide: GuideProgress | None
+    max_stored: int
+    """Most tokens that it may store."""
+    guide: GuideMatcher | None
+    """Matcher that masks tokens; None for no guide."""
 
 
 class ResidentDecode:
-    """Runs the decode steps of residents."""
+    """Runner of the decode steps of residents."""
 
     def __init__(
         self,
@@ -220,138 +225,157 @@ class ResidentDecode:
             self.rows = SlotRows.of(num_slots, model, kv, attention.staging)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
-                f"max_batch_size={num_slots}: {kv.device} has no memory for the state of so many "
-                "requests: ask for fewer, or leave resident_decode off"
+                f"max_batch_size={num_slots}: {kv.device} has no memory for the state of "
+                f"{num_slots} requests; lower max_batch_size, or turn resident_decode off"
             ) from error
         self.slots = DecodeSlots(self.rows)
-        self._ranks = leader_of(model.ranks)
+        self._ranks = as_leader(model.ranks)
         self._staging = attention.staging
-        self._whole_up_to = model.whole_steps
-        sizes = ladder(num_slots)
+        self._max_megakernel_length = model.max_megakernel_tokens
+        sizes = step_sizes(num_slots)
         self.steps = RowSteps(model, attention, self.rows, sizes)
-        """They have what penalties and guides need when the first request with one has come."""
+        """Steps; their penalties and guides are allocated for the first request that needs them."""
         self._num_slots = num_slots
-        self._lacks_memory = False
-        self._asked = Counter[str]()
-        """How many residents ask for more than the least that a step does, by what it is."""
+        self._out_of_memory = False
+        self._feature_counts = Counter[str]()
+        """Number of residents that need each optional feature of a step."""
         self.kind = StepKind(greedy=True)
-        """What the next step will do, by what the residents ask for."""
-        self.captured = graphs and self.steps.capture(sizes, required=graphs_required)
-        """True if steps are graphs."""
+        """Kind of the next step: the union of the residents' features."""
+        self.uses_graphs = graphs and self.steps.capture(sizes, required=graphs_required)
+        """True if steps run as CUDA graphs."""
 
-    def takes(self, params: SamplingParams, vocabulary: int) -> bool:
-        """Return True for a request that can decode here, with logits as wide as ``vocabulary``.
+    def supports(self, params: SamplingParams, vocabulary: int) -> bool:
+        """Return True if a request can decode in a slot, with logits as wide as ``vocabulary``.
 
-        One with penalties or a guide cannot where the device has no memory for that.
+        One with penalties or a guide cannot where the device lacks memory for their state.
         """
         steps = self.steps
         try:
-            if params.penalised and steps.penalties is None and not self._lacks_memory:
+            if params.has_penalties and steps.penalties is None and not self._out_of_memory:
                 steps.penalties = SlotPenalties(self._num_slots, vocabulary, self._staging)
-            if params.guide is not None and steps.guides is None and not self._lacks_memory:
+            if params.guide is not None and steps.guides is None and not self._out_of_memory:
                 steps.guides = SlotGuides(self._num_slots, vocabulary, self._staging)
         except (RuntimeError, MemoryError):
-            self._lacks_memory = True
+            self._out_of_memory = True
             _LOG.warning(
-                "requests with penalties or guides decode by themselves, one step at a time: %s "
-                "has no memory to tally the tokens of %d requests",
+                "requests with penalties or guides decode without resident_decode, one step at a "
+                "time: %s has no memory for the token counts or bitmasks of %d requests; lower "
+                "max_batch_size",
                 self._kv.device,
                 self._num_slots,
             )
-        tallies = not params.penalised or steps.penalties is not None
-        return tallies and (params.guide is None or steps.guides is not None)
+        has_counts = not params.has_penalties or steps.penalties is not None
+        return has_counts and (params.guide is None or steps.guides is not None)
 
-    def enter(self, entering: Sequence[Entrant], tokens: Tensor) -> list[Resident]:
-        """Give slots to sessions; ``tokens`` are their newest."""
+    def add_sequences(self, entering: Sequence[NewResident], tokens: Tensor) -> list[Resident]:
+        """Assign slots to sequences, whose newest tokens are ``tokens``, on the device."""
         residents = []
-        for session, params, seed, most, prompted, guide in entering:
-            slot = self.slots.take(session, params, seed)
-            residents.append(Resident(session, slot, params, most, guide))
-            self._note(params, 1)
-            if params.penalised and self.steps.penalties is not None:
-                self.steps.penalties.begin(slot, params, session.token_ids, prompted)
-        # The room behind a prompt in its last block is the session's own already.
+        for sequence, params, seed, most, num_prompt_tokens, guide in entering:
+            slot = self.slots.assign_slot(sequence, params, seed)
+            residents.append(Resident(sequence, slot, params, most, guide))
+            self._update_kind(params, 1)
+            if params.has_penalties and self.steps.penalties is not None:
+                self.steps.penalties.set_penalties(
+                    slot, params, sequence.token_ids, num_prompt_tokens
+                )
+        # The rest of a partial last block is the sequence's already.
         size = self._kv.block_size
-        begun = [each for each in residents if each.session.stored % size]
-        self._reserve(begun, [size - each.session.stored % size for each in begun])
+        partial = [each for each in residents if each.sequence.num_stored % size]
+        self._reserve(partial, [size - each.sequence.num_stored % size for each in partial])
         self.rows.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
         return residents
 
-    def leave(self, resident: Resident) -> None:
-        """Give up a slot. This does not disturb steps in flight."""
-        self.slots.give_back(resident.slot)
-        self._note(resident.params, -1)
-        if resident.params.penalised and self.steps.penalties is not None:
-            self.steps.penalties.end(resident.slot)
+    def remove_sequence(self, resident: Resident) -> None:
+        """Release a resident's slot. This does not disturb steps in flight."""
+        self.slots.release_slot(resident.slot)
+        self._update_kind(resident.params, -1)
+        if resident.params.has_penalties and self.steps.penalties is not None:
+            self.steps.penalties.reset_slot(resident.slot)
         if resident.guide is not None and self.steps.guides is not None:
-            self.steps.guides.end(resident.slot)
+            self.steps.guides.reset_slot(resident.slot)
 
     def clear(self) -> None:
-        """Take all slots back, also those of a call of ``enter`` that broke off."""
+        """Release all slots, including those of an ``add_sequences`` call that failed."""
         self.slots.clear()
         if self.steps.penalties is not None:
             self.steps.penalties.clear()
         if self.steps.guides is not None:
             self.steps.guides.clear()
-        self._asked.clear()
+        self._feature_counts.clear()
         self.kind = StepKind(greedy=True)
 
-    def _note(self, params: SamplingParams, more: int) -> None:
-        """Note that a request has come, or gone, and what steps do from now on."""
-        asked = self._asked
-        asked["drawn"] += more * (params.temperature != 0)
-        asked["penalised"] += more * params.penalised
-        asked["guided"] += more * (params.guide is not None)
-        asked["told"] += more * params.logprobs
-        asked["tops"] += more * (params.top_logprobs > 0)
+    def _update_kind(self, params: SamplingParams, more: int) -> None:
+        """Update ``kind`` for a request that was added (``more`` is 1) or removed (-1)."""
+        counts = self._feature_counts
+        counts["sampled"] += more * (params.temperature != 0)
+        counts["penalised"] += more * params.has_penalties
+        counts["guided"] += more * (params.guide is not None)
+        counts["logprobs"] += more * params.logprobs
+        counts["top_logprobs"] += more * (params.top_logprobs > 0)
         self.kind = StepKind(
-            greedy=not asked["drawn"],
-            penalised=asked["penalised"] > 0,
-            guided=asked["guided"] > 0,
-            tops=tops_told(told=asked["told"] > 0, tops=asked["tops"] > 0),
+            greedy=not counts["sampled"],
+            has_penalties=counts["penalised"] > 0,
+            guided=counts["guided"] > 0,
+            num_top_logprobs=required_top_logprobs(
+                told=counts["logprobs"] > 0, num_top_logprobs=counts["top_logprobs"] > 0
+            ),
         )
 
-    def launch(self, residents: Sequence[Resident], early_blocks: int) -> Arrival:
-        """Launch a step for all that have a slot; what arrives is indexed by slot.
+    def launch(self, residents: Sequence[Resident], early_blocks: int) -> PendingReadback:
+        """Launch a step of all residents; the tokens read back are indexed by slot.
 
-        A session that needs a block for its token is given one, and room for all tokens until that
-        block is full. Up to ``early_blocks`` more go to sessions that will soon need one.
+        A sequence that needs a block for its token gets one, with capacity for all tokens until
+        that block is full. At most ``early_blocks`` more go to sequences that will need one soon.
         """
-        due = self._due(residents, early_blocks)
+        due = self._needing_blocks(residents, early_blocks)
         self._reserve(due, [self._kv.block_size] * len(due))
         if self.kind.guided and self.steps.guides is not None:
             self.steps.guides.upload({each.slot: each.guide for each in residents if each.guide})
         self.slots.upload()
-        extent = self.slots.extent
-        count = self.steps.size_for(extent)
+        rows_in_use = self.slots.rows_in_use
+        count = self.steps.padded_size(rows_in_use)
         kind = self.kind
-        if count == 1 and self._whole_up_to and residents[0].session.stored >= self._whole_up_to:
-            kind = kind._replace(long=True)
+        if (
+            count == 1
+            and self._max_megakernel_length
+            and residents[0].sequence.num_stored >= self._max_megakernel_length
+        ):
+            kind = kind._replace(long_context=True)
         if self._ranks is not None:
-            self._ranks.tell(Decode(count, kind))
+            self._ranks.send_command(Decode(count, kind))
         self.steps.run(count, kind)
         for each in residents:
-            each.session.stored += 1
+            each.sequence.num_stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1
-        return self.steps.read_back(extent)
+        return self.steps.read_back(rows_in_use)
 
-    def told(self) -> Arrival:
-        """Copy what the step launched last tells of its tokens, which its kind must ask for."""
-        assert self.kind.tops is not None
-        return self.steps.told(self.slots.extent, self.kind.tops)
+    def read_back_logprobs(self) -> PendingReadback:
+        """Start copying the last launched step's logprobs, which its kind must include."""
+        assert self.kind.num_top_logprobs is not None
+        return self.steps.read_back_logprobs(self.slots.rows_in_use, self.kind.num_top_logprobs)
 
-    def _due(self, residents: Sequence[Resident], early_blocks: int) -> list[Resident]:
-        """Find the sequences that need a block now, and a few of those that soon will.
+    def _needing_blocks(self, residents: Sequence[Resident], early_blocks: int) -> list[Resident]:
+        """Return the residents that need a block now, and a few that will need one soon.
 
-        Sequences that began together fill their blocks together: serving all of them in one step
-        would be felt as a pause. Others come one after the other: blocks for a few take little
-        longer than for one, so these wait for each other.
+        Sequences that were admitted together fill their blocks together: allocating all of these
+        blocks in one step would cause a latency spike. Other sequences need blocks one by one, and
+        allocating a few takes little longer than one, so early allocations are batched.
         """
-        soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
-        due = [each for each in soon if each.session.stored >= each.session.room]
+        soon = [
+            each
+            for each in residents
+            if each.sequence.token_capacity - each.sequence.num_stored < _EARLY_BLOCK_TOKENS
+        ]
+        due = [each for each in soon if each.sequence.num_stored >= each.sequence.token_capacity]
         if early_blocks and len(soon) > len(due):
-            early = [each for each in soon if each.session.stored < each.session.room < each.most]
-            most = min(-(-len(residents) // _SOON), early_blocks // len(self._kv.groups))
+            early = [
+                each
+                for each in soon
+                if each.sequence.num_stored < each.sequence.token_capacity < each.max_stored
+            ]
+            most = min(
+                -(-len(residents) // _EARLY_BLOCK_TOKENS), early_blocks // len(self._kv.groups)
+            )
             if due or len(early) >= most:
                 due += early[:most]
         return due
@@ -359,39 +383,39 @@ class ResidentDecode:
     def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:
         if not residents:
             return
-        reserve(self._kv, [each.session for each in residents], counts)
+        reserve(self._kv, [each.sequence for each in residents], counts)
         for each in residents:
-            self.slots.touch(each.slot)
+            self.slots.mark_new_blocks(each.slot)
 
 
-def ladder(most: int) -> list[int]:
-    """Return the sizes of steps: each is at most twice the last, and large ones are 32 apart."""
+def step_sizes(most: int) -> list[int]:
+    """Return the step sizes: each at most twice the previous one, large ones 32 apart."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
     return [*sizes, most]
 
 
-# Several tokens of a text stored in one step: a row for each.
+# Steps that store several tokens of a sequence, one row per token.
 #
-# A row decodes as the one of a resident sequence does, so what comes behind a token has the bits
-# that it has where tokens come one at a time, and a step can be a CUDA graph.
+# A row decodes as the row of a resident sequence does, so the token after each has the same bits as
+# where tokens are decoded one at a time, and a step can be a CUDA graph.
 
 
-_LEAST_ROWS = 16
-"""Tensor cores take no fewer, so fewer would take as long."""
+_MIN_STEP_ROWS = 16
+"""Fewest rows that tensor cores multiply: smaller steps would take as long."""
 
 
-class Span(NamedTuple):
-    """A sequence, and tokens that come behind those it has stored."""
+class TokenSpan(NamedTuple):
+    """Sequence, and tokens that follow its stored ones."""
 
-    session: InferenceSession
+    sequence: CachedSequence
     params: SamplingParams
     seed: int
     tokens: Sequence[int]
 
 
-class TokenRows:
-    """Stores tokens of several sequences, and chooses the token behind each."""
+class MultiTokenDecode:
+    """Runner of steps that store several tokens per sequence and sample the token after each."""
 
     def __init__(
         self,
@@ -400,86 +424,96 @@ class TokenRows:
         most_rows: int,
         path: EnginePath,
         *,
-        captured: int = 0,
+        captured_rows: int = 0,
     ) -> None:
-        """``path`` counts its steps. Those of up to ``captured`` rows become graphs now.
+        """Set up steps of at most ``most_rows`` rows, counted as ``path``.
 
-        If there are some, larger ones become graphs when they are first run.
+        Steps of at most ``captured_rows`` rows are captured as CUDA graphs now, and larger ones
+        when they first run; with 0, no step is captured.
         """
         self._kv = attention.kv
         self._path_counts = attention.path_counts
         self._path = path
-        sizes = _ladder(most_rows)
+        sizes = _doubling_step_sizes(most_rows)
         rows = SlotRows.of(sizes[-1], model, attention.kv, attention.staging)
         self._rows = rows
         self._steps = RowSteps(model, attention, rows, sizes, drafts=True)
-        self._taken = 0
-        """How many rows the last step had."""
+        self._num_rows = 0
+        """Rows of the last step."""
         self.tokens: Tensor = self._steps.tokens
-        """Those that the last step chooses, row by row, on the device."""
-        if captured:
-            largest = self._steps.size_for(captured)
+        """Tokens that the last step chose, row by row, on the device."""
+        if captured_rows:
+            largest = self._steps.padded_size(captured_rows)
             self._steps.capture([size for size in sizes if size <= largest], required=False)
 
-    def launch(self, spans: Sequence[Span]) -> tuple[Arrival, Arrival | None]:
-        """Store the tokens of all, and choose the one behind each, sequence by sequence.
+    def launch(self, spans: Sequence[TokenSpan]) -> tuple[PendingReadback, PendingReadback | None]:
+        """Store the tokens of all spans, and sample the token after each, sequence by sequence.
 
-        This returns the tokens, and what is told of them if some request wants that.
+        Returns the sampled tokens, and their logprobs if some request wants them.
         """
         counts = [len(each.tokens) for each in spans]
-        reserve(self._kv, [each.session for each in spans], counts)
+        reserve(self._kv, [each.sequence for each in spans], counts)
         self._upload(spans)
-        kind = _kind_of([each.params for each in spans])
-        self._steps.run(self._steps.size_for(self._taken), kind)
+        kind = _step_kind([each.params for each in spans])
+        self._steps.run(self._steps.padded_size(self._num_rows), kind)
         for each in spans:
-            each.session.stored += len(each.tokens)
+            each.sequence.num_stored += len(each.tokens)
         self._path_counts[self._path] += 1
-        told = None if kind.tops is None else self._steps.told(self._taken, kind.tops)
-        return self._steps.read_back(self._taken), told
+        logprobs = (
+            None
+            if kind.num_top_logprobs is None
+            else self._steps.read_back_logprobs(self._num_rows, kind.num_top_logprobs)
+        )
+        return self._steps.read_back(self._num_rows), logprobs
 
     def clear(self) -> None:
-        """Upload all rows anew, since nobody knows what the device has of them."""
-        self._taken = len(self._rows.tokens)
+        """Mark all rows for upload: their state on the device is unknown."""
+        self._num_rows = len(self._rows.tokens)
 
-    def _upload(self, spans: Sequence[Span]) -> None:
+    def _upload(self, spans: Sequence[TokenSpan]) -> None:
         rows = self._rows
         tokens: list[int] = []
         flat: list[int] = []
-        width = self._width_of(spans)
-        for session, params, seed, own in spans:
+        width = self._table_width(spans)
+        for sequence, params, seed, own in spans:
             fields = SlotFields.of(params, seed)
-            table = rows.table_of(session, width)
-            for length in range(session.stored, session.stored + len(own)):
-                flat += [len(tokens) + length - session.stored, *fields._replace(length=length)]
+            table = rows.padded_block_table(sequence, width)
+            for length in range(sequence.num_stored, sequence.num_stored + len(own)):
+                flat += [
+                    len(tokens) + length - sequence.num_stored,
+                    *fields._replace(length=length),
+                ]
                 flat += table
             tokens += own
-        before, self._taken = self._taken, len(tokens)
-        for row in range(self._taken, before):
-            flat += [row, *rows.padding[: BLOCKS_BEGIN + width * rows.groups]]
-        rows.put(flat, max(before, self._taken))
-        rows.begin_with(tokens)
+        before, self._num_rows = self._num_rows, len(tokens)
+        for row in range(self._num_rows, before):
+            flat += [row, *rows.padding_row[: FIRST_BLOCK_COLUMN + width * rows.num_groups]]
+        rows.put_rows(flat, max(before, self._num_rows))
+        rows.put_first_tokens(tokens)
 
-    def _width_of(self, spans: Sequence[Span]) -> int:
-        """Return how many blocks each row is given: no others are looked at.
+    def _table_width(self, spans: Sequence[TokenSpan]) -> int:
+        """Return the blocks to upload per row: at least those in use.
 
-        Where there are several groups of layers, those of the second have their own columns.
+        With several groups of layers, rows are uploaded whole, since each group has its columns.
         """
-        if self._rows.groups > 1:
-            return self._rows.width
-        return max(len(each.session.block_lists[0]) for each in spans)
+        if self._rows.num_groups > 1:
+            return self._rows.blocks_per_group
+        return max(len(each.sequence.block_lists[0]) for each in spans)
 
 
-def _kind_of(asked: Sequence[SamplingParams]) -> StepKind:
-    tops = tops_told(
-        told=any(params.logprobs for params in asked),
-        tops=any(params.top_logprobs for params in asked),
+def _step_kind(params: Sequence[SamplingParams]) -> StepKind:
+    num_top_logprobs = required_top_logprobs(
+        told=any(each.logprobs for each in params),
+        num_top_logprobs=any(each.top_logprobs for each in params),
     )
-    return StepKind(greedy=not any(params.temperature for params in asked), tops=tops)
+    return StepKind(
+        greedy=not any(each.temperature for each in params), num_top_logprobs=num_top_logprobs
+    )
 
 
-def _ladder(most: int) -> list[int]:
-    """Return the sizes of steps, each twice the last, so that few graphs are captured."""
-    sizes = [_LEAST_ROWS]
+def _doubling_step_sizes(most: int) -> list[int]:
+    """Return the step sizes, each twice the previous one, so that few graphs are captured."""
+    sizes = [_MIN_STEP_ROWS]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
     return sizes

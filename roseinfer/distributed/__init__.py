@@ -1,1 +1,1 @@
-"""The processes that each compute a part of one model, and how they act as one."""
+"""Tensor parallelism: processes (ranks) that each compute a share of one model."""

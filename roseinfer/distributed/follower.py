@@ -1,4 +1,4 @@
-"""What a rank that does not lead does: it loads its share of the model, and does as it is told."""
+"""Following ranks: each loads its share of the model and executes the leader's commands."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ import torch
 from torch import nn
 
 from roseinfer.attention.backend import ResidentBatch, StepBatch
-from roseinfer.config import Launched
+from roseinfer.config import TorchrunRank
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.slots import SlotRows
-from roseinfer.decode.step import ladder
-from roseinfer.distributed.meeting import follow_launched, join, lead_launched, start_others
+from roseinfer.decode.step import step_sizes
 from roseinfer.distributed.orders import (
-    Copies,
+    CopyBlocks,
     Decode,
     Forward,
-    Order,
     PutBlocks,
     PutRows,
     PutTokens,
-    Tell,
+    RankCommand,
+    ReportState,
 )
 from roseinfer.distributed.ranks import FollowingRank
+from roseinfer.distributed.rendezvous import (
+    connect_to_leader,
+    follow_launched,
+    lead_launched,
+    start_and_lead,
+)
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.errors import ConfigError, RanksFailed, with_kind
+from roseinfer.errors import ConfigError, RanksFailed, error_with_type
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.plan import AppendPlan
 from roseinfer.models.loading import load, rank_device
@@ -44,93 +49,95 @@ if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
     from roseinfer.decode.graphs import StepKind
     from roseinfer.distributed.ranks import LeadingRank
-    from roseinfer.models.loading import Loaded
+    from roseinfer.models.loading import LoadedModel
 
-_GLANCE_S = 0.5
+_POLL_S = 0.5
 
 
 class Follower:
-    """Computes its share of every step, on tables that the leader sends."""
+    """The engine of a following rank, which computes its share of every step of the leader."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, ranks: FollowingRank) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, ranks: FollowingRank) -> None:
         self._kv, self._model = loaded.kv, loaded.model
         self._ranks = ranks
-        self._sessions = SequenceRunner(loaded.model, loaded.kv, attention=config.attention_backend)
+        self._sequence_runner = SequenceRunner(
+            loaded.model, loaded.kv, attention=config.attention_backend
+        )
         self._rows: SlotRows | None = None
         self._graphs: StepGraphs | None = None
         self._tables: Sequence[Sequence[list[int]]] = []
-        """The block lists of the last forward pass."""
+        """Block lists of the last forward pass."""
         device = loaded.kv.device.type
-        if config.decodes_in_slots(device):
-            most, staging = config.max_batch_size, self._sessions.staging
+        if config.uses_resident_decode(device):
+            most, staging = config.max_batch_size, self._sequence_runner.staging
             self._rows = SlotRows.of(most, loaded.model, loaded.kv, staging)
             if device == "cuda" and config.cuda_graph is not False:
                 graphs = StepGraphs(self._decode, self._rows, Counter())
                 required = config.cuda_graph is True
-                if graphs.capture(ladder(most), required=required):
+                if graphs.capture(step_sizes(most), required=required):
                     self._graphs = graphs
 
     def run(self) -> None:
-        """Do what the leader says until it wants no more."""
-        while (order := self._ranks.hear()) is not None:
-            self._do(order)
+        """Execute the leader's commands until it sends no more."""
+        while (command := self._ranks.receive_command()) is not None:
+            self._execute(command)
 
     @torch.inference_mode()
-    def _do(self, order: Order) -> None:
-        match order:
+    def _execute(self, command: RankCommand) -> None:
+        match command:
             case Forward():
-                self._forward(order)
+                self._forward(command)
             case Decode(count, kind):
                 run = self._graphs.run if self._graphs else self._decode
                 run(count, kind)
-            case Copies(layer, source, target):
+            case CopyBlocks(layer, source, target):
                 self._kv.carry_out(AppendPlan(layer, [], [], copy_from=source, copy_to=target))
-            case Tell(what):
-                self._ranks.answer(self._known(what))
+            case ReportState(what):
+                self._ranks.send_reply(self._read_state(what))
             case _:
-                self._put(order)
+                self._put(command)
 
-    def _put(self, order: PutRows | PutBlocks | PutTokens) -> None:
+    def _put(self, command: PutRows | PutBlocks | PutTokens) -> None:
         rows = self._rows
         assert rows is not None
-        match order:
+        match command:
             case PutRows(flat, count):
-                rows.put(flat, count)
+                rows.put_rows(flat, count)
             case PutBlocks(places, numbers):
-                rows.put_numbers(places, numbers, 0)
+                rows.put_blocks(places, numbers, 0)
             case PutTokens(slots):
                 rows.put_tokens(slots, torch.empty_like(rows.tokens[: len(slots)]))
 
-    def _forward(self, order: Forward) -> None:
-        lists = self._tables = order.block_lists
-        for own, stored in zip(lists, order.lengths, strict=True):
-            for group, block_ids in zip(self._kv.groups, own, strict=True):
+    def _forward(self, command: Forward) -> None:
+        lists = self._tables = command.block_lists
+        for block_lists, stored in zip(lists, command.lengths, strict=True):
+            for group, block_ids in zip(self._kv.groups, block_lists, strict=True):
                 self._kv.adopt(group.layers[0], block_ids, stored)
-        for plan in order.plans.values():
+        for plan in command.plans.values():
             self._kv.carry_out(plan)
-        new = StepAppend(self._kv, lists, order.counts, one_each=False, plans=order.plans)
-        self._sessions.attention.prepare(
-            StepBatch(new, lists, order.counts, order.lengths, order.singles)
+        new = StepAppend(self._kv, lists, command.counts, one_token_each=False, plans=command.plans)
+        self._sequence_runner.attention.prepare(
+            StepBatch(new, lists, command.counts, command.lengths, command.num_decodes)
         )
-        stage = self._sessions.staging.stage
-        token_ids, positions = stage([order.token_ids, order.positions]).columns
-        rows = None if order.rows is None else stage([order.rows]).columns[0]
-        self._model.logits(token_ids, positions, rows, self._sessions.attention)
+        stage = self._sequence_runner.staging.stage
+        token_ids, positions = stage([command.token_ids, command.positions]).columns
+        rows = None if command.rows is None else stage([command.rows]).columns[0]
+        self._model.logits(token_ids, positions, rows, self._sequence_runner.attention)
 
     def _decode(self, count: int, kind: StepKind) -> None:  # noqa: ARG002
-        """Store the token of each of the first slots, and take the next one from the leader.
+        """Store the token of each of the first ``count`` slots; get the next one from the leader.
 
-        There is a graph for each kind of step on every rank, since they are captured together.
+        Every rank has a graph for each kind of step, since all ranks capture them together.
         """
         rows = self._rows
         assert rows is not None
         lengths = rows.lengths(count)
-        self._sessions.attention.prepare(ResidentBatch(rows.tables(count), lengths))
-        self._model.logits(rows.tokens[:count], lengths, None, self._sessions.attention)
-        rows.share_tokens(count)
+        self._sequence_runner.attention.prepare(ResidentBatch(rows.tables(count), lengths))
+        self._model.logits(rows.tokens[:count], lengths, None, self._sequence_runner.attention)
+        rows.broadcast_tokens(count)
         lengths += rows.active(count)
 
-    def _known(self, what: str) -> Any:
+    def _read_state(self, what: str) -> Any:
         if what == "caches":
             return self._kv.keys.cpu(), self._kv.values.cpu()
         if self._rows is None:
@@ -139,62 +146,64 @@ class Follower:
         return self._tables, [table.tolist() for table in self._rows.tables(slots)]
 
 
-def follow_in(folder: Path, rank: int, size: int) -> None:
-    """Join the leader who waits in ``folder``, and do as it says until it wants no more."""
-    link, store, (model, config, device, dtype) = join(folder, rank, size)
+def run_follower(folder: Path, rank: int, size: int) -> None:
+    """Join the leader that waits in ``folder``, and execute its commands until it sends no more."""
+    link, store, (model, config, device, dtype) = connect_to_leader(folder, rank, size)
     try:
         where = rank_device(device, rank, size)
         link.send(None)
         ranks = FollowingRank(rank, link, size, store, where)
         Follower(load(model, config, dtype=dtype, ranks=ranks), config, ranks).run()
-    except BaseException as error:  # whatever it is, the leader must know
-        with suppress(OSError):  # it has ended itself
-            link.send(RanksFailed(with_kind(error)))
+    except BaseException as error:  # the leader must know of any failure
+        with suppress(OSError):  # the leader has ended
+            link.send(RanksFailed(error_with_type(error)))
         raise
 
 
-def follow(folder: Path, rank: int, size: int, parent: int | None = None) -> NoReturn:
-    """Do so in a process that ends with it, or when the process that started it has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun Ctrl-C goes to all of them
-    threading.Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
+def run_follower_process(folder: Path, rank: int, size: int, parent: int | None = None) -> NoReturn:
+    """Run a follower, and exit after it, or when the parent process has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun Ctrl-C goes to all ranks
+    threading.Thread(target=_exit_with_parent, args=(parent or os.getppid(),), daemon=True).start()
     status = 1
     try:
-        follow_in(folder, rank, size)
+        run_follower(folder, rank, size)
         status = 0
     finally:
-        os._exit(status)  # a GPU that waits for a rank that is gone would hold up any other end
+        os._exit(status)  # a normal exit would hang if the GPU waits for a rank that has ended
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has, whatever it waits for."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit when the parent process has ended, even while other threads wait."""
     while os.getppid() == parent:
-        sleep(_GLANCE_S)
+        sleep(_POLL_S)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    run_follower_process(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
 
 
-# Brings the ranks of a model together, before any of them loads it.
+# Rendezvous of the ranks, before any of them loads the model.
 
 
-def lead(model: Any, config: EngineConfig, device: str | None, dtype: str | None) -> LeadingRank:
-    """Return the ranks that load the same model; this process leads them.
+def lead_ranks(
+    model: Any, config: EngineConfig, device: str | None, dtype: str | None
+) -> LeadingRank:
+    """Return the ranks that load the same model, with this process as their leader.
 
-    Under ``torchrun`` the first process does. In the others this follows until the first lets them
-    go, and ends them.
+    Under ``torchrun`` the first process leads. In the others this runs a follower until the leader
+    ends it, and exits.
     """
-    size, launched = config.tensor_parallel_size, Launched.from_env()
+    size, launched = config.tensor_parallel_size, TorchrunRank.from_env()
     if launched is not None and launched.size != size:
         raise ConfigError(
             f"tensor_parallel_size={size}, and torchrun started {launched.size} processes: give "
             f"torchrun --nproc-per-node {size}, or start the command without it"
         )
     if launched is not None and launched.rank:
-        follow(follow_launched(launched), launched.rank, size)
+        run_follower_process(follow_launched(launched), launched.rank, size)
     where = rank_device(device, 0, size)
     if isinstance(model, nn.Module):
-        model.to("cpu")  # the others read it from the message, and would fill this rank's GPU
-    bring_together = start_others if launched is None else lead_launched
-    return bring_together(size, where, (model, config, device, dtype))
+        model.to("cpu")  # the others unpickle it, and would do so on this rank's GPU
+    lead = start_and_lead if launched is None else lead_launched
+    return lead(size, where, (model, config, device, dtype))

@@ -1,7 +1,7 @@
-"""What the leading rank tells the others to do, with all the numbers that it takes.
+"""Commands that the leading rank sends to the others, with all data that they need.
 
-The leader alone plans: blocks, tables and tokens go to the others as they are here, so that ranks
-cannot disagree on them.
+The leader alone plans: commands contain its blocks, tables and tokens, so that ranks cannot
+disagree on them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Copy blocks of a group of layers, all at once."""
+class CopyBlocks:
+    """A command to copy blocks of a group of layers, all at once."""
 
     layer: int
-    """First layer of those that the blocks have room for."""
+    """First layer of the group."""
     source: list[int]
     target: list[int]
 
@@ -33,43 +33,44 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run new tokens of some sequences through the model."""
+    """A command to run new tokens of some sequences through the model."""
 
     token_ids: list[int]
     positions: list[int]
     rows: list[int] | None
-    """The rows whose logits are wanted; None for all of them."""
+    """Rows whose logits are computed; None for all."""
     plans: dict[int, AppendPlan]
-    """Where the new tokens go in each group of layers."""
+    """Append plan of the new tokens, by group of layers."""
     block_lists: Sequence[Sequence[list[int]]]
     counts: Sequence[int]
     lengths: Sequence[int]
-    singles: int
+    num_decodes: int
 
     @classmethod
     def of(
         cls, batch: StepBatch, token_ids: list[int], positions: list[int], rows: list[int] | None
     ) -> Self:
         plans = {
-            group: replace(plan, copy_from=[], copy_to=[], staged=None)  # copies were told before
-            for group, plan in batch.new.plans.items()
+            # Copies were sent before, as CopyBlocks.
+            group: replace(plan, copy_from=[], copy_to=[], staged_indices=None)
+            for group, plan in batch.step_append.plans.items()
         }
         lists, counts, lengths = batch.block_lists, batch.counts, batch.lengths
-        return cls(token_ids, positions, rows, plans, lists, counts, lengths, batch.singles)
+        return cls(token_ids, positions, rows, plans, lists, counts, lengths, batch.num_decodes)
 
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Replace whole rows of slots."""
+    """A command to replace whole rows of slots."""
 
     flat: list[int]
-    """Each row's slot and its numbers, one after the other."""
+    """Slot and numbers of each row, concatenated."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class PutBlocks:
-    """Replace single numbers in rows of slots."""
+    """A command to replace single numbers in rows of slots."""
 
     places: list[int]
     numbers: list[int]
@@ -77,25 +78,25 @@ class PutBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PutTokens:
-    """Take the newest tokens of some slots from the leader."""
+    """A command to receive the newest tokens of some slots from the leader."""
 
     slots: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Run a step of the first slots."""
+    """A command to run a decode step of the first ``count`` slots."""
 
     count: int
     kind: Any
-    """The ``StepKind``, of which there is a graph on every rank."""
+    """``StepKind`` of the step, for which every rank has a graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Answer with something that a rank knows: ``tables`` or ``caches``."""
+class ReportState:
+    """A command to reply with a part of the rank's state: ``tables`` or ``caches``."""
 
     what: str
 
 
-Order = Copies | Forward | PutRows | PutBlocks | PutTokens | Decode | Tell
+RankCommand = CopyBlocks | Forward | PutRows | PutBlocks | PutTokens | Decode | ReportState

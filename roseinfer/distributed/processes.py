@@ -1,6 +1,6 @@
-"""Starts ranks as processes, which importing torch is not needed for.
+"""Start of ranks as processes, without importing torch.
 
-A command starts them before it imports torch, so that all of them import it at the same time.
+A command starts them before it imports torch itself, so that all processes import it in parallel.
 """
 
 from __future__ import annotations
@@ -20,78 +20,79 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOCKET = "leader"
-_GLANCE_S = 0.2
-_MOST_EARLY = 8
-"""Most hosts have no more GPUs. More ranks are started when it is known that there are so many."""
+_POLL_S = 0.2
+_MAX_PRESTARTED = 8
+"""Most ranks started before torch is imported, the GPUs of most hosts. With more ranks, all are
+started later, once the number of GPUs is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where ranks come to their leader: a folder that only this user enters."""
+class Rendezvous:
+    """A folder with a socket, where ranks connect to their leader. Only this user has access."""
 
     folder: Path
     listener: socket.socket
-    started: list[subprocess.Popen[bytes]]
+    child_processes: list[subprocess.Popen[bytes]]
 
     @classmethod
-    def open(cls) -> Meeting:
+    def open(cls) -> Rendezvous:
         folder = Path(tempfile.mkdtemp(prefix="roseinfer-"))
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(folder / SOCKET))
         listener.listen()
-        listener.settimeout(_GLANCE_S)
+        listener.settimeout(_POLL_S)
         return cls(folder, listener, [])
 
     def start(self, size: int) -> None:
         """Start all ranks but the first."""
         for rank in range(1, size):
-            self.started.append(start_rank(self.folder, rank, size))
+            self.child_processes.append(start_rank(self.folder, rank, size))
 
-    def end(self, *, met: bool) -> None:
-        """Take the folder away; those that were started end too unless they have ``met``."""
-        gone = [] if met else self.started
-        for process in gone:
+    def end(self, *, connected: bool) -> None:
+        """Remove the folder, and kill the child processes unless they have ``connected``."""
+        unused = [] if connected else self.child_processes
+        for process in unused:
             process.kill()
-        for process in gone:
+        for process in unused:
             process.wait()
         self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_early: dict[int, Meeting] = {}
-"""Meetings whose ranks were started before there was a leader, by how many ranks there will be."""
+_prestarted: dict[int, Rendezvous] = {}
+"""Rendezvous whose ranks were started before their leader needs them, by number of ranks."""
 
 
 @contextmanager
-def started_early(size: int) -> Iterator[None]:
-    """Start the ranks of the model that is loaded meanwhile, if it has several."""
+def prestarted_ranks(size: int) -> Iterator[None]:
+    """Start the other ranks of the model that the block loads, if it has several."""
     try:
-        if 1 < size <= _MOST_EARLY:
-            _early[size] = Meeting.open()
-            _early[size].start(size)
+        if 1 < size <= _MAX_PRESTARTED:
+            _prestarted[size] = Rendezvous.open()
+            _prestarted[size].start(size)
         yield
     finally:
-        if unmet := _early.pop(size, None):
-            unmet.end(met=False)
+        if unused := _prestarted.pop(size, None):
+            unused.end(connected=False)
 
 
-def meeting_of(size: int) -> Meeting:
-    """Return a meeting to which so many ranks are on their way."""
-    if (early := _early.pop(size, None)) is not None:
-        return early
-    meeting = Meeting.open()
+def take_rendezvous(size: int) -> Rendezvous:
+    """Return a rendezvous whose ``size`` - 1 other ranks were started, now or in advance."""
+    if (prestarted := _prestarted.pop(size, None)) is not None:
+        return prestarted
+    rendezvous = Rendezvous.open()
     try:
-        meeting.start(size)
+        rendezvous.start(size)
     except BaseException:
-        meeting.end(met=False)
+        rendezvous.end(connected=False)
         raise
-    return meeting
+    return rendezvous
 
 
 def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
-    """Start a process that goes to the leader who waits in a folder.
+    """Start a process that connects to the leader in ``folder``.
 
-    It ends when this one has, and a terminal's Ctrl-C is for this one alone.
+    It ends after this process has ended, and does not receive a terminal's Ctrl-C.
     """
     command = [sys.executable, "-m", "roseinfer.distributed.follower", str(folder)]
     command += [str(rank), str(size), str(os.getpid())]

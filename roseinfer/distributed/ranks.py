@@ -1,7 +1,7 @@
-"""One process's place among the ranks of a model: what it adds up, and whom it tells or hears.
+"""Ranks: the collectives of a tensor-parallel model, and the link between leader and followers.
 
-Ranks compute the same steps, each with its share of the heads. The first leads: it plans, chooses
-tokens, and tells the others what to do.
+Ranks compute the same steps, each with its share of the heads. The first one leads: it plans,
+chooses tokens, and sends commands to the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
 
-from roseinfer.config import prefer_variables
+from roseinfer.config import set_default_environment
 from roseinfer.errors import RanksFailed
 
 if TYPE_CHECKING:
@@ -34,79 +34,80 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.distributed.orders import Order
+    from roseinfer.distributed.orders import RankCommand
 
-# The leader's links to the other ranks, and a thread that notices when one of them has ended.
+# The leader's connections to the other ranks, and a thread that notices when a rank has ended.
 
 
 _REPLY_S = 60.0
-_LINK_GLANCE_S = 1.0
-"""A step that breaks off since a rank has ended may be so much earlier than the news of that."""
+_FAILURE_GRACE_S = 1.0
+"""Seconds that the news of a rank's end may arrive after a step has failed because of it."""
 
 
-class Links:
-    """Sends to all other ranks alike, and takes what they answer.
+class RankConnections:
+    """Connections to all other ranks, which get equal messages.
 
-    The thread knows nothing of tensors and of those who move them, so it may outlive them.
+    The watching thread has no references to tensors or ``Ranks``, so it may outlive them.
     """
 
     def __init__(self, links: Sequence[Connection], started: Sequence[Popen[bytes]]) -> None:
-        """``links[i]`` leads to rank ``i + 1``, and ``started`` are those that are our children."""
+        """Watch the ranks. ``links[i]`` leads to rank ``i + 1``; ``started`` are our children."""
         self._links = list(links)
-        self.started = started
+        self.child_processes = started
         self._process = os.getpid()
         self._closed = False
         self._failure: RanksFailed | None = None
         self._ended = threading.Event()
-        """Set when it is known why the ranks cannot go on."""
+        """Event that is set once the reason of a failure is known."""
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self.on_failure: list[Callable[[], None]] = []
-        """Called when the ranks cannot go on, each in a thread of its own: some wait for long."""
+        """Callbacks for a failure, each in a thread of its own, since some wait for long."""
         threading.Thread(target=self._watch, name="roseinfer ranks", daemon=True).start()
 
     def send(self, what: object) -> None:
-        self.require()
+        self.require_alive()
         message = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
         try:
             for link in self._links:
                 link.send_bytes(message)
         except OSError as error:
-            raise self.break_off(error) from error
+            raise self.mark_failed(error) from error
 
     def replies(self) -> list[Any]:
-        """Wait for an answer of every rank, and return them in any order."""
+        """Wait for a reply of every rank, and return all in any order."""
         try:
             return [self._replies.get(timeout=_REPLY_S) for _ in self._links]
         except Empty:
-            self.require()
-            raise RanksFailed(f"a rank gave no answer for {_REPLY_S:.0f} s") from None
+            self.require_alive()
+            raise RanksFailed(f"a rank did not reply within {_REPLY_S:.0f} s") from None
 
     @property
     def failed(self) -> bool:
         return self._failure is not None
 
-    def require(self) -> None:
-        """Raise if the ranks cannot go on."""
+    def require_alive(self) -> None:
+        """Raise if the ranks have failed."""
         if self._failure is not None:
             raise RanksFailed(str(self._failure)) from self._failure.__cause__
 
-    def break_off(self, error: BaseException) -> RanksFailed:
-        """Return why the ranks cannot go on after a step that broke off.
+    def mark_failed(self, error: BaseException) -> RanksFailed:
+        """Mark the ranks as failed after a step that raised, and return the reason.
 
-        Nobody knows how far the others came, and what belongs to two steps would be added up.
+        They cannot continue: the others may be at any point of the step, and all-reduce would add
+        values of two different steps.
         """
-        if not self._ended.wait(_LINK_GLANCE_S):  # else that a rank has ended is why
-            self._fail(RanksFailed("a step broke off", error))
+        if not self._ended.wait(_FAILURE_GRACE_S):  # otherwise the end of a rank is the reason
+            self._fail(RanksFailed("a step failed", error))
         assert self._failure is not None
         return self._failure
 
     def close(self) -> None:
-        """Let the other ranks end. This waits for nothing, so that a finaliser may call it."""
+        """Tell the other ranks to end, without waiting, so that a finalizer may call this."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         for link in self._links:
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the rank has ended already
                 link.send_bytes(pickle.dumps(None))
 
     def _fail(self, failure: RanksFailed) -> None:
@@ -124,159 +125,163 @@ class Links:
                     self._take(at)
         except (OSError, EOFError):
             if not self._closed:
-                for process in self.started:  # they may wait for the one that is gone
+                for process in self.child_processes:  # they may wait for the rank that has ended
                     process.kill()
                 self._fail(RanksFailed(f"rank {at + 1} has ended"))
-        for process in self.started:
+        for process in self.child_processes:
             process.wait()
 
     def _take(self, at: int) -> None:
         answer = pickle.loads(self._links[at].recv_bytes())
         if isinstance(answer, BaseException):
-            self._fail(RanksFailed(f"rank {at + 1} broke down: {answer}"))
+            self._fail(RanksFailed(f"rank {at + 1} failed: {answer}"))
         else:
             self._replies.put(answer)
 
 
-_LONGEST = timedelta(minutes=30)
-"""Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
-_FINISH_S, _GLANCE_S = 10.0, 0.001
-"""What is let go finishes what it has begun for so long, and a rank looks so often."""
-_MEET_S = 0.2
-"""Ranks that come together are asked so often whether one of them has ended."""
-_LAST_S = 1.0
-"""One that ended just behind their meeting lets the others come away from it within so long."""
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Time that a collective may wait for other ranks, whose GPUs may be compiling kernels."""
+_FINISH_S, _POLL_S = 10.0, 0.001
+"""Seconds that shutdown waits for work in progress, and seconds between two checks of it."""
+_CONNECT_POLL_S = 0.2
+"""Seconds between two checks for ended ranks while the group is being connected."""
+_CONNECT_GRACE_S = 1.0
+"""Seconds that connecting may still take after a rank has ended: it may have just connected."""
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""Torch's monitor of NCCL looks into the store every second, which is gone once all have met. And
-when a rank has ended it sleeps for 8 minutes, in which this process cannot exit."""
+"""Variables that turn torch's NCCL monitor off. It reads the store every second, which is removed
+once all ranks have connected. And when a rank has ended it sleeps for 8 minutes, during which this
+process cannot exit."""
 
 
 class Ranks:
-    """The ranks of one model, as any of them sees them: what they do to tensors together."""
+    """The ranks of one model, as one of them sees them, with their collectives on tensors."""
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
-        """Wait until all ranks have come to the store, which none needs from then on."""
+        """Wait until all ranks have connected through the store, which is not used afterwards."""
         self.rank, self.size = rank, size
         self.device = device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread: ranks may meet in another
+            torch.cuda.set_device(device)  # for this thread: another one may connect the group
         self.on_abort: list[Callable[[], None]] = []
-        """Called when a rank has ended, before all else."""
-        self.before_end: list[Callable[[], None]] = []
-        """Called when nobody has these ranks any more. What is called may not hold them itself."""
-        self.behind_end: list[Callable[[], None]] = []
-        """Called when their group has ended, likewise."""
-        self._meet(store)
+        """Callbacks for the failure of a rank, before the group is aborted."""
+        self.before_shutdown: list[Callable[[], None]] = []
+        """Callbacks for the garbage collection of this object, which they must not reference."""
+        self.after_shutdown: list[Callable[[], None]] = []
+        """Callbacks after the group was shut down, which must not reference this object either."""
+        self._connect_group(store)
         ended = _thread.allocate_lock()
         ended.acquire()
-        given = self.before_end, [self._group], device, self.behind_end, ended
-        self.let_go = weakref.finalize(self, _let_go, *given, process=os.getpid())
-        """Ends the group, once. Who has it does not have the ranks."""
-        self.let_go.atexit = False
-        atexit.register(_exit_behind, self.let_go, ended, process=os.getpid())
+        args = self.before_shutdown, [self._group], device, self.after_shutdown, ended
+        self.shut_down = weakref.finalize(self, _shut_down, *args, process=os.getpid())
+        """Finalizer that shuts the group down, once. It holds no reference to this object."""
+        self.shut_down.atexit = False
+        atexit.register(_shut_down_at_exit, self.shut_down, ended, process=os.getpid())
 
-    def _meet(self, store: Any) -> None:
-        """Make the group that moves tensors, and wait until all ranks have come to it."""
+    def _connect_group(self, store: Any) -> None:
+        """Create the process group, and wait until all ranks have connected to it."""
         self._group = _group(store, self.rank, self.size, self.device)
-        self.least(0)
+        self.all_reduce_min(0)
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """Add up what each rank has, in place, and return it."""
-        self._together(self._group.allreduce, [x], self._in_order(distributed.AllreduceOptions()))
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add up the tensors of all ranks, in place, and return the sum."""
+        self._run_collective(
+            self._group.allreduce, [x], self._in_order(distributed.AllreduceOptions())
+        )
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Put the columns of ``[rows, columns]`` of each rank side by side."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate the columns of each rank's ``[rows, columns]``, in order of ranks."""
         out = x.new_empty((self.size * len(x), x.shape[1]))
         options = self._in_order(AllgatherOptions())
-        self._together(self._group._allgather_base, out, x.contiguous(), options)
+        self._run_collective(self._group._allgather_base, out, x.contiguous(), options)
         return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
-    def share(self, x: Tensor) -> None:
-        """Have what the leader has in a tensor."""
-        options = self._in_order(BroadcastOptions())  # the leader's, if not told
-        self._together(self._group.broadcast, [x], options)
+    def broadcast(self, x: Tensor) -> None:
+        """Replace the contents of a tensor by the leader's."""
+        options = self._in_order(BroadcastOptions())  # the default root is rank 0, the leader
+        self._run_collective(self._group.broadcast, [x], options)
 
-    def least(self, number: int) -> int:
-        """Return the least number that any rank has."""
-        found = torch.tensor([number], device=self.device)
+    def all_reduce_min(self, number: int) -> int:
+        """Return the smallest number of all ranks."""
+        smallest = torch.tensor([number], device=self.device)
         options = self._in_order(distributed.AllreduceOptions())
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
-        self._together(self._group.allreduce, [found], options)
-        return int(found)
+        self._run_collective(self._group.allreduce, [smallest], options)
+        return int(smallest)
 
     def _in_order(self, options: Any) -> Any:
-        """Have a GPU do it among its other work and not beside that: a graph is then a chain."""
+        """Make a collective run in the current stream of a GPU, so that a graph is a chain."""
         if self.device.type == "cuda":
             options.asyncOp = False
         return options
 
-    def _together(self, what: Callable[..., Any], *given: Any) -> None:
+    def _run_collective(self, what: Callable[..., Any], *args: Any) -> None:
         try:
-            work = what(*given)
-            if work is not None:  # there is none where it is in order already
+            work = what(*args)
+            if work is not None:  # None if it runs in the current stream
                 work.wait()
         except RuntimeError as error:
-            raise RanksFailed("another rank does not take part any more", error) from error
+            raise RanksFailed("a collective failed: another rank has left it", error) from error
 
 
 class LeadingRank(Ranks):
-    """The first rank, which tells the others what to do."""
+    """The first rank, which sends commands to the others."""
 
-    def __init__(self, links: Links, size: int, store: Any, device: torch.device) -> None:
-        self.links = links
+    def __init__(self, links: RankConnections, size: int, store: Any, device: torch.device) -> None:
+        self.rank_connections = links
         super().__init__(0, size, store, device)
-        self.behind_end.append(links.close)  # NCCL would take a rank that ends before for an error
-        own = weakref.ref(self)
+        # After the shutdown: NCCL takes a rank that ends earlier for an error.
+        self.after_shutdown.append(links.close)
+        weak_self = weakref.ref(self)
 
         def abort() -> None:
-            if (ranks := own()) is not None:
+            if (ranks := weak_self()) is not None:
                 calls, group = ranks.on_abort, ranks._group
-                del ranks  # whose end it may take
+                del ranks  # this may be the last reference, whose end finalizes the ranks
                 _abort(calls, group)
 
         links.on_failure.append(abort)
-        if links.failed:  # before that
+        if links.failed:  # before the callback was added
             abort()
 
-    def _meet(self, store: Any) -> None:
-        """Wait for no rank that has ended: what waits for it then is left to itself."""
-        met: Future[None] = Future()
-        meet = super()._meet
+    def _connect_group(self, store: Any) -> None:
+        """Connect the group, but stop waiting if a rank has ended; the waiting thread is left."""
+        connected: Future[None] = Future()
+        connect = super()._connect_group
 
         def run() -> None:
             try:
-                met.set_result(meet(store))
-            except BaseException as error:  # for whoever waits
-                met.set_exception(error)
+                connected.set_result(connect(store))
+            except BaseException as error:  # for the waiting thread
+                connected.set_exception(error)
 
         threading.Thread(target=run, name="roseinfer ranks meet", daemon=True).start()
-        while not met.done():
-            wait([met], _MEET_S)
-            if self.links.failed and not wait([met], _LAST_S).done:
-                self.links.require()
-        met.result()
+        while not connected.done():
+            wait([connected], _CONNECT_POLL_S)
+            if self.rank_connections.failed and not wait([connected], _CONNECT_GRACE_S).done:
+                self.rank_connections.require_alive()
+        connected.result()
 
-    def tell(self, order: Order) -> None:
-        """Have all other ranks do something. What this rank does next must be the same."""
-        self.links.send(order)
+    def send_command(self, order: RankCommand) -> None:
+        """Send a command to all other ranks. This rank must execute the same next."""
+        self.rank_connections.send(order)
 
-    def ask(self, order: Order) -> list[Any]:
-        """Have all other ranks tell something, and return their answers in any order."""
-        self.links.send(order)
-        return self.links.replies()
+    def query_ranks(self, order: RankCommand) -> list[Any]:
+        """Send a query to all other ranks, and return their replies in any order."""
+        self.rank_connections.send(order)
+        return self.rank_connections.replies()
 
-    def require(self) -> None:
-        """Raise if the ranks cannot go on."""
-        self.links.require()
+    def require_alive(self) -> None:
+        """Raise if the ranks have failed."""
+        self.rank_connections.require_alive()
 
-    def break_off(self, error: BaseException) -> RanksFailed:
-        """Return why the ranks cannot go on after a step that broke off."""
-        return self.links.break_off(error)
+    def mark_failed(self, error: BaseException) -> RanksFailed:
+        """Mark the ranks as failed after a step that raised, and return the reason."""
+        return self.rank_connections.mark_failed(error)
 
 
 class FollowingRank(Ranks):
-    """Any other rank, which does as it is told."""
+    """Any rank but the first, which executes the leader's commands."""
 
     def __init__(
         self, rank: int, leader: Connection, size: int, store: Any, device: torch.device
@@ -284,108 +289,110 @@ class FollowingRank(Ranks):
         self._leader = leader
         super().__init__(rank, size, store, device)
 
-    def hear(self) -> Order | None:
-        """Wait for the leader's next order, and return it; None when it wants no more."""
+    def receive_command(self) -> RankCommand | None:
+        """Wait for the leader's next command, and return it; None if it sends no more."""
         try:
-            order: Order | None = pickle.loads(self._leader.recv_bytes())
+            command: RankCommand | None = pickle.loads(self._leader.recv_bytes())
         except (EOFError, OSError):
             return None
-        if order is None and self.device.type == "cuda":
+        if command is None and self.device.type == "cuda":
             self._finish()
-        return order
+        return command
 
     def _finish(self) -> None:
-        """Do what was begun: the leader's kernels wait for it.
+        """Wait until launched kernels have ended, since kernels of the leader wait for them.
 
-        This waits for some seconds alone. After a step that broke off there, it has no end.
+        This waits for at most some seconds: after a step that failed at the leader, they never end.
         """
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         ends = time.monotonic() + _FINISH_S
         while not done.query() and time.monotonic() < ends:
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
 
-    def answer(self, what: Any) -> None:
+    def send_reply(self, what: Any) -> None:
         self._leader.send_bytes(pickle.dumps(what, pickle.HIGHEST_PROTOCOL))
 
 
-def leader_of(ranks: Ranks | None) -> LeadingRank | None:
-    """Return the ranks if they are seen by the one that leads them."""
+def as_leader(ranks: Ranks | None) -> LeadingRank | None:
+    """Return the ranks if this process leads them, else None."""
     return ranks if isinstance(ranks, LeadingRank) else None
 
 
 def _abort(calls: Iterable[Callable[[], None]], group: Any) -> None:
-    """End what waits for a rank that is gone.
+    """Abort collectives that wait for a rank that has ended.
 
-    NCCL ends its kernels at once, but from 2.26 on it returns only when no graph has any of them.
-    Those of an engine live as long as the engine, so nobody may wait for this.
+    NCCL ends its kernels at once, but from 2.26 on it returns only once no graph contains any of
+    them. The graphs of an engine live as long as the engine, so no thread may wait for this.
     """
     for call in calls:
         call()
     group.abort()
 
 
-def _let_go(
+def _shut_down(
     calls: Iterable[Callable[[], None]],
     held: list[Any],
     device: torch.device,
-    behind: Iterable[Callable[[], None]],
+    after_shutdown: Iterable[Callable[[], None]],
     ended: _thread.LockType,
     *,
     process: int,
 ) -> None:
-    """End the group of ranks that nobody has any more, in a thread that has it until then.
+    """End the group of collected ranks, in a thread that holds it until then.
 
-    Its own end would hold up whoever collects garbage. A thread of ``threading`` must not be
-    started in the middle of what that interrupts.
+    The group's own destructor would block the garbage collection. A thread of ``threading`` must
+    not be started inside the code that a garbage collection interrupts.
     """
-    if os.getpid() != process:  # a fork has none of it
+    if os.getpid() != process:  # a fork does not own the group
         return
     for call in calls:
         call()
-    _thread.start_new_thread(_end, (held, device, behind, ended))
+    _thread.start_new_thread(_abort_group, (held, device, after_shutdown, ended))
 
 
-def _exit_behind(let_go: Callable[[], object], ended: _thread.LockType, *, process: int) -> None:
-    """Exit when the group of ranks has ended, which somebody may still have.
+def _shut_down_at_exit(
+    shut_down: Callable[[], object], ended: _thread.LockType, *, process: int
+) -> None:
+    """Shut the group of ranks down at exit, and wait for it, even if it is still referenced.
 
-    What NCCL's own end waits for may be gone by then. And C++ that returns to an interpreter that
-    is gone takes the process down with it.
+    At its own end NCCL may wait for things that no longer exist. And C++ that returns to a finished
+    interpreter crashes the process.
     """
     if os.getpid() == process:
-        let_go()
+        shut_down()
         ended.acquire(timeout=_FINISH_S)
 
 
-def _end(
+def _abort_group(
     held: list[Any],
     device: torch.device,
-    behind: Iterable[Callable[[], None]],
+    after_shutdown: Iterable[Callable[[], None]],
     ended: _thread.LockType,
 ) -> None:
-    """End a group when its kernels have ended, which others may wait for."""
+    """End a group after its kernels have ended, since other ranks may wait for these."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         held[0].abort()
     finally:
-        for call in behind:
+        for call in after_shutdown:
             call()
-        held.clear()  # the last of the group, whose own end is C++ too
+        held.clear()  # the last reference to the group, whose destructor is C++ too
         ended.release()
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """Return the group that moves tensors between the ranks of one host."""
+    """Return the process group of the ranks of one host: NCCL for GPUs, otherwise Gloo."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        prefer_variables(_NO_MONITOR)
+        set_default_environment(_NO_MONITOR)
         nccl: Any = distributed.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = _LONGEST
+        options._timeout = _COLLECTIVE_TIMEOUT
         return nccl(store, rank, size, options)
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # the ranks are of one host
-    options._timeout = _LONGEST
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all ranks are on one host
+    options._timeout = _COLLECTIVE_TIMEOUT
     return gloo(store, rank, size, options)

@@ -1,8 +1,8 @@
-"""Cuts a model's weights so that every rank has its share of the heads.
+"""Sharding: cuts a model's weights so that every rank has its share of the heads.
 
-What is cut by outputs is followed by what is cut by inputs, whose results all ranks add up. The
-plan says which module is which: transformers' own, or one here where it has none or keeps whole
-what could be shared.
+A column-parallel layer, cut by outputs, is followed by a row-parallel one, cut by inputs, whose
+results all ranks add up. The plan gives each module's style: transformers' own plan, or one here if
+it has none or keeps modules whole that can be sharded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from roseinfer.errors import RanksFailed, UnsupportedModel
-from roseinfer.models.checks import alike, trial_tokens
-from roseinfer.models.shape import shape_of
+from roseinfer.models.checks import is_close, trial_tokens
+from roseinfer.models.shape import read_model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,82 +25,87 @@ if TYPE_CHECKING:
 
     from roseinfer.distributed.ranks import Ranks
 
-_OUTPUTS, _INPUTS, _HEAD, _JOINED = "colwise", "rowwise", "colwise_gather_output", "joined"
-_WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles of what stays whole. The last is for embeddings: every rank looks tokens up itself."""
-_EVEN = 8
-"""A shard of the head has a multiple of so many outputs, whose rows begin where products like."""
+_COLUMN_PARALLEL, _ROW_PARALLEL, _HEAD, _FUSED_COLUMN_PARALLEL = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "joined",
+)
+_REPLICATED_STYLES = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"}
+"""Styles of modules that stay whole. The last is for embeddings: every rank has all of them."""
+_HEAD_ALIGNMENT = 8
+"""Divisor of the outputs of a shard of the head, so that its rows are aligned for GEMMs."""
 _PHI3 = {
-    "model.layers.*.self_attn.qkv_proj": _JOINED,
-    "model.layers.*.self_attn.o_proj": _INPUTS,
-    "model.layers.*.mlp.gate_up_proj": _JOINED,
-    "model.layers.*.mlp.down_proj": _INPUTS,
+    "model.layers.*.self_attn.qkv_proj": _FUSED_COLUMN_PARALLEL,
+    "model.layers.*.self_attn.o_proj": _ROW_PARALLEL,
+    "model.layers.*.mlp.gate_up_proj": _FUSED_COLUMN_PARALLEL,
+    "model.layers.*.mlp.down_proj": _ROW_PARALLEL,
     "lm_head": _HEAD,
 }
 _GPT2 = {
-    "transformer.h.*.attn.c_attn": _JOINED,
-    "transformer.h.*.attn.c_proj": _INPUTS,
-    "transformer.h.*.mlp.c_fc": _OUTPUTS,
-    "transformer.h.*.mlp.c_proj": _INPUTS,
+    "transformer.h.*.attn.c_attn": _FUSED_COLUMN_PARALLEL,
+    "transformer.h.*.attn.c_proj": _ROW_PARALLEL,
+    "transformer.h.*.mlp.c_fc": _COLUMN_PARALLEL,
+    "transformer.h.*.mlp.c_proj": _ROW_PARALLEL,
     "lm_head": _HEAD,
 }
 _OWN_PLANS = {"GPT2LMHeadModel": _GPT2, "Phi3ForCausalLM": _PHI3}
 
 _COUNTED = {"num_heads", "num_key_value_heads", "split_size"}
-"""What some attentions count once, when they are made, to cut their inputs by."""
+"""Attributes in which some attention modules store head counts or widths when built."""
 
 
-class InputShard(nn.Module):
-    """The share of a linear layer that has some of its inputs; all ranks add up their results."""
+class RowParallelLinear(nn.Module):
+    """A share of a linear layer with some of its inputs; an all-reduce adds up the results."""
 
     def __init__(self, layer: Any, ranks: Ranks) -> None:
         super().__init__()
-        self._turned = isinstance(layer, Conv1D)
+        self._is_transposed = isinstance(layer, Conv1D)
         self._ranks = ranks
-        self.weight = _own_part(layer.weight, 0 if self._turned else 1, ranks)
+        self.weight = _local_shard_parameter(layer.weight, 0 if self._is_transposed else 1, ranks)
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._ranks.add_up(x @ (self.weight if self._turned else self.weight.T))
+        out = self._ranks.all_reduce(x @ (self.weight if self._is_transposed else self.weight.T))
         return out if self.bias is None else out + self.bias
 
 
-class HeadShard(nn.Module):
-    """The share of a head that computes the logits of some tokens; all ranks get all of them."""
+class VocabParallelHead(nn.Module):
+    """A share of the head with the logits of some tokens; an all-gather gives all ranks all."""
 
     def __init__(self, head: Any, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
         self._tokens = head.weight.shape[0]
-        width = -(-self._tokens // (ranks.size * _EVEN)) * _EVEN
+        width = -(-self._tokens // (ranks.size * _HEAD_ALIGNMENT)) * _HEAD_ALIGNMENT
         begin = width * ranks.rank
         self.weight = _padded(head.weight, begin, width)
         self.bias = None if head.bias is None else _padded(head.bias, begin, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = nn.functional.linear(x, self.weight, self.bias)
-        return self.whole(own.flatten(0, -2)).view(*x.shape[:-1], -1)
+        local = nn.functional.linear(x, self.weight, self.bias)
+        return self.gather_logits(local.flatten(0, -2)).view(*x.shape[:-1], -1)
 
-    def whole(self, own: Tensor) -> Tensor:
-        """Return all logits, ``[rows, tokens]``, of which this rank has computed its own."""
-        return self._ranks.gather(own)[:, : self._tokens]
+    def gather_logits(self, own: Tensor) -> Tensor:
+        """Gather the logits that each rank has computed, into ``[rows, tokens]``."""
+        return self._ranks.all_gather(own)[:, : self._tokens]
 
 
 def shard(model: Any, ranks: Ranks) -> None:
-    """Bring this rank's share of a model to its device, and see that all together compute the same.
+    """Cut a model to this rank's share, on its device, and check that its logits stay the same.
 
-    Where the device has room for the whole model, it is cut there and not in main memory.
+    If the device has enough memory for the whole model, it is cut there, not in main memory.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
-    shape = shape_of(config, name, None)
+    shape = read_model_shape(config, name, None)
     for kind, heads in (
         ("attention heads", config.num_attention_heads),
-        ("heads of keys and values", shape.num_kv_heads),
+        ("key-value heads", shape.num_kv_heads),
     ):
         if heads % ranks.size:
             raise UnsupportedModel(
-                f"tensor_parallel_size={ranks.size}: {name} has {heads} {kind}, which do not divide"
+                f"tensor_parallel_size={ranks.size}: it must divide the {heads} {kind} of {name}"
             )
     plan = _plan(model, ranks.size)
     if _has_room(ranks.device, model):
@@ -108,31 +113,31 @@ def shard(model: Any, ranks: Ranks) -> None:
     tokens = torch.tensor([trial_tokens(config, shape)], device=model.device)
     before = _logits(model, tokens)
     with torch.no_grad():
-        _cut(model, plan, ranks, shape.num_kv_heads * shape.head_dim)
+        _shard_modules(model, plan, ranks, shape.num_kv_heads * shape.head_dim)
     config.head_dim = shape.head_dim
     config.num_attention_heads //= ranks.size
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads //= ranks.size
     model.to(ranks.device)
     if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the whole model took, the KV cache may have
+        torch.cuda.empty_cache()  # frees the memory of the whole model for the KV cache
     try:
         after = _logits(model, tokens.to(ranks.device))
     except RanksFailed:
         raise
     except RuntimeError as error:
         raise UnsupportedModel(
-            f"tensor_parallel_size={ranks.size}: {name} cannot be run in shares: {error}"
+            f"tensor_parallel_size={ranks.size}: {name} cannot be run sharded: {error}"
         ) from error
-    if not alike(before, after.to(before.device)):
+    if not is_close(before, after.to(before.device)):
         raise UnsupportedModel(
-            f"tensor_parallel_size={ranks.size}: in shares, {name} computes something else than "
-            "in one piece"
+            f"tensor_parallel_size={ranks.size}: the sharded {name} computes other logits than "
+            "the whole one"
         )
 
 
 def _has_room(device: torch.device, model: Any) -> bool:
-    """Tell if a GPU has room for a model and for a share of it beside that."""
+    """Return True if a GPU has enough memory for a model and a share of it together."""
     if device.type != "cuda":
         return False
     size = sum(weight.nbytes for weight in model.parameters())
@@ -146,11 +151,11 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _plan(model: Any, size: int) -> Mapping[str, str]:
-    """Return how each module is cut, by its name with stars for numbers.
+    """Return the style of each module that is cut, by its name with stars for numbers.
 
-    Embeddings are left out, since they stay whole whatever transformers plans: its 5.17 cuts those
-    that are tied to a head, and its 5.23 has plans of a few models that name them. A head that was
-    tied to one has rows of its own once it is cut.
+    Embeddings are left out, since they stay whole whatever transformers plans: version 5.17 cuts
+    those that are tied to a head, and in 5.23 the plans of a few models name them. A head that was
+    tied to an embedding has its own rows once it is cut.
     """
     name = type(model).__name__
     if name in _OWN_PLANS:
@@ -161,25 +166,25 @@ def _plan(model: Any, size: int) -> Mapping[str, str]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             plan.pop(_starred(path), None)
-    unknown = sorted(set(plan.values()) - {_OUTPUTS, _INPUTS, _HEAD, *_WHOLE})
+    unknown = sorted(
+        set(plan.values()) - {_COLUMN_PARALLEL, _ROW_PARALLEL, _HEAD, *_REPLICATED_STYLES}
+    )
     if not of_base or unknown:
-        how = f"one that is not supported ({', '.join(unknown)})" if unknown else "none"
-        raise UnsupportedModel(
-            f"tensor_parallel_size={size}: of plans to share {name}, transformers has {how}"
-        )
+        how = f"an unsupported plan ({', '.join(unknown)})" if unknown else "no plan"
+        raise UnsupportedModel(f"tensor_parallel_size={size}: transformers has {how} for {name}")
     return plan
 
 
-def _cut(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> None:
+def _shard_modules(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> None:
     for path, module in [*model.named_modules()]:
         style = plan.get(_starred(path))
-        if style == _OUTPUTS:
+        if style == _COLUMN_PARALLEL:
             _keep_outputs(module, [_outputs(module)], ranks)
-        elif style == _JOINED:
+        elif style == _FUSED_COLUMN_PARALLEL:
             _keep_outputs(module, _joined_widths(path, module, kv_width), ranks)
-        elif style in (_INPUTS, _HEAD):
+        elif style in (_ROW_PARALLEL, _HEAD):
             parent = model.get_submodule(path.rpartition(".")[0])
-            kind = InputShard if style == _INPUTS else HeadShard
+            kind = RowParallelLinear if style == _ROW_PARALLEL else VocabParallelHead
             setattr(parent, path.rpartition(".")[2], kind(module, ranks))
         if hasattr(module, "layer_idx"):
             for counted in _COUNTED & vars(module).keys():
@@ -187,12 +192,12 @@ def _cut(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> No
 
 
 def _starred(path: str) -> str:
-    """Return a module's name as plans have it."""
+    """Return a module's name in the form of plans, with stars for numbers."""
     return re.sub(r"\d+", "*", path)
 
 
 def _joined_widths(path: str, module: Any, kv_width: int) -> list[int]:
-    """Return how many outputs each of the layers has that are joined in one."""
+    """Return the number of outputs of each layer in a fused one."""
     outputs = _outputs(module)
     if path.endswith("gate_up_proj"):
         return [outputs // 2] * 2
@@ -204,40 +209,40 @@ def _outputs(layer: Any) -> int:
 
 
 def _keep_outputs(layer: Any, widths: Sequence[int], ranks: Ranks) -> None:
-    """Leave a linear layer its share of the outputs, of each of those that are joined in it."""
+    """Cut a linear layer to its share of the outputs, of each layer that is fused in it."""
     axis = 1 if isinstance(layer, Conv1D) else 0
-    parts = [_own(part, axis, ranks) for part in layer.weight.detach().split(widths, axis)]
+    parts = [_local_shard(part, axis, ranks) for part in layer.weight.detach().split(widths, axis)]
     layer.weight = _fixed(torch.cat(parts, axis))
     if layer.bias is not None:
         biases = layer.bias.detach().split(widths)
-        layer.bias = _fixed(torch.cat([_own(each, 0, ranks) for each in biases]))
+        layer.bias = _fixed(torch.cat([_local_shard(each, 0, ranks) for each in biases]))
     if axis:
         layer.nf = layer.weight.shape[1]
     else:
         layer.out_features = layer.weight.shape[0]
 
 
-def _own(weight: Tensor, axis: int, ranks: Ranks) -> Tensor:
+def _local_shard(weight: Tensor, axis: int, ranks: Ranks) -> Tensor:
     """Return this rank's share of a tensor."""
     width = weight.shape[axis]
     if width % ranks.size:
         raise UnsupportedModel(
-            f"tensor_parallel_size={ranks.size}: a layer has {width} outputs or inputs to share, "
-            "which do not divide"
+            f"tensor_parallel_size={ranks.size}: it must divide the {width} outputs or inputs of "
+            "a layer"
         )
     return weight.narrow(axis, ranks.rank * (width // ranks.size), width // ranks.size)
 
 
-def _own_part(weight: Tensor, axis: int, ranks: Ranks) -> nn.Parameter:
-    return _fixed(_own(weight.detach(), axis, ranks).clone())
+def _local_shard_parameter(weight: Tensor, axis: int, ranks: Ranks) -> nn.Parameter:
+    return _fixed(_local_shard(weight.detach(), axis, ranks).clone())
 
 
 def _padded(weight: Tensor, begin: int, width: int) -> nn.Parameter:
-    """Return rows of a tensor from one on, with zeros where it has no more."""
-    own = weight.new_zeros(width, *weight.shape[1:])
+    """Return ``width`` rows of a tensor from ``begin`` on, padded with zeros."""
+    padded = weight.new_zeros(width, *weight.shape[1:])
     kept = weight.detach()[begin : begin + width]
-    own[: len(kept)] = kept
-    return _fixed(own)
+    padded[: len(kept)] = kept
+    return _fixed(padded)
 
 
 def _fixed(weight: Tensor) -> nn.Parameter:

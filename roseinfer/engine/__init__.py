@@ -1,1 +1,1 @@
-"""Requests in, tokens out."""
+"""The engine: scheduling, forward passes, prefix caching and speculative decoding."""

@@ -1,7 +1,8 @@
-"""Drafts of a text's next tokens, looked up in the text itself.
+"""N-gram drafts for speculative decoding, looked up in the sequence itself.
 
-A text that says again what it said before, or what its prompt says, goes on as it did then. Drafts
-are only guesses: the model's own choice at their places is what the request gets.
+When the last tokens of a sequence occurred earlier in it, prompt included, the tokens that followed
+them then are proposed now. Drafts never change the output: the model's own choice at each position
+is what the request gets.
 """
 
 from __future__ import annotations
@@ -12,78 +13,83 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_DRAFTS = 8
-"""So many tokens are drafted at most. A step that stores them takes hardly longer than one that
+MAX_DRAFT_TOKENS = 8
+"""Maximum draft length in tokens. A step that stores this many takes hardly longer than one that
 stores a single token."""
-_LONGEST = 3
-"""Of a text's last tokens so many are looked up at first, and then fewer."""
-_PROOF = 2
-"""A text is drafted if its last tokens, so many, would have been drafted rightly."""
-_SHORTEST_REST = 4
-_LONGEST_REST = 256
+_MAX_NGRAM_TOKENS = 3
+"""Longest n-gram to look up, in tokens; shorter ones are tried after it."""
+_NUM_PROBE_TOKENS = 2
+"""Number of last tokens that a draft would have had to predict for drafting to begin again."""
+_MIN_BACKOFF_TOKENS = 4
+_MAX_BACKOFF_TOKENS = 256
 _MOST_CREDIT = 2
-_CODES = 0x110000
-"""Python knows so many characters. Tokens of a larger vocabulary share some, which drafts bear."""
+_NUM_CODE_POINTS = 0x110000
+"""Number of characters in Python. Tokens of a larger vocabulary share some of them, which makes
+drafts worse and never wrong."""
 
 
 @dataclass(slots=True)
 class Drafter:
-    """Drafts for one request, as long as they are worth it.
+    """Draft source of one request, with backoff while drafts are rejected.
 
-    A rest follows drafts that were refused. Each is twice as long as the one before, and half as
-    long after drafts that were all accepted: a text that does not repeat itself pays for a few.
+    Rejected drafts start a backoff. Each backoff is twice as long as the previous one, and half as
+    long after drafts that were all accepted: a sequence without repetition pays for a few drafts
+    only.
     """
 
-    every: int
-    """A request that is not drafted is looked at once in so many tokens."""
+    check_interval: int
+    """Tokens between two checks of a request that is not drafting."""
     drafting: bool
-    """True while drafts are looked for before each step. The request has no slot then."""
+    """True while each step is preceded by a lookup. The request has no slot then."""
     _text: str = ""
-    """A character for each token: texts are searched faster than lists."""
-    _look_at: int = 0
-    """How many tokens the request has when it is looked at again."""
-    _rest: int = _SHORTEST_REST
+    """One character for each token: strings are searched faster than lists."""
+    _next_check_length: int = 0
+    """Length in tokens at which the request is checked again."""
+    _backoff_tokens: int = _MIN_BACKOFF_TOKENS
     _credit: int = 0
-    """How often drafts may still be refused before a rest."""
+    """Number of rejections left before a backoff."""
 
-    def wakes(self, token_ids: Sequence[int]) -> bool:
-        """Return True if drafting is on, or goes on again since the text repeats itself."""
-        if not self.drafting and len(token_ids) >= self._look_at:
-            known = len(token_ids) - _PROOF
-            self.drafting = self._look_up(token_ids, known, _PROOF) == list(token_ids[known:])
-            self._look_at = len(token_ids) + self.every
+    def should_draft(self, token_ids: Sequence[int]) -> bool:
+        """Return True if drafting is on, or is switched on because the sequence repeats itself."""
+        if not self.drafting and len(token_ids) >= self._next_check_length:
+            probe = len(token_ids) - _NUM_PROBE_TOKENS
+            self.drafting = self._look_up(token_ids, probe, _NUM_PROBE_TOKENS) == list(
+                token_ids[probe:]
+            )
+            self._next_check_length = len(token_ids) + self.check_interval
         return self.drafting
 
     def draft(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Return up to ``most`` tokens that may come next. Drafting ends where there are none."""
-        drafts = self._look_up(token_ids, len(token_ids), min(most, MOST_DRAFTS))
+        """Return at most ``most`` draft tokens; switch drafting off if none are found."""
+        drafts = self._look_up(token_ids, len(token_ids), min(most, MAX_DRAFT_TOKENS))
         if not drafts:
             self.drafting = False
-            self._look_at = len(token_ids) + 1
+            self._next_check_length = len(token_ids) + 1
         return drafts
 
-    def note_verdict(self, accepted: int, drafted: int, length: int) -> None:
-        """Note how many drafts were accepted of a request that has ``length`` tokens then."""
+    def record_acceptance(self, accepted: int, drafted: int, length: int) -> None:
+        """Record a verification, after which the request has ``length`` tokens."""
         self._credit = min(self._credit + accepted - 1, _MOST_CREDIT)
         if self._credit < 0:
             self._credit = 0
             self.drafting = False
-            self._look_at = length + self._rest
-            self._rest = min(2 * self._rest, _LONGEST_REST)
+            self._next_check_length = length + self._backoff_tokens
+            self._backoff_tokens = min(2 * self._backoff_tokens, _MAX_BACKOFF_TOKENS)
         elif accepted == drafted:
-            self._rest = max(self._rest // 2, _SHORTEST_REST)
+            self._backoff_tokens = max(self._backoff_tokens // 2, _MIN_BACKOFF_TOKENS)
 
     def _look_up(self, token_ids: Sequence[int], known: int, most: int) -> list[int]:
-        """Return what may follow the first ``known`` tokens: what did when they ended alike.
+        """Return the tokens that followed the newest earlier match of an n-gram.
 
-        If that was less than ``most`` tokens ago, the text between is taken again and again.
+        The n-gram is the end of the first ``known`` tokens. If the match ended less than ``most``
+        tokens ago, the tokens since then are repeated.
         """
-        coming = token_ids[len(self._text) :]
-        self._text += "".join([chr(token % _CODES) for token in coming])
-        for count in range(min(_LONGEST, known - 1), 0, -1):
+        new = token_ids[len(self._text) :]
+        self._text += "".join([chr(token % _NUM_CODE_POINTS) for token in new])
+        for count in range(min(_MAX_NGRAM_TOKENS, known - 1), 0, -1):
             at = self._text.rfind(self._text[known - count : known], 0, known - 1)
             if at >= 0:
                 begin = at + count
                 period = known - begin
-                return [token_ids[begin + each % period] for each in range(most)]
+                return [token_ids[begin + at % period] for at in range(most)]
         return []

@@ -1,4 +1,4 @@
-"""The engine takes requests and returns their tokens, one step at a time."""
+"""The engine: accepts requests and returns their tokens, one step at a time."""
 
 from __future__ import annotations
 
@@ -12,149 +12,166 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from roseinfer.decode.step import ResidentDecode
-from roseinfer.distributed.ranks import leader_of
+from roseinfer.distributed.ranks import as_leader
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import BlockSupply, FinishReason, Request, RequestRoom, token_ids_of
+from roseinfer.engine.request import (
+    FinishReason,
+    Request,
+    RequestBlockAllocator,
+    RequestLimits,
+    tokenize_prompt,
+)
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
 from roseinfer.errors import (
     BadArgument,
+    DetokenizationFailed,
     NoDistribution,
-    NoText,
     StepFailed,
 )
 from roseinfer.guided.compiler import GuideCompiler
-from roseinfer.histogram import STEP_BOUNDS, Histogram
+from roseinfer.histogram import STEP_TOKEN_BOUNDS, Histogram
 from roseinfer.paths import EnginePath
 from roseinfer.sampling_params import SamplingParams
-from roseinfer.text.request_text import RequestText, StopStrings, detokenizers
+from roseinfer.text.completion_text import (
+    CompletionText,
+    StopStringMatcher,
+    new_detokenizer_factory,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
     from roseinfer.config import EngineConfig
-    from roseinfer.engine.flight import Flight, PromptFlight
+    from roseinfer.engine.in_flight import PromptLogprobsInFlight, TokensInFlight
     from roseinfer.engine.scheduler import Step
-    from roseinfer.guided.compiler import GuideProgress
-    from roseinfer.models.loading import Loaded
-    from roseinfer.sampling.logprobs import Told
+    from roseinfer.guided.compiler import GuideMatcher
+    from roseinfer.models.loading import LoadedModel
+    from roseinfer.sampling.logprobs import TokenLogprobs
 
 
 class Occupancy(NamedTuple):
-    """How many blocks the KV cache has, and what they are used for. The others are free."""
+    """Block counts of the KV cache. Blocks that are neither held nor cached are free."""
 
     total: int
     held: int
-    """Requests hold these."""
+    """Blocks held by requests."""
     cached: int
-    """The prefix cache keeps these, and gives them to whoever needs them."""
+    """Blocks held by the prefix cache alone, which can be evicted when others are needed."""
 
 
 @dataclass(slots=True)
 class Update:
-    """What one step brings for one request. Freezing it would cost a microsecond a token."""
+    """The result of one step for one request. Not frozen: that would cost 1 µs a token."""
 
     request: Request
     token_id: int | None
-    """None where the request ended without a token."""
+    """New token; None if the request ended without one."""
     text: str
-    """The text that can be shown now and could not before."""
+    """Output text that became final with this token."""
     finish_reason: FinishReason | None = None
-    """None unless this is the request's last update."""
+    """Reason for the end of the request; None unless this is its last update."""
     logprob: float | None = None
-    """The token's log-probability, if asked for."""
+    """Log-probability of the token; None if not requested."""
     top_logprobs: list[tuple[int, float]] | None = None
-    """The likeliest tokens at its place, each with its own, if asked for."""
+    """Most probable tokens at its position and their log-probabilities; None if not requested."""
 
 
 class Engine:
-    """Serves any number of requests with one model on one cache."""
+    """An engine: one model and one KV cache for any number of requests."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model, kv = loaded.model, loaded.kv
         self.config = config
-        self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
-        self.path_counts: Counter[str] = self.sessions.path_counts
-        """How often each path of the engine and of its attention was taken."""
-        self._ranks = leader_of(model.ranks)
-        """The ranks, where several compute the model and this one leads them."""
+        self.sequence_runner = SequenceRunner(model, kv, attention=config.attention_backend)
+        self.path_counts: Counter[str] = self.sequence_runner.path_counts
+        """Number of times that each path of the engine and of its attention was taken."""
+        self._ranks = as_leader(model.ranks)
+        """The ranks of a tensor-parallel model; None without tensor parallelism."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
         device = kv.device.type
         resident = None
-        if config.decodes_in_slots(device):
+        if config.uses_resident_decode(device):
             graphs = device == "cuda" and config.cuda_graph is not False
             most = config.max_batch_size
             resident = ResidentDecode(
                 model,
-                self.sessions.attention,
+                self.sequence_runner.attention,
                 most,
                 graphs=graphs,
                 graphs_required=config.cuda_graph is True,
             )
-        self._runner = StepRunner(self.sessions, resident, config)
-        self._run_ahead = config.lag(device) if resident else 0
-        self._supply = BlockSupply(
+        self._runner = StepRunner(self.sequence_runner, resident, config)
+        self._run_ahead = config.max_steps_in_flight(device) if resident else 0
+        self._block_allocator = RequestBlockAllocator(
             kv,
             self.prefixes,
             self._runner.withdraw,
-            at_once=config.prefill_max_tokens if config.chunked_prefill else None,
-            lag=self._run_ahead,
+            max_tokens_per_step=config.prefill_max_tokens if config.chunked_prefill else None,
+            max_steps_in_flight=self._run_ahead,
             path_counts=self.path_counts,
         )
-        self.room = RequestRoom(
-            self._supply.needs,
-            self._supply.capacity,
+        self.request_limits = RequestLimits(
+            self._block_allocator.block_requirements,
+            self._block_allocator.capacity,
             model.shape.max_length,
-            by_max_length=config.max_length is not None,
+            limited_by_max_length=config.max_length is not None,
         )
-        self._scheduler = Scheduler(config, self._supply)
+        self._scheduler = Scheduler(config, self._block_allocator)
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             self.speculation = Speculation(
-                kv, self._supply, self._runner, self.path_counts, slots=resident is not None
+                kv,
+                self._block_allocator,
+                self._runner,
+                self.path_counts,
+                slots=resident is not None,
             )
-            self._runner.settle = self.speculation.settle
-        self._in_flight: deque[list[Flight | PromptFlight]] = deque()
-        """Steps that were launched and whose tokens nobody has read yet, oldest first."""
+            self._runner.on_drafts_verified = self.speculation.record_verification
+        self._in_flight: deque[list[TokensInFlight | PromptLogprobsInFlight]] = deque()
+        """Steps launched and not yet read back, oldest first."""
         self._updates: list[Update] = []
-        """Updates that no step has returned yet. A step that breaks off returns none."""
-        self._broken: list[Request] = []
-        """The requests of the step that broke off last."""
+        """Updates that no step has returned yet. A step that raises returns none."""
+        self._failed_step_requests: list[Request] = []
+        """Requests of the last step that raised."""
         self._busy = threading.Lock()
         """Held while a step or a change runs. The garbage collector may finalise a stream inside
-        either, in any thread: what the stream changes then waits in ``_changes``."""
-        self._busy_thread: int | None = None
-        self._changes: deque[Callable[[], None]] = deque()
+        either, in any thread: the changes of that stream then wait in ``_pending_changes``."""
+        self._step_thread: int | None = None
+        self._pending_changes: deque[Callable[[], None]] = deque()
         self._tokenizer = loaded.tokenizer
-        self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
-        self._end_tokens = loaded.end_tokens
-        self._guides = GuideCompiler(
+        self._new_detokenizer = (
+            new_detokenizer_factory(loaded.tokenizer) if loaded.tokenizer else None
+        )
+        self._eos_token_ids = loaded.eos_token_ids
+        self._guide_compiler = GuideCompiler(
             loaded.tokenizer,
             model.shape.vocab_size,
-            loaded.end_tokens,
+            loaded.eos_token_ids,
             cpu_seconds=config.guide_cpu_seconds,
             memory_mb=config.guide_memory_mb,
         )
         self._block_size = kv.block_size
         self._next_id = 0
         self.prefix_queries = 0
-        """Prompt tokens that the prefix cache was asked for."""
+        """Prompt tokens looked up in the prefix cache."""
         self.prefix_hits = 0
-        """Those of them that it had."""
-        self._step_tokens = Histogram(STEP_BOUNDS)
-        self._new_steps: defaultdict[int, int] = defaultdict(int)
-        """By their tokens, how many steps nobody has asked for yet: a step calls nothing for it."""
+        """Prompt tokens served from the prefix cache."""
+        self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
+        self._unread_step_sizes: defaultdict[int, int] = defaultdict(int)
+        """Number of steps for each token count, not yet added to ``_step_tokens``: this keeps
+        steps free of calls to the histogram."""
         self._tokens = 0
-        """Those of the step that is under way."""
+        """Tokens of the current step."""
 
     @property
     def step_tokens(self) -> Histogram:
-        """How many tokens of prompts each step computed, and tokens of texts it brought."""
-        for tokens, times in self._new_steps.items():
+        """Tokens per step: prompt tokens computed and tokens generated."""
+        for tokens, times in self._unread_step_sizes.items():
             self._step_tokens.add(tokens, times)
-        self._new_steps.clear()
+        self._unread_step_sizes.clear()
         return self._step_tokens
 
     @property
@@ -162,9 +179,9 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
-    def is_fed(self) -> bool:
-        """Tell if the next step would be the same with more requests behind those that wait."""
-        return self._scheduler.is_fed
+    def has_full_lookahead(self) -> bool:
+        """True if further waiting requests would not change the next step."""
+        return self._scheduler.has_full_lookahead
 
     @property
     def num_waiting(self) -> int:
@@ -180,242 +197,250 @@ class Engine:
 
     @property
     def occupancy(self) -> Occupancy:
-        supply = self._supply
-        cached = self.prefixes.num_unused if self.prefixes else 0
-        return Occupancy(supply.capacity, supply.capacity - supply.available, cached)
+        block_allocator = self._block_allocator
+        cached = self.prefixes.num_evictable_blocks if self.prefixes else 0
+        return Occupancy(
+            block_allocator.capacity, block_allocator.capacity - block_allocator.available, cached
+        )
 
-    def text_for(self, params: SamplingParams) -> RequestText | None:
-        """Return an empty text for a request, or None for a model without a tokenizer.
+    def new_completion_text(self, params: SamplingParams) -> CompletionText | None:
+        """Return an empty completion text for a request, or None for a model without a tokenizer.
 
-        Looking for long stop strings takes time to prepare. Any thread may call this.
+        Long stop strings take time to prepare. Any thread may call this.
         """
         if not isinstance(params, SamplingParams):
             raise BadArgument(f"params must be SamplingParams, not {params!r}")
         if self._new_detokenizer is None:
             if params.stop:
-                raise BadArgument("stop strings need a tokenizer, and this model came without one")
+                raise BadArgument(
+                    "stop strings need a tokenizer, and this model has none; give a tokenizer"
+                )
             return None
-        stops = StopStrings(params.stop) if params.stop else None
-        return RequestText(self._new_detokenizer, stops)
+        stops = StopStringMatcher(params.stop) if params.stop else None
+        return CompletionText(self._new_detokenizer, stops)
 
-    def guide_for(self, params: SamplingParams) -> GuideProgress | None:
-        """Return what rules out tokens of a request, or None for one without a guide.
+    def new_guide_matcher(self, params: SamplingParams) -> GuideMatcher | None:
+        """Return the guide matcher of a request, or None for a request without a guide.
 
-        A guide that is new takes time to prepare: milliseconds mostly, at most twice the limit of
-        the settings, and the first of all longer. This raises for one that cannot be followed. Any
-        thread may call this.
+        A new guide takes time to compile: milliseconds mostly, at most twice the limit of the
+        settings, and the very first one longer. This raises if the constraint cannot be compiled.
+        Any thread may call this.
         """
         if params.guide is None:
             return None
-        return self._guides.progress(params.guide, ignore_eos=params.ignore_eos)
+        return self._guide_compiler.new_matcher(params.guide, ignore_eos=params.ignore_eos)
 
     def submit(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
-        text: RequestText | None = None,
-        guide: GuideProgress | None = None,
+        text: CompletionText | None = None,
+        guide: GuideMatcher | None = None,
     ) -> Request:
-        """Queue a prompt. This raises for one that could never be served.
+        """Queue a prompt. This raises for a prompt that could never be served.
 
-        ``text`` and ``guide`` are what ``text_for`` and ``guide_for`` returned for it, if somebody
-        has called these already.
+        ``text`` and ``guide`` are the results of ``new_completion_text`` and ``new_guide_matcher``
+        for it, if these were called already.
         """
-        text = text or self.text_for(params)
-        guide = guide or self.guide_for(params)
-        token_ids = token_ids_of(prompt, self._tokenizer)
-        self.sessions.model.shape.check_tokens(token_ids)
+        text = text or self.new_completion_text(params)
+        guide = guide or self.new_guide_matcher(params)
+        token_ids = tokenize_prompt(prompt, self._tokenizer)
+        self.sequence_runner.model.shape.check_tokens(token_ids)
         request = Request(
             id=self._next_id,
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             prompt_length=len(token_ids),
-            most_tokens=self.room.most_for(len(token_ids), params),
-            session=self.sessions.empty(token_ids),
+            max_generated_tokens=self.request_limits.validated_max_tokens(len(token_ids), params),
+            sequence=self.sequence_runner.new_cached_sequence(token_ids),
             text=text,
             guide=guide,
             drafter=self.speculation.drafter_for(params) if self.speculation else None,
         )
         self._next_id += 1
-        self._change(partial(self._scheduler.add, request))
+        self._apply_between_steps(partial(self._scheduler.add, request))
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request, unless it has ended already: now, or after the step that runs."""
-        self._change(partial(self._cancel, request))
+        """End a request now, or after the current step; no effect on one that has ended."""
+        self._apply_between_steps(partial(self._cancel, request))
 
     def _cancel(self, request: Request) -> None:
         if request.finish_reason is None:
             self.path_counts[EnginePath.CANCELLED] += 1
-            self._end(request, FinishReason.CANCELLED)
+            self._finish_request(request, FinishReason.CANCELLED)
 
     def pause(self, request: Request) -> None:
-        """Give a request no more tokens until it is resumed, but for those in flight.
+        """Pause a request: no more tokens until it is resumed, except those in flight.
 
-        It holds no blocks meanwhile. The prefix cache keeps what it stored while there is room.
+        It holds no blocks meanwhile. The prefix cache keeps its stored blocks while there is space.
         """
-        self._change(partial(self._pause, request))
+        self._apply_between_steps(partial(self._pause, request))
 
     def _pause(self, request: Request) -> None:
         if request.finish_reason is None:
-            self._runner.give_up_slot(request)
+            self._runner.release_request_slot(request)
             self._scheduler.pause(request)
 
     def resume(self, request: Request) -> None:
-        """Let a request go on, if it is paused."""
-        self._change(partial(self._scheduler.resume, request))
+        """Resume a request, if it is paused."""
+        self._apply_between_steps(partial(self._scheduler.resume, request))
 
-    def _change(self, what: Callable[[], None]) -> None:
-        """Change the state of requests between steps: now, unless the engine is busy."""
-        self._changes.append(what)
-        self._make_changes()
+    def _apply_between_steps(self, what: Callable[[], None]) -> None:
+        """Run a change of requests between steps: now, unless the engine is busy."""
+        self._pending_changes.append(what)
+        self._apply_pending_changes()
 
-    def _make_changes(self) -> None:
-        # Looked at again after each release: a change may have come just before it.
-        while self._changes and self._busy.acquire(blocking=False):
+    def _apply_pending_changes(self) -> None:
+        # Check again after each release: another thread may have queued a change just before it.
+        while self._pending_changes and self._busy.acquire(blocking=False):
             try:
-                while self._changes:
-                    self._changes.popleft()()
+                while self._pending_changes:
+                    self._pending_changes.popleft()()
             finally:
                 self._busy.release()
 
     def step(self) -> list[Update]:
         """Launch a step, and return an update for each request that got a token or ended.
 
-        Up to ``run_ahead`` steps stay in flight when this returns. The work of a step that raises
-        is done again by the next, unless its requests are cancelled or ended by ``fail_step``.
+        At most ``run_ahead`` steps stay in flight when this returns. The work of a step that raises
+        is done again by the next one, unless its requests are cancelled or ended by ``fail_step``.
         """
         thread = threading.get_ident()
-        if self._busy_thread == thread:
+        if self._step_thread == thread:
             raise BadArgument("engine: a step runs already; run no step inside another")
         try:
             with self._busy:
-                self._busy_thread = thread
+                self._step_thread = thread
                 try:
                     return self._step()
                 finally:
-                    self._busy_thread = None
+                    self._step_thread = None
         finally:
-            if self._changes:
-                self._make_changes()
+            if self._pending_changes:
+                self._apply_pending_changes()
 
     def _step(self) -> list[Update]:
         step = self._scheduler.next_step()
         try:
             if self.speculation is not None:
-                self.speculation.plan(step)
+                self.speculation.add_drafts(step)
             if step:
                 self._launch(step)
-            # If no step is launched, the oldest one in flight lands.
-            self._land(self._run_ahead if step else len(self._in_flight) - 1)
+            # If no step is launched, the oldest one in flight is read back.
+            self._process_tokens_in_flight(self._run_ahead if step else len(self._in_flight) - 1)
         except BaseException as error:
-            self._break_off(step)
+            self._abort_step(step)
             if self._ranks is not None:
-                raise self._ranks.break_off(error) from error
+                raise self._ranks.mark_failed(error) from error
             raise
         if not self._scheduler.running:
-            self._in_flight.clear()  # their tokens follow the ends of requests
+            self._in_flight.clear()  # their tokens come after the ends of their requests
         updates, self._updates = self._updates, []
         if step.chunks:
             self._tokens += sum(count for _, count in step.chunks)
         if self._tokens:
-            self._new_steps[self._tokens] += 1
+            self._unread_step_sizes[self._tokens] += 1
             self._tokens = 0
         return updates
 
     def fail_step(self, error: Exception) -> list[Update]:
         """End the requests of the step that has just raised ``error``, and return the updates."""
-        self._change(partial(self._fail, error))
+        self._apply_between_steps(partial(self._finish_failed_requests, error))
         updates, self._updates = self._updates, []
         return updates
 
-    def _fail(self, error: Exception) -> None:
-        for request in self._broken:
+    def _finish_failed_requests(self, error: Exception) -> None:
+        for request in self._failed_step_requests:
             if request.finish_reason is None:
                 request.error = StepFailed(error)
-                self._updates.append(self._last(request, None, "", FinishReason.ERROR))
-        self._broken = []
+                self._updates.append(self._final_update(request, None, "", FinishReason.ERROR))
+        self._failed_step_requests = []
 
-    def _break_off(self, step: Step) -> None:
-        """Give up a step that raised, however far it came.
+    def _abort_step(self, step: Step) -> None:
+        """Undo a step that raised, wherever it did.
 
-        All running requests start over, and tokens in flight are computed again. What the
-        step's own requests have stored is shared with nobody.
+        All running requests are preempted, and tokens in flight are computed again. The prefix
+        cache drops all blocks of the step's own requests.
         """
         in_step = [*step.decoding, *(request for request, _ in step.chunks)]
         # An empty step was waiting for tokens of the running requests.
-        self._broken = in_step or list(self._scheduler.running.values())
-        for request in self._broken:
-            self._supply.spoil(request)
+        self._failed_step_requests = in_step or list(self._scheduler.running.values())
+        for request in self._failed_step_requests:
+            self._block_allocator.invalidate_prefix(request)
         self._in_flight.clear()
-        self._scheduler.start_over()
-        self._runner.start_over()
+        self._scheduler.preempt_all()
+        self._runner.reset_slots()
 
-    def _land(self, most: int) -> None:
-        """Read tokens until at most ``most`` steps are in flight, none of them urgent."""
-        steps, updates, take = self._in_flight, self._updates, self._take
-        while len(steps) > max(0, most) or any(each.urgent for step in steps for each in step):
+    def _process_tokens_in_flight(self, most: int) -> None:
+        """Read back steps until at most ``most`` are in flight, none of which blocks the next."""
+        steps, updates, take = self._in_flight, self._updates, self._add_token
+        while len(steps) > max(0, most) or any(
+            each.blocks_next_step for step in steps for each in step
+        ):
             for flight in steps.popleft():
-                # One by one, so that updates are kept if a later one raises.
-                for request, token, told in flight.land():
-                    if self._ranks is not None:  # one that has ended leaves others any numbers
-                        self._ranks.require()
+                # One at a time, so that updates are kept if a later one raises.
+                for request, token, logprobs in flight.land():
+                    if self._ranks is not None:  # a dead rank leaves arbitrary numbers to others
+                        self._ranks.require_alive()
                     updates.append(take(request, token))
-                    if told is not None:
-                        _tell(updates[-1], told)
+                    if logprobs is not None:
+                        _record_logprobs(updates[-1], logprobs)
 
     def _launch(self, step: Step) -> None:
-        self._supply.ensure(step.blocks)
-        self._count(step)
-        # A step without tokens counts too, so that the steps behind it land no later than others.
+        self._block_allocator.ensure(step.max_blocks_needed)
+        self._count_paths(step)
+        # A step without tokens counts too, so that later steps are read back no later than usual.
         self._in_flight.append(self._runner.launch(step))
         for request, _ in step.chunks:
-            if request.pending:
-                self._supply.note_stored(request)
+            if request.num_unstored:
+                self._block_allocator.publish_stored_blocks(request)
 
-    def _take(self, request: Request, token: int) -> Update:
+    def _add_token(self, request: Request, token: int) -> Update:
         if token < 0:
             request.error = _no_distribution(request)
-            return self._last(request, None, "", FinishReason.ERROR)
-        tokens = request.session.token_ids
+            return self._final_update(request, None, "", FinishReason.ERROR)
+        tokens = request.sequence.token_ids
         tokens.append(token)
         self._tokens += 1
         length, guide = len(tokens), request.guide
         first = length == request.prompt_length + 1
         if first:
-            request.first_at = time.monotonic()
-        if self._supply.listens:
-            # Requests take turns, each once a block.
+            request.first_token_at = time.monotonic()
+        if self._block_allocator.tracks_stored_blocks:
+            # Once a block for each request, in different steps.
             turn = (length - request.id) % self._block_size == 0
             if turn or first:
-                self._supply.note_stored(request)
-        ends = token in self._end_tokens and not request.params.ignore_eos
+                self._block_allocator.publish_stored_blocks(request)
+        ends = token in self._eos_token_ids and not request.params.ignore_eos
         if ends and (guide is None or guide.may_end):
-            return self._last(request, token, "", FinishReason.STOP)
-        complete = guide is not None and guide.take(token)
+            return self._final_update(request, token, "", FinishReason.STOP)
+        complete = guide is not None and guide.accept_token(token)
         try:
             text, stopped = request.text.add(token) if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
-            request.error = NoText(error)
-            return self._last(request, token, "", FinishReason.ERROR)
+            request.error = DetokenizationFailed(error)
+            return self._final_update(request, token, "", FinishReason.ERROR)
         if stopped or complete:
-            return self._last(request, token, text, FinishReason.STOP)
-        if length == request.full_length:
-            return self._last(request, token, text, FinishReason.LENGTH)
+            return self._final_update(request, token, text, FinishReason.STOP)
+        if length == request.max_total_length:
+            return self._final_update(request, token, text, FinishReason.LENGTH)
         return Update(request, token, text)
 
-    def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
-        text += self._end(request, reason)
+    def _final_update(
+        self, request: Request, token: int | None, text: str, reason: FinishReason
+    ) -> Update:
+        text += self._finish_request(request, reason)
         return Update(request, token, text, request.finish_reason)
 
-    def _end(self, request: Request, reason: FinishReason) -> str:
-        """Let go of all that a request holds, and return the last of its text."""
+    def _finish_request(self, request: Request, reason: FinishReason) -> str:
+        """Release all that a request holds, and return the rest of its text."""
         if reason is FinishReason.ERROR:
-            self._supply.spoil(request)
+            self._block_allocator.invalidate_prefix(request)
         self._scheduler.remove(request)
-        self._runner.forget()
+        self._runner.drop_cached_params()
         request.finish_reason = reason
         request.ended_at = time.monotonic()
         try:
@@ -424,57 +449,58 @@ class Engine:
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
             request.finish_reason = FinishReason.ERROR
-            request.error = request.error or NoText(error)
+            request.error = request.error or DetokenizationFailed(error)
             return ""
         if stopped and reason is FinishReason.LENGTH:
             request.finish_reason = FinishReason.STOP
         return text
 
-    def _count(self, step: Step) -> None:
+    def _count_paths(self, step: Step) -> None:
         counts = self.path_counts
         if self._in_flight and self._in_flight[-1]:
             counts[EnginePath.RUN_AHEAD] += 1
-        if step.overtaken:
-            counts[EnginePath.OVERTAKEN] += step.overtaken
+        if step.num_out_of_order:
+            counts[EnginePath.ADMITTED_OUT_OF_ORDER] += step.num_out_of_order
         if len(step.decoding) + len(step.chunks) > 1:
             counts[EnginePath.BATCHED] += 1
         if step.decoding and step.chunks:
             counts[EnginePath.MIXED] += 1
         for request, count in step.chunks:
-            if request.begun_at is None:
-                request.begun_at = time.monotonic()
-            first = request.session.stored == request.found
-            if count < request.pending:
+            if request.started_at is None:
+                request.started_at = time.monotonic()
+            first = request.sequence.num_stored == request.num_cached_tokens
+            if count < request.num_unstored:
                 counts[EnginePath.CHUNKED] += 1
-            if first and request.found:
+            if first and request.num_cached_tokens:
                 counts[EnginePath.PREFIX_HIT] += 1
-            if first and self.prefixes and not request.preempted:
+            if first and self.prefixes and not request.times_preempted:
                 self.prefix_queries += request.prompt_length
-                self.prefix_hits += request.found
-            if first and request.preempted:
-                counts[EnginePath.RESUMED] += 1
+                self.prefix_hits += request.num_cached_tokens
+            if first and request.times_preempted:
+                counts[EnginePath.RECOMPUTED] += 1
 
 
 def _no_distribution(request: Request) -> NoDistribution:
-    """Return the error of a request for which no token was chosen."""
+    """Return the error of a request for which no token could be chosen."""
     guide = request.guide
     why = (
-        f"the model's logits for token {len(request.session.token_ids)} hold NaN, or nothing finite"
+        f"the model's logits for token {len(request.sequence.token_ids)} hold NaN, or nothing "
+        "finite"
     )
     if guide is not None:
-        why = guide.failure if guide.gave_up else f"{why}, or {guide.failure}"
-    return NoDistribution(f"{why}: there is no next token to choose")
+        why = guide.failure if guide.has_failed else f"{why}, or {guide.failure}"
+    return NoDistribution(f"{why}: no next token can be chosen")
 
 
-def _tell(update: Update, told: Told) -> None:
-    """Note the log-probabilities of an update's token, with the request and with the update."""
+def _record_logprobs(update: Update, logprobs: TokenLogprobs) -> None:
+    """Record the log-probabilities of a token in its update and its request."""
     request = update.request
     if update.token_id is None:
         return
-    update.logprob = told.logprob
-    request.logprobs.append(told.logprob)
+    update.logprob = logprobs.logprob
+    request.logprobs.append(logprobs.logprob)
     if most := request.params.top_logprobs:
-        update.top_logprobs = told.top[:most]
-        if request.guide is not None:  # it allows fewer tokens at many a place
+        update.top_logprobs = logprobs.top_logprobs[:most]
+        if request.guide is not None:  # it may allow fewer than ``most`` tokens here
             update.top_logprobs = [each for each in update.top_logprobs if each[1] != -inf]
         request.top_logprobs.append(update.top_logprobs)

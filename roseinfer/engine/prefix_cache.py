@@ -1,8 +1,9 @@
-"""The prefix cache keeps blocks of sequences that have ended, and finds them by their tokens.
+"""The prefix cache: keeps blocks of sequences, ended ones too, and finds them by their tokens.
 
-Its entries form a tree. Each is one block (one in each group of layers) under the entry of the
-block before, so the way to it spells the whole prefix that its keys and values depend on. The
-cache holds a reference on every block, so a sequence that appends to one writes into a copy.
+Its entries form a tree. Each entry is one block (one in each group of layers) below the entry of
+the previous block, so the path from the root is the whole prefix that its keys and values depend
+on. The cache holds a reference to every block, so a sequence that appends to one writes into a
+copy.
 """
 
 from __future__ import annotations
@@ -18,240 +19,254 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from roseinfer.kv.manager import KVBlockManager
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.sequence import CachedSequence
 
 
 def chain_hash(before: int, link: int | tuple[int, ...]) -> int:
-    """Return the hash of a prefix that is continued by a token or a block of tokens."""
+    """Return the hash of a prefix extended by a token or a block of tokens."""
     return hash((before, link))
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A block in the cache: full, or a tail, which is the partial last block of a sequence."""
+class PrefixEntry:
+    """A cached block: a full one, or a tail, which is the partial last block of a sequence."""
 
-    parent: Entry | None = field(repr=False)
-    """The entry of the block before; None in the root, which has no block of its own."""
+    parent: PrefixEntry | None = field(repr=False)
+    """Entry of the previous block; None in the root, which has no block of its own."""
     tokens: tuple[int, ...]
     hash: int
     end: int
-    """The position behind its last token."""
+    """Position after its last token."""
     block_ids: list[int]
-    """Its block in each group of layers; ``SCRATCH`` where that left a window and is gone."""
-    users: int = 0
-    children: dict[Entry, None] = field(default_factory=dict, repr=False)
-    """In the order they came, so that the same history frees blocks in the same order."""
+    """Block id in each group of layers; ``SCRATCH`` where the block left a window and was freed."""
+    num_holders: int = 0
+    children: dict[PrefixEntry, None] = field(default_factory=dict, repr=False)
+    """Child entries in order of insertion, so that equal histories free blocks in equal order."""
     cached: bool = True
-    """False once it was taken out: its users keep it, and it is never found again."""
+    """False once it was removed: its holders keep it, and no lookup finds it again."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its length is part of the key, so that a tail is never taken for a full block."""
+        """The length and the hash; the length keeps tails and full blocks apart."""
         return len(self.tokens), self.hash
 
-    def continues(self, parent: Entry, tokens: tuple[int, ...]) -> bool:
-        """Return True if it holds these tokens behind ``parent``, as its hash suggests."""
+    def continues(self, parent: PrefixEntry, tokens: tuple[int, ...]) -> bool:
+        """Return True if it really has these tokens after ``parent``, and not only their hash."""
         return self.parent is parent and self.tokens == tokens
 
 
-class _Loose(NamedTuple):
-    """A block that an entry has in one group, and that no sequence holds which holds the entry."""
+class _OutOfWindowBlock(NamedTuple):
+    """An entry's block in one group that only the cache holds, out of its holders' windows."""
 
-    entry: Entry
+    entry: PrefixEntry
     group: int
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """What one sequence holds of the cache."""
+class HeldPrefix:
+    """The entries of the prefix cache that one sequence holds."""
 
-    matched: list[Entry]
-    """The full blocks that it began with, first to last."""
-    tail: Entry | None
-    """The partial block that it began with, until it has written to a copy of it."""
-    tip: Entry | None
-    """The sequence's last full block that is cached, whichever sequence brought it: the next one
-    goes under it. None after the end."""
-    inserted: list[Entry] = field(default_factory=list)
-    """The blocks that it brought itself, first to last."""
-    completed: list[Entry] = field(default_factory=list)
-    """Entries that lacked blocks of layers with windows, and have them of this sequence."""
+    matched: list[PrefixEntry]
+    """Full blocks that it began with, first to last."""
+    tail: PrefixEntry | None
+    """Partial block that it began with; None if it had none, or has written to a copy of it."""
+    tip: PrefixEntry | None
+    """Last full block of the sequence that is cached, whichever sequence inserted it: the parent
+    of the next one. None after the end of the sequence."""
+    inserted: list[PrefixEntry] = field(default_factory=list)
+    """Blocks that it inserted itself, first to last."""
+    completed: list[PrefixEntry] = field(default_factory=list)
+    """Entries that lacked blocks of windowed layers and got them from this sequence."""
 
 
 class PrefixCache:
-    """Shares the blocks of ``kv`` among prompts that begin alike.
+    """A cache that shares the blocks of ``kv`` among prompts with equal prefixes.
 
     ``match`` is called when a sequence begins, ``insert`` when it has stored tokens, and
-    ``release`` or ``forget`` at its end, before its blocks are freed.
+    ``release`` or ``release_and_invalidate`` at its end, before its blocks are freed.
     """
 
     def __init__(self, kv: KVBlockManager) -> None:
         self.kv = kv
         self.num_evictions = 0
-        self._root = Entry(None, (), 0, 0, [])
-        self._entries: dict[tuple[int, int], Entry] = {}
-        self._windowed = [at for at, own in enumerate(kv.groups) if own.window is not None]
-        self._of_block: dict[int, Entry] = {}
-        """The entry of every block of a group with a window."""
-        self.unused: OrderedDict[Entry, int] = OrderedDict()
-        """Entries that no sequence holds, the least recently used first, each with when that was.
-        All can be evicted."""
-        self._loose: OrderedDict[_Loose, int] = OrderedDict()
-        """Blocks of other entries that left the windows of all that hold these, alike."""
-        self._lent: set[int] = set()
-        """Blocks that an entry has of a sequence that holds them yet, and not the entry."""
+        self._root = PrefixEntry(None, (), 0, 0, [])
+        self._entries: dict[tuple[int, int], PrefixEntry] = {}
+        self._windowed = [at for at, group in enumerate(kv.groups) if group.window is not None]
+        self._entry_of_block: dict[int, PrefixEntry] = {}
+        """Entry of every block of a windowed group, by block id."""
+        self.evictable_entries: OrderedDict[PrefixEntry, int] = OrderedDict()
+        """Entries without holders, the least recently used first, with their time of last use as
+        a count of uses. All can be evicted."""
+        self._evictable_blocks: OrderedDict[_OutOfWindowBlock, int] = OrderedDict()
+        """Blocks of held entries that left the windows of all holders, with the time of that, in
+        the same order and count."""
+        self._borrowed_blocks: set[int] = set()
+        """Blocks that an entry got from a sequence which still holds them without the entry."""
         self._uses = 0
-        self.num_unused = 0
-        """How many blocks of every pool can be freed by evicting."""
+        self.num_evictable_blocks = 0
+        """Number of blocks of every pool that eviction can free."""
 
-    def match(self, tokens: Sequence[int]) -> tuple[Held, list[list[int]], int]:
+    def match(self, tokens: Sequence[int]) -> tuple[HeldPrefix, list[list[int]], int]:
         """Find the longest cached prefix that leaves a token to compute, and hold it.
 
-        This returns it as held, as block lists, and how many tokens it has.
+        This returns the held entries, their block lists and their number of tokens.
         """
         most = len(tokens) - 1
         matched = self._full_blocks(tokens, most)
-        tail = self._longest_tail(matched[-1] if matched else self._root, tokens, most)
-        entries = self._seen_whole(matched if tail is None else [*matched, tail])
+        tail = self._match_partial_block(matched[-1] if matched else self._root, tokens, most)
+        entries = self._longest_complete_prefix(matched if tail is None else [*matched, tail])
         if tail is not None and tail not in entries[-1:]:
             tail = None
         num_tokens = entries[-1].end if entries else 0
         begins = [0] * len(self.kv.groups)
-        """The first entry of which a sequence has a block, for each group."""
+        """Index of the first entry that gives the sequence a block, for each group."""
         for group in self._windowed:
-            begins[group] = self.kv.groups[group].first_seen(num_tokens) // self.kv.block_size
+            begins[group] = (
+                self.kv.groups[group].first_visible_position(num_tokens) // self.kv.block_size
+            )
         for at, entry in enumerate(entries):
-            self._hold(entry, [group for group, begin in enumerate(begins) if at >= begin])
+            self._acquire(entry, [group for group, begin in enumerate(begins) if at >= begin])
         block_lists = [
             [SCRATCH] * begin + [entry.block_ids[group] for entry in entries[begin:]]
             for group, begin in enumerate(begins)
         ]
         matched = entries if tail is None else entries[:-1]
-        return Held(matched, tail, matched[-1] if matched else self._root), block_lists, num_tokens
+        return (
+            HeldPrefix(matched, tail, matched[-1] if matched else self._root),
+            block_lists,
+            num_tokens,
+        )
 
     def may_match(self, tokens: Sequence[int]) -> bool:
-        """Tell if ``match`` may find something. Nothing is held."""
-        found = self._full_blocks(tokens, min(len(tokens) - 1, self.kv.block_size))
-        return bool(found) or self._longest_tail(self._root, tokens, len(tokens) - 1) is not None
+        """Return True if ``match`` may find something; hold nothing."""
+        entries = self._full_blocks(tokens, min(len(tokens) - 1, self.kv.block_size))
+        return (
+            bool(entries)
+            or self._match_partial_block(self._root, tokens, len(tokens) - 1) is not None
+        )
 
-    def insert(self, held: Held, session: InferenceSession) -> None:
+    def insert(self, held: HeldPrefix, sequence: CachedSequence) -> None:
         """Add the blocks that a sequence has filled.
 
-        Where a block of another sequence with the same tokens is cached, that one stays, and
-        this sequence's own is not cached.
+        If a block with the same tokens is cached already, that one stays, and this sequence's
+        own is not cached.
         """
-        # What is stored of tokens in flight cannot be found, since nobody knows these yet.
-        stored = min(session.stored, len(session.token_ids))
+        # Tokens in flight are stored, but not known yet, so no block can have them in its key.
+        stored = min(sequence.num_stored, len(sequence.token_ids))
         if held.tail is not None and stored > held.tail.end:
-            self._let_go(held.tail)
+            self._release_entry(held.tail)
             held.tail = None
         size = self.kv.block_size
         while held.tip is not None and held.tip.cached and held.tip.end + size <= stored:
             tip = held.tip
-            block = tuple(session.token_ids[tip.end : tip.end + size])
+            block = tuple(sequence.token_ids[tip.end : tip.end + size])
             hashed = chain_hash(tip.hash, block)
             entry = self._entries.get((size, hashed))
             if entry is None:
-                entry = self._add(tip, block, hashed, session)
-                entry.users = 1
+                entry = self._add(tip, block, hashed, sequence)
+                entry.num_holders = 1
                 held.inserted.append(entry)
             elif not entry.continues(tip, block):
                 return  # two prefixes with one hash: the older entry stays
             else:
-                self._complete(entry, session, held)
+                self._fill_missing_blocks(entry, sequence, held)
             held.tip = entry
 
-    def release(self, held: Held, session: InferenceSession) -> None:
-        """End a sequence, and keep what it stored, its partial block too."""
-        self.insert(held, session)
+    def release(self, held: HeldPrefix, sequence: CachedSequence) -> None:
+        """End a sequence, and keep its stored blocks, the partial one too."""
+        self.insert(held, sequence)
         # If it still holds a tail, it has no partial block of its own.
         if held.tip is not None and held.tail is None:
-            self._add_tail(held.tip, session)
-        self._end(held)
+            self._add_tail(held.tip, sequence)
+        self._release_all(held)
 
-    def forget(self, held: Held) -> None:
-        """End a sequence, and take out all that it brought, with what is below it."""
+    def release_and_invalidate(self, held: HeldPrefix) -> None:
+        """End a sequence, and remove the subtrees of all entries that it inserted or completed."""
         for entry in (*held.inserted, *held.completed):
             if entry.cached:
-                self._take_out(entry)
-        self._end(held)
+                self._remove_subtree(entry)
+        self._release_all(held)
 
     def evict(self, blocks_needed: int) -> int:
-        """Free that many blocks of every pool, or all that can be, and return how many."""
-        before = self.num_unused
-        while before - self.num_unused < blocks_needed and (self.unused or self._loose):
-            entry, used = next(iter(self.unused.items()), (None, self._uses + 1))
-            loose, left = next(iter(self._loose.items()), (None, self._uses + 1))
+        """Free ``blocks_needed`` blocks of every pool, or all that can be, and return how many."""
+        before = self.num_evictable_blocks
+        while before - self.num_evictable_blocks < blocks_needed and (
+            self.evictable_entries or self._evictable_blocks
+        ):
+            entry, used = next(iter(self.evictable_entries.items()), (None, self._uses + 1))
+            loose, left = next(iter(self._evictable_blocks.items()), (None, self._uses + 1))
             if entry is not None and used < left:
-                self._take_out(entry)  # has no children
+                self._remove_subtree(entry)  # has no children
             elif loose is not None:
-                self._drop_loose(loose)
-                self._give_up(*loose)
+                self._unmark_evictable_block(loose)
+                self._free_entry_block(*loose)
             self.num_evictions += 1
-        return before - self.num_unused
+        return before - self.num_evictable_blocks
 
     def clear(self) -> None:
-        """Take everything out. Blocks in use stay with their sequences."""
+        """Remove all entries. Blocks in use stay with their sequences."""
         for entry in list(self._root.children):
-            self._take_out(entry)
+            self._remove_subtree(entry)
 
-    def _full_blocks(self, tokens: Sequence[int], most: int) -> list[Entry]:
+    def _full_blocks(self, tokens: Sequence[int], most: int) -> list[PrefixEntry]:
         size = self.kv.block_size
-        found: list[Entry] = []
+        entries: list[PrefixEntry] = []
         parent = self._root
         while parent.end + size <= most:
             block = tuple(tokens[parent.end : parent.end + size])
             entry = self._entries.get((size, chain_hash(parent.hash, block)))
             if entry is None or not entry.continues(parent, block):
                 break
-            found.append(entry)
+            entries.append(entry)
             parent = entry
-        return found
+        return entries
 
-    def _longest_tail(self, parent: Entry, tokens: Sequence[int], most: int) -> Entry | None:
-        """Find tails by their hashes, token by token, and return the longest that is right."""
+    def _match_partial_block(
+        self, parent: PrefixEntry, tokens: Sequence[int], most: int
+    ) -> PrefixEntry | None:
+        """Look up tails by their hashes, token by token, and return the longest that matches."""
         rest = tuple(tokens[parent.end : min(most, parent.end + self.kv.block_size - 1)])
-        found: list[Entry] = []
+        candidates: list[PrefixEntry] = []
         hashed = parent.hash
         for count, token in enumerate(rest, 1):
             hashed = chain_hash(hashed, token)
             entry = self._entries.get((count, hashed))
             if entry is not None:
-                found.append(entry)
-        for entry in reversed(found):
+                candidates.append(entry)
+        for entry in reversed(candidates):
             if entry.continues(parent, rest[: len(entry.tokens)]):
                 return entry
         return None
 
     def _add(
-        self, parent: Entry, tokens: tuple[int, ...], hashed: int, session: InferenceSession
-    ) -> Entry:
+        self, parent: PrefixEntry, tokens: tuple[int, ...], hashed: int, sequence: CachedSequence
+    ) -> PrefixEntry:
         index = parent.end // self.kv.block_size
-        block_ids = [block_list[index] for block_list in session.block_lists]
+        block_ids = [block_list[index] for block_list in sequence.block_lists]
         self.kv.incref_blocks([each for each in block_ids if each != SCRATCH])
-        entry = Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)
+        entry = PrefixEntry(parent, tokens, hashed, parent.end + len(tokens), block_ids)
         for group in self._windowed:
             if block_ids[group] != SCRATCH:
-                self._of_block[block_ids[group]] = entry
+                self._entry_of_block[block_ids[group]] = entry
         self._entries[entry.key] = entry
         parent.children[entry] = None
         return entry
 
-    def _add_tail(self, tip: Entry, session: InferenceSession) -> None:
-        count = session.stored - tip.end
+    def _add_tail(self, tip: PrefixEntry, sequence: CachedSequence) -> None:
+        count = sequence.num_stored - tip.end
         if not (tip.cached and 0 < count < self.kv.block_size):
             return
-        rest = tuple(session.token_ids[tip.end : session.stored])
+        rest = tuple(sequence.token_ids[tip.end : sequence.num_stored])
         hashed = reduce(chain_hash, rest, tip.hash)
         if (count, hashed) in self._entries:
             return
-        # Another sequence cannot go on in a block with planned slots that hold nothing.
+        # Another sequence cannot continue a block with planned positions that store no token.
         index = tip.end // self.kv.block_size
-        if all(self.kv.block_info(ids[index]).length == count for ids in session.block_lists):
-            self._note_unused(self._add(tip, rest, hashed, session))
+        if all(self.kv.block_info(ids[index]).length == count for ids in sequence.block_lists):
+            self._mark_evictable_entry(self._add(tip, rest, hashed, sequence))
 
-    def _take_out(self, entry: Entry) -> None:
-        """Take out an entry and all below it, which cannot be found without it."""
+    def _remove_subtree(self, entry: PrefixEntry) -> None:
+        """Remove an entry and its descendants, which no lookup can find without it."""
         if entry.parent is not None:
             del entry.parent.children[entry]
         leaving = [entry]
@@ -260,86 +275,94 @@ class PrefixCache:
             each.children = {}
             each.cached = False
             del self._entries[each.key]
-            if not each.users:
-                del self.unused[each]
-                self.num_unused -= self._num_blocks(each)
+            if not each.num_holders:
+                del self.evictable_entries[each]
+                self.num_evictable_blocks -= self._num_blocks(each)
             for group in self._windowed:
-                self._drop_loose(_Loose(each, group))
+                self._unmark_evictable_block(_OutOfWindowBlock(each, group))
             for group in range(len(each.block_ids)):
-                self._give_up(each, group)
+                self._free_entry_block(each, group)
 
-    def _give_up(self, entry: Entry, group: int) -> None:
+    def _free_entry_block(self, entry: PrefixEntry, group: int) -> None:
         """Free an entry's block in a group, if it has one."""
         block_id = entry.block_ids[group]
         if block_id != SCRATCH:
-            self._of_block.pop(block_id, None)
-            self._lent.discard(block_id)
+            self._entry_of_block.pop(block_id, None)
+            self._borrowed_blocks.discard(block_id)
             self.kv.free_blocks(self.kv.groups[group].layers[0], [block_id])
             entry.block_ids[group] = SCRATCH
 
-    def _hold(self, entry: Entry, groups: Sequence[int]) -> None:
+    def _acquire(self, entry: PrefixEntry, groups: Sequence[int]) -> None:
         """Hold an entry, and its blocks in these groups."""
         self.kv.incref_blocks([entry.block_ids[group] for group in groups])
-        entry.users += 1
-        if entry in self.unused:
-            del self.unused[entry]
-            self.num_unused -= self._num_blocks(entry)
+        entry.num_holders += 1
+        if entry in self.evictable_entries:
+            del self.evictable_entries[entry]
+            self.num_evictable_blocks -= self._num_blocks(entry)
         for group in self._windowed:
             if group in groups:
-                self._drop_loose(_Loose(entry, group))
+                self._unmark_evictable_block(_OutOfWindowBlock(entry, group))
             else:
-                self._note_loose(entry, group)
+                self._mark_evictable_block(entry, group)
 
-    def _let_go(self, entry: Entry) -> None:
-        entry.users -= 1
-        if entry.cached and not entry.users:
+    def _release_entry(self, entry: PrefixEntry) -> None:
+        entry.num_holders -= 1
+        if entry.cached and not entry.num_holders:
             for group in self._windowed:
-                self._drop_loose(_Loose(entry, group))
-            self._note_unused(entry)
+                self._unmark_evictable_block(_OutOfWindowBlock(entry, group))
+            self._mark_evictable_entry(entry)
 
-    def _note_unused(self, entry: Entry) -> None:
+    def _mark_evictable_entry(self, entry: PrefixEntry) -> None:
         self._uses += 1
-        self.unused[entry] = self._uses
-        self.num_unused += self._num_blocks(entry)
+        self.evictable_entries[entry] = self._uses
+        self.num_evictable_blocks += self._num_blocks(entry)
 
-    def _num_blocks(self, entry: Entry) -> int:
+    def _num_blocks(self, entry: PrefixEntry) -> int:
         """Return how many blocks of every pool the entry has."""
         if not self.kv.one_pool:
             return 1
-        return sum(each != SCRATCH and each not in self._lent for each in entry.block_ids)
+        return sum(
+            each != SCRATCH and each not in self._borrowed_blocks for each in entry.block_ids
+        )
 
-    # ------------------------------------------------------------------- with windows
+    # Blocks of windowed groups.
 
-    def note_given_back(self, block_ids: Iterable[int]) -> None:
-        """Note that a sequence does not hold these blocks any more, which left its windows."""
+    def record_out_of_window(self, block_ids: Iterable[int]) -> None:
+        """Record that a sequence gave back these blocks of windowed groups."""
         for block_id in block_ids:
-            entry = self._of_block.get(block_id)
+            entry = self._entry_of_block.get(block_id)
             if entry is None or self.kv.refcount(block_id) > 1:
                 continue
-            lent = block_id in self._lent
-            self._lent.discard(block_id)
-            if entry.users:
-                self._note_loose(entry, entry.block_ids.index(block_id))
+            lent = block_id in self._borrowed_blocks
+            self._borrowed_blocks.discard(block_id)
+            if entry.num_holders:
+                self._mark_evictable_block(entry, entry.block_ids.index(block_id))
             elif lent:
-                self.num_unused += 1
+                self.num_evictable_blocks += 1
 
-    def _note_loose(self, entry: Entry, group: int) -> None:
-        """Let a block be evicted alone, if only the cache holds it."""
-        block_id, loose = entry.block_ids[group], _Loose(entry, group)
-        if block_id != SCRATCH and loose not in self._loose and self.kv.refcount(block_id) == 1:
+    def _mark_evictable_block(self, entry: PrefixEntry, group: int) -> None:
+        """Allow a block to be evicted without its entry, if only the cache holds it."""
+        block_id, loose = entry.block_ids[group], _OutOfWindowBlock(entry, group)
+        if (
+            block_id != SCRATCH
+            and loose not in self._evictable_blocks
+            and self.kv.refcount(block_id) == 1
+        ):
             self._uses += 1
-            self._loose[loose] = self._uses
-            self.num_unused += 1
+            self._evictable_blocks[loose] = self._uses
+            self.num_evictable_blocks += 1
 
-    def _drop_loose(self, loose: _Loose) -> None:
-        if loose in self._loose:
-            del self._loose[loose]
-            self.num_unused -= 1
+    def _unmark_evictable_block(self, loose: _OutOfWindowBlock) -> None:
+        if loose in self._evictable_blocks:
+            del self._evictable_blocks[loose]
+            self.num_evictable_blocks -= 1
 
-    def _complete(self, entry: Entry, session: InferenceSession, held: Held) -> None:
-        """Give an entry the blocks that it lacks and that the sequence has computed again."""
+    def _fill_missing_blocks(
+        self, entry: PrefixEntry, sequence: CachedSequence, held: HeldPrefix
+    ) -> None:
+        """Give an entry the blocks that it lacks and that a sequence has computed again."""
         own = [
-            block_list[entry.end // self.kv.block_size - 1] for block_list in session.block_lists
+            block_list[entry.end // self.kv.block_size - 1] for block_list in sequence.block_lists
         ]
         lacking = [
             at for at in self._windowed if entry.block_ids[at] == SCRATCH and own[at] != SCRATCH
@@ -347,40 +370,40 @@ class PrefixCache:
         for group in lacking:
             self.kv.incref_blocks([own[group]])
             entry.block_ids[group] = own[group]
-            self._of_block[own[group]] = entry
-            self._lent.add(own[group])
+            self._entry_of_block[own[group]] = entry
+            self._borrowed_blocks.add(own[group])
         if lacking:
             held.completed.append(entry)
 
-    def _seen_whole(self, entries: list[Entry]) -> list[Entry]:
-        """Return the longest beginning behind which no token sees what is not there."""
+    def _longest_complete_prefix(self, entries: list[PrefixEntry]) -> list[PrefixEntry]:
+        """Return the longest prefix whose next token attends to no missing block."""
         if not self._windowed:
             return entries
         size = self.kv.block_size
         gaps = [0] * len(self.kv.groups)
-        """Behind each group's last entry that has no block there."""
+        """Number of entries up to the last one without a block, for each group."""
         longest = 0
         for count, entry in enumerate(entries, 1):
             for group in self._windowed:
                 if entry.block_ids[group] == SCRATCH:
                     gaps[group] = count
-            begins = [group.first_seen(entry.end) // size for group in self.kv.groups]
+            begins = [group.first_visible_position(entry.end) // size for group in self.kv.groups]
             if all(gap <= begin for gap, begin in zip(gaps, begins, strict=True)):
                 longest = count
         return entries[:longest]
 
-    def _end(self, held: Held) -> None:
-        """Let go of everything. The whole way to the tip counts as used just now, its end first."""
+    def _release_all(self, held: HeldPrefix) -> None:
+        """Release all entries. The whole path to the tip counts as just used, the tip first."""
         for entry in (*held.matched, *held.inserted):
-            self._let_go(entry)
+            self._release_entry(entry)
         if held.tail is not None:
-            self._let_go(held.tail)
-        passed = held.tip
-        while passed is not None:
-            if passed in self.unused:
+            self._release_entry(held.tail)
+        ancestor = held.tip
+        while ancestor is not None:
+            if ancestor in self.evictable_entries:
                 self._uses += 1
-                self.unused[passed] = self._uses
-                self.unused.move_to_end(passed)
-            passed = passed.parent
+                self.evictable_entries[ancestor] = self._uses
+                self.evictable_entries.move_to_end(ancestor)
+            ancestor = ancestor.parent
         held.matched, held.inserted, held.completed = [], [], []
         held.tail = held.tip = None

@@ -1,4 +1,4 @@
-"""A request, the tokens of its prompt, and the supply that it gets blocks from."""
+"""Requests: their state, their limits, and the allocator that gives them blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import BadArgument, RequestTooLarge
-from roseinfer.kv.groups import given_back
+from roseinfer.kv.groups import count_out_of_window
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
@@ -19,64 +19,67 @@ if TYPE_CHECKING:
 
     from roseinfer.decode.step import Resident
     from roseinfer.engine.drafter import Drafter
-    from roseinfer.engine.prefix_cache import Held, PrefixCache
+    from roseinfer.engine.prefix_cache import HeldPrefix, PrefixCache
     from roseinfer.errors import RoseinferError
-    from roseinfer.guided.compiler import GuideProgress
+    from roseinfer.guided.compiler import GuideMatcher
     from roseinfer.kv.manager import KVBlockManager
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.sequence import CachedSequence
     from roseinfer.sampling_params import SamplingParams
-    from roseinfer.text.request_text import RequestText
+    from roseinfer.text.completion_text import CompletionText
 
-# How many tokens a request may have: the model's positions bound it, and the cache's blocks.
+# Limits on the tokens of a request: the model's positions and the blocks of the cache.
 #
-# All of it is plain numbers, so that another process can reckon as the engine does.
+# These are plain numbers, so that another process can compute the same limits as the engine.
 
 
 @dataclass(frozen=True, slots=True)
-class BlockNeeds:
-    """How many blocks a sequence takes at the most, by its length alone."""
+class BlockRequirements:
+    """Upper bounds on the blocks of a sequence, from its length alone."""
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
-    """What layers see, for each list of blocks that a sequence takes from the pool."""
-    at_once: int | None = None
-    """No request stores more tokens in a step."""
-    lag: int = 0
-    """How many steps are in flight."""
+    """Window of each block list that a sequence takes from the pool; None for full attention."""
+    max_tokens_per_step: int | None = None
+    """Most tokens that a request stores in a step; None for unlimited."""
+    max_steps_in_flight: int = 0
+    """Most steps in flight when another is launched."""
 
-    def alone(self, prompt: int, length: int) -> int:
-        """Return the most blocks that a request holds by itself until it has ``length`` tokens."""
+    def max_blocks_of_request(self, prompt: int, length: int) -> int:
+        """Return the most blocks that a request holds before it has ``length`` tokens."""
         whole = -(-length // self.block_size)
-        at_once = min(prompt, self.at_once or prompt)
+        max_tokens_per_step = min(prompt, self.max_tokens_per_step or prompt)
         return sum(
-            whole if window is None else min(whole, self.most_in(window, at_once))
+            whole
+            if window is None
+            else min(whole, self.max_blocks_in_window(window, max_tokens_per_step))
             for window in self.windows
         )
 
-    def most_in(self, window: int, at_once: int) -> int:
-        """Return the most blocks that a sequence holds in layers of a window.
+    def max_blocks_in_window(self, window: int, max_tokens_per_step: int) -> int:
+        """Return the most blocks that a sequence holds in a windowed layer.
 
-        It gives back once a block, and what is in flight is not known yet.
+        It frees blocks only once for each block of new tokens, and not for tokens in flight.
         """
-        seen = window - 1 + max(at_once, self.lag)
-        return -(-seen // self.block_size) + 2
+        tokens = window - 1 + max(max_tokens_per_step, self.max_steps_in_flight)
+        return -(-tokens // self.block_size) + 2
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRoom:
-    """What there is room for. Any thread may ask."""
+class RequestLimits:
+    """Limits on the length of a request. Any thread may use them."""
 
-    needs: BlockNeeds
+    block_requirements: BlockRequirements
     capacity: int
     """Blocks of the KV cache."""
     positions: int
-    by_max_length: bool
-    """The model has more positions, and the engine was told to use these."""
+    """Most tokens of a request, prompt and completion together."""
+    limited_by_max_length: bool
+    """True if ``max_length`` limits the positions, rather than the model."""
 
-    def most_new(self, prompt_length: int) -> int:
-        """Return how many tokens a prompt can be continued by: 0 if it cannot be served."""
+    def max_new_tokens_after(self, prompt_length: int) -> int:
+        """Return the most tokens that a prompt can be continued by: 0 if it cannot be served."""
         least, most = 0, max(0, self.positions - prompt_length)
-        while least < most:  # what fits is found by halves, since windows bend the count of blocks
+        while least < most:  # bisection, since block counts are not linear with windows
             middle = (least + most + 1) // 2
             if self._blocks(prompt_length, middle) <= self.capacity:
                 least = middle
@@ -84,176 +87,181 @@ class RequestRoom:
                 most = middle - 1
         return least
 
-    def most_for(self, prompt_length: int, params: SamplingParams) -> int:
-        """Return how many tokens a request may generate, and raise if there is no room for one."""
+    def validated_max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        """Return the most tokens that a request may generate; raise if it can never be served."""
         positions = self.positions
         if prompt_length >= positions:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
-                f"has {positions} positions{', by max_length' * self.by_max_length}"
+                f"has {positions} positions{', by max_length' * self.limited_by_max_length}"
             )
         most = min(params.max_new_tokens, positions - prompt_length)
         blocks = self._blocks(prompt_length, most)
         if blocks > self.capacity:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
-                f"{self.needs.block_size} tokens, and the KV cache has {self.capacity}: ask for "
+                f"{self.block_requirements.block_size} tokens, and the KV cache has "
+                f"{self.capacity}: ask for "
                 "fewer tokens, or build it with a larger kv_cache_tokens"
             )
         return most
 
     def _blocks(self, prompt_length: int, new_tokens: int) -> int:
         # The last token is never stored.
-        return self.needs.alone(prompt_length, prompt_length + new_tokens - 1)
+        return self.block_requirements.max_blocks_of_request(
+            prompt_length, prompt_length + new_tokens - 1
+        )
 
 
-NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
-"""These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
-_EVICTED_AT_ONCE = 16
-"""One prefix in so many."""
+NON_PROMPT_TYPES = (bytes, bytearray, memoryview, Mapping, Set)
+"""Iterable types that are not token ids: they yield bytes or names, or have no order."""
+_EVICTION_DIVISOR = 16
+"""Divisor of the evictable blocks: one in this many is evicted at once."""
 
 
 class FinishReason(StrEnum):
-    """Why a request gets no more tokens."""
+    """The reason why a request gets no more tokens."""
 
     STOP = "stop"
-    """The model ended the text, or a stop string did."""
+    """End-of-sequence token, stop string, or complete guide."""
     LENGTH = "length"
-    """It has as many tokens as were asked for, or as the model has positions for."""
+    """Limit reached: the requested number of tokens, or the model's positions."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, and how far it has come. Each of its fields is changed by one file only."""
+    """A prompt and the state of its completion. Each field is changed by one module only."""
 
     id: int
     params: SamplingParams
     seed: int
-    """The seed of ``params``, or one drawn for a request without."""
+    """Seed of ``params``, or a random one if these have none."""
     prompt_length: int
-    most_tokens: int
-    """How many tokens it may generate, by its parameters and the model's positions."""
-    session: InferenceSession
-    text: RequestText | None
-    """None for a model without a tokenizer."""
-    guide: GuideProgress | None = None
-    """What rules out tokens, if the text must be of a form."""
+    max_generated_tokens: int
+    """Most tokens to generate, from its parameters and the model's positions."""
+    sequence: CachedSequence
+    text: CompletionText | None
+    """Completion text; None for a model without a tokenizer."""
+    guide: GuideMatcher | None = None
+    """Mask of allowed tokens for guided decoding; None for free text."""
 
     # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each token the likeliest at its place, as many as were asked for."""
+    """Most probable tokens at each position, at most ``params.top_logprobs`` of them."""
     finish_reason: FinishReason | None = None
     error: RoseinferError | None = None
     queued_at: float = field(default_factory=time.monotonic)
-    begun_at: float | None = None
-    """When a step first had some of its prompt."""
-    first_at: float | None = None
-    """When its first token was there."""
+    started_at: float | None = None
+    """Time of the first step with some of its prompt; None until then."""
+    first_token_at: float | None = None
+    """Time at which its first token was read back; None until then."""
     ended_at: float | None = None
 
-    # Changed by BlockSupply:
-    held: Held | None = None
-    found: int = 0
-    """How many tokens the prefix cache had when it was last admitted."""
+    # Changed by RequestBlockAllocator:
+    held_prefix: HeldPrefix | None = None
+    num_cached_tokens: int = 0
+    """Tokens served from the prefix cache when it was last admitted."""
 
     # Changed by Speculation:
     drafter: Drafter | None = None
-    """What drafts its tokens, if anything does."""
+    """Source of its drafts; None without speculation."""
 
     # Changed by the scheduler:
-    waits_for: int = 0
-    """How many blocks must be available before it is tried again."""
-    passed_over: int = 0
-    """How many later requests were admitted before it, and how many steps did without it since it
-    was too long for what was left of them."""
-    preempted: int = 0
+    min_available_blocks: int = 0
+    """Available blocks below which admission is not tried again."""
+    times_skipped: int = 0
+    """Number of later requests admitted before it, plus the number of steps that it was too long
+    for."""
+    times_preempted: int = 0
 
-    # Changed by Flight:
-    in_flight: int = 0
-    """How many of its tokens were launched and not read yet."""
+    # Changed by TokensInFlight:
+    num_in_flight: int = 0
+    """Number of its tokens that were launched and not read back."""
 
     # Changed by the runner:
     resident: Resident | None = None
-    """Its place on the device while it decodes there."""
+    """Slot on the device while it decodes there; None otherwise."""
 
-    # Filled by PromptFlight:
+    # Filled by PromptLogprobsInFlight:
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    """Of the prompt's tokens by now, if asked for: the first has none."""
+    """Log-probabilities of the prompt tokens so far, if requested; None for the first token."""
 
-    full_length: int = field(init=False)
-    """How many tokens it has in the end if nothing ends it early, with the prompt's."""
+    max_total_length: int = field(init=False)
+    """Most tokens of prompt and completion together."""
 
     def __post_init__(self) -> None:
-        self.full_length = self.prompt_length + self.most_tokens
+        self.max_total_length = self.prompt_length + self.max_generated_tokens
         if self.params.prompt_logprobs:
             self.prompt_logprobs.append(None)
 
     @property
-    def pending(self) -> int:
-        """How many tokens are not stored yet. Those in flight count, though nobody knows them."""
-        return len(self.session.token_ids) + self.in_flight - self.session.stored
+    def num_unstored(self) -> int:
+        """Number of tokens not stored yet, unread tokens in flight included."""
+        return len(self.sequence.token_ids) + self.num_in_flight - self.sequence.num_stored
 
     @property
-    def wants_prompt(self) -> bool:
-        """True if it lacks log-probabilities of its prompt, which come of computing it alone."""
+    def needs_prompt_logprobs(self) -> bool:
+        """True if log-probabilities of its prompt are missing, which only computing it yields."""
         return self.params.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length
 
     @property
     def may_decode(self) -> bool:
-        """True if it has one token to store, which the next step can know, and one more to get."""
-        session, coming = self.session, self.in_flight
-        known = len(session.token_ids)
-        if known + coming - session.stored != 1:
+        """True if it has one token to store, known to the next step, and one more to generate."""
+        sequence, pending = self.sequence, self.num_in_flight
+        known = len(sequence.token_ids)
+        if known + pending - sequence.num_stored != 1:
             return False
-        return not coming or (self.resident is not None and known + coming < self.full_length)
+        return not pending or (
+            self.resident is not None and known + pending < self.max_total_length
+        )
 
     @property
     def token_ids(self) -> list[int]:
-        """The generated tokens."""
-        return self.session.token_ids[self.prompt_length :]
+        """Generated tokens."""
+        return self.sequence.token_ids[self.prompt_length :]
 
     @property
     def num_generated(self) -> int:
-        return len(self.session.token_ids) - self.prompt_length
+        return len(self.sequence.token_ids) - self.prompt_length
 
     @property
     def decode_s(self) -> float:
-        """How long it took from its first token to its end."""
-        if self.first_at is None or self.ended_at is None:
+        """Seconds from its first token to its end; 0 if it lacks either."""
+        if self.first_token_at is None or self.ended_at is None:
             return 0.0
-        return self.ended_at - self.first_at
+        return self.ended_at - self.first_token_at
 
 
-def token_ids_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt, and raise for what is none."""
+def tokenize_prompt(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt; raise for a value that is not a prompt."""
     if isinstance(prompt, str) and tokenizer is None:
         raise BadArgument(
-            "a text prompt needs a tokenizer, and this model came without one: give token ids"
+            "a text prompt needs a tokenizer, and this model has none; give token ids"
         )
-    if isinstance(prompt, NO_PROMPTS):
-        raise BadArgument(f"a prompt is a text or token ids in a list, not {prompt!r}")
+    if isinstance(prompt, NON_PROMPT_TYPES):
+        raise BadArgument(f"a prompt must be a text, or token ids in a list, not {prompt!r}")
     try:
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return list(map(index, token_ids))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
-        if isinstance(prompt, str) and (at := _not_unicode(prompt)) is not None:
+        if isinstance(prompt, str) and (at := _find_lone_surrogate(prompt)) is not None:
             raise BadArgument(
-                f"a prompt is a text, and character {at} of this one, {prompt[at]!r}, is half of "
-                "one, as stands for bytes that are no UTF-8"
+                f"prompt: character {at}, {prompt[at]!r}, is a lone surrogate, which UTF-8 cannot "
+                "encode; give a text without it"
             ) from None
         raise BadArgument(
-            "a prompt is a text that the tokenizer can read, or token ids: "
+            "a prompt must be a text that the tokenizer can read, or token ids: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _not_unicode(text: str) -> int | None:
-    """Return the place of the first character that cannot be written as UTF-8, if there is one."""
+def _find_lone_surrogate(text: str) -> int | None:
+    """Return the index of the first character that UTF-8 cannot encode, or None."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -261,8 +269,8 @@ def _not_unicode(text: str) -> int | None:
     return None
 
 
-class BlockSupply:
-    """Gives blocks to requests, with cached prefixes in them, and takes them back."""
+class RequestBlockAllocator:
+    """The allocator of blocks for requests, which reuses cached prefixes."""
 
     def __init__(
         self,
@@ -270,25 +278,29 @@ class BlockSupply:
         prefixes: PrefixCache | None,
         withdraw: Callable[[Request], None],
         *,
-        at_once: int | None = None,
-        lag: int = 0,
+        max_tokens_per_step: int | None = None,
+        max_steps_in_flight: int = 0,
         path_counts: Counter[str] | None = None,
     ) -> None:
-        """``withdraw`` is called for a request before its blocks are taken back.
+        """Create an allocator.
 
-        No request stores more than ``at_once`` tokens in a step, and ``lag`` steps are in flight.
+        ``withdraw`` is called with a request before its blocks are freed. A request stores at most
+        ``max_tokens_per_step`` tokens in a step, and at most ``max_steps_in_flight`` steps are in
+        flight when another is launched.
         """
         self._withdraw = withdraw
         self._kv = kv
         self._prefixes = prefixes
         self._path_counts: Counter[str] = Counter() if path_counts is None else path_counts
         windows = tuple(group.window for group in kv.groups) if kv.one_pool else (None,)
-        self.needs = BlockNeeds(kv.block_size, windows, at_once, lag)
+        self.block_requirements = BlockRequirements(
+            kv.block_size, windows, max_tokens_per_step, max_steps_in_flight
+        )
         self._windows = [
             (at, group) for at, group in enumerate(kv.groups) if group.window is not None
         ]
-        self.listens = bool(prefixes is not None or self._windows)
-        """What is stored matters here: ``note_stored`` is to be called."""
+        self.tracks_stored_blocks = bool(prefixes is not None or self._windows)
+        """True if ``publish_stored_blocks`` has an effect and must be called."""
 
     @property
     def capacity(self) -> int:
@@ -296,97 +308,112 @@ class BlockSupply:
 
     @property
     def available(self) -> int:
-        """How many blocks are free or could be freed at once."""
-        unused = self._prefixes.num_unused if self._prefixes else 0
+        """Number of blocks that are free or can be evicted."""
+        unused = self._prefixes.num_evictable_blocks if self._prefixes else 0
         return self._kv.num_free_blocks(0) + unused
 
-    def needed(self, session: InferenceSession, count: int) -> int:
+    def count_needed_blocks(self, sequence: CachedSequence, count: int) -> int:
         """Return the most blocks that storing ``count`` more tokens can take.
 
-        A partial block that is shared takes one more, for its copy. This is one too many if all
-        that share it copy it in the same step, since the last of them keeps it.
+        A shared partial block takes one more, for its copy. This is one too many if all holders
+        copy it in the same step, since the last of them keeps it.
         """
         size = self._kv.block_size
-        blocks = -(-(session.stored + count) // size) - len(session.block_lists[0])
-        copies = count > 0 and session.stored % size > 0 and session.stored >= session.room
+        blocks = -(-(sequence.num_stored + count) // size) - len(sequence.block_lists[0])
+        copies = (
+            count > 0
+            and sequence.num_stored % size > 0
+            and sequence.num_stored >= sequence.token_capacity
+        )
         if not self._kv.one_pool:
             return blocks + copies
         needed = (blocks + copies) * len(self._kv.groups)
-        at_once = self.needs.at_once
-        if at_once is None or count <= at_once:
+        max_tokens_per_step = self.block_requirements.max_tokens_per_step
+        if max_tokens_per_step is None or count <= max_tokens_per_step:
             return needed
-        for at, group in self._windows:  # what leaves a window makes room for the steps behind
-            own = session.block_lists[at]
-            held = len(own) - given_back(own)
+        for at, group in self._windows:  # blocks that leave a window are free for later steps
+            own = sequence.block_lists[at]
+            held = len(own) - count_out_of_window(own)
             assert group.window is not None
-            needed -= max(0, held + blocks - self.needs.most_in(group.window, at_once))
+            needed -= max(
+                0,
+                held
+                + blocks
+                - self.block_requirements.max_blocks_in_window(group.window, max_tokens_per_step),
+            )
         return needed
 
-    def needed_behind(self, session: InferenceSession, count: int) -> int:
-        """Return how many blocks ``count`` tokens take behind the one that is stored next."""
+    def count_draft_blocks(self, sequence: CachedSequence, count: int) -> int:
+        """Return the number of blocks that ``count`` tokens take after the next token's block."""
         size = self._kv.block_size
-        blocks = -(-(session.stored + 1 + count) // size) - -(-(session.stored + 1) // size)
+        blocks = -(-(sequence.num_stored + 1 + count) // size) - -(
+            -(sequence.num_stored + 1) // size
+        )
         return blocks * len(self._kv.groups) if self._kv.one_pool else blocks
 
     def ensure(self, blocks: int) -> None:
-        """Make sure that so many blocks are free, so that a step cannot run out.
+        """Make ``blocks`` blocks free by eviction, so that a step cannot run out.
 
-        If some prefix must go for it, a sixteenth of those that nobody uses goes at once: then
-        the next steps have blocks to give out early, several at a time.
+        If anything must be evicted, a sixteenth of all evictable blocks is: then the next steps
+        have blocks to give out early, several at a time.
         """
         missing = blocks - self._kv.num_free_blocks(0)
         if missing > 0 and self._prefixes:
-            self._prefixes.evict(max(missing, self._prefixes.num_unused // _EVICTED_AT_ONCE))
+            self._prefixes.evict(
+                max(missing, self._prefixes.num_evictable_blocks // _EVICTION_DIVISOR)
+            )
 
-    def start(self, request: Request) -> None:
-        """Give a request that has nothing stored what the prefix cache has of its prompt."""
+    def reuse_prefix(self, request: Request) -> None:
+        """Begin a request that has no stored tokens with its longest cached prefix."""
         if self._prefixes is None:
             return
-        session = request.session
-        # Nothing can be found of a prompt of one token, since that must be computed.
-        tokens = session.token_ids[:1] if request.wants_prompt else session.token_ids
-        request.held, session.block_lists, found = self._prefixes.match(tokens)
-        request.found = session.stored = session.room = found
+        sequence = request.sequence
+        # One token never matches, since the last token must be computed.
+        tokens = sequence.token_ids[:1] if request.needs_prompt_logprobs else sequence.token_ids
+        request.held_prefix, sequence.block_lists, num_tokens = self._prefixes.match(tokens)
+        request.num_cached_tokens = sequence.num_stored = sequence.token_capacity = num_tokens
 
-    def may_find(self, request: Request) -> bool:
-        """Tell if the prefix cache may have some of a prompt that waits."""
-        return self._prefixes is not None and self._prefixes.may_match(request.session.token_ids)
+    def may_hit_prefix(self, request: Request) -> bool:
+        """Return True if the prefix cache may have a prefix of a waiting request."""
+        return self._prefixes is not None and self._prefixes.may_match(request.sequence.token_ids)
 
-    def note_stored(self, request: Request) -> None:
-        """Offer the blocks that a request has filled to the prefix cache.
+    def publish_stored_blocks(self, request: Request) -> None:
+        """Publish the blocks that a request has filled in the prefix cache.
 
-        Those that left a window are given back then.
+        Blocks that left a window are given back.
         """
-        session = request.session
-        if self._prefixes and request.held:
-            self._prefixes.insert(request.held, session)
-        stored = min(session.stored, len(session.token_ids))  # what is in flight may come to naught
+        sequence = request.sequence
+        if self._prefixes and request.held_prefix:
+            self._prefixes.insert(request.held_prefix, sequence)
+        # Tokens in flight do not count, since they may be dropped.
+        stored = min(sequence.num_stored, len(sequence.token_ids))
         for at, group in self._windows:
-            left = self._kv.give_back(group.layers[0], session.block_lists[at], stored)
+            left = self._kv.give_back(group.layers[0], sequence.block_lists[at], stored)
             if left:
-                self._path_counts[EnginePath.GAVE_BACK] += len(left)
+                self._path_counts[EnginePath.FREED_OUT_OF_WINDOW] += len(left)
             if self._prefixes:
-                self._prefixes.note_given_back(left)
+                self._prefixes.record_out_of_window(left)
 
-    def give_back(self, request: Request) -> None:
-        """Take back all blocks of a request. The prefix cache may keep what is stored in them."""
-        session = request.session
+    def release_blocks(self, request: Request) -> None:
+        """Release all blocks of a request. The prefix cache may keep them."""
+        sequence = request.sequence
         self._withdraw(request)
-        if self._prefixes and request.held:
-            session.cut(self._kv, len(session.token_ids))  # what is in flight may come to naught
-            self._prefixes.release(request.held, session)
-            request.held = None
-        in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]
-        session.rewind(self._kv)
+        if self._prefixes and request.held_prefix:
+            # Tokens in flight are dropped.
+            sequence.truncate(self._kv, len(sequence.token_ids))
+            self._prefixes.release(request.held_prefix, sequence)
+            request.held_prefix = None
+        in_windows = [block for at, _ in self._windows for block in sequence.block_lists[at]]
+        sequence.free_all_blocks(self._kv)
         if self._prefixes:
-            self._prefixes.note_given_back(in_windows)
+            self._prefixes.record_out_of_window(in_windows)
 
-    def spoil(self, request: Request) -> None:
-        """Remove what a request has stored from the prefix cache."""
-        if self._prefixes and request.held:
-            self._prefixes.forget(request.held)
-            request.held = None
+    def invalidate_prefix(self, request: Request) -> None:
+        """Remove the blocks that a request has stored from the prefix cache."""
+        if self._prefixes and request.held_prefix:
+            self._prefixes.release_and_invalidate(request.held_prefix)
+            request.held_prefix = None
 
-    def drop_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         if self._prefixes:
             self._prefixes.clear()

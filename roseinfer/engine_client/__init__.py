@@ -1,1 +1,1 @@
-"""Who runs the engine for a server: its own process, or one of the engine's own."""
+"""Clients of the engine for a server: in-process, or with the engine in a subprocess."""

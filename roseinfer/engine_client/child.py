@@ -1,6 +1,6 @@
-"""The process that an engine has for its own: it loads the model, and does what the server says.
+"""Engine subprocess: loads the model, and executes the commands of the server's process.
 
-It ends when the server's process does, however that ends, since the link between them closes then.
+It ends when the server's process ends in any way, since the link between them closes then.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING, Any
 from roseinfer.cli.model_options import load_llm
 from roseinfer.engine.engine import Update
 from roseinfer.engine_client.protocol import (
-    GUIDES_AT_ONCE,
-    Facts,
-    Figures,
-    Part,
-    keep_loaded,
-    portable,
-    tokenizer_stays,
+    MAX_GUIDE_CHECKS,
+    EngineInfo,
+    EngineStats,
+    OutputDelta,
+    freeze_gc,
+    to_picklable_error,
+    tokenizer_transfer_error,
 )
 from roseinfer.engine_client.standard_streams import exit_now, queued_streams
 from roseinfer.engine_client.subprocess_client import (
-    Add,
+    AcknowledgeUpdates,
+    AddRequest,
+    CancelRequests,
     CheckGuide,
-    Leave,
-    Order,
-    Pulse,
-    Report,
-    Taken,
-    framed,
-    receive,
+    Command,
+    EngineReport,
+    Heartbeat,
+    frame_message,
+    receive_message,
 )
 from roseinfer.engine_thread import Listener
 from roseinfer.errors import RoseinferError
@@ -48,95 +48,97 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from roseinfer.engine.engine import Engine
-    from roseinfer.engine_thread import News
+    from roseinfer.engine_thread import Delivery
     from roseinfer.guided.guide import Guide
     from roseinfer.llm import LLM
 
-# What the engine's process tells the server: a thread merges it, and sends it all at once.
+# Reports to the server: a thread merges the output of steps, and sends it in one message.
 
 
-_FEW = 4
-"""Where no more texts are open, whatever comes is sent at once."""
-_APART_S, _MOST_APART_S = 0.005, 0.03
-"""Messages are at least so far apart where there are more. The more there are the farther apart
-they come, since each part takes time on both sides."""
-_PARTS_A_SECOND = 10_000
-_GLANCE_S = 0.05
-"""So often figures are looked at while they may change without a text that gets something."""
-_BEAT_S = 0.5
-"""Seconds after which a message is sent at the latest: it shows that this process runs."""
+_MAX_UNBATCHED = 4
+"""Open requests, at most, for which output is sent at once."""
+_MIN_SEND_INTERVAL_S, _MAX_SEND_INTERVAL_S = 0.005, 0.03
+"""Bounds of the seconds between two messages with more open requests. The interval grows with
+their number, since each part of a message takes time on both sides."""
+_MAX_OUTPUTS_PER_S = 10_000
+_STATS_POLL_S = 0.05
+"""Seconds between two polls of the stats, while they may change without new output."""
+_HEARTBEAT_S = 0.5
+"""Seconds between two messages, at most: they show that this process runs."""
 
 
 @dataclass(slots=True, eq=False)
-class NumberedListener(Listener):
-    """A text that somebody in the other process waits for."""
+class RemoteListener(Listener):
+    """Listener for a request of the server's process."""
 
     number: int = 0
-    part: Part | None = None
-    """What came for it and was not sent yet."""
+    part: OutputDelta | None = None
+    """Output that is not sent yet; None without any."""
     begun: bool = False
-    """True when something was told of its prompt."""
+    """True once the part with the stats of its prefill was made."""
 
 
-class Outbox:
-    """The inbox of listeners in the other process, where it is gone only with this one.
+class ReportSender:
+    """Inbox of the listeners for requests of the server's process; open as long as this process.
 
-    The engine's thread adds what a step brings to the parts of its texts, and this one's own thread
-    sends them. Handing over every token would cost more: each thread would have objects to give up
-    that the other has made.
+    The engine's thread adds the output of a step to the parts of its requests, and the thread of
+    this class sends them. Passing every token between the threads would cost more: each thread
+    would free objects that the other allocated.
     """
 
-    gone = False
+    is_closed = False
 
-    def __init__(self, link: socket.socket, engine: Engine, pulse: Callable[[], Pulse]) -> None:
+    def __init__(
+        self, link: socket.socket, engine: Engine, heartbeat: Callable[[], Heartbeat]
+    ) -> None:
         self.open: dict[int, Listener] = {}
-        """The texts that have neither ended nor been left."""
+        """Listeners by number, of the requests that have neither ended nor been cancelled."""
         self._link = link
         self._engine = engine
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._due: list[NumberedListener] = []
-        """Those that have a part."""
+        self._listeners_with_parts: list[RemoteListener] = []
+        """Listeners that have a part."""
         self._merging = threading.Lock()
-        """Held where something is added to parts, and where these are taken."""
-        self._said: tuple[Figures, str | None] | None = None
-        """The figures that were sent last, and why the engine had stopped, if it had."""
+        """Lock of the parts: held to add to them, and to take them for sending."""
+        self._last_sent: tuple[EngineStats, str | None] | None = None
+        """Stats sent last, and the reason why the engine had stopped; None before the first."""
         self._sent_at = 0.0
-        self._at_rest = False
-        """True if nothing can change before there is news."""
+        self._nothing_pending = False
+        """True if the stats cannot change before the next wake-up."""
         threading.Thread(target=self._run, name="roseinfer outbox", daemon=True).start()
 
-    def put(self, news: Sequence[News]) -> bool:
-        """Add updates to the parts of their texts. This is all that is done for each token here."""
+    def put(self, deliveries: Sequence[Delivery]) -> bool:
+        """Add updates to the parts of their requests. This is the only work per token here."""
         with self._merging:
-            due = self._due
-            idle = not due
-            for listener, what in news:
-                assert type(listener) is NumberedListener
+            listeners = self._listeners_with_parts
+            idle = not listeners
+            for listener, update in deliveries:
+                assert type(listener) is RemoteListener
                 if (part := listener.part) is None:
-                    part = listener.part = Part()
-                    due.append(listener)
-                if type(what) is Update:
-                    part.add(what)
+                    part = listener.part = OutputDelta()
+                    listeners.append(listener)
+                if type(update) is Update:
+                    part.add(update)
                     if not listener.begun and part.tokens:
                         listener.begun = True
-                        part.begin(what.request)
+                        part.begin(update.request)
                 else:
-                    assert isinstance(what, BaseException)
+                    assert isinstance(update, BaseException)
                     part.count += 1
-                    part.error = what
+                    part.error = update
         if idle:
             self._wake.put(None)
         return True
 
-    def look(self) -> None:
-        """Have it look at the figures: something was asked for that may change them."""
+    def wake(self) -> None:
+        """Wake up the sender to poll the stats: a command may change them."""
         self._wake.put(None)
 
     def answer(self, number: int, error: BaseException | None) -> None:
-        self._answers.put((number, None if error is None else portable(error)))
-        self.look()
+        self._answers.put((number, None if error is None else to_picklable_error(error)))
+        self.wake()
 
     def _run(self) -> None:
         try:
@@ -145,166 +147,171 @@ class Outbox:
                 self._send()
         except OSError:
             exit_now(0)  # the server has ended
-        except BaseException:  # whatever it is, no stream may wait for ever
+        except BaseException:  # after any error, no stream may wait forever
             traceback.print_exc()
             exit_now(1)
 
     def _wait(self) -> None:
-        """Wait for something to send, and where many texts are open for some more."""
+        """Wait for something to send; with many open requests, wait longer to merge more."""
         try:
-            self._wake.get(timeout=_BEAT_S if self._at_rest else _GLANCE_S)
+            self._wake.get(timeout=_HEARTBEAT_S if self._nothing_pending else _STATS_POLL_S)
         except Empty:
             return
-        if (texts := len(self.open)) > _FEW:
-            apart = min(max(_APART_S, texts / _PARTS_A_SECOND), _MOST_APART_S)
-            time.sleep(max(0.0, self._sent_at + apart - time.monotonic()))
+        if (num_open := len(self.open)) > _MAX_UNBATCHED:
+            interval = min(
+                max(_MIN_SEND_INTERVAL_S, num_open / _MAX_OUTPUTS_PER_S), _MAX_SEND_INTERVAL_S
+            )
+            time.sleep(max(0.0, self._sent_at + interval - time.monotonic()))
 
     def _send(self) -> None:
         for _ in range(self._wake.qsize()):
             self._wake.get()
         with self._merging:
-            due, self._due = self._due, []
-            parts = [listener.part for listener in due]
-            for listener in due:
+            listeners, self._listeners_with_parts = self._listeners_with_parts, []
+            parts = [listener.part for listener in listeners]
+            for listener in listeners:
                 listener.part = None
-        told: list[tuple[Any, ...]] = []
-        for listener, part in zip(due, parts, strict=True):
+        parts_to_send: list[tuple[Any, ...]] = []
+        for listener, part in zip(listeners, parts, strict=True):
             assert part is not None
-            if part.last:
+            if part.is_final:
                 self.open.pop(listener.number, None)
-                part.error = None if part.error is None else portable(part.error)
-            told.append((listener.number, *part.packed()))
-        figures, pulse = Figures.of(self._engine), self._pulse()
-        changed = (figures, pulse.stopped) != self._said
-        self._at_rest = not (changed or self.open or figures.running or figures.waiting)
+                part.error = None if part.error is None else to_picklable_error(part.error)
+            parts_to_send.append((listener.number, *part.to_tuple()))
+        stats, heartbeat = EngineStats.of(self._engine), self._heartbeat()
+        changed = (stats, heartbeat.stopped) != self._last_sent
+        self._nothing_pending = not (changed or self.open or stats.running or stats.waiting)
         answers = [self._answers.get() for _ in range(self._answers.qsize())]
         now = time.monotonic()
-        if told or answers or changed or now - self._sent_at >= _BEAT_S:
+        if parts_to_send or answers or changed or now - self._sent_at >= _HEARTBEAT_S:
             self._sent_at = now
-            report = Report(told, figures if changed else None, pulse, answers)
-            self._link.sendall(framed(report))
-            self._said = figures, pulse.stopped
+            report = EngineReport(parts_to_send, stats if changed else None, heartbeat, answers)
+            self._link.sendall(frame_message(report))
+            self._last_sent = stats, heartbeat.stopped
 
 
-class _Desk:
-    """Carries out orders. The thread that hears them calls it."""
+class _CommandHandler:
+    """Executor of commands, called by the thread that receives them."""
 
     def __init__(self, llm: LLM, link: socket.socket) -> None:
-        # Here, since all of it needs torch, of which nothing is said before.
-        # merged
+        # Imported here: it needs torch, which is not loaded before.
         from roseinfer.engine_thread import EngineThread
 
-        self._new_listener = NumberedListener
+        self._new_listener = RemoteListener
         self._engine = llm.engine
         self._thread = EngineThread(llm)
-        self._outbox = Outbox(link, llm.engine, self._pulse)
-        self._listeners: dict[int, NumberedListener] = {}
-        self._guides = ThreadPoolExecutor(1, "roseinfer-guides")
-        """Submits texts with guides, in order."""
-        self._checks = ThreadPoolExecutor(GUIDES_AT_ONCE, "roseinfer-checks")
-        self._leaving = threading.Lock()
-        """Held where a text is left, and where it is looked whether one was."""
+        self._sender = ReportSender(link, llm.engine, self._heartbeat)
+        self._listeners: dict[int, RemoteListener] = {}
+        self._guide_submitter = ThreadPoolExecutor(1, "roseinfer-guides")
+        """Thread that submits requests with guides, in order."""
+        self._checks = ThreadPoolExecutor(MAX_GUIDE_CHECKS, "roseinfer-checks")
+        self._cancelling = threading.Lock()
+        """Lock held to cancel a request, and to submit one that may be cancelled meanwhile."""
 
-    def _pulse(self) -> Pulse:
+    def _heartbeat(self) -> Heartbeat:
         thread = self._thread
-        return Pulse(thread.rounds, thread.busy, thread.stopped)
+        return Heartbeat(thread.num_iterations, thread.busy, thread.stop_reason)
 
-    def do(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            match order:
-                case Add(number, token_ids, params):
+    def do(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case AddRequest(number, token_ids, params):
                     self._add(number, token_ids, params)
-                case Taken(counts):
+                case AcknowledgeUpdates(counts):
                     for number, count in counts.items():
-                        if (listener := self._outbox.open.get(number)) is not None:
-                            self._thread.note_taken(listener, count)
-                case Leave(numbers):
-                    self._leave(numbers)
+                        if (listener := self._sender.open.get(number)) is not None:
+                            self._thread.acknowledge(listener, count)
+                case CancelRequests(numbers):
+                    self._cancel(numbers)
                 case CheckGuide(number, guide):
                     self._checks.submit(self._check, number, guide)
-        self._outbox.look()
+        self._sender.wake()
 
     def _add(self, number: int, token_ids: list[int], params: SamplingParams) -> None:
-        listener = self._new_listener(self._outbox, number=number)
-        self._outbox.open[number] = listener
+        listener = self._new_listener(self._sender, number=number)
+        self._sender.open[number] = listener
         if params.guide is None:
             self._submit(listener, token_ids, params)
-        else:  # to prepare one takes time, and others must not wait
-            self._guides.submit(self._submit, listener, token_ids, params)
+        else:  # its preparation takes time, in which other requests must not wait
+            self._guide_submitter.submit(self._submit, listener, token_ids, params)
 
     def _submit(
-        self, listener: NumberedListener, token_ids: list[int], params: SamplingParams
+        self, listener: RemoteListener, token_ids: list[int], params: SamplingParams
     ) -> None:
         try:
-            text, guide = self._engine.text_for(params), self._engine.guide_for(params)
-            with self._leaving:
-                if listener.number in self._outbox.open:
+            text, guide = (
+                self._engine.new_completion_text(params),
+                self._engine.new_guide_matcher(params),
+            )
+            with self._cancelling:
+                if listener.number in self._sender.open:
                     self._thread.submit(listener, token_ids, params, text, guide)
-        except BaseException as error:  # whatever it is, only this text fails
-            self._outbox.put([(listener, error)])
+        except BaseException as error:  # after any error, only this request fails
+            self._sender.put([(listener, error)])
 
-    def _leave(self, numbers: list[int]) -> None:
-        with self._leaving:
+    def _cancel(self, numbers: list[int]) -> None:
+        with self._cancelling:
             for number in numbers:
-                if (listener := self._outbox.open.pop(number, None)) is not None:
-                    self._thread.leave(listener)
+                if (listener := self._sender.open.pop(number, None)) is not None:
+                    self._thread.cancel(listener)
 
     def _check(self, number: int, guide: Guide) -> None:
         try:
-            self._engine.guide_for(SamplingParams(guide=guide))
-        except BaseException as error:  # whatever it is, who asked must not wait for ever
-            self._outbox.answer(number, error)
+            self._engine.new_guide_matcher(SamplingParams(guide=guide))
+        except BaseException as error:  # after any error, the caller must not wait forever
+            self._sender.answer(number, error)
         else:
-            self._outbox.answer(number, None)
+            self._sender.answer(number, None)
 
 
-def _hear(link: socket.socket, desks: SimpleQueue[_Desk]) -> None:
-    """Do what the server says until it ends, and end then, whatever else is going on."""
+def _receive_commands(link: socket.socket, handlers: SimpleQueue[_CommandHandler]) -> None:
+    """Execute the server's commands until it ends, and end this process at once then."""
     try:
-        orders = receive(link)  # there are none before the server was told that the model is there
-        desk = desks.get()
+        # The server sends none before it knows that the model is loaded.
+        commands = receive_message(link)
+        handler = handlers.get()
         while True:
-            desk.do(orders)
-            orders = receive(link)
+            handler.do(commands)
+            commands = receive_message(link)
     except (EOFError, OSError):
         exit_now(0)
 
 
-def _as_sent(facts: Facts) -> bytes:
+def _as_sent(info: EngineInfo) -> bytes:
     try:
-        return framed(facts)
-    except Exception as error:  # whatever it is that a tokenizer holds
-        raise tokenizer_stays(error) from error
+        return frame_message(info)
+    except Exception as error:  # a tokenizer may hold anything
+        raise tokenizer_transfer_error(error) from error
 
 
 def main(number: int) -> int:
-    """Serve the process at the other end of a socket, of which the number is known."""
+    """Serve the process at the other end of the socket whose descriptor is ``number``."""
     with queued_streams():
         return _serve(number)
 
 
 def _serve(number: int) -> int:
     # A terminal's Ctrl-C, and the SIGTERM of a service manager, go to all processes: the server
-    # lets texts end, and this one must go on meanwhile.
+    # drains, and this process must serve it meanwhile.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     link = socket.socket(fileno=number)
-    os.set_inheritable(number, False)  # else processes of this one would keep it open
-    args, command = receive(link)
-    desks: SimpleQueue[_Desk] = SimpleQueue()
-    hearing = threading.Thread(target=_hear, args=(link, desks), daemon=True)
-    hearing.start()
+    os.set_inheritable(number, False)  # else child processes would keep it open
+    args, command = receive_message(link)
+    handlers: SimpleQueue[_CommandHandler] = SimpleQueue()
+    receiver = threading.Thread(target=_receive_commands, args=(link, handlers), daemon=True)
+    receiver.start()
     try:
         llm = load_llm(args, command)
-        facts = _as_sent(Facts.of(llm))
+        info = _as_sent(EngineInfo.of(llm))
     except RoseinferError as error:
-        link.sendall(framed(error))
+        link.sendall(frame_message(error))
         return 2
-    link.sendall(facts)
-    keep_loaded()
-    desks.put(_Desk(llm, link))
-    hearing.join()
-    return 1  # it broke down, and said where
+    link.sendall(info)
+    freeze_gc()
+    handlers.put(_CommandHandler(llm, link))
+    receiver.join()
+    return 1  # the thread failed, and printed a traceback
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine in the server's own process, in a thread."""
+"""In-process client: the engine runs in a thread of the server's process."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from roseinfer.async_llm import AsyncLLM
-from roseinfer.engine_client.protocol import GUIDES_AT_ONCE, Facts, Figures, Part
+from roseinfer.engine_client.protocol import MAX_GUIDE_CHECKS, EngineInfo, EngineStats, OutputDelta
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.async_llm import Together
+    from roseinfer.async_llm import StreamGroup
     from roseinfer.guided.guide import Guide
     from roseinfer.llm import LLM
 
 
-class InProcess:
-    """Serves an ``LLM`` of this process."""
+class InProcessClient:
+    """Client of an ``LLM`` in this process."""
 
-    apart = False
+    separate_process = False
     restarting = False
     restarts = 0
     stalled_s = 0.0
 
     def __init__(self, llm: LLM) -> None:
-        self.facts = Facts.of(llm)
+        self.info = EngineInfo.of(llm)
         self._engine = llm.engine
-        self._served = AsyncLLM(llm)
-        self._guides = ThreadPoolExecutor(GUIDES_AT_ONCE, "roseinfer-guides")
+        self._async_llm = AsyncLLM(llm)
+        self._guides = ThreadPoolExecutor(MAX_GUIDE_CHECKS, "roseinfer-guides")
 
     @property
-    def figures(self) -> Figures:
-        return Figures.of(self._engine)
+    def stats(self) -> EngineStats:
+        return EngineStats.of(self._engine)
 
     @property
     def closed(self) -> bool:
-        return self._served.closed
+        return self._async_llm.closed
 
     async def open(self) -> None:
-        """Do nothing: every loop can listen."""
+        """Do nothing: any event loop can be used."""
 
-    def texts(self) -> _Texts:
-        return _Texts(self._served.together())
+    def open_group(self) -> _RequestGroup:
+        return _RequestGroup(self._async_llm.stream_group())
 
     async def check_guide(self, guide: Guide) -> None:
-        prepare, params = self._engine.guide_for, SamplingParams(guide=guide)
+        prepare, params = self._engine.new_guide_matcher, SamplingParams(guide=guide)
         await asyncio.get_running_loop().run_in_executor(self._guides, prepare, params)
 
     def close(self) -> None:
-        self._served.close()
+        self._async_llm.close()
         self._guides.shutdown()
 
 
-class _Texts:
-    def __init__(self, together: Together) -> None:
-        self._together = together
+class _RequestGroup:
+    def __init__(self, stream_group: StreamGroup) -> None:
+        self._stream_group = stream_group
         self._begun: set[int] = set()
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._together.add(token_ids, params)
+        self._stream_group.add(token_ids, params)
 
-    async def next(self) -> list[tuple[int, Part]]:
-        parts: dict[int, Part] = {}
-        for number, update in await self._together.next():
+    async def next(self) -> list[tuple[int, OutputDelta]]:
+        parts: dict[int, OutputDelta] = {}
+        for number, update in await self._stream_group.next():
             part = parts.get(number)
             if part is None:
-                part = parts[number] = Part()
+                part = parts[number] = OutputDelta()
             part.add(update)
             if number not in self._begun and part.tokens:
                 self._begun.add(number)
                 part.begin(update.request)
         return [*parts.items()]
 
-    def leave(self) -> None:
-        self._together.leave()
+    def cancel(self) -> None:
+        self._stream_group.cancel()

@@ -1,4 +1,4 @@
-"""What a server needs of an engine, wherever that runs."""
+"""Protocol between a server and an engine, in-process or in a subprocess."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.engine.engine import Engine, Update
-    from roseinfer.engine.request import Request, RequestRoom
+    from roseinfer.engine.request import Request, RequestLimits
     from roseinfer.guided.guide import Guide
     from roseinfer.llm import LLM
     from roseinfer.models.shape import ModelShape
     from roseinfer.sampling_params import SamplingParams
 
-# A part of a text: all that steps brought for it since somebody looked last.
+# Output of a request since the last read.
 
 
-Likeliest = list[tuple[int, float]]
-"""Tokens with their log-probabilities."""
+TopLogprobs = list[tuple[int, float]]
+"""Tokens with their logprobs."""
 
 
-class Start(NamedTuple):
-    """What is known of a prompt when its first token is there."""
+class PrefillStats(NamedTuple):
+    """Figures of a prompt's prefill, sent with the first token."""
 
-    found: int
-    """How many of its tokens the prefix cache had."""
+    cached_tokens: int
+    """Prompt tokens served from the prefix cache."""
     queued_s: float
-    """How long the engine let it wait before a step had some of it."""
+    """Seconds in the engine's queue, before the first step with some of its tokens."""
     prefill_s: float
-    """How long it took from there to the first token."""
+    """Seconds from the start of that step to the first token."""
     logprobs: list[float | None]
-    """Those of its tokens, if they were asked for."""
+    """Logprobs of the prompt's tokens; empty if not requested."""
 
     @classmethod
-    def of(cls, request: Request) -> Start:
-        begun, first = request.begun_at, request.first_at
-        assert begun is not None
+    def of(cls, request: Request) -> PrefillStats:
+        start, first = request.started_at, request.first_token_at
+        assert start is not None
         assert first is not None
         return cls(
-            min(request.found, request.prompt_length),
-            begun - request.queued_at,
-            first - begun,
+            min(request.num_cached_tokens, request.prompt_length),
+            start - request.queued_at,
+            first - start,
             list(request.prompt_logprobs) if request.params.prompt_logprobs else [],
         )
 
 
 @dataclass(slots=True)
-class Part:
-    """What several updates of one request come to. Errors are raised by who reads them."""
+class OutputDelta:
+    """Merged updates of one request. Its reader raises the error."""
 
     count: int = 0
-    """How many updates."""
+    """Number of merged updates."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: BaseException | None = None
-    start: Start | None = None
-    """It comes with the first token."""
+    prefill_stats: PrefillStats | None = None
+    """Figures of the prefill, with the first token; else None."""
     decode_s: float = 0.0
-    """With the last: how long it took from the first."""
+    """Seconds from the first token to the last, in the final delta; else 0."""
     logprobs: list[float] = field(default_factory=list)
-    """One for each token, if they were asked for."""
-    likeliest: list[Likeliest] = field(default_factory=list)
-    """The same for the likeliest tokens at its place."""
+    """Logprobs of the tokens; empty if not requested."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """Top tokens at each position with their logprobs; empty if not requested."""
 
     @property
-    def last(self) -> bool:
+    def is_final(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
     def add(self, update: Update) -> None:
@@ -84,93 +84,98 @@ class Part:
             if update.logprob is not None:
                 self.logprobs.append(update.logprob)
                 if update.top_logprobs is not None:
-                    self.likeliest.append(update.top_logprobs)
+                    self.top_logprobs.append(update.top_logprobs)
         if update.finish_reason is not None:
             self.finish_reason = str(update.finish_reason)
             self.error = update.request.error
             self.decode_s = update.request.decode_s
 
     def begin(self, request: Request) -> None:
-        """Note what is known of a prompt when it was read."""
-        self.start = Start.of(request)
+        """Set the figures of the prefill."""
+        self.prefill_stats = PrefillStats.of(request)
 
-    def extend(self, later: Part) -> None:
-        """Add what came behind it."""
+    def extend(self, later: OutputDelta) -> None:
+        """Append the next delta of the request."""
         self.count += later.count
         self.text += later.text
         self.tokens += later.tokens
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.decode_s = later.decode_s
-        self.start = self.start or later.start
+        self.prefill_stats = self.prefill_stats or later.prefill_stats
         self.logprobs += later.logprobs
-        self.likeliest += later.likeliest
+        self.top_logprobs += later.top_logprobs
 
-    def packed(self) -> tuple[Any, ...]:
-        """Return what ``Part`` makes the same of. It is short where there is little to tell."""
-        told: tuple[Any, ...] = (self.count, self.text, self.tokens)
-        if self.last or self.start is not None:
-            told += (self.finish_reason, self.error, self.start, self.decode_s)
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return arguments of ``OutputDelta`` that make an equal delta, without final defaults."""
+        values: tuple[Any, ...] = (self.count, self.text, self.tokens)
+        if self.is_final or self.prefill_stats is not None:
+            values += (self.finish_reason, self.error, self.prefill_stats, self.decode_s)
         elif self.logprobs:
-            told += (None, None, None, 0.0)
-        return (*told, self.logprobs, self.likeliest) if self.logprobs else told
+            values += (None, None, None, 0.0)
+        return (*values, self.logprobs, self.top_logprobs) if self.logprobs else values
 
 
-GUIDES_AT_ONCE = 16
-"""Threads that check guides: more than there can be guides that take long."""
+MAX_GUIDE_CHECKS = 16
+"""Threads that check guides: more than there can be slow checks at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What never changes of an engine. All of it can be pickled."""
+class EngineInfo:
+    """Constant properties of an engine, which can be pickled."""
 
     tokenizer: Any
     """None for a model without one."""
     shape: ModelShape
-    room: RequestRoom
+    request_limits: RequestLimits
     max_batch_size: int
     why_batch_variant: str | None
-    """The reason why a request's bits depend on its batch; None where they do not."""
+    """Reason why a request's bits depend on its batch; None if they do not."""
 
     @classmethod
-    def of(cls, llm: LLM) -> Facts:
-        engine, most = llm.engine, llm.config.max_batch_size
-        shape = engine.sessions.model.shape
-        return cls(llm.tokenizer, shape, engine.room, most, llm.why_batch_variant)
+    def of(cls, llm: LLM) -> EngineInfo:
+        engine, max_batch_size = llm.engine, llm.config.max_batch_size
+        shape = engine.sequence_runner.model.shape
+        return cls(
+            llm.tokenizer, shape, engine.request_limits, max_batch_size, llm.why_batch_variant
+        )
 
 
-class Figures(NamedTuple):
-    """What an engine does at a moment, and what it has done so far."""
+class EngineStats(NamedTuple):
+    """Current state of an engine, and totals since its start."""
 
     blocks: int
-    held: int
-    cached: int
+    num_held: int
+    num_cached: int
     running: int
     waiting: int
     prefix_queries: int
     prefix_hits: int
     preemptions: int
     steps: tuple[int, ...]
-    """How many steps had how many tokens, by the bounds of the engine's histogram."""
+    """Number of steps per bucket of the engine's histogram of tokens per step."""
     step_tokens: float
-    """The tokens of all steps."""
+    """Tokens of all steps."""
     drafts: int = 0
     drafted: int = 0
-    """How many tokens all drafts had."""
-    accepted_at: tuple[int, ...] = ()
-    """How many drafts had their first token accepted, their second and so on. It is empty for an
-    engine that drafts nothing."""
+    """Tokens of all drafts."""
+    num_accepted_per_position: tuple[int, ...] = ()
+    """Number of drafts whose token at each position was accepted; empty without speculation."""
 
     @classmethod
-    def at_first(cls, blocks: int) -> Figures:
-        """Return those of an engine that has done nothing."""
+    def initial(cls, blocks: int) -> EngineStats:
+        """Return the stats of an engine that has not run any step."""
         return cls(blocks, 0, 0, 0, 0, 0, 0, 0, (), 0.0)
 
     @classmethod
-    def of(cls, engine: Engine) -> Figures:
+    def of(cls, engine: Engine) -> EngineStats:
         speculation, steps = engine.speculation, engine.step_tokens
         drafts = (
-            (speculation.num_drafts, speculation.num_drafted, tuple(speculation.accepted_at))
+            (
+                speculation.num_drafts,
+                speculation.num_draft_tokens,
+                tuple(speculation.num_accepted_per_position),
+            )
             if speculation
             else ()
         )
@@ -187,100 +192,100 @@ class Figures(NamedTuple):
         )
 
 
-class Texts(Protocol):
-    """Texts of one task, which must ``leave`` in the end: those that have not ended are cancelled.
+class RequestGroup(Protocol):
+    """Requests of one task, numbered from 0 in the order in which they are added.
 
-    They are numbered from 0, in the order in which they are added.
+    The task must call ``cancel`` in the end, which cancels the requests that have not ended.
     """
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> None: ...
 
-    async def next(self) -> list[tuple[int, Part]]:
-        """Wait for something to come, and return all of it: a part for each text that has one."""
+    async def next(self) -> list[tuple[int, OutputDelta]]:
+        """Wait for new output, and return it by number: one delta for each request with output."""
 
-    def leave(self) -> None: ...
+    def cancel(self) -> None: ...
 
 
-class ServedEngine(Protocol):
-    """An engine that serves the tasks of one loop."""
-
-    @property
-    def apart(self) -> bool:
-        """True if it shares no interpreter with what it serves."""
+class EngineClient(Protocol):
+    """Client of an engine, for the tasks of one event loop."""
 
     @property
-    def facts(self) -> Facts: ...
+    def separate_process(self) -> bool:
+        """True if the engine does not share this process's interpreter."""
 
     @property
-    def figures(self) -> Figures: ...
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def closed(self) -> bool:
-        """True if nothing is served any more: it was closed, or the engine has stopped."""
+        """True if no request is served any more: the client was closed, or the engine stopped."""
 
     @property
     def restarting(self) -> bool:
-        """True while the engine's process is started again, after one that has ended."""
+        """True while a new process of the engine starts, after the last one ended."""
 
     @property
     def restarts(self) -> int:
-        """Times that the engine's process was started again."""
+        """Number of restarts of the engine's process."""
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without a step though there is work; 0 where nobody watches that."""
+        """Seconds without a step although there is work; 0 for in-process clients."""
 
     async def open(self) -> None:
-        """Begin to listen, in the loop that serves."""
+        """Connect to the engine, in the event loop of its tasks."""
 
-    def texts(self) -> Texts: ...
+    def open_group(self) -> RequestGroup: ...
 
     async def check_guide(self, guide: Guide) -> None:
-        """Raise for a guide that cannot be followed. One that can is prepared then."""
+        """Raise if the engine cannot follow a guide; else prepare it."""
 
     def close(self) -> None:
-        """End it, and the texts that are left with an error. Any other thread may call this."""
+        """Close the client, and fail its open requests. Any other thread may call this."""
 
 
-# Errors that another process is to raise, and one where something does not go there.
+# Transfer of errors and of the tokenizer between processes.
 
 
-def portable(error: BaseException) -> Exception:
-    """Return what can be pickled and says the same.
+def to_picklable_error(error: BaseException) -> Exception:
+    """Return the error, or an equivalent one that can be pickled.
 
-    Where an error that nobody raised on purpose came from is said here, since that stays behind.
-    Its message is left out then: a prompt may be in it.
+    The traceback of an unexpected error is printed here, since it is not pickled. Its message is
+    not printed: it may contain a prompt.
     """
     if isinstance(error, RoseinferError):
         return error
     kind = type(error).__name__
-    where = "".join(traceback.format_tb(error.__traceback__))
-    print(f"the engine: {kind}\n{where}", file=sys.stderr, flush=True)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    print(f"engine: {kind}\n{frames}", file=sys.stderr, flush=True)
     try:
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
-    except Exception:  # whatever it is made of does not go
+    except Exception:  # it cannot be pickled, for any reason
         pass
     return RuntimeError(f"{kind}: {error}")
 
 
-def tokenizer_stays(error: Exception) -> ConfigError:
-    """Return the error of a server whose engine cannot hand it the model's tokenizer."""
+def tokenizer_transfer_error(error: Exception) -> ConfigError:
+    """Return the error of a tokenizer that cannot be sent from the engine's process."""
     return ConfigError(
-        "the model's tokenizer cannot go from the engine's process to the server's "
-        f"({type(error).__name__}: {error}): save it as one that transformers loads by itself, or "
-        "serve the model from Python with AsyncLLM, which needs one process"
+        "tokenizer: cannot be sent from the engine's process to the server's "
+        f"({type(error).__name__}: {error}); save it as one that transformers loads without custom "
+        "code, or serve the model from Python with AsyncLLM, which needs one process"
     )
 
 
-# What is loaded when a server begins to serve, and stays until it ends.
+# Garbage collection of a server.
 
 
-def keep_loaded() -> None:
-    """Have garbage collection look at nothing any more that is there now.
+def freeze_gc() -> None:
+    """Exclude all current objects from garbage collection.
 
-    Libraries leave hundreds of thousands of objects, and what is made for tokens has all of them
-    looked through again and again: that takes longer than all that is done for a token.
+    Libraries leave hundreds of thousands of objects, and the objects allocated for tokens cause
+    frequent collections: traversing all objects each time takes longer than the work per token.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Standard output and error for a server: nobody who prints waits for a reader, or gets an error.
+"""Standard output and error of a server: printing neither blocks nor fails.
 
-A thread for each writes to its descriptor. Descriptors stay as they are, so what native code writes
-as it crashes is not lost.
+A thread for each stream writes to its descriptor. The descriptors do not change, so the output of
+native code in a crash is not lost.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-MOST_HELD = 1 << 18
-"""Bytes that wait for a reader. Lines beyond them are dropped and counted."""
+MAX_QUEUED_BYTES = 1 << 18
+"""Bytes queued for a slow reader, at most. Lines beyond them are dropped and counted."""
 _END_S = 1.0
-"""Seconds that a reader has at the end for lines that wait."""
+"""Seconds to write the queued lines at the end of the process."""
 
 
 class QueuedOutput(io.RawIOBase):
-    """Output through a thread to a descriptor, whose ``write`` neither waits nor fails."""
+    """Output through a thread to a descriptor, whose ``write`` neither blocks nor fails."""
 
     def __init__(self, number: int, name: str, notices: QueuedOutput | None = None) -> None:
-        """``notices`` gets the lines about this output; None where they go to itself."""
+        """Start the thread; ``notices`` gets lines about dropped output, or this output if None."""
         self._number = number
         self._name = name
         self._notices = notices or self
         self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.RLock()
-        """Held while counts change. A signal's handler may print within ``write``."""
-        self._held = 0
-        """Bytes queued."""
+        """Lock of the counts; reentrant, since a signal handler may print during ``write``."""
+        self._queued_bytes = 0
+        """Bytes in the queue."""
         self._dropped = 0
         """Lines dropped since the last notice."""
         self._full = False
-        """True from the first dropped line until nothing is queued: the notice marks the place."""
+        """True from the first dropped line until the queue is empty, when the notice is printed."""
         self._failing = False
         self._thread = threading.Thread(target=self._run, name=f"roseinfer {name}", daemon=True)
         self._thread.start()
@@ -59,16 +59,16 @@ class QueuedOutput(io.RawIOBase):
     def write(self, data: ReadableBuffer, /) -> int:
         piece = bytes(data)
         with self._lock:
-            self._full = self._full or self._held + len(piece) > MOST_HELD
+            self._full = self._full or self._queued_bytes + len(piece) > MAX_QUEUED_BYTES
             if self._full:
                 self._dropped += piece.count(b"\n")
             else:
-                self._held += len(piece)
+                self._queued_bytes += len(piece)
                 self._pieces.put(piece)
         return len(piece)
 
     def end(self, until: float) -> None:
-        """Write what is queued until a monotonic time. What is printed later is lost."""
+        """Write queued output until a monotonic time. Later output is lost."""
         self._pieces.put(None)
         self._thread.join(max(0.0, until - time.monotonic()))
 
@@ -79,54 +79,56 @@ class QueuedOutput(io.RawIOBase):
             if piece is None:
                 ended = True
             else:
-                self._note(piece, self._write_out(piece))
+                self._count_written(piece, self._write_out(piece))
 
     def _write_out(self, piece: bytes) -> OSError | None:
         rest = memoryview(piece)
         try:
             while rest:
                 rest = rest[os.write(self._number, rest) :]
-        except OSError as error:  # no room, no reader, no descriptor: serving goes on
+        except OSError as error:  # disk full, pipe or descriptor closed: serving goes on
             return error
         return None
 
-    def _note(self, piece: bytes, error: OSError | None) -> None:
+    def _count_written(self, piece: bytes, error: OSError | None) -> None:
         with self._lock:
-            self._held -= len(piece)
-            self._full = self._full and self._held > 0
+            self._queued_bytes -= len(piece)
+            self._full = self._full and self._queued_bytes > 0
             if error is not None:
                 self._dropped += piece.count(b"\n")
                 if not self._failing:
-                    self._say(f"{error.strerror}; lines are dropped until it takes them again")
+                    self._notify(
+                        f"{error.strerror}; lines are dropped until writing succeeds again"
+                    )
             elif self._dropped and not self._full:
                 dropped, self._dropped = self._dropped, 0
-                self._say(f"{dropped} lines were dropped")
+                self._notify(f"{dropped} lines were dropped")
             self._failing = error is not None
 
-    def _say(self, what: str) -> None:
-        self._notices.write(f"{self._name}: {what}\n".encode())
+    def _notify(self, message: str) -> None:
+        self._notices.write(f"{self._name}: {message}\n".encode())
 
 
 @contextmanager
 def queued_streams() -> Iterator[None]:
-    """Queue what is printed meanwhile, and open closed standard descriptors before all else.
+    """Queue the output printed within the block; open closed standard descriptors first.
 
-    A socket would get the number of a closed one, and with it what is meant for standard error.
+    Else a socket could get the number of a closed descriptor, and receive standard error.
     """
     _open_closed_descriptors()
-    before = sys.stdout, sys.stderr
+    originals = sys.stdout, sys.stderr
     sys.stderr = _queued(sys.stderr, "standard error")
     sys.stdout = _queued(sys.stdout, "standard output", _output_of(sys.stderr))
     queued = sys.stdout, sys.stderr
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = originals
         _end(queued)
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process at once, but for the time that queued lines have."""
+    """End the process at once, after up to 1 s to write the queued lines of each stream."""
     _end((sys.stdout, sys.stderr))
     os._exit(status)
 
@@ -136,19 +138,20 @@ def _open_closed_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+            # The new descriptor gets the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _queued(stream: TextIO | None, name: str, notices: QueuedOutput | None = None) -> TextIO:
-    """Return a stream to the same place. One in memory stays, since nobody waits for that."""
-    if stream is None:  # it was closed when Python began
-        return open(os.devnull, "w")  # it stays until the process ends
+    """Return a queued stream to the same descriptor; a stream without one, as in memory, as is."""
+    if stream is None:  # it was closed when Python started
+        return open(os.devnull, "w")  # stays open until the process ends
     try:
         number = stream.fileno()
     except OSError:
         return stream
     output = QueuedOutput(number, name, notices)
-    return io.TextIOWrapper(  # type: ignore[type-var]  # it needs no more of a buffer
+    return io.TextIOWrapper(  # type: ignore[type-var]  # QueuedOutput has all that is used
         output,
         encoding=stream.encoding,
         errors="backslashreplace",

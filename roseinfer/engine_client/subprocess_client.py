@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which serves the tasks of one loop and is supervised."""
+"""Subprocess client: the engine runs in a supervised process of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from math import ceil
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from roseinfer.engine_client.protocol import Facts, Figures, Part, tokenizer_stays
+from roseinfer.engine_client.protocol import (
+    EngineInfo,
+    EngineStats,
+    OutputDelta,
+    tokenizer_transfer_error,
+)
 from roseinfer.errors import EngineRestarting, EngineStopped, RoseinferError
 from roseinfer.interrupts import interrupts_kill
-from roseinfer.progress import say
+from roseinfer.progress import print_status
 
 if TYPE_CHECKING:
     import argparse
@@ -29,15 +34,15 @@ if TYPE_CHECKING:
     from roseinfer.guided.guide import Guide
     from roseinfer.sampling_params import SamplingParams
 
-# What the two processes tell each other: messages, each of them pickled with its length before.
+# Messages between the two processes: the length of a pickle, and the pickle.
 
 
 _HEAD = Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """Have a prompt continued, as text number so and so."""
+class AddRequest:
+    """Command to generate a completion of a prompt, as request ``number``."""
 
     number: int
     token_ids: list[int]
@@ -45,65 +50,65 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """Cancel texts."""
+class CancelRequests:
+    """Command to cancel requests."""
 
     numbers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """So many updates of each text were read, beside those that were told before."""
+class AcknowledgeUpdates:
+    """Command with the number of newly read updates of each request, for flow control."""
 
     counts: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckGuide:
-    """Say whether a guide can be followed, in the answer of that number."""
+    """Command to check that the engine can follow a guide; the answer has the same number."""
 
     number: int
     guide: Guide
 
 
-Order = Add | Leave | Taken | CheckGuide
-"""What the server tells the engine; a message has a list of them."""
+Command = AddRequest | CancelRequests | AcknowledgeUpdates | CheckGuide
+"""Command of the server to the engine; a message has a list of them."""
 
 
-class Pulse(NamedTuple):
-    """How the engine's thread gets on."""
+class Heartbeat(NamedTuple):
+    """Progress of the engine's thread."""
 
     rounds: int
-    """Rounds of its loop, each with a step."""
+    """Iterations of its loop, each with a step."""
     busy: bool
-    """True if it has something to do. Texts that are paused, or wait for their guide, are not."""
+    """True if it has work. Requests that are paused, or wait for their guide, do not count."""
     stopped: str | None
-    """Reason why it serves nothing any more; None while it runs."""
+    """Reason why it has stopped; None while it runs."""
 
 
-class Report(NamedTuple):
-    """What the engine tells the server."""
+class EngineReport(NamedTuple):
+    """Message of the engine to the server."""
 
     parts: list[tuple[Any, ...]]
-    """Each the number of a text, and a part of it that is packed."""
-    figures: Figures | None
-    """None where they have not changed."""
-    pulse: Pulse
+    """Tuples of a request's number and the arguments of its ``OutputDelta``."""
+    stats: EngineStats | None
+    """Stats of the engine; None if they have not changed."""
+    pulse: Heartbeat
     answers: list[tuple[int, BaseException | None]]
 
 
-def framed(what: object) -> bytes:
-    data = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+def frame_message(message: object) -> bytes:
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _HEAD.pack(len(data)) + data
 
 
-def receive(link: socket.socket) -> Any:
-    """Wait for a message, and raise ``EOFError`` where the other side has ended."""
-    (size,) = _HEAD.unpack(_exactly(link, _HEAD.size))
-    return pickle.loads(_exactly(link, size))
+def receive_message(link: socket.socket) -> Any:
+    """Wait for a message; raise ``EOFError`` if the other process has ended."""
+    (size,) = _HEAD.unpack(_receive_exactly(link, _HEAD.size))
+    return pickle.loads(_receive_exactly(link, size))
 
 
-def _exactly(link: socket.socket, size: int) -> bytearray:
+def _receive_exactly(link: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -115,13 +120,13 @@ def _exactly(link: socket.socket, size: int) -> bytearray:
 
 
 @dataclass(slots=True)
-class Frames:
-    """Messages out of bytes that come in any pieces."""
+class MessageDecoder:
+    """Decoder of messages from bytes that arrive in arbitrary pieces."""
 
     _data: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are whole now."""
+        """Add received bytes, and yield the messages that are complete now."""
         self._data += data
         while len(self._data) >= _HEAD.size:
             end = _HEAD.size + _HEAD.unpack_from(self._data)[0]
@@ -132,16 +137,16 @@ class Frames:
             yield message
 
 
-# One process of an engine, from its start to its end, and how often a new one may follow.
+# The engine's process, and the limit of its restarts.
 
 
 _END_S = 2.0
-"""Seconds that the process may take to end when the link is closed."""
+"""Seconds for the process to end after the link is closed, before it is killed."""
 
 
 @dataclass(slots=True, eq=False)
-class EngineChild:
-    """A process that loads the model and serves it, and the link to it."""
+class EngineProcess:
+    """Process that loads and runs the model, and the link to it."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket
@@ -149,11 +154,11 @@ class EngineChild:
     load_s: float = 0.0
     """Seconds until the model was loaded."""
     why: str | None = None
-    """Reason why the server ended it; None where it ended by itself."""
+    """Reason why the server killed it; None if it ended by itself."""
 
     @classmethod
-    def start(cls, args: argparse.Namespace, command: str) -> EngineChild:
-        """Start one that loads a model, as options say."""
+    def start(cls, args: argparse.Namespace, command: str) -> EngineProcess:
+        """Start a process that loads the model of the options."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -165,38 +170,39 @@ class EngineChild:
             except BaseException:
                 ours.close()
                 raise
-        with suppress(OSError):  # if it has ended, the next read shows that
-            ours.sendall(framed((args, command)))
+        with suppress(OSError):  # if the process has ended, the next read fails
+            ours.sendall(frame_message((args, command)))
         return cls(process, ours)
 
-    def loaded(self) -> Facts:
-        """Wait until the model is loaded, and return what is to be known of it."""
+    def wait_until_loaded(self) -> EngineInfo:
+        """Wait until the model is loaded, and return the properties of the engine."""
         try:
-            said = receive(self.link)
+            reply = receive_message(self.link)
         except (EOFError, OSError):
-            how = self.how_it_ended()
-            raise EngineStopped(f"the process of the engine ended {how} as it loaded") from None
-        except Exception as error:  # whatever a tokenizer's class does where it is made again
-            raise tokenizer_stays(error) from error
-        if isinstance(said, RoseinferError):
-            raise said
-        assert isinstance(said, Facts)
+            status = self.wait_exit_status()
+            why = f"the engine's process ended {status} while it loaded the model"
+            raise EngineStopped(why) from None
+        except Exception as error:  # unpickling a tokenizer may raise anything
+            raise tokenizer_transfer_error(error) from error
+        if isinstance(reply, RoseinferError):
+            raise reply
+        assert isinstance(reply, EngineInfo)
         self.load_s = time.monotonic() - self.began
-        return said
+        return reply
 
-    def how_it_ended(self) -> str:
-        """Wait for its end."""
+    def wait_exit_status(self) -> str:
+        """Wait for the process to end, and return its signal or exit status, in words."""
         status = self.process.wait()
         return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
-    def give_up(self, why: str) -> None:
-        """Kill it."""
+    def kill(self, why: str) -> None:
+        """Kill the process, and record the first reason."""
         if self.why is None:
             self.why = why
             self.process.kill()
 
     def end(self) -> None:
-        """Close its side of the link, and wait for its end. Any thread may call this, and again."""
+        """Close the link, and wait for the process to end. Any thread may call this, repeatedly."""
         with suppress(OSError):
             self.link.shutdown(socket.SHUT_RDWR)
         try:
@@ -208,102 +214,105 @@ class EngineChild:
 
 @dataclass(slots=True)
 class RestartLimit:
-    """Bounds how often an engine's process is started again, and how fast."""
+    """Limit of the number and rate of restarts of an engine's process."""
 
     most: int = 5
-    """Restarts within the time."""
-    within_s: float = 600.0
+    """Restarts within the window, at most."""
+    window_s: float = 600.0
     delay_s: float = 1.0
-    """Seconds before the second restart within that time; each later one waits twice as long."""
-    _begun: list[float] = field(default_factory=list)
-    """Times of the restarts that count."""
+    """Seconds before the second restart in the window; doubles with each further one."""
+    _restart_times: list[float] = field(default_factory=list)
+    """Monotonic times of the restarts in the window."""
 
     def next_delay(self) -> float | None:
-        """Count a restart, and return the seconds before it; None if there were too many."""
+        """Count a restart, and return the seconds before it; None if the limit is reached."""
         now = time.monotonic()
-        self._begun = [begun for begun in self._begun if now - begun < self.within_s]
-        before = len(self._begun)
-        if before >= self.most:
+        self._restart_times = [at for at in self._restart_times if now - at < self.window_s]
+        num_restarts = len(self._restart_times)
+        if num_restarts >= self.most:
             return None
-        self._begun.append(now)
-        return self.delay_s * 2 ** (before - 1) if before else 0.0
+        self._restart_times.append(now)
+        return self.delay_s * 2 ** (num_restarts - 1) if num_restarts else 0.0
 
 
-_UNTOLD = 16
-"""What was read is told when it is so much of any text. One with many more unread is paused."""
+_ACKNOWLEDGE_EVERY = 16
+"""Newly read updates of a request that are acknowledged at once: the engine pauses a request with
+many more unread updates."""
 _LEAST_RETRY_S, _MOST_RETRY_S = 1, 60
-"""Bounds of the time after which clients are told to retry; OpenAI's heeds no longer one."""
+"""Bounds of the seconds in ``Retry-After``; OpenAI's client ignores longer ones."""
 
 
 @contextmanager
-def running(args: argparse.Namespace, command: str) -> Iterator[OtherProcess]:
-    """Load a model in a new process, as options say, and have it end with the block."""
-    start = partial(EngineChild.start, args, command)
+def run_engine_process(args: argparse.Namespace, command: str) -> Iterator[SubprocessClient]:
+    """Load the model of the options in a new process, which ends with the block."""
+    start = partial(EngineProcess.start, args, command)
     with ExitStack() as stack:
         child = start()
         stack.callback(child.link.close)
         stack.callback(child.end)
-        with interrupts_kill():  # tokenizers need it, and the other process is busy meanwhile
+        with interrupts_kill():  # unpickled tokenizers need it; the child loads the model meanwhile
             import transformers  # noqa: F401
-        engine = OtherProcess(child, child.loaded(), command, start)
+        engine = SubprocessClient(child, child.wait_until_loaded(), command, start)
         stack.callback(engine.close)
         yield engine
 
 
-class OtherProcess:
-    """Serves the tasks of one loop, all in that loop's thread but ``close``.
+class SubprocessClient:
+    """Client of an engine in a subprocess, for the tasks of one event loop.
 
-    When the process of the engine ends, everything open ends with an error and a new process is
-    started. What comes from an earlier process is dropped.
+    All methods but ``close`` run in that loop's thread. When the engine's process ends, all open
+    requests fail and a new process is started. Messages of an earlier process are dropped.
     """
 
-    apart = True
+    separate_process = True
 
     def __init__(
         self,
-        child: EngineChild,
-        facts: Facts,
+        child: EngineProcess,
+        info: EngineInfo,
         command: str,
-        start: Callable[[], EngineChild],
+        start: Callable[[], EngineProcess],
         limit: RestartLimit | None = None,
     ) -> None:
-        """``command`` is in whose name it says that a process has ended. ``start`` starts one."""
-        self.facts = facts
-        self.figures = Figures.at_first(facts.room.capacity)
+        """Serve by a loaded process; ``start`` starts the next. Log lines start by ``command``."""
+        self.info = info
+        self.stats = EngineStats.initial(info.request_limits.capacity)
         self.closed = False
         self.restarts = 0
         self._command = command
         self._start = start
         self._limit = limit or RestartLimit()
         self._starting = threading.Lock()
-        """Held where a process is started, and where it is said that none shall be any more."""
+        """Lock held to start a process, and to set ``_closing``, after which none is started."""
         self._closing = threading.Event()
-        self._newest = child
-        """The process that was started last: an earlier one has ended."""
-        self._child: EngineChild | None = child
-        """The process that serves; None while there is none."""
+        self._latest_process = child
+        """Process that was started last; all earlier ones have ended."""
+        self._child: EngineProcess | None = child
+        """Process that serves; None during a restart and after the end."""
         self._ready_at = 0.0
-        """Monotonic time at which the next process will serve, if it loads as fast as this one."""
+        """Estimated monotonic time at which the next process serves, by this one's load time."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Future[None] | None = None
-        self._why: Callable[[], Exception] = partial(EngineStopped, "the engine was closed")
-        """Makes the error of whatever is asked for while no process serves."""
-        self._open: dict[int, tuple[_Texts, int]] = {}
-        """Who waits for a text, and the number it has there."""
-        self._asked: dict[int, asyncio.Future[None]] = {}
-        """Who waits for an answer."""
+        self._new_stop_error: Callable[[], Exception] = partial(
+            EngineStopped, "the engine was closed"
+        )
+        """Factory of the error for requests while no process serves."""
+        self._open: dict[int, tuple[_RequestGroup, int]] = {}
+        """Open requests: the group of each, and its number in the group."""
+        self._pending_checks: dict[int, asyncio.Future[None]] = {}
+        """Futures of guide checks, by command number."""
         self._next_number = 0
-        """Counts on when a new process is started, so that no number means two texts."""
-        self._due: list[Order] = []
+        """Latest number; not reset by restarts, so that no number means two requests."""
+        self._commands: list[Command] = []
         self._sending = False
-        """True if what is due will be sent before the loop goes on."""
-        self._taken: dict[int, int] = {}
-        """What was read of each text and not told yet."""
+        """True if the queued commands will be sent in this iteration of the loop."""
+        self._unacknowledged: dict[int, int] = {}
+        """Read but unacknowledged updates of each request."""
         self._rounds = 0
-        """Rounds that the engine had done when it reported last."""
+        """Iterations of the engine's loop, by its last report."""
         self._progress_at = 0.0
-        """Monotonic time at which it had done another, or had nothing to do."""
+        """Monotonic time of the last report with a new iteration, or without work."""
 
     @property
     def restarting(self) -> bool:
@@ -311,116 +320,119 @@ class OtherProcess:
 
     @property
     def stalled_s(self) -> float:
-        if self._child is None or not (self._open or self._asked):
+        if self._child is None or not (self._open or self._pending_checks):
             return 0.0
         return time.monotonic() - self._progress_at
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._connect(self._newest)
+        await self._connect(self._latest_process)
 
-    def texts(self) -> _Texts:
-        return _Texts(self)
+    def open_group(self) -> _RequestGroup:
+        return _RequestGroup(self)
 
     async def check_guide(self, guide: Guide) -> None:
         if self._child is None:
-            raise self._why()
+            raise self._new_stop_error()
         number = self._new_number()
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._tell(CheckGuide(number, guide))
+        answer = self._pending_checks[number] = asyncio.get_running_loop().create_future()
+        self._queue_commands(CheckGuide(number, guide))
         try:
             await answer
         finally:
-            self._asked.pop(number, None)
+            self._pending_checks.pop(number, None)
 
     def close(self) -> None:
         with self._starting:
             self._closing.set()
-        self._in_loop(partial(self._stop, "the engine was closed"))
-        self._newest.end()
+        self._call_in_loop(partial(self._stop, "the engine was closed"))
+        self._latest_process.end()
 
     def add(
-        self, texts: _Texts, at: int, token_ids: Sequence[int], params: SamplingParams
+        self, group: _RequestGroup, at: int, token_ids: Sequence[int], params: SamplingParams
     ) -> int | None:
-        """Have a prompt continued, and return the number of its text here, if it has begun."""
+        """Queue a request, and return its number; None if it failed as no process serves."""
         if self._child is None:
-            texts.take(at, Part(error=self._why()))
+            group.take(at, OutputDelta(error=self._new_stop_error()))
             return None
         number = self._new_number()
-        self._open[number] = texts, at
-        self._tell(Add(number, [*token_ids], params))
+        self._open[number] = group, at
+        self._queue_commands(AddRequest(number, [*token_ids], params))
         return number
 
-    def note_taken(self, number: int, count: int) -> None:
-        """Count what was read of a text, so that it goes on if it was paused."""
+    def acknowledge(self, number: int, count: int) -> None:
+        """Count newly read updates of a request, so that the engine resumes it if paused."""
         if number in self._open:
-            count += self._taken.get(number, 0)
-            self._taken[number] = count
-            if count >= _UNTOLD:
-                self._tell()
+            count += self._unacknowledged.get(number, 0)
+            self._unacknowledged[number] = count
+            if count >= _ACKNOWLEDGE_EVERY:
+                self._queue_commands()
 
-    def leave(self, numbers: Sequence[int]) -> None:
-        if left := [number for number in numbers if self._open.pop(number, None)]:
-            self._tell(Leave(left))
-            for number in left:
-                self._taken.pop(number, None)
+    def cancel(self, numbers: Sequence[int]) -> None:
+        if open_numbers := [number for number in numbers if self._open.pop(number, None)]:
+            self._queue_commands(CancelRequests(open_numbers))
+            for number in open_numbers:
+                self._unacknowledged.pop(number, None)
 
     def _new_number(self) -> int:
-        """Return the number of something new to do."""
-        if not (self._open or self._asked):
+        """Return the number of a new command."""
+        if not (self._open or self._pending_checks):
             self._progress_at = time.monotonic()
         self._next_number += 1
         return self._next_number
 
-    def _tell(self, *orders: Order) -> None:
-        """Send orders, and what was read, together with what else comes before the loop goes on."""
-        self._due += orders
+    def _queue_commands(self, *commands: Command) -> None:
+        """Send commands and acknowledgements in one message per iteration of the event loop."""
+        self._commands += commands
         if not self._sending and self._loop is not None:
             self._sending = True
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        if self._taken:
-            self._due.append(Taken(self._taken))
-        orders, self._due, self._taken = self._due, [], {}
+        if self._unacknowledged:
+            self._commands.append(AcknowledgeUpdates(self._unacknowledged))
+        commands, self._commands, self._unacknowledged = self._commands, [], {}
         self._sending = False
         if self._transport is not None and self._child is not None:
-            self._transport.write(framed(orders))
+            self._transport.write(frame_message(commands))
 
-    def hear(self, child: EngineChild, report: Report) -> None:
+    def handle_report(self, child: EngineProcess, report: EngineReport) -> None:
         if child is not self._child:
             return
-        if report.figures is not None:
-            self.figures = report.figures
+        if report.stats is not None:
+            self.stats = report.stats
         rounds, busy, stopped = report.pulse
-        if rounds != self._rounds or not (busy and rounds):  # the first may compile kernels
+        # The first round may compile kernels: it is no stall.
+        if rounds != self._rounds or not (busy and rounds):
             self._rounds, self._progress_at = rounds, time.monotonic()
         if stopped is not None:
-            child.give_up(stopped)
-        for number, *packed in report.parts:
-            if (waits := self._open.get(number)) is not None:  # else it was left
-                part = Part(*packed)
+            child.kill(stopped)
+        for number, *to_tuple in report.parts:
+            if (entry := self._open.get(number)) is not None:  # else it was cancelled
+                part = OutputDelta(*to_tuple)
                 if isinstance(part.error, EngineStopped):
-                    continue  # it ends when the process has
-                if part.last:
+                    continue  # it fails when the process ends
+                if part.is_final:
                     del self._open[number]
-                    self._taken.pop(number, None)
-                texts, at = waits
-                texts.take(at, part)
+                    self._unacknowledged.pop(number, None)
+                group, at = entry
+                group.take(at, part)
         for number, error in report.answers:
-            answer = self._asked.pop(number, None)
+            answer = self._pending_checks.pop(number, None)
             if answer is not None and not answer.done():
                 if error is None:
                     answer.set_result(None)
                 else:
                     answer.set_exception(error)
 
-    async def _connect(self, child: EngineChild) -> None:
+    async def _connect(self, child: EngineProcess) -> None:
         assert self._loop is not None
-        await self._loop.create_unix_connection(partial(_Hearing, self, child), sock=child.link)
+        await self._loop.create_unix_connection(
+            partial(_ReportReceiver, self, child), sock=child.link
+        )
 
-    def begin(self, child: EngineChild, transport: asyncio.Transport) -> None:
-        """Serve by a process, of which nothing was read yet."""
+    def begin(self, child: EngineProcess, transport: asyncio.Transport) -> None:
+        """Serve by a process once its link is connected."""
         if self.closed:
             transport.abort()
             return
@@ -429,136 +441,136 @@ class OtherProcess:
         watch = partial(self._watch, child)
         threading.Thread(target=watch, name="roseinfer engine", daemon=True).start()
 
-    def _watch(self, child: EngineChild) -> None:
-        how = child.how_it_ended()
-        what = (
-            "the engine has stopped" if child.why else f"the process of the engine has ended {how}"
-        )
-        self._in_loop(partial(self._lose, what, child.why or what))
+    def _watch(self, child: EngineProcess) -> None:
+        status = child.wait_exit_status()
+        what = "the engine has stopped" if child.why else f"the engine's process ended {status}"
+        self._call_in_loop(partial(self._on_process_exit, what, child.why or what))
 
-    def _lose(self, what: str, why: str) -> None:
-        """End everything open with an error, and have a process started, unless too many were.
+    def _on_process_exit(self, what: str, why: str) -> None:
+        """Fail the open requests, and restart the process, or stop if the limit is reached.
 
-        ``why`` is for clients; the log gets ``what``, which has no word of a prompt.
+        ``why`` is for clients; the log gets ``what``, which contains nothing of a prompt.
         """
         if self.closed:
             return
         delay = self._limit.next_delay()
         if delay is None:
-            often = f"{self._limit.most} times within {self._limit.within_s:g} s"
-            end = f"it was started again {often}, which is the limit: restart the server"
+            count = f"{self._limit.most} times within {self._limit.window_s:g} s"
+            end = f"it was restarted {count}, which is the limit; restart the server"
             self._stop(f"{why}: {end}")
         else:
-            end = f"starting it again in {delay:g} s" if delay else "starting it again"
-            self._ready_at = time.monotonic() + delay + self._newest.load_s
-            self._why = partial(self._restarting_error, why)
-            self._end_open()
+            end = f"restarting it in {delay:g} s" if delay else "restarting it"
+            self._ready_at = time.monotonic() + delay + self._latest_process.load_s
+            self._new_stop_error = partial(self._restarting_error, why)
+            self._fail_open_requests()
             restart = partial(self._restart, delay)
             threading.Thread(target=restart, name="roseinfer restart", daemon=True).start()
-        say(f"{self._command}: {what}: {end}")
+        print_status(f"{self._command}: {what}: {end}")
 
     def _restarting_error(self, why: str) -> EngineRestarting:
         seconds = ceil(self._ready_at - time.monotonic())
         retry_after = max(_LEAST_RETRY_S, min(seconds, _MOST_RETRY_S))
-        return EngineRestarting(f"{why}: it is started again", retry_after=retry_after)
+        message = f"{why}: it is restarting; try again later"
+        return EngineRestarting(message, retry_after=retry_after)
 
     def _restart(self, delay: float) -> None:
-        """Start a process after a delay, and have it serve when the model is loaded."""
+        """Start a process after a delay, and serve by it when the model is loaded."""
         if self._closing.wait(delay):
             return
-        load_s = self._newest.load_s
+        load_s = self._latest_process.load_s
         try:
             with self._starting:
                 if self._closing.is_set():
                     return
                 self.restarts += 1
-                child = self._newest = self._start()
-            child.load_s = load_s  # as long as it has not loaded itself
-            child.loaded()  # prompts are checked by what is known of the first
-        except Exception as error:  # whatever it is, nobody may wait for ever
-            self._newest.end()
-            self._newest.link.close()
-            self._in_loop(partial(self._lose, str(error), str(error)))
+                child = self._latest_process = self._start()
+            child.load_s = load_s  # an estimate, until it has loaded
+            child.wait_until_loaded()  # the result is dropped: it equals that of the first process
+        except Exception as error:  # after any error, no client may wait forever
+            self._latest_process.end()
+            self._latest_process.link.close()
+            self._call_in_loop(partial(self._on_process_exit, str(error), str(error)))
         else:
-            self._in_loop(partial(self._serve_by, child))
+            self._call_in_loop(partial(self._switch_to, child))
 
-    def _serve_by(self, child: EngineChild) -> None:
+    def _switch_to(self, child: EngineProcess) -> None:
         if self.closed:
             child.link.close()
         else:
             self._connecting = asyncio.ensure_future(self._connect(child))
 
-    def _in_loop(self, what: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop has been closed before
+    def _call_in_loop(self, callback: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(callback)
 
     def _stop(self, why: str) -> None:
-        """Serve nothing any more."""
+        """Fail all open and future requests."""
         if not self.closed:
             self.closed = True
-            self._why = partial(EngineStopped, why)
-            self._end_open()
+            self._new_stop_error = partial(EngineStopped, why)
+            self._fail_open_requests()
 
-    def _end_open(self) -> None:
-        """End everything that waits with an error, and forget what was to be sent."""
+    def _fail_open_requests(self) -> None:
+        """Fail all open requests and checks, and drop unsent commands."""
         self._child = None
-        self.figures = Figures.at_first(self.figures.blocks)
+        self.stats = EngineStats.initial(self.stats.blocks)
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-        self._due, self._taken = [], {}
+        self._commands, self._unacknowledged = [], {}
         waiting, self._open = self._open, {}
-        for texts, at in waiting.values():
-            texts.take(at, Part(error=self._why()))
-        for answer in self._asked.values():
+        for group, at in waiting.values():
+            group.take(at, OutputDelta(error=self._new_stop_error()))
+        for answer in self._pending_checks.values():
             if not answer.done():
-                answer.set_exception(self._why())
+                answer.set_exception(self._new_stop_error())
 
 
-class _Hearing(asyncio.Protocol):
-    def __init__(self, engine: OtherProcess, child: EngineChild) -> None:
+class _ReportReceiver(asyncio.Protocol):
+    def __init__(self, engine: SubprocessClient, child: EngineProcess) -> None:
         self._engine = engine
         self._child = child
-        self._frames = Frames()
+        self._frames = MessageDecoder()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._engine.begin(self._child, cast("asyncio.Transport", transport))  # uvloop's is none
+        # The cast is needed for uvloop, whose transports are no subclass.
+        self._engine.begin(self._child, cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
         for report in self._frames.feed(data):
-            self._engine.hear(self._child, report)
+            self._engine.handle_report(self._child, report)
 
 
-class _Texts:
-    def __init__(self, engine: OtherProcess) -> None:
+class _RequestGroup:
+    def __init__(self, engine: SubprocessClient) -> None:
         self._engine = engine
         self._numbers: list[int | None] = []
-        """What the texts are called by the engine; None for those that never began."""
-        self._parts: dict[int, Part] = {}
-        self._came = asyncio.Event()
+        """Number of each request for the engine; None if it failed at once."""
+        self._parts: dict[int, OutputDelta] = {}
+        self._has_output = asyncio.Event()
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         at = len(self._numbers)
         self._numbers.append(None)
         self._numbers[at] = self._engine.add(self, at, token_ids, params)
 
-    async def next(self) -> list[tuple[int, Part]]:
-        await self._came.wait()
-        self._came.clear()
+    async def next(self) -> list[tuple[int, OutputDelta]]:
+        await self._has_output.wait()
+        self._has_output.clear()
         parts, self._parts = self._parts, {}
         for at, part in parts.items():
-            if (number := self._numbers[at]) is not None and not part.last:
-                self._engine.note_taken(number, part.count)
+            if (number := self._numbers[at]) is not None and not part.is_final:
+                self._engine.acknowledge(number, part.count)
         return [*parts.items()]
 
-    def leave(self) -> None:
-        self._engine.leave([number for number in self._numbers if number is not None])
+    def cancel(self) -> None:
+        self._engine.cancel([number for number in self._numbers if number is not None])
 
-    def take(self, at: int, part: Part) -> None:
-        """Keep what came until it is asked for."""
+    def take(self, at: int, part: OutputDelta) -> None:
+        """Merge new output of a request until ``next`` returns it."""
         if at in self._parts:
             self._parts[at].extend(part)
         else:
             self._parts[at] = part
-        self._came.set()
+        self._has_output.set()

@@ -1,1 +1,1 @@
-"""Texts that must be of a form: JSON, a schema, a regular expression, one of several words."""
+"""Guided decoding: JSON, JSON schemas, regular expressions, choices and grammars."""

@@ -14,9 +14,9 @@ from roseinfer.errors import TooBusy
 from roseinfer.guided.grammar import (
     compile_guide,
     read_tokenizer,
-    refuse_inexact_numbers,
+    reject_inexact_numbers,
 )
-from roseinfer.guided.trial import GuideTrial
+from roseinfer.guided.sandbox import GuideSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -25,80 +25,86 @@ if TYPE_CHECKING:
 
     from roseinfer.guided.guide import Guide
 
-_MOST_KEPT = 64
-"""So many grammars are kept, those that were asked for last, with the memory of one at most."""
-_MOST_ALIVE = 4
-"""Those that texts follow may take so many times the memory of one."""
+_MAX_CACHED_GRAMMARS = 64
+"""Most grammars in the cache, the most recently used. Together they take at most the memory that
+one guide may take."""
+_MAX_LIVE_MEMORY_RATIO = 4
+"""Memory of all live grammars, as a multiple of the memory that one guide may take."""
 
 
 class GuideCompiler:
-    """Makes what follows guides. Any thread may ask; the one that asks does the work."""
+    """A compiler of guides with a cache of grammars. It works in the thread that calls it."""
 
     def __init__(
         self,
         tokenizer: Any,
         vocabulary: int,
-        end_tokens: Collection[int],
+        eos_token_ids: Collection[int],
         *,
         cpu_seconds: float,
         memory_mb: int,
     ) -> None:
-        """``vocabulary`` is how many tokens the model has; its tokenizer may have others.
+        """Create a compiler.
 
-        A guide may take so much processor time and memory.
+        ``vocabulary`` is the number of tokens of the model, which may differ from its tokenizer's.
+        A guide may take ``cpu_seconds`` of processor time and ``memory_mb`` megabytes.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._end_tokens = end_tokens
+        self._eos_token_ids = eos_token_ids
         self._limits = cpu_seconds, memory_mb
         self._lock = threading.Lock()
-        self._made: tuple[Any, int, GuideTrial] | None = None
-        """llguidance's tokenizer, its token where a grammar may end, and what tries guides."""
-        self._kept: OrderedDict[Guide, Grammar] = OrderedDict()
-        self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
-        """Those that are kept or that texts follow."""
+        self._tools: tuple[Any, int, GuideSandbox] | None = None
+        """llguidance's tokenizer, its end-of-grammar token, and the sandbox; None before first
+        use."""
+        self._grammar_cache: OrderedDict[Guide, Grammar] = OrderedDict()
+        self._live_grammars: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        """Grammars that are cached or used by a matcher."""
 
-    def progress(self, guide: Guide, *, ignore_eos: bool = False) -> GuideProgress:
-        """Return what follows a guide from the beginning of a text.
+    def new_matcher(self, guide: Guide, *, ignore_eos: bool = False) -> GuideMatcher:
+        """Return a matcher at the beginning of a text.
 
-        It raises for a guide that cannot be followed, or not with this tokenizer.
+        This raises for a guide that cannot be compiled, at all or with this tokenizer.
         """
         with self._lock:
-            if self._made is None:
-                source, made = read_tokenizer(self._tokenizer, self._vocabulary)
-                self._made = made, source.end_of_grammar, GuideTrial(source, *self._limits)
-            tokenizer, end_of_grammar, trial = self._made
-            grammar = self._kept.get(guide)
+            if self._tools is None:
+                source, ll_tokenizer = read_tokenizer(self._tokenizer, self._vocabulary)
+                sandbox = GuideSandbox(source, *self._limits)
+                self._tools = ll_tokenizer, source.grammar_end_token, sandbox
+            tokenizer, grammar_end_token, sandbox = self._tools
+            grammar = self._grammar_cache.get(guide)
             if grammar is not None:
-                self._kept.move_to_end(guide)
-        if grammar is None:  # others need not wait for it
-            refuse_inexact_numbers(guide)
-            megabytes = trial.require(guide)
-            self._make_room(megabytes)
+                self._grammar_cache.move_to_end(guide)
+        if grammar is None:  # without the lock, so that other threads do not wait
+            reject_inexact_numbers(guide)
+            megabytes = sandbox.validate(guide)
+            self._evict_grammars(megabytes)
             grammar = Grammar(compile_guide(guide, tokenizer), megabytes)
             with self._lock:
-                self._kept[guide] = grammar
-                self._alive.add(grammar)
-        return GuideProgress(grammar, end_of_grammar, () if ignore_eos else self._end_tokens)
+                self._grammar_cache[guide] = grammar
+                self._live_grammars.add(grammar)
+        return GuideMatcher(grammar, grammar_end_token, () if ignore_eos else self._eos_token_ids)
 
-    def _make_room(self, megabytes: int) -> None:
-        """Evict grammars for one that takes so much memory, or raise if texts follow too many."""
+    def _evict_grammars(self, megabytes: int) -> None:
+        """Evict grammars for one of ``megabytes``; raise if live ones take too much memory."""
         most = self._limits[1]
         with self._lock:
-            kept = sum(each.megabytes for each in self._kept.values())
-            while self._kept and (len(self._kept) >= _MOST_KEPT or kept + megabytes > most):
-                _, evicted = self._kept.popitem(last=False)
-                kept -= evicted.megabytes
+            cached = sum(each.megabytes for each in self._grammar_cache.values())
+            while self._grammar_cache and (
+                len(self._grammar_cache) >= _MAX_CACHED_GRAMMARS or cached + megabytes > most
+            ):
+                _, evicted = self._grammar_cache.popitem(last=False)
+                cached -= evicted.megabytes
                 del evicted
-            alive = sum(each.megabytes for each in self._alive)
-        if alive + megabytes > _MOST_ALIVE * most:
+            alive = sum(each.megabytes for each in self._live_grammars)
+        if alive + megabytes > _MAX_LIVE_MEMORY_RATIO * most:
             raise TooBusy(
-                f"the forms of texts that are generated take {alive} MB of memory, and this one "
-                f"{megabytes} MB: try again later, or raise guide_memory_mb"
+                f"guides: those in use take {alive} MB of memory, and this one takes {megabytes} "
+                "MB more; try again later, or raise guide_memory_mb"
             )
 
 
-# How far a text has come in its grammar, and which tokens it can go on with.
+# Matchers: the position of a text in its grammar, and the tokens allowed next.
 
 
 _BITS = 32
@@ -106,29 +112,37 @@ _BITS = 32
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Grammar:
-    """A grammar at its beginning, which is alive while a text follows it."""
+    """A compiled grammar, alive while it is cached or used by a matcher."""
 
     matcher: Any
+    """llguidance's matcher, at the beginning of a text."""
     megabytes: int
 
 
-class GuideProgress:
-    """Follows one text. Only the thread that runs the engine uses it."""
+class GuideMatcher:
+    """The state of one text in its grammar. Only the engine's thread uses it."""
 
-    def __init__(self, grammar: Grammar, end_of_grammar: int, end_tokens: Iterable[int]) -> None:
-        """``end_tokens`` end the text; ``end_of_grammar`` is the matcher's own, of no text."""
+    def __init__(
+        self, grammar: Grammar, grammar_end_token: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        """Begin a text.
+
+        ``eos_token_ids`` end the text; ``grammar_end_token`` is the token by which llguidance
+        reports that the grammar may end, and is not part of any text.
+        """
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
-        self._end_of_grammar = end_of_grammar
-        self._end_tokens = tuple(end_tokens)
+        self._end_of_grammar = grammar_end_token
+        self._eos_token_ids = tuple(eos_token_ids)
         self.may_end = False
-        """True if the text may end where the last row of bits was for."""
+        """True if the text may end at the position of the last bitmask."""
 
-    def fill(self, row: npt.NDArray[np.uint32]) -> None:
-        """Set the bits of the tokens that may come next, in words of 32, and clear all others.
+    def fill_bitmask(self, row: npt.NDArray[np.uint32]) -> None:
+        """Set the bits of the tokens allowed next, in words of 32, and clear all others.
 
-        Tokens that end a text may come where the grammar may end. Elsewhere they may not, but for
-        one that is text too where no other can come. If the matcher gives up, no token may come.
+        End-of-sequence tokens are allowed where the grammar may end. Elsewhere they are not, except
+        for one that is text too, if no other token is allowed. If the matcher fails, no token is
+        allowed.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
@@ -139,28 +153,28 @@ class GuideProgress:
         row[words:] = 0
         self.may_end = _bit(allowed, self._end_of_grammar)
         _set(row, self._end_of_grammar, on=False)
-        for token in self._end_tokens:
+        for token in self._eos_token_ids:
             _set(row, token, on=self.may_end)
         if not (self.may_end or row.any()):
-            for token in self._end_tokens:
+            for token in self._eos_token_ids:
                 _set(row, token, on=_bit(allowed, token))
 
-    def take(self, token: int) -> bool:
-        """Go on by a token of the text, and return True if nothing may come behind it."""
+    def accept_token(self, token: int) -> bool:
+        """Advance by a token of the text, and return True if no token may follow it."""
         self._matcher.consume_token(token)
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
-    def gave_up(self) -> bool:
+    def has_failed(self) -> bool:
         return bool(self._matcher.is_error())
 
     @property
     def failure(self) -> str:
-        """Why there is no next token: the matcher gave up, or the vocabulary has none."""
-        if self.gave_up:
-            said = self._matcher.get_error().splitlines() or ["it broke off"]
-            return f"the form of this text is too hard to follow: {said[0]}"
-        return "the form of this text allows none of the tokens that the model can choose"
+        """The reason why no token is allowed: the matcher failed, or the vocabulary has none."""
+        if self.has_failed:
+            lines = self._matcher.get_error().splitlines() or ["the matcher stopped"]
+            return f"the guide is too complex at this token: {lines[0]}"
+        return "the guide allows none of the model's tokens"
 
 
 def _bit(words: npt.NDArray[np.uint32], token: int) -> bool:

@@ -1,1 +1,1 @@
-"""Every Triton kernel, and how they are launched."""
+"""Triton and CUDA kernels, and their launching."""

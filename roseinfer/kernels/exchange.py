@@ -1,4 +1,4 @@
-"""What kernels of several ranks add up rows through. This needs no Triton."""
+"""All-reduce buffers through which kernels of several ranks add up rows. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """What a kernel on one rank needs to add up rows with the same kernel on the others."""
+class AllReduceBuffers:
+    """One rank's buffers for adding up rows with the same kernel on the other ranks."""
 
     rank: int
     ranks: int
     together: int
-    """Numbers that a word carries: two of 16 bits, as ranks round theirs, or one."""
-    most_rows: int
-    """A launch adds up at most so many rows. Each has a program, which waits for one on every other
-    GPU. All programs of a launch find room at once, so none waits for one that cannot begin."""
+    """Values per word: two of 16 bits, as ranks round theirs, or one."""
+    max_rows: int
+    """Largest number of rows that a launch adds up. Each row has a program, which waits for
+    the same row's program on every other GPU. All programs of a launch are resident at once, so
+    none waits for one that cannot start."""
     inbox: Tensor
-    """64-bit words, ``[2, ranks, most_rows, of a row]``: what each rank has sent to this one."""
+    """64-bit words, ``[2, ranks, max_rows, words of a row]``, received from each rank."""
     inboxes: Tensor
-    """The address of every rank's inbox."""
+    """Addresses of every rank's inbox."""
     rounds: Tensor
-    """How often each row was added up. A launch counts on by itself, so it may be in a graph."""
+    """All-reduces so far of each row. A launch increments them itself, so it may be in a graph."""
     gone: Tensor
-    """1 when a rank has ended, and nobody shall wait for it any more."""
+    """1 when a rank has exited, after which no kernel waits for it."""
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a kernel takes as its arguments of the same names."""
+        """Arguments of a kernel for its parameters of the same names."""
         return self.inbox, self.inboxes, self.rounds, self.gone
 
     @property
     def constants(self) -> tuple[int, int, int, int]:
-        """What a kernel is compiled for, as ``ROWS``, ``RANK``, ``RANKS`` and ``TOGETHER``."""
-        return self.most_rows, self.rank, self.ranks, self.together
+        """Compile-time arguments of a kernel: ``ROWS``, ``RANK``, ``RANKS`` and ``TOGETHER``."""
+        return self.max_rows, self.rank, self.ranks, self.together

@@ -1,6 +1,6 @@
-"""How kernels run here: whether they can, interpreted or compiled, in what tiles, how they start.
+"""Launching of Triton kernels: support, interpretation, tile counts, and early starts.
 
-Importing this imports no Triton, which settles when it is first imported whether kernels are
+Importing this does not import Triton, which decides at its first import whether kernels are
 interpreted.
 """
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def why_unusable(device: torch.device) -> str:
-    """Say why no Triton kernel can run on ``device``; return nothing where they can.
+def unusable_reason(device: torch.device) -> str:
+    """Return why no Triton kernel can run on ``device``; empty where they can.
 
-    This imports Triton, so it is asked when a cache is built and never on the hot path.
+    This imports Triton. It is called when a cache is built and never on the hot path.
     """
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
@@ -35,31 +35,31 @@ def why_unusable(device: torch.device) -> str:
 
 @cache
 def is_interpreted() -> bool:
-    """Triton's interpreter runs the kernels of this process, and nothing is compiled."""
+    """Return True if Triton's interpreter runs this process's kernels, without compiling any."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
 @cache
-def _has_early_starts(device: int) -> bool:
-    """NVIDIA GPUs of compute capability 9 and up let kernels start early that say when to wait."""
+def _supports_pdl(device: int) -> bool:
+    """Return True for NVIDIA GPUs with programmatic dependent launch: capability 9 or more."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 _num_gpus = cache(torch.cuda.device_count)
 
 
-def num_tiles(numbers: int, of_tile: int) -> int:
-    """Return how many tiles so many numbers fill, or begin to.
+def cdiv(numbers: int, of_tile: int) -> int:
+    """Return ``numbers / of_tile``, rounded up.
 
-    Triton has such a function, and one of the next, which take a host ten times as long.
+    Triton's own versions of this function and the next take ten times as long on the host.
     """
     return -(-numbers // of_tile)
 
 
-def power_of_two(least: int) -> int:
-    """Return the first power of two that is no smaller."""
+def next_power_of_2(least: int) -> int:
+    """Return the first power of two that is at least ``least``."""
     return 1 << (least - 1).bit_length()
 
 
@@ -68,30 +68,30 @@ def launch(
     grid: tuple[int, ...],
     *args: Any,
     num_warps: int = 4,
-    early: bool | None = None,
-    as_written: bool = False,
+    pdl: bool | None = None,
+    no_fp_fusion: bool = False,
 ) -> Any:
     """Launch a kernel whose first argument is a tensor, on the device of that tensor.
 
-    ``early`` is given for a kernel that has the parameter EARLY. If true, and where GPUs allow it,
-    the kernel starts while the one in front of it ends. It must have waited before it writes
-    anything, and before it reads what another kernel of the same step has written. What lets the
-    next one in may come before the wait: each waits for the end of the one in front, which has
-    waited itself. Only a step's first kernel must wait before, since others read what the step
-    before wrote without waiting.
+    ``pdl`` is passed for a kernel that has the parameter EARLY. If true, and where GPUs support
+    programmatic dependent launch, the kernel starts while the previous one ends. It must have
+    waited before it writes anything, and before it reads what another kernel of the same step has
+    written. It may launch its dependents before the wait: each kernel waits for the end of the
+    previous one, which has waited itself. Only a step's first kernel must wait before that, since
+    others read what the previous step wrote without waiting.
 
-    ``as_written`` forbids the compiler to join multiplications with additions, which it may do in
-    one kernel and not in another that computes the same.
+    ``no_fp_fusion`` stops the compiler from fusing multiplications with additions, which it might
+    do in one kernel and not in another that computes the same result.
     """
     device = args[0].get_device()
     options: dict[str, Any] = {"num_warps": num_warps}
-    if early is not None:
-        options["EARLY"] = early = early and device >= 0 and _has_early_starts(device)
-        if early:
+    if pdl is not None:
+        options["EARLY"] = pdl = pdl and device >= 0 and _supports_pdl(device)
+        if pdl:
             options["launch_pdl"] = True
-    if as_written:
+    if no_fp_fusion:
         options["enable_fp_fusion"] = False
-    # Kernels go to the current GPU, and where there is one that need not be asked for.
+    # Kernels go to the current GPU. With a single GPU, it need not be queried.
     if device >= 0 and _num_gpus() > 1 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return kernel[grid](*args, **options)
@@ -99,15 +99,15 @@ def launch(
 
 
 class KernelLauncher:
-    """Launches one kernel, remembering its compiled form for argument shapes seen before.
+    """Launcher of one kernel, which caches its compiled form by the shapes of arguments.
 
     Triton's own launch inspects every argument anew to find the matching specialisation, and calls
-    its hooks even when nobody listens: that is most of its host time. Here what it looks at
-    (dtypes, integer values, device) is a key. Unaligned tensors, launches while hooks are set, and
-    versions of Triton without the private launch take the public way.
+    its hooks even without any: that is most of its host time. Here what it inspects (dtypes,
+    integer values, device) is a key. Unaligned tensors, launches while hooks are set, and versions
+    of Triton without the private launch use the public one.
     """
 
-    _MOST_REMEMBERED = 512
+    _MAX_CACHED_LAUNCHES = 512
 
     def __init__(self, kernel: Any) -> None:
         from triton import knobs
@@ -129,7 +129,8 @@ class KernelLauncher:
         """Launch with ``(*tensors, *scalars, *shape)``.
 
         The kernel is not specialised on ``scalars``, and may be on every integer in ``shape``. The
-        first tensor's dtype is that of all but the indices, the last one's is theirs.
+        dtype of the first tensor is that of all but the indices; the last tensor's is that of the
+        indices.
         """
         first = tensors[0]
         device = first.get_device()
@@ -148,11 +149,11 @@ class KernelLauncher:
             names = ("run", "function", "packed_metadata")  # not every version of Triton has them
             known = compiled is not None and all(hasattr(compiled, name) for name in names)
             if aligned and known:  # the interpreter compiles nothing
-                if len(self._compiled) >= self._MOST_REMEMBERED:
+                if len(self._compiled) >= self._MAX_CACHED_LAUNCHES:
                     self._compiled.clear()
                 self._compiled[key] = compiled
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
-            compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens
+            compiled[grid](*tensors, *scalars, *shape)  # for hooks, such as a profiler's
         else:
             compiled.run(
                 *grid, self._driver.active.get_current_stream(device), compiled.function,
@@ -160,7 +161,7 @@ class KernelLauncher:
             )  # fmt: skip
 
 
-# The checks of what kernels are given that are called on their own.
+# Argument checks of kernels that are called directly.
 
 
 def check_cache_pair(k_cache: torch.Tensor, v_cache: torch.Tensor, dims: int) -> None:
@@ -184,9 +185,9 @@ def check_cache_pair(k_cache: torch.Tensor, v_cache: torch.Tensor, dims: int) ->
 def check_index(
     name: str, index: torch.Tensor, like: torch.Tensor, length: int, bound: int
 ) -> None:
-    """Raise unless an index tensor's kind, length and values are right; this waits for the device.
+    """Raise unless an index tensor's dtype, shape and values are right; this waits for the device.
 
-    The manager, which knows its indices, launches without these checks.
+    The cache manager, whose indices are valid, launches without these checks.
     """
     if index.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{name} must be int32 or int64, not {index.dtype}")

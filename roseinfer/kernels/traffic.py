@@ -1,10 +1,11 @@
-"""How a kernel says what it moves, for those who count bytes.
+"""Traffic declarations of kernels: the bytes that they read and write.
 
-A declaration takes a launch's arguments by name. It returns the bytes that are read and written
-of each tensor among them, every place once, as a number; or as a function of nothing, where they
-depend on what a tensor holds when the kernel runs. It reads no tensor itself: a launch may be one
-that a CUDA graph captures, and such a function, kept as long as the graph, holds no activations.
-Nothing asks when a kernel of Triton is launched; one of another kind says so itself.
+A declaration takes a launch's arguments by name. It returns the bytes read and written of each
+tensor among them, counting every address once: as a number, or as a function without arguments
+where the bytes depend on a tensor's values when the kernel runs. It reads no tensor itself: a CUDA
+graph may be capturing the launch, and the function, which lives as long as the graph, must not keep
+activations alive. A launch of a Triton kernel does not evaluate its declaration; other kernels
+report theirs to the launch hooks.
 """
 
 from __future__ import annotations
@@ -17,53 +18,46 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-if TYPE_CHECKING:
-    Given = Mapping[str, Any]
-
-
-if TYPE_CHECKING:
-    "The arguments of a launch by parameter."
-
-
-if TYPE_CHECKING:
-    Declaration = Callable[[Given], Mapping[str, int | Callable[[], int]]]
+    LaunchArguments = Mapping[str, Any]
+    """Arguments of a launch by parameter name."""
+    TrafficDeclaration = Callable[[LaunchArguments], Mapping[str, int | Callable[[], int]]]
 
 
 _Kernel = TypeVar("_Kernel")
 
 
-def moves(declaration: Declaration) -> Callable[[_Kernel], _Kernel]:
-    """Declare what a ``triton.jit`` kernel moves, as attribute ``moves`` of its Python function."""
+def declare_traffic(declaration: TrafficDeclaration) -> Callable[[_Kernel], _Kernel]:
+    """Set a ``triton.jit`` kernel's traffic declaration, as ``traffic`` of its Python function."""
 
     def declare(kernel: Any) -> Any:
-        kernel.fn.moves = declaration
+        kernel.fn.traffic = declaration
         return kernel
 
     return declare
 
 
 @contextmanager
-def announced(
-    kernel: str, moved: Callable[[], Sequence[tuple[Tensor, int | Callable[[], int]]]]
+def notify_launch_hooks(
+    kernel: str, traffic: Callable[[], Sequence[tuple[Tensor, int | Callable[[], int]]]]
 ) -> Iterator[None]:
-    """Tell Triton's launch hooks of a kernel that is not Triton's and is launched meanwhile.
+    """Call Triton's launch hooks for a non-Triton kernel that is launched inside the context.
 
-    ``moved`` lists the tensors that it reads or writes, with the bytes; it is called if somebody
-    asks for ``moves``.
+    ``traffic`` lists the tensors that the kernel reads or writes, with the bytes; it is called when
+    a hook reads ``traffic``.
     """
     from triton import knobs
     from triton.compiler.compiler import LazyDict
 
     enters, leaves = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    told: Any = None
+    launch_event: Any = None
     if enters.calls or leaves.calls:
-        told = LazyDict({"name": kernel, "moves": moved})
-        enters(told)
+        launch_event = LazyDict({"name": kernel, "traffic": traffic})
+        enters(launch_event)
     yield
-    if told is not None:
-        leaves(told)
+    if launch_event is not None:
+        leaves(launch_event)
 
 
-def taken(tensor: Tensor, elements: int) -> int:
-    """Return the bytes of so many elements of a tensor."""
+def num_bytes(tensor: Tensor, elements: int) -> int:
+    """Return the bytes of ``elements`` elements of a tensor."""
     return elements * tensor.element_size()

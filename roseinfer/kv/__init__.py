@@ -1,1 +1,1 @@
-"""The paged KV cache. Imports nothing from the engine above it."""
+"""Paged KV cache; imports nothing from the engine above it."""

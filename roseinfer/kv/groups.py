@@ -1,4 +1,4 @@
-"""Which layers share block lists, and which of them take their blocks from one pool."""
+"""Groups of layers that share block lists, and checks of a cache's sizes, dtype and device."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument, with_kind
+from roseinfer.errors import BadArgument, error_with_type
 from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Checks what a cache is built from, before memory is taken for it.
+# Checks of constructor arguments, before any memory is allocated.
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MOST = 1 << 62
-"""Sums of a few of these fit into the 64 bits that torch has."""
+_MAX_SIZE = 1 << 62
+"""Largest size; sums of a few of these still fit into torch's 64-bit integers."""
 
 
-def checked_size(name: str, value: Any) -> int:
-    """Return a size as an int."""
+def validate_size(name: str, value: Any) -> int:
+    """Return ``value`` as an int; raise unless it is from 1 to 2**62."""
     try:
         size = index(value)
-    except (TypeError, ValueError, RuntimeError):  # the latter are numpy's and torch's
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: numpy, torch
         raise BadArgument(f"{name} must be a whole number, not {value!r}") from None
     if size < 1:
         raise BadArgument(f"{name} must be at least 1, not {value!r}")
-    if size > _MOST:
+    if size > _MAX_SIZE:
         raise BadArgument(f"{name} must be at most 2**62, not {value!r}")
     return size
 
 
-def checked_device(device: Any) -> torch.device:
-    """Return a device on which torch can make a tensor."""
+def validate_device(device: Any) -> torch.device:
+    """Return ``device`` as a torch device; raise unless torch can make a tensor on it."""
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    # torch raises the last one for a GPU that it was not built for.
+        torch_device = torch.device(device)
+        torch.empty(0, device=torch_device)
+    # torch raises AssertionError for a GPU that it was not built for.
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        said = with_kind(error).splitlines()[0]
-        raise BadArgument(f"device {device!r}: torch has no such device: {said}") from error
-    return found
+        reason = error_with_type(error).splitlines()[0]
+        raise BadArgument(f"device {device!r}: torch has no such device: {reason}") from error
+    return torch_device
 
 
 def check_dtype(dtype: Any) -> None:
@@ -62,44 +62,48 @@ def check_policy(policy: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose tokens lie in the same blocks, so that a sequence has one list for all."""
+    """Layers that share blocks, so that a sequence has one block list for all of them."""
 
     layers: tuple[int, ...]
     window: int | None
-    """How many tokens a token sees in them, itself included; None where it sees all before it."""
+    """Tokens that a token attends to, itself included; None for full attention."""
 
-    def first_seen(self, stored: int) -> int:
-        """Return the position of the first token that one behind ``stored`` others sees."""
+    def first_visible_position(self, stored: int) -> int:
+        """Return the first position that the token after ``stored`` others attends to."""
         return 0 if self.window is None else max(0, stored - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Where the layers of a cache have their tokens."""
+class LayerLayout:
+    """Mapping of a cache's layers to groups and to layers of the storage."""
 
     groups: list[LayerGroup]
     layers_per_group: int
     one_pool: bool
-    """All groups take their blocks from one pool, so a plane is used by a layer of each."""
-    num_planes: int
-    """How many layers the storage has room for."""
-    planes: list[int]
-    """The first index of a layer's keys and values in the storage."""
+    """True if all groups share one pool, so that a storage layer serves a layer of each group."""
+    num_storage_layers: int
+    """Layers that the storage has room for."""
+    storage_layer_of: list[int]
+    """Storage layer of each layer: the first index of its keys and values."""
     group_of: list[int]
+    """Group of each layer."""
 
 
-def arrange(
+def make_layer_layout(
     num_layers: int, layers_per_group: int | None, windows: Sequence[int | None] | None
-) -> Arrangement:
-    """Group layers by their windows, or else in the order they have."""
+) -> LayerLayout:
+    """Group layers by window, or consecutive layers where ``windows`` is None."""
     if layers_per_group is not None:
-        layers_per_group = checked_size("layers_per_group", layers_per_group)
+        layers_per_group = validate_size("layers_per_group", layers_per_group)
     if windows is None:
-        size, groups = layers_per_group or 1, consecutive(num_layers, layers_per_group or 1)
+        size, groups = (
+            layers_per_group or 1,
+            group_consecutive_layers(num_layers, layers_per_group or 1),
+        )
     elif len(windows) != num_layers:
         raise BadArgument(f"{len(windows)} windows for {num_layers} layers")
     else:
-        groups = by_window(windows, layers_per_group)
+        groups = group_layers_by_window(windows, layers_per_group)
         size = layers_per_group or len(groups[0].layers)
     of_layer = {
         layer: (at, plane)
@@ -107,25 +111,25 @@ def arrange(
         for plane, layer in enumerate(group.layers)
     }
     one_pool = windows is not None
-    return Arrangement(
+    return LayerLayout(
         groups=groups,
         layers_per_group=size,
         one_pool=one_pool,
-        num_planes=size if one_pool else num_layers,
-        planes=[of_layer[at][1] if one_pool else at for at in range(num_layers)],
+        num_storage_layers=size if one_pool else num_layers,
+        storage_layer_of=[of_layer[at][1] if one_pool else at for at in range(num_layers)],
         group_of=[of_layer[at][0] for at in range(num_layers)],
     )
 
 
-def given_back(block_ids: Sequence[int]) -> int:
-    """Return how many blocks at the front of a list were given back, and are ``SCRATCH`` now."""
+def count_out_of_window(block_ids: Sequence[int]) -> int:
+    """Count the leading blocks of a list that left the window and are ``SCRATCH`` now."""
     return next(
         (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
     )
 
 
-def consecutive(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
-    """Group layers that follow one another."""
+def group_consecutive_layers(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
+    """Group consecutive layers, ``layers_per_group`` at a time."""
     if num_layers % layers_per_group:
         raise BadArgument(
             f"{num_layers} layers do not divide into groups of {layers_per_group} "
@@ -135,15 +139,15 @@ def consecutive(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
     return [LayerGroup(tuple(range(at, at + layers_per_group)), None) for at in begins]
 
 
-def by_window(
+def group_layers_by_window(
     windows: Sequence[int | None], layers_per_group: int | None = None
 ) -> list[LayerGroup]:
-    """Group layers of the same window, by default as many as there are of the rarest window.
+    """Group layers of the same window, by default as many as have the rarest window.
 
-    A block has room for the layers of any one group, so that groups can share a pool; what the
-    last group of a window does not fill is lost.
+    A block has room for the layers of any one group, so that groups can share a pool; space that
+    the last group of a window does not fill is wasted.
     """
-    windows = [each if each is None else checked_size("a window", each) for each in windows]
+    windows = [each if each is None else validate_size("a window", each) for each in windows]
     kinds = {window: [at for at, own in enumerate(windows) if own == window] for window in windows}
     size = layers_per_group or min(map(len, kinds.values()))
     return [

@@ -1,4 +1,4 @@
-"""The paged KV cache, whose fast paths all leave it as ``append_token`` would."""
+"""Paged KV cache, whose fast paths all leave it as ``append_token`` would."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument, wrong_kind
+from roseinfer.errors import BadArgument, to_argument_error
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
-from roseinfer.kv.calls import GroupCalls, PerLayerCalls
-from roseinfer.kv.groups import arrange, check_policy, checked_device, checked_size, given_back
+from roseinfer.kv.calls import LayerGroupMixin, PerLayerMixin
+from roseinfer.kv.groups import (
+    check_policy,
+    count_out_of_window,
+    make_layer_layout,
+    validate_device,
+    validate_size,
+)
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
-from roseinfer.kv.storage import DataMover, KVStorage
+from roseinfer.kv.storage import AppendExecutor, KVStorage
 from roseinfer.paths import Condition, PathCounts, Work
 
 if TYPE_CHECKING:
@@ -23,27 +29,27 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from roseinfer.kv.plan import AppendPlan, Survey
+    from roseinfer.kv.plan import AppendAnalysis, AppendPlan
 
 
-_MOST_LAYERS = 1 << 16
-"""The manager keeps a few numbers for each."""
+_MAX_LAYERS = 1 << 16
+"""Upper bound of ``num_layers``: the manager keeps a few numbers for each layer."""
 
 
-class KVBlockManager(PerLayerCalls, GroupCalls):
+class KVBlockManager(PerLayerMixin, LayerGroupMixin):
     """Keys and values of many sequences in blocks of ``block_size`` tokens.
 
     A sequence is a plain list of block ids, owned by the caller and changed in place. Ids are
     global: ``group * max_blocks_per_layer + index``. By default every layer is a group of its own,
     so a sequence has one list per layer. With ``layers_per_group`` larger, that many consecutive
     layers share one list: ``plan_append`` decides once where tokens go and ``write`` is called once
-    per layer. ``PerLayerCalls`` move one layer alone, ``append_token`` among them.
+    per layer. The methods of ``PerLayerMixin``, such as ``append_token``, append to one layer.
 
-    Given the ``windows`` of all layers, those of the same window share lists, up to
-    ``layers_per_group`` of them, and all groups take blocks from one pool, whose ids are block
-    indices. ``give_back`` takes from a list what has left its window.
+    With ``windows`` (one per layer), layers of the same window share lists, up to
+    ``layers_per_group`` of them, and all groups allocate blocks from one pool, whose ids are block
+    indices. ``give_back`` frees the blocks of a list that have left its window.
 
-    Block 0 of every group is never handed out. All calls of one manager belong on one CUDA stream.
+    Block 0 of every group is never allocated. All calls of one manager belong on one CUDA stream.
     """
 
     def __init__(
@@ -60,13 +66,13 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
         layers_per_group: int | None = None,
         windows: Sequence[int | None] | None = None,
     ) -> None:
-        self.num_layers = num_layers = checked_size("num_layers", num_layers)
-        if num_layers > _MOST_LAYERS:
-            raise BadArgument(f"num_layers must be at most {_MOST_LAYERS}, not {num_layers}")
-        self.num_heads = num_heads = checked_size("num_heads", num_heads)
-        self.head_dim = head_dim = checked_size("head_dim", head_dim)
-        self.block_size = block_size = checked_size("block_size", block_size)
-        max_blocks_per_layer = checked_size("max_blocks_per_layer", max_blocks_per_layer)
+        self.num_layers = num_layers = validate_size("num_layers", num_layers)
+        if num_layers > _MAX_LAYERS:
+            raise BadArgument(f"num_layers must be at most {_MAX_LAYERS}, not {num_layers}")
+        self.num_heads = num_heads = validate_size("num_heads", num_heads)
+        self.head_dim = head_dim = validate_size("head_dim", head_dim)
+        self.block_size = block_size = validate_size("block_size", block_size)
+        max_blocks_per_layer = validate_size("max_blocks_per_layer", max_blocks_per_layer)
         self.max_blocks_per_layer = max_blocks_per_layer
         if max_blocks_per_layer < 2:
             raise BadArgument(
@@ -75,20 +81,22 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
             )
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
-        """How much work the host has done, by ``Work``."""
-        arranged = arrange(num_layers, layers_per_group, windows)
-        self.groups = arranged.groups
-        self.layers_per_group = arranged.layers_per_group
-        self.one_pool = arranged.one_pool
-        """All groups take their blocks from one pool."""
+        """Amount of work that the host has done, by ``Work``."""
+        layout = make_layer_layout(num_layers, layers_per_group, windows)
+        self.groups = layout.groups
+        self.layers_per_group = layout.layers_per_group
+        self.one_pool = layout.one_pool
+        """True if all groups allocate from one pool."""
         self.has_own_lists = self.layers_per_group == 1 and not self.one_pool
-        """Every layer has block lists of its own."""
-        self._planes, self._group_of = arranged.planes, arranged.group_of
-        shape = (arranged.num_planes, max_blocks_per_layer, num_heads, block_size, head_dim)
-        self._storage = KVStorage(shape, checked_device(device), dtype)
+        """True if every layer has block lists of its own."""
+        self._storage_layer_of, self._group_of = layout.storage_layer_of, layout.group_of
+        shape = (layout.num_storage_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self._storage = KVStorage(shape, validate_device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
-        """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``; with
-        windows, the layers of any one group."""
+        """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``.
+
+        With windows, ``layers`` are the layers of any one group.
+        """
         self.device, self.dtype = self.keys.device, dtype
         self._pools = [
             BlockPool(
@@ -96,25 +104,25 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
                 first_id=group * max_blocks_per_layer,
                 size=max_blocks_per_layer,
                 block_size=block_size,
-                gives_back=self.one_pool,
+                frees_out_of_window=self.one_pool,
             )
             for group in range(1 if self.one_pool else len(self.groups))
         ]
         policy = AppendPolicy.from_env() if policy is None else policy
         check_policy(policy)
-        self._mover = DataMover(
+        self._append_executor = AppendExecutor(
             self._storage, self.layers_per_group, policy, self.path_counts, self.work_counts
         )
 
     @property
     def policy(self) -> AppendPolicy:
-        """The policy says which optimisations may run. It may be replaced between calls."""
-        return self._mover.policy
+        """Optimisations that may run; may be replaced between calls."""
+        return self._append_executor.policy
 
     @policy.setter
     def policy(self, policy: AppendPolicy) -> None:
         check_policy(policy)
-        self._mover.use(policy)
+        self._append_executor.set_policy(policy)
 
     # ------------------------------------------------------------------------------ writing
 
@@ -124,70 +132,74 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
         block_ids_list: Sequence[list[int] | None],
         num_tokens: Sequence[int] | None = None,
     ) -> AppendPlan:
-        """Make room for tokens in all layers of ``layer_idx``'s group, and plan where they go.
+        """Allocate blocks for new tokens in the group of ``layer_idx``, and plan their positions.
 
-        A list gets one token, or ``num_tokens[i]``; None instead of a list is a padding row, whose
-        token goes to the scratch block. From here on the lists count the tokens as stored and
-        shared blocks have been copied; what remains is one ``write`` per layer.
+        List ``i`` gets one token, or ``num_tokens[i]``; None instead of a list is a padding row,
+        whose token goes to the scratch block. Once this returns, the lists count the tokens as
+        stored and shared blocks have been copied; one ``write`` per layer remains to be called.
         """
         pool = self._pool(layer_idx)
-        plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), num_tokens)
+        plan = self._commit(
+            pool, planning.analyze_append(pool, block_ids_list, num_tokens), num_tokens
+        )
         plan.group = self._group_of[layer_idx]
-        self._mover.prepare(plan)
+        self._append_executor.prepare(plan)
         return plan
 
     def reserve(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
     ) -> None:
-        """Make room as ``plan_append`` does, for a writer that finds the slots without a plan.
+        """Allocate blocks as ``plan_append`` does, for a writer that needs no plan.
 
-        The lists count the tokens as stored. ``truncate`` takes back what was not written.
+        The lists count the tokens as stored. ``truncate`` undoes this for tokens not written.
         """
         pool = self._pool(layer_idx)
-        seen = planning.survey(pool, block_ids_list, num_tokens)
-        self._mover.copy_shared(self._commit(pool, seen, num_tokens))
+        seen = planning.analyze_append(pool, block_ids_list, num_tokens)
+        self._append_executor.copy_shared_blocks(self._commit(pool, seen, num_tokens))
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
-        """Keep the first ``length`` tokens of a list; blocks with none of them are let go.
+        """Keep the first ``length`` tokens of a list; free the blocks that hold none of them.
 
-        Where a block that others hold is cut, the list gets a copy, which what was let go may make
-        room for.
+        Where the cut falls inside a block that other lists hold, the list gets a copy of it, which
+        may use a block that this call freed.
         """
         self.truncate_batch(layer_idx, [block_ids], [length])
 
     def truncate_batch(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], lengths: Sequence[int]
     ) -> None:
-        """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
+        """Truncate list ``i`` to ``lengths[i]`` tokens, in order; all lists or none."""
         pool = self._pool(layer_idx)
         try:
-            stored = self._check_cuts(layer_idx, block_ids_list, lengths)
-            cuts = truncation.Cuts.one_by_one(pool, block_ids_list, stored, lengths)
-            cuts.require_room()
+            stored = self._check_truncation(layer_idx, block_ids_list, lengths)
+            cuts = truncation.TruncationBatch.with_row_per_list(
+                pool, block_ids_list, stored, lengths
+            )
+            cuts.require_copy_blocks()
         except Exception as error:
             wanted = "block_ids must be a list of block ids, and length a whole number, for each"
-            raise wrong_kind(error, wanted, block_ids_list, lengths) from None
+            raise to_argument_error(error, wanted, block_ids_list, lengths) from None
         for plan in cuts.commit():
-            self._mover.copy_shared(plan)
+            self._append_executor.copy_shared_blocks(plan)
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
-        """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.
+        """Write one layer's ``[tokens, heads, head_dim]`` to the positions of ``plan``.
 
-        Tokens come in the order of the plan's lists.
+        Tokens are in the order of the plan's lists.
         """
         self._pool(layer_idx)
         try:
             planned = plan.group
         except AttributeError as error:
-            wanted = "plan must be what plan_append returned"
-            raise wrong_kind(error, wanted, plan) from None
+            wanted = "plan must be a return value of plan_append"
+            raise to_argument_error(error, wanted, plan) from None
         if planned != self._group_of[layer_idx]:
             layers = ", ".join(map(str, self.groups[planned].layers))
             raise BadArgument(
                 f"the plan is for layers {layers}; layer {layer_idx} has other block lists"
             )
         self._check_inputs(key, value, (plan.num_inputs, self.num_heads, self.head_dim))
-        self._mover.write(plan, self._planes[layer_idx], key, value)
+        self._append_executor.write(plan, self._storage_layer_of[layer_idx], key, value)
 
     # -------------------------------------------------------------------- reading, ownership
 
@@ -196,63 +208,67 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
     ) -> tuple[Tensor, Tensor]:
         """Read the first ``total_len`` tokens, or all stored, as ``[heads, tokens, head_dim]``.
 
-        What was given back is left out, and does not count.
+        Blocks that left the window are skipped, and their tokens are not counted.
         """
         pool = self._pool(layer_idx)
         try:
-            infos = self._infos(pool, self._kept(layer_idx, block_ids))
+            infos = self._block_infos(pool, self._blocks_in_window(layer_idx, block_ids))
             stored = sum(info.length for info in infos)
             length = stored if total_len is None else operator.index(total_len)
         except Exception as error:
             wanted = "block_ids must be a list of block ids, and total_len a whole number or None"
-            raise wrong_kind(error, wanted, block_ids, total_len) from None
+            raise to_argument_error(error, wanted, block_ids, total_len) from None
         if not 0 <= length <= stored:
             raise BadArgument(f"total_len={length}, but {stored} tokens are stored")
         return self._storage.gather(
-            self._planes[layer_idx], [info.block_index for info in infos], length
+            self._storage_layer_of[layer_idx], [info.block_index for info in infos], length
         )
 
     def incref_blocks(self, block_ids: Sequence[int]) -> None:
-        """Add a holder to every block: the list may now be used as another sequence's too."""
+        """Increment the refcount of every block, so that another sequence may use the list too."""
         held = []
         try:
             for block_id in block_ids:
                 pool = self._pool_of(block_id)
-                held.append((pool, pool.held(block_id).block_index))
+                held.append((pool, pool.held_block_info(block_id).block_index))
         except Exception as error:
-            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
+            raise to_argument_error(
+                error, "block_ids must be a list of block ids", block_ids
+            ) from None
         for pool, index in held:
-            pool.share(index)
+            pool.incref(index)
 
     def free_blocks(self, layer_idx: int, block_ids: Sequence[int]) -> None:
-        """Take a holder off every block; the last one frees it. The list is left as it is."""
+        """Decrement the refcount of every block, freeing it at 0. The list is not changed."""
         pool = self._pool(layer_idx)
         try:
-            block_ids = list(map(operator.index, self._kept(layer_idx, block_ids)))
+            block_ids = list(map(operator.index, self._blocks_in_window(layer_idx, block_ids)))
         except Exception as error:
-            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
-        pool.check_release(block_ids)
+            raise to_argument_error(
+                error, "block_ids must be a list of block ids", block_ids
+            ) from None
+        pool.check_decref(block_ids)
         for block_id in block_ids:
-            pool.drop(block_id - pool.first_id)
+            pool.decref(block_id - pool.first_id)
 
     def caches(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, ``[blocks, kv_heads, block_size, head_dim]``."""
-        plane = self._planes[layer_idx]
+        plane = self._storage_layer_of[layer_idx]
         return self._storage.key_layers[plane], self._storage.value_layers[plane]
 
     def first_id(self, layer_idx: int) -> int:
-        """Return the id of the scratch block of a layer's pool: others count on from it."""
+        """Return the lowest block id of a layer's pool, which is its scratch block."""
         return self._pool(layer_idx).first_id
 
     def group_of(self, layer_idx: int) -> int:
-        """Return which of the ``groups`` a layer is in: a sequence has a list for each."""
+        """Return the index in ``groups`` of a layer's group; a sequence has one list per group."""
         return self._group_of[layer_idx]
 
     def num_free_blocks(self, layer_idx: int) -> int:
         return self._pool(layer_idx).num_free
 
     def refcount(self, block_id: int) -> int:
-        """Return how many lists hold the block: 0 when it is free."""
+        """Return the number of lists that hold the block; 0 when it is free."""
         return self._pool_of(block_id).refcount(block_id)
 
     def block_info(self, block_id: int) -> KVBlockInfo:
@@ -262,35 +278,38 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
         """
         return self._pool_of(block_id).info(block_id)
 
-    # ------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------ private
 
     def _pool(self, layer_idx: int) -> BlockPool:
         try:
             if 0 <= layer_idx < self.num_layers:
                 return self._pools[0 if self.one_pool else self._group_of[layer_idx]]
         except Exception as error:
-            raise wrong_kind(error, "layer_idx must be a whole number", layer_idx) from None
+            raise to_argument_error(error, "layer_idx must be a whole number", layer_idx) from None
         raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
 
-    def _check_cuts(
+    def _check_truncation(
         self, layer_idx: int, lists: Sequence[list[int]], lengths: Sequence[int]
     ) -> list[list[KVBlockInfo]]:
-        """Raise for what cannot be cut; return the records of every list's blocks."""
+        """Raise for lists that cannot be truncated; return the records of every list's blocks."""
         pool = self._pool(layer_idx)
-        stored = [self._infos(pool, self._kept(layer_idx, block_ids)) for block_ids in lists]
+        stored = [
+            self._block_infos(pool, self._blocks_in_window(layer_idx, block_ids))
+            for block_ids in lists
+        ]
         group = self.groups[self._group_of[layer_idx]]
         truncation.check(pool, group, lists, stored, lengths)
         return stored
 
-    def _kept(self, layer_idx: int, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return a list without what was given back."""
+    def _blocks_in_window(self, layer_idx: int, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return a list without the blocks that left the window."""
         if self.groups[self._group_of[layer_idx]].window is None:
             return block_ids
-        return block_ids[given_back(block_ids) :]
+        return block_ids[count_out_of_window(block_ids) :]
 
-    def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
+    def _block_infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
         """Return the records of a list; raise unless all blocks but the last are full."""
-        infos = [pool.held(block_id) for block_id in block_ids]
+        infos = [pool.held_block_info(block_id) for block_id in block_ids]
         for info, block_id in zip(infos[:-1], block_ids, strict=False):
             if info.length < self.block_size:
                 raise BadArgument(
@@ -302,16 +321,16 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
     def _pool_of(self, block_id: int) -> BlockPool:
         try:
             group = block_id // self.max_blocks_per_layer
-            # An id outside every group is refused, with its range, by the pool it is nearest to.
+            # For an id outside every group, the nearest pool raises, with its range in the message.
             return self._pools[min(max(group, 0), len(self._pools) - 1)]
         except Exception as error:
-            raise wrong_kind(error, "a block id must be a whole number", block_id) from None
+            raise to_argument_error(error, "a block id must be a whole number", block_id) from None
 
     def _check_inputs(self, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> None:
         try:
             floats = key.is_floating_point() and value.is_floating_point()
         except (AttributeError, TypeError) as error:
-            raise wrong_kind(error, "key and value must be tensors", key, value) from None
+            raise to_argument_error(error, "key and value must be tensors", key, value) from None
         if key.shape != shape or value.shape != shape:
             raise BadArgument(
                 f"key and value must be {list(shape)}; they are {list(key.shape)} and "
@@ -327,44 +346,44 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
     def _commit(
         self,
         pool: BlockPool,
-        seen: Survey,
+        seen: AppendAnalysis,
         counts: Sequence[int] | None,
-        apart: planning.Apart | None = None,
+        unbatched_rows: planning.UnbatchedRows | None = None,
     ) -> AppendPlan:
-        """Commit an append, and count what its rows met. Rows apart count for themselves."""
+        """Commit an append and count its rows' conditions; ``unbatched_rows`` count their own."""
         self.work_counts[Work.KV_PLANS] += 1
         met = self.path_counts
-        for row, condition in seen.needs_block.items():
-            if not apart or row not in apart:
+        for row, condition in seen.new_block_rows.items():
+            if not unbatched_rows or row not in unbatched_rows:
                 met[condition] += 1
-        in_place = len(seen.positions) - len(seen.needs_block)
+        in_place = len(seen.positions) - len(seen.new_block_rows)
         if in_place:
             met[Condition.IN_PLACE] += in_place
-        return planning.commit(pool, seen, counts, apart)
+        return planning.commit(pool, seen, counts, unbatched_rows)
 
 
 @dataclass(slots=True)
 class StepAppend:
-    """Appends the new tokens of one step, a layer at a time.
+    """Append of the new tokens of one step, a layer at a time.
 
-    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` is how
-    many tokens it gets. A group is planned when its first layer is written.
+    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` its
+    number of new tokens. A group is planned when its first layer is written.
     """
 
     kv: KVBlockManager
     block_lists: Sequence[Sequence[list[int]]]
     counts: Sequence[int]
-    one_each: bool
-    """Every sequence has one token."""
+    one_token_each: bool
+    """True if every sequence gets one token."""
     plans: dict[int, AppendPlan] = field(default_factory=dict)
-    """The plan of each group, once it is made."""
+    """Plans by group; a group is missing until it is planned."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
         group = self.kv.group_of(layer)
         if group not in self.plans:
             lists = [own[group] for own in self.block_lists]
-            if self.one_each and self.kv.has_own_lists:  # where all policies apply
+            if self.one_token_each and self.kv.has_own_lists:  # applies the whole policy
                 self.kv.append_token_batch(layer, lists, key, value)
                 return
             if self.kv.one_pool:

@@ -1,6 +1,7 @@
-"""Plans of appends, row by row: look first, then commit.
+"""Plans of appends, in two phases: analyze every row, then commit.
 
-``survey`` reads and raises; ``commit`` changes metadata and cannot fail. Neither touches a tensor.
+``analyze_append`` only reads, and raises; ``commit`` changes metadata and cannot fail. Neither
+touches a tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cache
 from operator import index as whole
 from typing import TYPE_CHECKING
 
-from roseinfer.errors import BadArgument, BadRefcount, wrong_kind
+from roseinfer.errors import BadArgument, BadRefcount, to_argument_error
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 from roseinfer.paths import Condition, Path
 
@@ -24,66 +25,66 @@ if TYPE_CHECKING:
     from roseinfer.kv.pool import BlockPool
 
 
-Apart = Mapping[int, Callable[[], None]]
-"""Rows that need a block and that the policy keeps out of the batch, and what appends each.
+UnbatchedRows = Mapping[int, Callable[[], None]]
+"""Callables that append one row each, by row: rows that need a block and may not be batched.
 
-It is called when the row's turn to take a block comes, so that every row gets the block it would
-have got had all rows gone one by one.
+Each is called at the row's turn to allocate a block, so that every row gets the same block as if
+all rows had been appended one by one.
 """
 
 
 @dataclass(slots=True)
-class Survey:
-    """What every row of a batch met. The lists run parallel to the rows."""
+class AppendAnalysis:
+    """State of every row of a batch before an append. The lists are parallel to the rows."""
 
     block_lists: Sequence[list[int] | None]
     last_infos: list[KVBlockInfo]
-    """The scratch block's, which is empty, for a row that has no block yet."""
+    """Record of each row's last block; the empty scratch block's for a row without blocks."""
     positions: list[int]
-    """Where the row's first new token goes."""
-    needs_block: dict[int, Condition] = field(default_factory=dict)
-    """Rows that cannot write in place, in order, and why."""
-    padding: int = 0
-    """How many of those are padding, which takes no block."""
+    """Position in its block of each row's first new token."""
+    new_block_rows: dict[int, Condition] = field(default_factory=dict)
+    """Conditions of the rows that cannot write in place, in row order."""
+    num_padding_rows: int = 0
+    """Padding rows among ``new_block_rows``, which need no block."""
     tail_blocks: int = 0
-    """Blocks for the tokens that follow each row's first."""
+    """Blocks needed for the tokens after each row's first."""
 
     @property
     def blocks_needed(self) -> int:
-        return len(self.needs_block) - self.padding + self.tail_blocks
+        return len(self.new_block_rows) - self.num_padding_rows + self.tail_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class StagedIndices:
-    """Columns of indices on the device, good until the ring they are in comes round again."""
+    """Columns of indices on the device, valid until their ring buffer is reused."""
 
     columns: tuple[Tensor, ...]
     ring: object
-    ticket: int | None
-    """How many times the ring had been staged to; None for buffers outside of it."""
+    stage_count: int | None
+    """Number of this staging in its ring, from 1; None for buffers outside the ring."""
 
 
 @dataclass(slots=True)
 class AppendPlan:
-    """Where the tokens of one append go. The metadata counts them as stored already."""
+    """Positions of the tokens of one append. The metadata counts them as stored already."""
 
     layer: int
-    """First layer of those that the pool's blocks have room for."""
+    """First layer that the pool's blocks serve."""
     blocks: Sequence[int]
     """Each token's block index, in the order of the rows."""
     positions: Sequence[int]
     """Each token's position within its block."""
     rows: list[int] | None = None
-    """Which tokens of the caller's batch these are; None means all of them, in order."""
+    """Indices of these tokens in the caller's batch; None for all of them, in order."""
     copy_from: list[int] = field(default_factory=list)
+    """Blocks to copy to ``copy_to``, all at once, before any token is written."""
     copy_to: list[int] = field(default_factory=list)
-    """Blocks to copy, all at once, before any token is written."""
     path: Path = Path.TORCH_VECTOR
     group: int = 0
-    """The group of layers whose lists it is for."""
+    """Group of layers whose lists are appended to."""
     num_inputs: int = 0
-    """Tokens the caller's key and value must hold."""
-    staged: StagedIndices | None = None
+    """Number of tokens that the caller's key and value must have."""
+    staged_indices: StagedIndices | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -92,56 +93,57 @@ class AppendPlan:
     @property
     def constant_position(self) -> bool:
         positions = self.positions
-        if not positions or positions[0] != positions[-1]:  # so with nearly all prompts
+        # A cheap test first, which rules out nearly all prompts.
+        if not positions or positions[0] != positions[-1]:
             return False
         return positions.count(positions[0]) == len(positions)
 
 
-def survey(
+def analyze_append(
     pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
-) -> Survey:
-    """Find out what every row will meet, as if the rows before it had been appended.
+) -> AppendAnalysis:
+    """Analyze every row of an append, as if the rows before it had been appended.
 
-    Anything that would keep ``commit`` from succeeding raises here, too few blocks included.
+    Anything that would make ``commit`` fail raises here, too few free blocks included.
     """
     try:
-        block_lists[:0]  # rows are found by their places, which a set has not
-        return _look(pool, block_lists, counts)
+        block_lists[:0]  # rows are indexed, which a set does not support
+        return _analyze_rows(pool, block_lists, counts)
     except Exception as error:
         wanted = (
             "block_ids_list must have a list of block ids, or None, for each row, and num_tokens a "
             "whole number, if it is not None"
         )
-        raise wrong_kind(error, wanted, block_lists, counts) from None
+        raise to_argument_error(error, wanted, block_lists, counts) from None
 
 
-def _look(
+def _analyze_rows(
     pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
-) -> Survey:
+) -> AppendAnalysis:
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
-    seen = Survey(block_lists, infos, positions)
+    seen = AppendAnalysis(block_lists, infos, positions)
     pool_infos, refcounts = pool.infos, pool.refcounts
     first_id, block_size = pool.first_id, pool.block_size
     used = len(pool_infos)
-    leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
+    leaving: dict[int, int] = {}  # block index -> earlier rows that copy it
     for row, block_ids in enumerate(block_lists):
         if block_ids is not None and not isinstance(block_ids, list):
             raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
         if not block_ids:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)
-            seen.needs_block[row] = Condition.PADDING if block_ids is None else Condition.FRESH
-            seen.padding += block_ids is None
+            seen.new_block_rows[row] = Condition.PADDING if block_ids is None else Condition.FRESH
+            seen.num_padding_rows += block_ids is None
             continue
         index = block_ids[-1] - first_id
         if not 0 < index < used or not refcounts[index]:
-            if index == SCRATCH and pool.gives_back:
+            if index == SCRATCH and pool.frees_out_of_window:
                 infos.append(pool_infos[SCRATCH])
                 positions.append(0)
-                seen.needs_block[row] = Condition.ROLLOVER
+                seen.new_block_rows[row] = Condition.ROLLOVER
                 continue
-            pool.held(block_ids[-1])  # raises, saying why
+            pool.held_block_info(block_ids[-1])  # raises, with the reason
         info = pool_infos[index]
         position = info.length
         holders = refcounts[index]
@@ -149,37 +151,37 @@ def _look(
         if position == block_size:
             positions.append(0)
             shared = holders > 1
-            seen.needs_block[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER
+            seen.new_block_rows[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER
             continue
         positions.append(position)
         if holders > 1 and holders - leaving.get(index, 0) > 1:
             leaving[index] = leaving.get(index, 0) + 1
-            seen.needs_block[row] = Condition.COPY_ON_WRITE
+            seen.new_block_rows[row] = Condition.COPY_ON_WRITE
     _check_rows_are_distinct(seen)
     if counts is not None:
         seen.tail_blocks = _tail_blocks(seen, counts, block_size)
-    if seen.padding:  # it follows another row, so that all may still have one position
-        padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
-        others = (position for row, position in enumerate(positions) if row not in padding)
+    if seen.num_padding_rows:  # given another row's position, so that all may be equal
+        padding_rows = {row for row, met in seen.new_block_rows.items() if met is Condition.PADDING}
+        others = (position for row, position in enumerate(positions) if row not in padding_rows)
         position = next(others, 0)
-        for row in padding:
+        for row in padding_rows:
             positions[row] = position
     if seen.blocks_needed > pool.num_free:
-        pool.require(seen.blocks_needed)  # raises, saying why
+        pool.require_free_blocks(seen.blocks_needed)  # raises, with the reason
     return seen
 
 
-def _check_rows_are_distinct(seen: Survey) -> None:
+def _check_rows_are_distinct(seen: AppendAnalysis) -> None:
     """Raise if a list occurs twice, or two rows would write to one block in place.
 
-    A list that occurs twice brings its last block twice, so rows that all write in place need only
-    the second check.
+    A list that occurs twice has its last block twice, so where all rows write in place the second
+    check is enough.
     """
     infos = seen.last_infos
     lists = seen.block_lists
-    if seen.needs_block:
+    if seen.new_block_rows:
         _check_lists_differ(lists)
-        infos = [info for row, info in enumerate(infos) if row not in seen.needs_block]
+        infos = [info for row, info in enumerate(infos) if row not in seen.new_block_rows]
     if len(set(map(id, infos))) < len(infos):
         _check_lists_differ(lists)
         index = next(info.block_index for info in infos if infos.count(info) > 1)
@@ -197,13 +199,15 @@ def _check_lists_differ(lists: Sequence[list[int] | None]) -> None:
         raise BadArgument(f"row {row} is the same list object as row {ids.index(ids[row])}")
 
 
-def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
+def _tail_blocks(seen: AppendAnalysis, counts: Sequence[int], block_size: int) -> int:
     if len(counts) != len(seen.positions):
         raise BadArgument(f"{len(counts)} token counts for {len(seen.positions)} block lists")
     needed = 0
     for row, (position, count) in enumerate(zip(seen.positions, counts, strict=True)):
         if whole(count) < 1:
-            raise BadArgument(f"row {row}: asked to append {count} tokens; at least 1 is needed")
+            raise BadArgument(
+                f"row {row}: cannot append {count} tokens; num_tokens must be 1 or more"
+            )
         if count > 1 and seen.block_lists[row] is None:
             raise BadArgument(f"row {row} is padding and takes one token, not {count}")
         needed += (position + count - 1) // block_size
@@ -211,15 +215,18 @@ def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
 
 
 def commit(
-    pool: BlockPool, seen: Survey, counts: Sequence[int] | None = None, apart: Apart | None = None
+    pool: BlockPool,
+    seen: AppendAnalysis,
+    counts: Sequence[int] | None = None,
+    unbatched_rows: UnbatchedRows | None = None,
 ) -> AppendPlan:
-    """Take the blocks, in row order, and count every row's tokens as stored."""
+    """Allocate blocks, in row order, and count every row's tokens as stored."""
     plan = AppendPlan(pool.layer, [], seen.positions)
     targets = seen.last_infos
-    if seen.needs_block:
-        targets = _open_blocks(pool, seen, plan, apart)
-    if apart:
-        plan.rows = [row for row in range(len(targets)) if row not in apart]
+    if seen.new_block_rows:
+        targets = _allocate_row_blocks(pool, seen, plan, unbatched_rows)
+    if unbatched_rows:
+        plan.rows = [row for row in range(len(targets)) if row not in unbatched_rows]
         plan.positions = [seen.positions[row] for row in plan.rows]
         targets = [targets[row] for row in plan.rows]
     for info in targets:
@@ -227,31 +234,31 @@ def commit(
     plan.blocks = [info.block_index for info in targets]
     if counts is not None:
         _extend_rows(pool, plan, seen.block_lists, counts)
-    plan.num_inputs = len(seen.positions) if apart else len(plan.blocks)
+    plan.num_inputs = len(seen.positions) if unbatched_rows else len(plan.blocks)
     return plan
 
 
-def _open_blocks(
-    pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
+def _allocate_row_blocks(
+    pool: BlockPool, seen: AppendAnalysis, plan: AppendPlan, unbatched_rows: UnbatchedRows | None
 ) -> list[KVBlockInfo]:
-    """Give a new block to every row that needs one; return the block that each row writes to."""
+    """Allocate a block for every row that needs one; return the record each row writes to."""
     targets = list(seen.last_infos)
-    for row, condition in seen.needs_block.items():
-        if apart and row in apart:
-            apart[row]()
+    for row, condition in seen.new_block_rows.items():
+        if unbatched_rows and row in unbatched_rows:
+            unbatched_rows[row]()
             continue
         old = seen.last_infos[row]
         block_ids = seen.block_lists[row]
         if block_ids is None:
-            new = KVBlockInfo(pool.layer, SCRATCH, 0, 0)  # one to count on and throw away
+            new = KVBlockInfo(pool.layer, SCRATCH, 0, 0)  # a throwaway record
         elif condition is Condition.COPY_ON_WRITE:
-            new = pool.take(start=old.start, length=old.length)
+            new = pool.allocate(start=old.start, length=old.length)
             plan.copy_from.append(old.block_index)
             plan.copy_to.append(new.block_index)
-            pool.drop(old.block_index)
+            pool.decref(old.block_index)
             block_ids[-1] = pool.first_id + new.block_index
         else:
-            new = pool.take(start=len(block_ids) * pool.block_size, length=0)
+            new = pool.allocate(start=len(block_ids) * pool.block_size, length=0)
             block_ids.append(pool.first_id + new.block_index)
         targets[row] = new
     return targets
@@ -263,22 +270,22 @@ def _extend_rows(
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
-    """Find places for the tokens after each row's first.
+    """Assign blocks and positions to the tokens after each row's first.
 
-    A step of prompts has thousands. The places are arrays, which are copied to the device as they
-    are; lists would be gone through for that, one number after the other, while the GPU waits.
+    A step of prompts has thousands. The results are arrays, which are copied to the device as they
+    are; lists would be converted element by element while the GPU waits.
     """
     blocks = array("q")
     positions = array("q")
     block_size = pool.block_size
-    places = _places(block_size)
+    places = _block_positions(block_size)
     for row, num_tokens in enumerate(counts):
         blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])
         info, block_ids, count = pool.infos[plan.blocks[row]], block_lists[row], num_tokens - 1
         while count and block_ids is not None:
             if info.length == block_size:
-                info = pool.take(start=info.start + block_size, length=0)
+                info = pool.allocate(start=info.start + block_size, length=0)
                 block_ids.append(pool.first_id + info.block_index)
             begin = info.length
             info.length += min(count, block_size - begin)
@@ -289,6 +296,6 @@ def _extend_rows(
 
 
 @cache
-def _places(block_size: int) -> array[int]:
-    """Return the positions of a block."""
+def _block_positions(block_size: int) -> array[int]:
+    """Return the positions 0 to ``block_size - 1``."""
     return array("q", range(block_size))

@@ -1,4 +1,4 @@
-"""The blocks of one group of layers: how many hold each, how full it is, and which are free."""
+"""Block pool of one group of layers: refcounts, token counts and free blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SCRATCH = 0
-"""Index of the block that no sequence ever owns; padding is written there."""
+"""Index of the scratch block, which no sequence ever owns; padding is written to it."""
 
 
 @dataclass(slots=True)
 class KVBlockInfo:
-    """The record of one block, which is changed in place for as long as the pool lives."""
+    """Record of one block, changed in place for as long as the pool lives."""
 
     layer: int
     """First layer of the group the block belongs to; 0 where groups share a pool."""
@@ -30,40 +30,48 @@ class KVBlockInfo:
 
 
 class BlockPool:
-    """Reference counts and records of a group's blocks, and the free ones.
+    """Refcounts and records of a group's blocks, and its free blocks.
 
     Records exist only for blocks that were ever used, so a large pool costs nothing to build. The
-    planner reads ``infos`` and ``refcounts``, by block index; only this class changes who owns
-    what.
+    planner reads ``infos`` and ``refcounts``, by block index; only this class changes refcounts.
     """
 
     def __init__(
-        self, *, layer: int, first_id: int, size: int, block_size: int, gives_back: bool = False
+        self,
+        *,
+        layer: int,
+        first_id: int,
+        size: int,
+        block_size: int,
+        frees_out_of_window: bool = False,
     ) -> None:
-        """With ``gives_back``, the scratch block stands in lists for what left a window."""
+        """Make a pool of ``size`` blocks, whose first, ``first_id``, is the scratch block.
+
+        With ``frees_out_of_window``, the scratch block replaces blocks that left a window in lists.
+        """
         self.layer = layer
-        self.gives_back = gives_back
+        self.frees_out_of_window = frees_out_of_window
         self.first_id = first_id
         self.size = size
         self.block_size = block_size
         self.infos = [KVBlockInfo(layer, SCRATCH, 0, 0)]
         self.refcounts = [0]
-        self._recycled: list[int] = []
+        self._freed_indices: list[int] = []
         self.num_free = size - 1
 
-    def require(self, needed: int) -> None:
-        """Raise unless ``needed`` blocks can be taken."""
+    def require_free_blocks(self, needed: int) -> None:
+        """Raise unless ``needed`` blocks are free."""
         if needed > self.num_free:
             raise OutOfBlocks(needed=needed, free=self.num_free, where=f"layer {self.layer}")
 
-    def take(self, *, start: int, length: int) -> KVBlockInfo:
-        """Give a block to its first holder: the one freed last, or one never used."""
-        if self._recycled:
-            info = self.infos[self._recycled.pop()]
+    def allocate(self, *, start: int, length: int) -> KVBlockInfo:
+        """Allocate the block freed last, or one never used, with refcount 1; return its record."""
+        if self._freed_indices:
+            info = self.infos[self._freed_indices.pop()]
             info.start = start
             info.length = length
         else:
-            self.require(1)
+            self.require_free_blocks(1)
             info = KVBlockInfo(self.layer, len(self.infos), start, length)
             self.infos.append(info)
             self.refcounts.append(0)
@@ -71,20 +79,20 @@ class BlockPool:
         self.num_free -= 1
         return info
 
-    def drop(self, index: int) -> None:
-        """Take one reference off a held block; the last one frees it."""
+    def decref(self, index: int) -> None:
+        """Decrement the refcount of a held block, freeing it at 0."""
         self.refcounts[index] -= 1
         if not self.refcounts[index]:
             info = self.infos[index]
             info.start = info.length = 0
-            self._recycled.append(index)
+            self._freed_indices.append(index)
             self.num_free += 1
 
-    def share(self, index: int) -> None:
+    def incref(self, index: int) -> None:
         self.refcounts[index] += 1
 
     def adopt(self, block_id: int, start: int, length: int) -> None:
-        """Record a block that was given out elsewhere, as held by one."""
+        """Record a block that another cache allocated, with refcount 1."""
         index = self.index_of(block_id)
         while len(self.infos) <= index:
             self.infos.append(KVBlockInfo(self.layer, len(self.infos), 0, 0))
@@ -108,10 +116,10 @@ class BlockPool:
         index = self.index_of(block_id)
         return self.refcounts[index] if index < len(self.refcounts) else 0
 
-    def held(self, block_id: int) -> KVBlockInfo:
+    def held_block_info(self, block_id: int) -> KVBlockInfo:
         """Return the record of a block; raise if it is free."""
         if not self.refcount(block_id):
-            raise BadBlock(f"block {block_id} of layer {self.layer} is free: nobody holds it")
+            raise BadBlock(f"block {block_id} of layer {self.layer} is free: no sequence holds it")
         return self.infos[block_id - self.first_id]
 
     def info(self, block_id: int) -> KVBlockInfo:
@@ -121,8 +129,8 @@ class BlockPool:
             return self.infos[index]
         return KVBlockInfo(self.layer, index, 0, 0)
 
-    def check_release(self, block_ids: Iterable[int]) -> None:
-        """Raise unless every id is held at least as often as it occurs."""
+    def check_decref(self, block_ids: Iterable[int]) -> None:
+        """Raise unless every block's refcount is at least its number of occurrences."""
         for block_id, times in Counter(block_ids).items():
             count = self.refcount(block_id)
             if times > count:

@@ -1,4 +1,4 @@
-"""A sequence: its tokens, and where their keys and values are."""
+"""Cached sequence: its tokens and the blocks of their keys and values."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class InferenceSession:
-    """A sequence that a model continues."""
+class CachedSequence:
+    """Sequence that a model continues."""
 
     block_lists: list[list[int]]
-    """A list of blocks for each group of layers."""
+    """Block list of each group of layers."""
     token_ids: list[int] = field(default_factory=list)
-    stored: int = 0
-    """How many of the tokens have keys and values in the cache."""
-    room: int = 0
-    """How many tokens fit into the blocks that it may write to."""
+    num_stored: int = 0
+    """Tokens, from the first, whose keys and values are in the cache."""
+    token_capacity: int = 0
+    """Tokens that fit into the blocks that it may write to."""
 
-    def rewind(self, kv: KVBlockManager) -> None:
-        """Give back the blocks and keep the tokens, which can be stored again."""
+    def free_all_blocks(self, kv: KVBlockManager) -> None:
+        """Free all blocks and keep the token ids, so that they can be stored again."""
         for group, block_ids in zip(kv.groups, self.block_lists, strict=True):
             kv.free_blocks(group.layers[0], block_ids)
         self.block_lists = [[] for _ in self.block_lists]
-        self.stored = self.room = 0
+        self.num_stored = self.token_capacity = 0
 
-    def cut(self, kv: KVBlockManager, most: int) -> None:
-        """Keep what is stored of the first ``most`` tokens, without room for more."""
-        self.stored = min(self.stored, most)
-        kv.truncate_groups([self.block_lists], [self.stored])
-        self.room = min(self.room, self.stored)
+    def truncate(self, kv: KVBlockManager, most: int) -> None:
+        """Keep at most ``most`` stored tokens, and no capacity for more."""
+        self.num_stored = min(self.num_stored, most)
+        kv.truncate_groups([self.block_lists], [self.num_stored])
+        self.token_capacity = min(self.token_capacity, self.num_stored)
 
     def roll_back(self, kv: KVBlockManager, most: int) -> None:
-        """Do the same to a sequence that may write to its last block, and leaves it that room."""
-        self.cut(kv, most)
-        self.room = len(self.block_lists[0]) * kv.block_size
+        """Keep at most ``most`` stored tokens, and the capacity of the last block.
+
+        The sequence must be allowed to write to that block.
+        """
+        self.truncate(kv, most)
+        self.token_capacity = len(self.block_lists[0]) * kv.block_size
 
 
-def reserve(
-    kv: KVBlockManager, sessions: Sequence[InferenceSession], counts: Sequence[int]
-) -> None:
-    """Give each of some sessions the room for so many more tokens, in all groups of layers."""
+def reserve(kv: KVBlockManager, sessions: Sequence[CachedSequence], counts: Sequence[int]) -> None:
+    """Allocate room for ``counts[i]`` more tokens of ``sessions[i]``, in all groups of layers."""
     for at, group in enumerate(kv.groups):
-        kv.reserve(group.layers[0], [session.block_lists[at] for session in sessions], counts)
-    for session in sessions:
-        session.room = len(session.block_lists[0]) * kv.block_size
+        kv.reserve(group.layers[0], [sequence.block_lists[at] for sequence in sessions], counts)
+    for sequence in sessions:
+        sequence.token_capacity = len(sequence.block_lists[0]) * kv.block_size

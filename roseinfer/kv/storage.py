@@ -1,4 +1,4 @@
-"""The cache's tensors, the indices that say where tokens go, and what moves data by them."""
+"""Tensors of the cache, staging of append indices, and execution of append plans."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
-from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv import transfers
 from roseinfer.kv.groups import check_dtype
 from roseinfer.kv.plan import StagedIndices
-from roseinfer.kv.transfers import lasting
-from roseinfer.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
+from roseinfer.kv.transfers import outside_inference_mode
+from roseinfer.paths import GATHER_PATHS, SCALAR_POSITION_PATHS, Condition, Path, Work
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from roseinfer.kv.plan import AppendPlan
     from roseinfer.paths import PathCounts
 
-_SLOTS = 64
-_FIRST_CAPACITY = 256
-_SPARE = 3
-"""Three columns that each start on 16 bytes may take so many more."""
-_MOST_IN_RING = 1 << 14
-"""More indices than this, a long prompt's, do not go through the ring, which would take 8 MiB."""
-_MOST_VIEWS = 8 * _SLOTS
-"""The ring remembers so many views; decoding needs one or two for each of its buffers."""
+_NUM_RING_BUFFERS = 64
+_INITIAL_CAPACITY = 256
+_ALIGNMENT_MARGIN = 3
+"""Extra indices that three columns may need so that each starts on 16 bytes."""
+_MAX_RING_INDICES = 1 << 14
+"""Most indices of one staging in the ring, which then takes 8 MiB; long prompts bypass it."""
+_MAX_CACHED_VIEWS = 8 * _NUM_RING_BUFFERS
+"""Most views that the ring caches; decoding needs one or two for each of its buffers."""
 
 
 class KVStorage:
     """Keys and values as ``[layers, blocks, kv_heads, block_size, head_dim]``.
 
-    The manager has checked blocks and positions before they come here.
+    Does not check blocks and positions: the manager has done so.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class KVStorage:
     ):
         check_dtype(dtype)
         try:
-            with lasting():
+            with outside_inference_mode():
                 self.keys = torch.zeros(shape, device=device, dtype=dtype)
                 self.values = torch.zeros(shape, device=device, dtype=dtype)
         except (RuntimeError, MemoryError) as error:
-            taken = 2 * prod(shape) * dtype.itemsize
+            num_bytes = 2 * prod(shape) * dtype.itemsize
             raise BadArgument(
                 "num_layers, max_blocks_per_layer, num_heads, block_size and head_dim of "
-                f"{list(shape)} take {taken / 2**30:.1f} GiB, which {device} does not have"
+                f"{list(shape)} take {num_bytes / 2**30:.1f} GiB, which {device} does not have"
             ) from error
         self.device = self.keys.device
         self.dtype = dtype
         self.key_layers = list(self.keys.unbind(0))
         self.value_layers = list(self.values.unbind(0))
-        # [blocks, block_size, heads, head_dim]: block and position index side by side.
-        self._key_slots = [layer.transpose(1, 2) for layer in self.key_layers]
-        self._value_slots = [layer.transpose(1, 2) for layer in self.value_layers]
+        # [blocks, block_size, heads, head_dim]: indexed by block and position at once.
+        self._key_token_views = [layer.transpose(1, 2) for layer in self.key_layers]
+        self._value_token_views = [layer.transpose(1, 2) for layer in self.value_layers]
 
-    def as_stored(self, new: Tensor) -> Tensor:
+    def to_cache_dtype(self, new: Tensor) -> Tensor:
         """Return ``new`` in the cache's dtype. Nothing else converts dtypes."""
         if new.requires_grad:
             new = new.detach()
@@ -76,8 +76,8 @@ class KVStorage:
     def write_token(
         self, layer: int, block: int, position: int, key: Tensor, value: Tensor
     ) -> None:
-        self._key_slots[layer][block, position].copy_(key)
-        self._value_slots[layer][block, position].copy_(value)
+        self._key_token_views[layer][block, position].copy_(key)
+        self._value_token_views[layer][block, position].copy_(value)
 
     def write_scalar(
         self, layer: int, block_idx: Tensor, pos: int, key: Tensor, value: Tensor
@@ -90,8 +90,8 @@ class KVStorage:
         self, layer: int, block_idx: Tensor, pos: Tensor, key: Tensor, value: Tensor
     ) -> None:
         """Write every row to its own position of its own block."""
-        self._key_slots[layer].index_put_((block_idx, pos), key)
-        self._value_slots[layer].index_put_((block_idx, pos), value)
+        self._key_token_views[layer].index_put_((block_idx, pos), key)
+        self._value_token_views[layer].index_put_((block_idx, pos), value)
 
     def copy_block(self, layer: int, source: int, target: int) -> None:
         self.key_layers[layer][target].copy_(self.key_layers[layer][source])
@@ -99,14 +99,14 @@ class KVStorage:
 
     def clone_blocks(self, layers: range, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks in several layers; every source is read before any target changes."""
-        for layer in layers:  # one by one: the copies in between are small enough to be reused
+        for layer in layers:  # one by one, so that the allocator reuses the small temporary copies
             for cache in (self.key_layers[layer], self.value_layers[layer]):
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
     def gather(self, layer: int, blocks: list[int], length: int) -> tuple[Tensor, Tensor]:
-        """Read the first ``length`` tokens of blocks that follow on each other.
+        """Read the first ``length`` tokens of consecutive blocks of one sequence.
 
-        All but the last are full; the result is ``[heads, length, head_dim]``.
+        All blocks but the last are full; the results are ``[heads, length, head_dim]``.
         """
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         keys, values = (
@@ -117,81 +117,86 @@ class KVStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Views:
-    """One buffer of the ring as columns of one length: where to fill, copy and read."""
+class _BufferViews:
+    """Views of one ring buffer as columns of one length: to fill, copy and read."""
 
-    to_fill: tuple[memoryview, ...]
+    host_columns: tuple[memoryview, ...]
     source: Tensor
     target: Tensor
     columns: tuple[Tensor, ...]
 
 
 class IndexStaging:
-    """A ring of index buffers: filled on the host, copied to the device, then reused.
+    """Ring of index buffers: filled on the host, copied to the device, then reused.
 
     On a GPU the host side is pinned and copies are asynchronous, so a buffer must not be rewritten
     while a copy from it is in flight. One event per half of the ring guards that: it is recorded
     when the half is left and waited for when the half is entered again, which costs nothing as
-    long as the device is less than half a ring behind. All copies are made on the caller's current
+    long as the device lags by less than half a ring. All copies are made on the caller's current
     stream, in the order the plans are written.
     """
 
     def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
         self.device = device
         self.work_counts = work_counts
-        self._slots = _SLOTS
+        self._num_buffers = _NUM_RING_BUFFERS
         self._transfers = transfers.Transfers(device)
-        self._tickets = 0
-        self._allocate(_FIRST_CAPACITY)
+        self._stage_count = 0
+        self._allocate(_INITIAL_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
-        # Plans already staged keep the old buffers alive through their columns.
+        # Plans staged earlier keep the old buffers alive through their columns.
         self._capacity = capacity
-        host = self._transfers.host_buffer((self._slots, capacity), torch.int64)
+        host = self._transfers.host_buffer((self._num_buffers, capacity), torch.int64)
         device = self._transfers.device_buffer(host)
-        self._hosts, self._devices = host.unbind(0), device.unbind(0)
+        self._host_buffers, self._device_buffers = host.unbind(0), device.unbind(0)
         self._memory = memoryview(host.numpy().data).cast("B").cast("q")
-        self._views: dict[tuple[int, int, int], _Views] = {}
-        self._half_left = [self._transfers.event() for _ in range(2 * self._transfers.late)]
+        self._views: dict[tuple[int, int, int], _BufferViews] = {}
+        self._half_events = [self._transfers.event() for _ in range(2 * self._transfers.is_async)]
 
     def check(self, staged: StagedIndices) -> None:
         """Raise unless the columns are this ring's and still hold what was staged."""
         if staged.ring is not self:
             raise BadArgument("the plan was made by another cache")
-        if staged.ticket is not None and self._tickets - staged.ticket >= self._slots:
+        if (
+            staged.stage_count is not None
+            and self._stage_count - staged.stage_count >= self._num_buffers
+        ):
             raise StalePlan(
-                f"this plan's indices were overwritten: {self._tickets - staged.ticket} plans "
-                f"were made after it and at most {self._slots - 1} may be; write a plan before "
-                "making many more"
+                f"this plan's indices were overwritten: {self._stage_count - staged.stage_count} "
+                f"plans were made after it and at most {self._num_buffers - 1} may be; write a "
+                "plan before making many more"
             )
 
     def stage(self, columns: Sequence[Sequence[int]]) -> StagedIndices:
-        """Put columns of equal length on the device with a single copy."""
+        """Upload columns of equal length with a single copy."""
         length = len(columns[0])
         size = length * len(columns)
         self.work_counts[Work.STAGED_INDICES] += size
-        if size > _MOST_IN_RING:
+        if size > _MAX_RING_INDICES:
             arrays = [array("q", column) for column in columns]  # NumPy is slow to read lists
-            return StagedIndices(self._transfers.bring(arrays, torch.int64).unbind(0), self, None)
-        slot = self._next_slot(size)
+            return StagedIndices(
+                self._transfers.upload_columns(arrays, torch.int64).unbind(0), self, None
+            )
+        slot = self._next_buffer(size)
         views = self._views.get((slot, length, len(columns)))
         if views is None:
             views = self._make_views(slot, length, len(columns))
-        for memory, column in zip(views.to_fill, columns, strict=True):
+        for memory, column in zip(views.host_columns, columns, strict=True):
             memory[:] = array("q", column)
-        if self._transfers.late:
+        if self._transfers.is_async:
             views.target.copy_(views.source, non_blocking=True)
-        return StagedIndices(views.columns, self, self._tickets)
+        return StagedIndices(views.columns, self, self._stage_count)
 
-    def _make_views(self, slot: int, length: int, columns: int) -> _Views:
-        pitch = length + length % 2  # columns start on 16 bytes, as compiled kernels like it
+    def _make_views(self, slot: int, length: int, columns: int) -> _BufferViews:
+        pitch = length + length % 2  # columns start on 16 bytes, to suit compiled kernels
         total = pitch * columns
         begins = range(0, total, pitch)
-        host, device = self._hosts[slot], self._devices[slot]
+        host, device = self._host_buffers[slot], self._device_buffers[slot]
         memory = self._memory[slot * self._capacity : (slot + 1) * self._capacity]
-        if len(self._views) >= _MOST_VIEWS:
+        if len(self._views) >= _MAX_CACHED_VIEWS:
             self._views.clear()
-        views = self._views[slot, length, columns] = _Views(
+        views = self._views[slot, length, columns] = _BufferViews(
             tuple(memory[at : at + length] for at in begins),
             host[:total],
             device[:total],
@@ -199,15 +204,15 @@ class IndexStaging:
         )
         return views
 
-    def _next_slot(self, size: int) -> int:
-        if size + _SPARE > self._capacity:
-            self._allocate(1 << (size + _SPARE - 1).bit_length())
-        self._tickets += 1
-        slot = self._tickets % self._slots
-        if self._transfers.late and slot % (self._slots // 2) == 0:
-            entered = slot // (self._slots // 2)
-            self._half_left[1 - entered].record(self._transfers.stream())
-            self._half_left[entered].synchronize()  # at once, where it was never recorded
+    def _next_buffer(self, size: int) -> int:
+        if size + _ALIGNMENT_MARGIN > self._capacity:
+            self._allocate(1 << (size + _ALIGNMENT_MARGIN - 1).bit_length())
+        self._stage_count += 1
+        slot = self._stage_count % self._num_buffers
+        if self._transfers.is_async and slot % (self._num_buffers // 2) == 0:
+            entered = slot // (self._num_buffers // 2)
+            self._half_events[1 - entered].record(self._transfers.stream())
+            self._half_events[entered].synchronize()  # returns at once if it was never recorded
         return slot
 
 
@@ -225,8 +230,8 @@ def choose_write_path(policy: AppendPolicy, plan: AppendPlan, *, triton: bool) -
     return Path.TORCH_VECTOR if identity else Path.TORCH_GATHER
 
 
-class DataMover:
-    """Moves the data of append plans between inputs and storage, and counts by which paths."""
+class AppendExecutor:
+    """Writer of append plans to storage, which counts the paths taken."""
 
     def __init__(
         self,
@@ -241,16 +246,16 @@ class DataMover:
         self._counts = path_counts
         self._staging = IndexStaging(storage.device, work_counts)
         self._kernels: dict[Path, Callable[..., None]] = {}
-        self.on_copies: Callable[[AppendPlan], None] | None = None
-        """Called with a plan whose copies are to be made now."""
-        self.use(policy)
+        self.on_block_copies: Callable[[AppendPlan], None] | None = None
+        """Callback for plans with block copies, just before these are made; None for none."""
+        self.set_policy(policy)
 
-    def use(self, policy: AppendPolicy) -> None:
-        """Follow ``policy`` from the next plan on."""
+    def set_policy(self, policy: AppendPolicy) -> None:
+        """Apply ``policy`` from the next plan on."""
         self.policy = policy
         if not policy.triton or self._kernels:
             return
-        if reason := why_unusable(self._storage.device):
+        if reason := unusable_reason(self._storage.device):
             _warn_once(reason)
             return
         from roseinfer.kernels.triton import append, clone
@@ -264,7 +269,7 @@ class DataMover:
 
     def prepare(self, plan: AppendPlan) -> None:
         """Copy shared blocks and stage the indices, before any layer is written."""
-        self.copy_shared(plan)
+        self.copy_shared_blocks(plan)
         if not plan.blocks:
             return
         plan.path = choose_write_path(self.policy, plan, triton=self.policy.triton)
@@ -272,19 +277,19 @@ class DataMover:
             self._counts[Condition.TRITON_UNAVAILABLE] += 1
             plan.path = choose_write_path(self.policy, plan, triton=False)
         columns = [plan.blocks]
-        if plan.path not in SCALAR_POSITION:
+        if plan.path not in SCALAR_POSITION_PATHS:
             columns.append(plan.positions)
-        if plan.path in GATHER:
+        if plan.path in GATHER_PATHS:
             columns.append(plan.rows if plan.rows is not None else list(range(len(plan.blocks))))
-        plan.staged = self._staging.stage(columns)
+        plan.staged_indices = self._staging.stage(columns)
 
     def write(self, plan: AppendPlan, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write one layer of a prepared plan."""
-        if plan.staged is None:
+        """Write one layer of a plan that ``prepare`` was called with."""
+        if plan.staged_indices is None:
             return
-        self._staging.check(plan.staged)
-        storage, path, columns = self._storage, plan.path, plan.staged.columns
-        key, value = storage.as_stored(key), storage.as_stored(value)
+        self._staging.check(plan.staged_indices)
+        storage, path, columns = self._storage, plan.path, plan.staged_indices.columns
+        key, value = storage.to_cache_dtype(key), storage.to_cache_dtype(value)
         self._counts[path] += 1
         if path is Path.TORCH_SCALAR:
             storage.write_scalar(layer, columns[0], plan.positions[0], key, value)
@@ -299,12 +304,12 @@ class DataMover:
             k_cache, v_cache = storage.key_layers[layer], storage.value_layers[layer]
             self._kernels[path](k_cache, v_cache, key, value, *where)
 
-    def copy_shared(self, plan: AppendPlan) -> None:
-        """Carry out the copies of copy-on-write."""
+    def copy_shared_blocks(self, plan: AppendPlan) -> None:
+        """Make the block copies of a plan (copy-on-write)."""
         if not plan.copy_to:
             return
-        if self.on_copies is not None:
-            self.on_copies(plan)
+        if self.on_block_copies is not None:
+            self.on_block_copies(plan)
         storage = self._storage
         layers = range(plan.layer, plan.layer + self._layers_per_group)
         if not self.policy.batched_copy_on_write:
@@ -327,10 +332,10 @@ class DataMover:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    """Say, once per reason and process, that torch operations write in Triton's place."""
+    """Warn, once per reason and process, that torch operations replace Triton's kernels."""
     warnings.warn(
         f"Triton KV append is on but cannot run: {reason}. Torch operations write instead; "
-        "AppendPolicy(triton=False) says that is meant.",
+        "AppendPolicy(triton=False) silences this warning.",
         TritonUnavailable,
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
-"""Plans of truncations, list by list: look first, then commit, as for appends.
+"""Plans of truncations, in two phases as for appends: check every list, then commit.
 
-``check`` and ``Cuts.require_room`` read and raise; ``Cuts.commit`` changes metadata and cannot
-fail. None of them touches a tensor.
+``check`` and ``TruncationBatch.require_copy_blocks`` only read, and raise;
+``TruncationBatch.commit`` changes metadata and cannot fail. None of them touches a tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, BadRefcount
-from roseinfer.kv.groups import given_back
+from roseinfer.kv.groups import count_out_of_window
 from roseinfer.kv.plan import AppendPlan
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def check(
     infos: Sequence[list[KVBlockInfo]],
     lengths: Sequence[int],
 ) -> None:
-    """Raise unless every list can be cut, if there is room for the copies that it takes.
+    """Raise unless every list can be truncated, provided that blocks for copies are free.
 
-    ``infos`` are the records of its blocks, without those that were given back.
+    ``infos[i]`` are the records of list ``i``'s blocks, without those that left the window.
     """
     if len(lengths) != len(block_lists):
         raise BadArgument(f"{len(lengths)} lengths for {len(block_lists)} block lists")
@@ -44,47 +44,47 @@ def check(
         stored = gone * pool.block_size + sum(info.length for info in own)
         if not 0 <= length <= stored:
             raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
-        if length and group.first_seen(length) // pool.block_size < gone:
+        if length and group.first_visible_position(length) // pool.block_size < gone:
             raise BadArgument(
-                f"truncate to {length}: what the next token would see was given back when it left "
-                f"the window of {group.window} tokens"
+                f"truncate to {length}: the next token would attend to blocks that were freed when "
+                f"they left the window of {group.window} tokens"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """Lists of one pool that are cut one after the other, in rows that each are one sequence's.
+class TruncationBatch:
+    """Lists of one pool to truncate in order; each row has the lists of one sequence.
 
-    What a row lets go of makes room for its own copies, and for those of rows behind it.
+    Blocks that a row frees are available for its own copies and for those of later rows.
     """
 
     pool: BlockPool
     rows: Sequence[Sequence[list[int]]]
     infos: Sequence[Sequence[list[KVBlockInfo]]]
-    """The records of every list's blocks, without those that were given back."""
+    """Records of every list's blocks, without those that left the window."""
     lengths: Sequence[int]
 
     @classmethod
-    def one_by_one(
+    def with_row_per_list(
         cls,
         pool: BlockPool,
         block_lists: Sequence[list[int]],
         infos: Sequence[list[KVBlockInfo]],
         lengths: Sequence[int],
     ) -> Self:
-        """Have a row for every list."""
+        """Make a batch with one row per list."""
         return cls(pool, [[own] for own in block_lists], [[own] for own in infos], lengths)
 
-    def require_room(self) -> None:
-        """Raise unless there is a block for every copy."""
+    def require_copy_blocks(self) -> None:
+        """Raise unless a block is free for every copy."""
         pool, free = self.pool, self.pool.num_free
-        leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
+        leaving: Counter[int] = Counter()  # block index -> earlier lists that release it
         for lists, records, length in zip(self.rows, self.infos, self.lengths, strict=True):
             last = []
             for block_ids, own in zip(lists, records, strict=True):
                 gone = len(block_ids) - len(own)
                 stored = gone * pool.block_size + sum(info.length for info in own)
-                kept, cut = blocks_kept(pool, length)
+                kept, cut = split_length(pool, length)
                 kept -= gone
                 for info in own[max(0, kept) :]:
                     leaving[info.block_index] += 1
@@ -96,40 +96,42 @@ class Cuts:
                 leaving[index] += copied
                 free -= copied
             if free < 0:
-                pool.require(pool.num_free - free)  # raises, saying why
+                pool.require_free_blocks(pool.num_free - free)  # raises, with the reason
 
     def commit(self) -> list[AppendPlan]:
-        """Let go of blocks and cut the last ones; return plans of the copies, in this order.
+        """Free blocks and shorten the last ones; return plans of the block copies, in order.
 
-        The copies of a plan are made at once, so none writes to a block that another reads.
+        The copies of one plan are made at once, so none writes to a block that another reads.
         """
         pool = self.pool
         plans = [AppendPlan(pool.layer, [], [])]
         for lists, length in zip(self.rows, self.lengths, strict=True):
-            kept, cut = blocks_kept(pool, length)
+            kept, cut = split_length(pool, length)
             for block_ids in lists:
-                for block_id in block_ids[max(kept, given_back(block_ids)) :]:
-                    pool.drop(block_id - pool.first_id)
+                for block_id in block_ids[max(kept, count_out_of_window(block_ids)) :]:
+                    pool.decref(block_id - pool.first_id)
                 del block_ids[kept:]
             for block_ids in lists if cut else ():
-                _cut_last(pool, block_ids, cut, plans)
+                _truncate_last_block(pool, block_ids, cut, plans)
         return plans
 
 
-def blocks_kept(pool: BlockPool, length: int) -> tuple[int, int]:
-    """Return how many blocks ``length`` tokens take, and the tokens in the last unless full."""
+def split_length(pool: BlockPool, length: int) -> tuple[int, int]:
+    """Return the blocks that ``length`` tokens take, and the tokens in the last (0 if full)."""
     return -(-length // pool.block_size), length % pool.block_size
 
 
-def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plans: list[AppendPlan]) -> None:
+def _truncate_last_block(
+    pool: BlockPool, block_ids: list[int], cut: int, plans: list[AppendPlan]
+) -> None:
     last = pool.infos[block_ids[-1] - pool.first_id]
     if cut == last.length:
         return
     if pool.refcounts[last.block_index] == 1:
         last.length = cut
         return
-    new = pool.take(start=last.start, length=cut)
-    pool.drop(last.block_index)
+    new = pool.allocate(start=last.start, length=cut)
+    pool.decref(last.block_index)
     block_ids[-1] = pool.first_id + new.block_index
     if new.block_index in plans[-1].copy_from:
         plans.append(AppendPlan(pool.layer, [], []))
@@ -140,10 +142,10 @@ def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plans: list[Appen
 def _check_holders(pool: BlockPool, block_lists: Sequence[list[int]]) -> None:
     """Raise if a list occurs twice, or a block is in more of the lists than hold it."""
     if len({id(block_ids) for block_ids in block_lists}) < len(block_lists):
-        raise BadArgument("the same list object cannot be cut twice at once")
+        raise BadArgument("the same list object is given twice; one call can truncate a list once")
     for block_id, times in Counter(chain.from_iterable(block_lists)).items():
         if block_id == pool.first_id:
-            continue  # where blocks were given back
+            continue  # scratch: replaces blocks that left the window
         if times > pool.refcount(block_id):
             raise BadRefcount(
                 f"block {block_id} is in {times} of the lists and held {pool.refcount(block_id)} "

@@ -1,8 +1,8 @@
-"""Doors to models that compute attention in a way of their own: each family's is one file here.
+"""Attention patches for models that do not use transformers' attention interface.
 
-A door replaces methods of a module, found by its class, by ones that go through transformers'
-attention interface as other models do. Beside that interface's own keywords it may ask for
-``roseinfer_window``, the tokens that a token sees, and ``roseinfer_slopes``, one for each head.
+A patch replaces methods of a module, found by its class name, with methods that go through the
+interface as other models do. Besides the interface's own keywords it may pass ``roseinfer_window``,
+the number of tokens that a token sees, and ``roseinfer_slopes``, one for each head.
 """
 
 from __future__ import annotations
@@ -20,45 +20,44 @@ if TYPE_CHECKING:
 
     from roseinfer.attention.backend import Attention
 
-if TYPE_CHECKING:
-    Methods = Mapping[str, Callable[..., Any]]
+    PatchedMethods = Mapping[str, Callable[..., Any]]
 
 
-_DOORS: dict[str, Callable[[Any], Methods]] = {}
-_Door = TypeVar("_Door", bound="Callable[[Any], Methods]")
+_PATCHES: dict[str, Callable[[Any], PatchedMethods]] = {}
+_Patch = TypeVar("_Patch", bound="Callable[[Any], PatchedMethods]")
 _INTERFACE = AttentionInterface()
 
 
-def register(class_name: str) -> Callable[[_Door], _Door]:
-    """Register a door for modules of a class: it prepares one, and says what to replace by what."""
+def register_patch(class_name: str) -> Callable[[_Patch], _Patch]:
+    """Register a patch for a class of modules: it prepares a module and returns the new methods."""
 
-    def note(door: _Door) -> _Door:
-        _DOORS[class_name] = door
+    def note(door: _Patch) -> _Patch:
+        _PATCHES[class_name] = door
         return door
 
     return note
 
 
-def open_doors(network: Any) -> list[Any]:
-    """Replace what there are doors for, and return the modules whose methods were replaced."""
-    opened = [module for module in network.modules() if type(module).__name__ in _DOORS]
+def apply_patches(network: Any) -> list[Any]:
+    """Replace the methods of all modules that have a patch; return these modules."""
+    opened = [module for module in network.modules() if type(module).__name__ in _PATCHES]
     for module in opened:
         module.roseinfer_config = network.config
-        for name, method in _DOORS[type(module).__name__](module).items():
+        for name, method in _PATCHES[type(module).__name__](module).items():
             setattr(module, name, MethodType(method, module))
     return opened
 
 
-def close_doors(opened: list[Any]) -> None:
-    """Give the modules their own methods back."""
+def remove_patches(opened: list[Any]) -> None:
+    """Restore the modules' original methods."""
     for module in opened:
-        for name in _DOORS[type(module).__name__](module):
+        for name in _PATCHES[type(module).__name__](module):
             delattr(module, name)
 
 
-def use_attention(network: Any, name: str) -> bool:
-    """Have the network's layers attend by the function of that name, and say if they can."""
-    if any(type(module).__name__ in _DOORS for module in network.modules()):
+def set_attention(network: Any, name: str) -> bool:
+    """Set the network's attention function by its name; return True if its layers use it."""
+    if any(type(module).__name__ in _PATCHES for module in network.modules()):
         network.config._attn_implementation = name
     else:
         network.set_attn_implementation(name)
@@ -71,25 +70,25 @@ def attend_through_interface(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
-    **asked: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """Attend with ``[1, heads, tokens, head_dim]`` each, and return the heads behind the tokens.
+    """Attend with ``[1, heads, tokens, head_dim]`` each; return ``[1, tokens, heads, head_dim]``.
 
-    Masks are not handed on: the cache knows what is before what.
+    No mask is passed: the cache knows the order of the tokens.
     """
     attend = _INTERFACE[module.roseinfer_config._attn_implementation]
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out: torch.Tensor = attend(module, query, key, value, None, scaling=scaling, **asked)[0]
+    out: torch.Tensor = attend(module, query, key, value, None, scaling=scaling, **options)[0]
     return out
 
 
-# How fast ALiBi takes off from the score of a distant key, head by head.
+# ALiBi slopes: the penalty on a distant key's score, by head.
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slopes: a geometric series, with the steps in between where heads are left over.
+    """Return the slopes: a geometric series, with steps in between for the remaining heads.
 
-    The series ends at 2 to the power of -8 for the largest power of two that ``heads`` holds.
+    The series ends at 2 to the power of -8 for the largest power of two that is at most ``heads``.
     """
     whole = 1 << (heads.bit_length() - 1)
     steps = [8 * at / whole for at in range(1, whole + 1)]
@@ -97,11 +96,11 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return tuple(2.0**-step for step in (steps + between)[:heads])
 
 
-# Attention in place of ``_attn``, to which some families hand the heads after splitting them.
+# Patches of ``_attn``, which some families call with heads that are split already.
 
 
-def attn_method(scaling: float, **asked: Any) -> Methods:
-    """Return a method that attends with this scaling, and asks for the rest by keyword."""
+def attn_method(scaling: float, **options: Any) -> PatchedMethods:
+    """Return a method that attends with this scaling, and passes the other keywords on."""
 
     def attend(
         self: Any,
@@ -110,15 +109,15 @@ def attn_method(scaling: float, **asked: Any) -> Methods:
         value: torch.Tensor,
         attention_mask: Any = None,  # noqa: ARG001
     ) -> tuple[torch.Tensor, None]:
-        out = attend_through_interface(self, query, key, value, scaling, **asked)
+        out = attend_through_interface(self, query, key, value, scaling, **options)
         return out.transpose(1, 2), None
 
     return {"_attn": attend}
 
 
-@register("BloomAttention")
-def patch_bloom(attention: Any) -> Methods:
-    """Bloom: its attention adds ALiBi by the keys of a step, and the residual behind itself."""
+@register_patch("BloomAttention")
+def patch_bloom(attention: Any) -> PatchedMethods:
+    """Patch Bloom, whose attention adds ALiBi by the keys of a step, and then the residual."""
     attention.roseinfer_slopes = alibi_slopes(attention.num_heads)
     return {"forward": _bloom_forward}
 
@@ -133,10 +132,11 @@ def _bloom_forward(
     return self.dense(out.flatten(2)) + residual, None
 
 
-@register("FalconAttention")
-def patch_falcon(attention: Any) -> Methods:
-    # The model rounds them, times the positions, to bfloat16. These are what it was meant to have.
-    """Falcon: positions by rotation or by ALiBi, and keys that several heads share."""
+@register_patch("FalconAttention")
+def patch_falcon(attention: Any) -> PatchedMethods:
+    # The model rounds slopes times positions to bfloat16. These are the slopes it was meant to
+    # have.
+    """Patch Falcon, which has rotary embeddings or ALiBi, and KV heads shared by query heads."""
     slopes = alibi_slopes(attention.num_heads)
     attention.roseinfer_slopes = tuple(slope * attention.inv_norm_factor for slope in slopes)
     return {"forward": _falcon_forward}
@@ -166,35 +166,35 @@ def _falcon_forward(
     return self.dense(out.flatten(2)), None
 
 
-@register("GPTNeoSelfAttention")
-def patch_gpt_neo(attention: Any) -> Methods:
-    """GPT-Neo: scores are not scaled, and local layers see a window that no mask tells of."""
+@register_patch("GPTNeoSelfAttention")
+def patch_gpt_neo(attention: Any) -> PatchedMethods:
+    """Patch GPT-Neo: scores are not scaled, and local layers have a window without a mask."""
     attention.layer_idx = attention.layer_id
     local = attention.attention_type == "local"
     return attn_method(1.0, roseinfer_window=attention.config.window_size if local else None)
 
 
-@register("GPTJAttention")
-@register("CodeGenAttention")
-def patch_gptj(attention: Any) -> Methods:
-    """GPT-J and CodeGen: the heads are split, rotated and put together by the model itself."""
+@register_patch("GPTJAttention")
+@register_patch("CodeGenAttention")
+def patch_gptj(attention: Any) -> PatchedMethods:
+    """Patch GPT-J and CodeGen, which split, rotate and join the heads themselves."""
     return attn_method(1 / attention.scale_attn)
 
 
-# MPT: its attention adds ALiBi by the keys of a step, and its model insists on a mask.
+# MPT, whose attention adds ALiBi by the keys of a step, and whose model requires a mask.
 
 
 _NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-"""Transformers takes a mask of four dimensions as it is."""
+"""Dummy mask; transformers uses a mask of four dimensions unchanged."""
 
 
-@register("MptModel")
-def open_model(model: Any) -> Methods:  # noqa: ARG001
+@register_patch("MptModel")
+def patch_mpt_model(model: Any) -> PatchedMethods:  # noqa: ARG001
     return {"forward": _forward_without_mask}
 
 
-@register("MptAttention")
-def patch_mpt(attention: Any) -> Methods:
+@register_patch("MptAttention")
+def patch_mpt(attention: Any) -> PatchedMethods:
     attention.roseinfer_slopes = alibi_slopes(attention.n_heads)
     return {"forward": _mpt_forward}
 
@@ -216,10 +216,11 @@ def _mpt_forward(
     return self.out_proj(out.flatten(2)), None
 
 
-# The attention that the present forward pass runs with.
+# Attention of the current forward pass.
 #
-# It is no argument, since many models do not hand on to their layers what they do not know.
+# It is not passed as an argument, since many models do not forward unknown arguments to their
+# layers.
 
 
-RUNNING: ContextVar[Attention | None] = ContextVar("running_attention", default=None)
-"""None outside the engine."""
+CURRENT_ATTENTION: ContextVar[Attention | None] = ContextVar("running_attention", default=None)
+"""Attention of the current forward pass; None outside the engine."""

@@ -1,7 +1,7 @@
-"""Tries a model's fused kernels on a few tokens when it is loaded: its own modules must agree.
+"""Trial of a model's fused kernels on a few tokens: its own modules must agree.
 
-Who wraps a module, with an adapter or a quantised weight, changes what it computes. Fused kernels
-read the weights that it had.
+A wrapper of a module, such as an adapter or a quantised weight, changes what the module computes.
+Fused kernels read the original weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch
 from roseinfer.attention.reference import attend
-from roseinfer.models.checks import alike, trial_tokens
+from roseinfer.models.checks import is_close, trial_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,87 +24,90 @@ if TYPE_CHECKING:
     from roseinfer.models.causal import CausalModel
 
 
-class _OneText(AttentionBackend):
-    """Attends to one text, all of whose tokens are in the step, and keeps nothing."""
+class _SingleSequenceAttention(AttentionBackend):
+    """Attention in one sequence, all of whose tokens are in the step; it stores nothing."""
 
     def __init__(self, traits: Sequence[LayerTraits]) -> None:
         self.traits = traits
         self.path_counts = Counter()
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
-        """Do nothing: no batch says more than the tokens do."""
+        """Do nothing: the tokens say all that a batch would."""
 
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
         return attend(query, keys, values, self.traits[layer]).contiguous()
 
 
 @torch.inference_mode()
-def agrees_with_its_modules(fused: CausalModel) -> bool:
-    """Return True if the fused kernels compute what the model's own modules do, but for rounding.
+def matches_modules(fused: CausalModel) -> bool:
+    """Return True if the fused kernels and the model's own modules agree, but for rounding.
 
-    The last of the tokens are as far on as a text can come.
+    The last of the trial's tokens have the highest positions of the model.
     """
     tokens = torch.tensor(trial_tokens(fused.config, fused.shape), device=fused.device)
     positions = torch.arange(len(tokens), device=fused.device)
     positions[len(tokens) // 2 :] += fused.shape.max_length - len(tokens)
-    attention = _OneText(fused.traits)
-    return alike(*fused.logits_in_two_ways(tokens, positions, attention))
+    attention = _SingleSequenceAttention(fused.traits)
+    return is_close(*fused.fused_and_module_logits(tokens, positions, attention))
 
 
-# Tries, when a model is loaded, whether a token gets the same bits in batches of many sizes.
+# Batch invariance: a token must get the same bits in batches of many sizes.
 #
-# Our kernels add up in one order by design. Of torch's products, which take over where rows are
-# many, the order is torch's own: it is looked at on this GPU, with this model's weights.
+# The engine's kernels add up in one order by design. Torch's GEMMs, which take over for many rows,
+# have an order of their own, which is checked on this GPU, with this model's weights.
 
 
-_FEW = 64
-"""Rows of a small batch, which are computed with those of no other."""
-_MOST_LOGITS = 2112
-"""Rows of a batch up to which all logits are computed; of a larger one, those of 64 rows are."""
-_DIGESTED = 256
+_SMALL_BATCH_ROWS = 64
+"""Rows of a small batch, which is computed alone."""
+_MAX_ROWS_WITH_LOGITS = 2112
+"""Largest batch, in rows, whose logits are all computed; of a larger one, 64 rows are."""
+_DIGEST_ROWS = 256
 """Rows whose digests are computed at a time."""
-_ROWS = (
+_BATCH_SIZES = (
     1, 2, 16, 17, 33, *range(64, 577, 32), *range(65, 545, 96), 600, 700, 777,
     *range(640, 2049, 128), 1000, 1023, 1500,
 )  # fmt: skip
-"""Sizes at which products change over to other tiles or to torch's, and some between them."""
-_MOST_ROWS = 8192
+"""Batch sizes at which GEMMs change to other tiles or to torch's, and some in between."""
+_MAX_BATCH_ROWS = 8192
 
 
-class _TokensAlone(AttentionBackend):
-    """Lets every token see itself alone, so that no row depends on another; digests what it saw."""
+class _SelfAttentionOnly(AttentionBackend):
+    """Attention of every token to itself alone: rows are independent. It digests its inputs."""
 
     def __init__(self) -> None:
-        """Need no cache: nothing is kept."""
+        """Need no cache: nothing is stored."""
         self.path_counts = Counter()
         self.digests: list[Tensor] = []
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
-        """Do nothing: no batch says more than the tokens do."""
+        """Do nothing: the tokens say all that a batch would."""
 
-    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+    def store_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
         self.digests += [_digest(query), _digest(key), _digest(value)]
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
 
 @torch.inference_mode()
-def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
-    """Return True if rows have the bits that they have among few, in batches up to ``most_rows``.
+def is_batch_invariant(model: CausalModel, max_rows: int) -> bool:
+    """Return True if rows get the bits of a small batch in batches of up to ``max_rows`` rows.
 
-    Compared are the queries, keys and values of all rows in every layer, and the logits. The model
-    is one on fused kernels, which computes as it will then.
+    The queries, keys and values of all rows in every layer are compared, and the logits. The model
+    is one on fused kernels, in the state in which it will run.
     """
-    most = min(most_rows, _MOST_ROWS)
+    most = min(max_rows, _MAX_BATCH_ROWS)
     tokens = torch.arange(most, device=model.device) * 7 % model.shape.vocab_size
     parts = [
-        _digests(model, tokens, begin, min(begin + _FEW, most)) for begin in range(0, most, _FEW)
+        _digests(model, tokens, begin, min(begin + _SMALL_BATCH_ROWS, most))
+        for begin in range(0, most, _SMALL_BATCH_ROWS)
     ]
     inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))
-    for rows in sorted({size for size in _ROWS if size < most} | {most}):
+    for rows in sorted({size for size in _BATCH_SIZES if size < most} | {most}):
         last_rows = None
-        if rows > _MOST_LOGITS:
-            last_rows = torch.arange(_FEW, device=model.device) * rows // _FEW
+        if rows > _MAX_ROWS_WITH_LOGITS:
+            last_rows = (
+                torch.arange(_SMALL_BATCH_ROWS, device=model.device) * rows // _SMALL_BATCH_ROWS
+            )
         got_inner, got_logits = _digests(model, tokens, 0, rows, last_rows)
         if not torch.equal(got_inner, inner[:rows]):
             return False
@@ -116,16 +119,16 @@ def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
 def _digests(
     model: CausalModel, tokens: Tensor, begin: int, end: int, last_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Digest, for each of these tokens, what attention saw of it, and its logits."""
-    seen = _TokensAlone()
+    """Return a digest of each token's attention inputs and logits."""
+    attention = _SelfAttentionOnly()
     positions = torch.arange(begin, end, device=model.device) % model.shape.max_length
-    logits = model.logits(tokens[begin:end], positions, last_rows, seen)
-    return torch.stack(seen.digests, 1), _digest(logits)
+    logits = model.logits(tokens[begin:end], positions, last_rows, attention)
+    return torch.stack(attention.digests, 1), _digest(logits)
 
 
 def _digest(rows: Tensor) -> Tensor:
-    """Return a number for each row that another bit in it would change."""
+    """Return a number for each row that changes with any bit of it."""
     bits = rows.flatten(1).contiguous().view(torch.int16)
     odd = torch.arange(bits.shape[1], device=bits.device, dtype=torch.int32) * 40503 % 32768 | 1
-    parts = (bits[at : at + _DIGESTED] * odd for at in range(0, len(bits), _DIGESTED))
+    parts = (bits[at : at + _DIGEST_ROWS] * odd for at in range(0, len(bits), _DIGEST_ROWS))
     return torch.cat([part.sum(1, dtype=torch.int64) for part in parts])

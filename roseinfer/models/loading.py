@@ -1,4 +1,4 @@
-"""Loads a model onto a device, with its tokenizer and a KV cache."""
+"""Loading of a model onto a device, with its tokenizer and a KV cache."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roseinfer.attention.backend import find_backend
 from roseinfer.config import require_device, require_dtype
-from roseinfer.distributed.memory import open_exchange
+from roseinfer.distributed.peer_memory import open_exchange
 from roseinfer.distributed.sharding import shard
 from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
-from roseinfer.kernels.runtime import why_unusable
-from roseinfer.kv.groups import by_window
+from roseinfer.kernels.runtime import unusable_reason
+from roseinfer.kv.groups import group_layers_by_window
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel, compile_layers
-from roseinfer.models.checkpoint import fetch, load_tokenizer
+from roseinfer.models.checkpoint import load_checkpoint, load_tokenizer
 from roseinfer.models.families import fused_family
-from roseinfer.models.fused_checks import agrees_with_its_modules, same_bits_in_any_batch
+from roseinfer.models.fused_checks import is_batch_invariant, matches_modules
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.paths import EnginePath
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
     from roseinfer.distributed.ranks import Ranks
 
-# A language-model head that is wider than its vocabulary, where that makes it faster.
+# A language-model head that is wider than its vocabulary, where that is faster.
 
 
-_WIDTH = 64
-"""The outputs of a padded head are a multiple of this."""
-_NEEDED = 8
-"""8 outputs of two bytes are 16 bytes. Where rows of logits do not begin at a multiple of that,
-matrix products fall back to kernels several times slower."""
+_PADDED_MULTIPLE = 64
+"""Multiple to which the outputs of a padded head are rounded up."""
+_ALIGNED_OUTPUTS = 8
+"""Outputs of two bytes that fill 16 bytes.
+
+Where rows of logits are not aligned to that, GEMMs fall back to kernels several times slower.
+"""
 
 
 class PaddedHead(torch.nn.Module):
-    """Computes more outputs than the model has tokens, and returns those that it has."""
+    """A head that computes more outputs than the model has tokens, and returns the model's."""
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
         self._outputs = head.out_features
-        more = -self._outputs % _WIDTH
+        more = -self._outputs % _PADDED_MULTIPLE
         self._weight = pad(head.weight.detach(), (0, 0, 0, more))
         self._bias = None if head.bias is None else pad(head.bias.detach(), (0, more))
         # An embedding that is tied to the head stays in the same memory.
@@ -65,28 +67,28 @@ class PaddedHead(torch.nn.Module):
 
 
 def pad_head(model: Any) -> None:
-    """Give a transformers model a padded head if its vocabulary is of an odd size."""
+    """Give a transformers model a padded head if its vocabulary size is not aligned."""
     head = model.get_output_embeddings()
-    if isinstance(head, torch.nn.Linear) and head.out_features % _NEEDED:
+    if isinstance(head, torch.nn.Linear) and head.out_features % _ALIGNED_OUTPUTS:
         model.set_output_embeddings(PaddedHead(head))
 
 
 _LOG = logging.getLogger(__name__)
-_SHARE_OF_MEMORY = 0.85
-"""The cache takes this share of a GPU's free memory; activations need the rest."""
-_MOST_ON_CPU = 2 << 30
-"""Bytes of a cache in main memory, where no size was asked for."""
+_CACHE_MEMORY_FRACTION = 0.85
+"""Share of a GPU's free memory for the cache; activations need the rest."""
+_MAX_CPU_CACHE_BYTES = 2 << 30
+"""Bytes of a cache in main memory, without a configured size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """The parts that an engine is built from."""
 
     model: CausalModel
     kv: KVBlockManager
     tokenizer: Any
-    """None for a checkpoint without one: prompts are token ids then."""
-    end_tokens: frozenset[int]
+    """Tokenizer; None for a checkpoint without one, whose prompts are token ids."""
+    eos_token_ids: frozenset[int]
 
 
 def load(
@@ -97,15 +99,15 @@ def load(
     dtype: str | None = None,
     tokenizer: Any = None,
     ranks: Ranks | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already.
 
-    It may be a function as well that makes a model on the device that it is given. With ``ranks``,
-    only this one's share of it stays on its device.
+    It may also be a function that makes a model on the device it gets. With ``ranks``, only the
+    shard of this rank stays on its device.
     """
     where = ranks.device if ranks else resolve_device(device)
     wanted = resolve_dtype(dtype, where)
-    _refuse_unusable(config, where)
+    _check_device_support(config, where)
     if not isinstance(tokenizer, (PreTrainedTokenizerBase, NoneType)):
         raise ConfigError(
             f"tokenizer must be a tokenizer of transformers or None, not {tokenizer!r}: load one "
@@ -115,7 +117,7 @@ def load(
         model = model(where)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
-        network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer, ranks)
+        network, tokenizer = _load_network(os.fspath(model), where, wanted, tokenizer, ranks)
     elif isinstance(model, PreTrainedModel):
         if ranks:
             there = network.device if network.device == where else "cpu"
@@ -123,110 +125,112 @@ def load(
         network = network.to(where, wanted if dtype else None)
     else:
         raise ConfigError(
-            f"{model!r} is no model: it must be 'tiny', a directory, a hub id, or a transformers "
-            "model that is loaded already, or a function that makes one on a device"
+            f"{model!r} is not a model: it must be 'tiny', a directory, a hub id, or a "
+            "transformers model that is loaded already, or a function that makes one on a device"
         )
     try:
-        causal = _causal(network, config, ranks)
+        causal = _build_model(network, config, ranks)
     except UnsupportedModel as error:
         if network.get_output_embeddings() is not None:
             raise
         raise UnsupportedModel(
-            f"{type(network).__name__} has no head that says the next token: load the model by "
+            f"{type(network).__name__} has no language-model head: load the model by "
             "AutoModelForCausalLM"
         ) from error
-    return Loaded(causal, _cache(causal, config), tokenizer, _end_tokens(network, tokenizer))
+    return LoadedModel(
+        causal, _build_cache(causal, config), tokenizer, _eos_token_ids(network, tokenizer)
+    )
 
 
-def _refuse_unusable(config: EngineConfig, device: torch.device) -> None:
-    """Raise if a switch asks for what cannot run on the device."""
+def _check_device_support(config: EngineConfig, device: torch.device) -> None:
+    """Raise if an option needs something that cannot run on the device."""
     backend = config.attention_backend
-    asked = "paged_attention=True" if config.paged_attention else f"attention_backend={backend!r}"
-    if backend is not None and (reason := find_backend(backend).why_unusable(device)):
-        raise ConfigError(f"{asked}: {reason}")
-    if config.fused_model and (reason := why_unusable(device)):
+    option = "paged_attention=True" if config.paged_attention else f"attention_backend={backend!r}"
+    if backend is not None and (reason := find_backend(backend).unusable_reason(device)):
+        raise ConfigError(f"{option}: {reason}")
+    if config.fused_model and (reason := unusable_reason(device)):
         raise ConfigError(f"fused_model=True: {reason}")
     if config.cuda_graph and device.type != "cuda":
-        raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
+        raise ConfigError(f"cuda_graph=True: {device.type} has no CUDA graphs")
 
 
-def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalModel:
+def _build_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalModel:
     """Run the model on fused kernels if there are some for it, else on its own modules."""
-    if config.wants("fused_model", network.device.type) and (family := fused_family(network)):
+    if config.is_enabled("fused_model", network.device.type) and (family := fused_family(network)):
         if config.compile_layers:
             raise ConfigError(
-                f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
-                "nothing is left to compile: leave it off, or have fused_model=False too"
+                f"compile_layers: {type(network).__name__} runs on fused kernels, which "
+                "leave nothing to compile: leave it off, or set fused_model=False too"
             )
         fused = family(network, max_length=config.max_length, ranks=ranks)
-        if ranks and config.wants("exchange", ranks.device.type):
-            _open_exchange(fused, config, ranks)
-        if agrees_with_its_modules(fused):
-            _settle_batch_invariance(fused, config)
+        if ranks and config.is_enabled("exchange", ranks.device.type):
+            _open_all_reduce(fused, config, ranks)
+        if matches_modules(fused):
+            _decide_batch_invariance(fused, config)
             return fused
-        _leave_kernels(network, config)
+        _report_kernel_mismatch(network, config)
     why = (
-        f"{type(network).__name__} runs on its own modules here, whose matrix products are rounded "
-        "by the size of a batch: it takes a model with fused kernels, on a GPU"
+        f"{type(network).__name__} runs on its own modules here, whose GEMMs are rounded by the "
+        "batch size: use a model with fused kernels, on a GPU"
     )
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant=True: {why}")
-    if config.wants("pad_head", network.device.type) and ranks is None:
+    if config.is_enabled("pad_head", network.device.type) and ranks is None:
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length, ranks=ranks)
     if isinstance(network.get_output_embeddings(), PaddedHead):
-        causal.paths += (EnginePath.PADDED_HEAD,)
-    _note_batch_variance(causal, config, why)
+        causal.paths += (EnginePath.PADDED_LM_HEAD,)
+    _record_batch_variance(causal, config, why)
     if config.compile_layers:
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
     return causal
 
 
-def _open_exchange(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> None:
-    """Have the kernels of a model add up over ranks themselves, where the ranks share memory."""
+def _open_all_reduce(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> None:
+    """Let a model's kernels all-reduce themselves, where the ranks share memory."""
     fused.exchange = open_exchange(ranks, fused.config.hidden_size, fused.dtype)
     if fused.exchange is None:
         why = "ranks cannot write to each other's memory here"
         if config.exchange:
             raise ConfigError(f"exchange=True: {why}")
-        _LOG.warning("%s: they add up by messages, which takes longer", why)
+        _LOG.warning("%s: they all-reduce by messages, which takes longer", why)
 
 
-def _settle_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
-    """Have a model on fused kernels round alike in any batch, if that is wanted and it can."""
+def _decide_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
+    """Make a model on fused kernels batch invariant, if that is wanted and possible."""
     if config.batch_invariant is False:
-        _note_batch_variance(fused, config, "batch_invariant=False was chosen")
+        _record_batch_variance(fused, config, "batch_invariant=False was chosen")
         return
     why = ""
     if fused.device.type != "cuda" or fused.dtype is torch.float32:
-        why = "the kernels keep one order of adding up on a GPU, in float16 or bfloat16, alone"
+        why = "the kernels have one order of additions only on a GPU, in float16 or bfloat16"
     elif config.attention_backend not in (None, "triton"):
-        why = f"attention_backend={config.attention_backend!r} keeps no order of adding up"
+        why = f"attention_backend={config.attention_backend!r} has no fixed order of additions"
     else:
         fused.batch_invariant = True
         most = config.prefill_max_tokens + config.max_batch_size
-        if same_bits_in_any_batch(fused, most):
+        if is_batch_invariant(fused, most):
             return
         fused.batch_invariant = False
-        why = "matrix products of torch are rounded by the size of a batch on this GPU"
+        why = "torch's GEMMs are rounded by the batch size on this GPU"
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant=True: {why}")
-    _note_batch_variance(fused, config, why)
+    _record_batch_variance(fused, config, why)
 
 
-def _note_batch_variance(model: CausalModel, config: EngineConfig, why: str) -> None:
-    """Keep the reason why a model is not batch invariant; log it on a GPU, where it could be."""
+def _record_batch_variance(model: CausalModel, config: EngineConfig, why: str) -> None:
+    """Record why a model is not batch invariant; log it on a GPU, where it could be."""
     model.why_batch_variant = why
     if model.device.type == "cuda" and config.batch_invariant is None:
         _LOG.warning("%s: it is not batch invariant: %s", type(model).__name__, why)
 
 
-def _leave_kernels(network: Any, config: EngineConfig) -> None:
-    """Say why a model runs on its own modules, though there are fused kernels for its class."""
+def _report_kernel_mismatch(network: Any, config: EngineConfig) -> None:
+    """Report why a model runs on its own modules, though its class has fused kernels."""
     why = (
-        f"the fused kernels for {type(network).__name__} compute something else than its modules, "
-        "as they do where modules were replaced or wrapped"
+        f"the fused kernels for {type(network).__name__} differ from its modules, as they do "
+        "where modules were replaced or wrapped"
     )
     if config.fused_model:
         raise ConfigError(f"fused_model=True: {why}")
@@ -240,7 +244,7 @@ def resolve_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: torch sees no GPU here; device='cpu' works")
     if (device.index or 0) >= max(1, torch.cuda.device_count()):
-        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -253,13 +257,13 @@ def rank_device(name: str | None, rank: int, size: int) -> torch.device:
         raise ConfigError(f"device {name!r}: with tensor_parallel_size={size} it must be 'cuda'")
     if torch.cuda.device_count() < size:
         raise ConfigError(
-            f"tensor_parallel_size={size}: there are {torch.cuda.device_count()} GPUs"
+            f"tensor_parallel_size={size}: this machine has {torch.cuda.device_count()} GPUs"
         )
     return torch.device("cuda", rank)
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
-    """Return the dtype asked for, or else the checkpoint's on a GPU and fp32 on a CPU."""
+    """Return the configured dtype, or else the checkpoint's on a GPU and fp32 on a CPU."""
     if name is None:
         return "auto" if device.type == "cuda" else torch.float32
     require_dtype(name)
@@ -269,7 +273,7 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _network(
+def _load_network(
     name: str,
     device: torch.device,
     dtype: torch.dtype | str,
@@ -278,12 +282,12 @@ def _network(
 ) -> tuple[Any, Any]:
     if name == "tiny":
         tiny = tiny_gpt2()
-        network, found = tiny.model, tiny.tokenizer
+        network, own_tokenizer = tiny.model, tiny.tokenizer
         dtype = torch.float32 if isinstance(dtype, str) else dtype
         network = network.to(dtype)
     else:
         name = locate(name)
-        network, found = fetch(name, dtype), None
+        network, own_tokenizer = load_checkpoint(name, dtype), None
     if ranks:
         shard(network, ranks)
     try:
@@ -291,51 +295,51 @@ def _network(
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
     if tokenizer is None:
-        tokenizer = found or load_tokenizer(name)
+        tokenizer = own_tokenizer or load_tokenizer(name)
     return network, tokenizer
 
 
-def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every token that ends a text, by the model's configs or by its tokenizer."""
+def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the eos tokens by the model's configs and its tokenizer."""
     ends: set[int] = set()
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        listed = found if isinstance(found, (list, tuple)) else () if found is None else (found,)
+        value = getattr(source, "eos_token_id", None)
+        listed = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
         if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
             raise UnsupportedModel(
-                f"eos_token_id of the {type(source).__name__} is {found!r}: it must be a token id "
+                f"eos_token_id of the {type(source).__name__} is {value!r}: it must be a token id "
                 "or a list of them"
             )
         ends.update(listed)
     return frozenset(ends)
 
 
-def _windows(model: CausalModel, config: EngineConfig) -> list[int | None] | None:
-    """Return what each layer sees, if that matters to the cache.
+def _layer_windows(model: CausalModel, config: EngineConfig) -> list[int | None] | None:
+    """Return each layer's window, or None where windows do not matter to the cache.
 
-    Block lists of every layer are for those who look on: nothing is given back there.
+    With block lists for every layer, which are for inspection, no blocks are freed early.
     """
     windows = [layer.window for layer in model.traits]
     return windows if any(windows) and not config.per_layer_kv else None
 
 
-def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
+def _build_cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
     shape, device = model.shape, model.device
-    windows = _windows(model, config)
+    windows = _layer_windows(model, config)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
-    room = _MOST_ON_CPU
+    room = _MAX_CPU_CACHE_BYTES
     if device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_MEMORY)
+        room = int(torch.cuda.mem_get_info(device)[0] * _CACHE_MEMORY_FRACTION)
     most = min(config.max_batch_size * shape.max_length, room // token_bytes)
     tokens = config.kv_cache_tokens or most
     blocks = -(-tokens // config.block_size)
     if model.ranks:
-        blocks = model.ranks.least(blocks)
+        blocks = model.ranks.all_reduce_min(blocks)
     if blocks < 1:
         raise ConfigError(
-            f"there is no memory left on {device} for a KV cache: use a smaller model or dtype"
+            f"{device} has no memory left for a KV cache: use a smaller model or dtype"
         )
-    lists = len(by_window(windows)) if windows else 1
+    lists = len(group_layers_by_window(windows)) if windows else 1
     try:
         return KVBlockManager(
             shape.num_layers,
@@ -350,10 +354,10 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
             windows=windows,
         )
     except BadArgument as error:
-        taken = (blocks + 1) * config.block_size * token_bytes
+        cache_bytes = (blocks + 1) * config.block_size * token_bytes
         small = config.block_size <= tokens
-        fewer = f"ask for {'fewer kv_cache_tokens' if small else 'a smaller block_size'}"
+        fewer = f"set {'fewer kv_cache_tokens' if small else 'a smaller block_size'}"
         raise ConfigError(
             f"a KV cache of {blocks + 1} blocks of block_size={config.block_size} tokens takes "
-            f"{taken / 2**30:.1f} GiB, which {device} does not have: {fewer}"
+            f"{cache_bytes / 2**30:.1f} GiB, which {device} does not have: {fewer}"
         ) from error

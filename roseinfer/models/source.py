@@ -1,4 +1,4 @@
-"""Finds what a model's name stands for, without torch: a directory, the hub, or its local cache."""
+"""Resolution of a model's name to a directory, the hub or its local cache, without torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from roseinfer.errors import UnsupportedModel, did_you_mean
 
 _CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
-WHY_NO_ADAPTER = (
-    f"it holds an adapter ({ADAPTER}), which is not supported: merge the adapter into its model "
-    "and save that"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_UNSUPPORTED = (
+    f"it has an adapter ({ADAPTER_CONFIG}), which is not supported: merge the adapter into its "
+    "model and save that"
 )
-_PATIENCE_S = 2.0
-"""The hub connects within this time, and answers within as much, or cannot be reached."""
+_HUB_TIMEOUT_S = 2.0
+"""Seconds for the hub to connect, and as many to answer, before it counts as unreachable."""
 
 
 def locate(name: str) -> str:
@@ -26,11 +26,11 @@ def locate(name: str) -> str:
     if name == "tiny":
         return name
     if not name:
-        raise _refused(name, "it is no name: give a directory, a hub id, or 'tiny'")
+        raise _model_error(name, "it is not a name: give a directory, a hub id, or 'tiny'")
     if name.startswith("~"):
         name = str(Path(name).expanduser())
     if Path(name).is_file():
-        raise _refused(name, f"it is a file: give the directory, {str(Path(name).parent)!r}")
+        raise _model_error(name, f"it is a file: give the directory, {str(Path(name).parent)!r}")
     # No hub id begins like this or has more than two parts.
     if Path(name).is_dir() or name.startswith((".", "/")) or name.count("/") > 1:
         _require_checkpoint(name)
@@ -41,26 +41,26 @@ def locate(name: str) -> str:
 def _require_checkpoint(name: str) -> None:
     folder = Path(name)
     if not folder.is_dir():
-        raise _refused(name, f"there is no such directory{_beside(folder)}")
-    if (folder / ADAPTER).is_file():
-        raise _refused(name, WHY_NO_ADAPTER)
+        raise _model_error(name, f"there is no such directory{_suggest_directory(folder)}")
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise _model_error(name, ADAPTER_UNSUPPORTED)
     if not (folder / _CONFIG).is_file():
-        within = sorted(each for each in _folders(folder) if (each / _CONFIG).is_file())
-        alike = f"; did you mean {within[-1]}?" if within else ""
-        raise _refused(name, f"it holds no {_CONFIG}{alike}")
+        within = sorted(each for each in _subfolders(folder) if (each / _CONFIG).is_file())
+        suggestion = f"; did you mean {within[-1]}?" if within else ""
+        raise _model_error(name, f"it has no {_CONFIG}{suggestion}")
 
 
-def _refused(name: str, why: str) -> UnsupportedModel:
+def _model_error(name: str, why: str) -> UnsupportedModel:
     return UnsupportedModel(f"{name!r} cannot be loaded: {why}")
 
 
-def _beside(folder: Path) -> str:
-    """Return a question that names the directory there is under nearly this name, or nothing."""
-    names = [each.name for each in _folders(folder.parent)]
+def _suggest_directory(folder: Path) -> str:
+    """Return a question that names a directory with a similar name; empty without one."""
+    names = [each.name for each in _subfolders(folder.parent)]
     return did_you_mean(folder.name, names, str(folder).removesuffix(folder.name))
 
 
-def _folders(where: Path) -> list[Path]:
+def _subfolders(where: Path) -> list[Path]:
     try:
         return [each for each in where.iterdir() if each.is_dir()]
     except OSError:
@@ -73,26 +73,27 @@ def _from_hub(name: str) -> str:
     try:
         cached = try_to_load_from_cache(name, _CONFIG)
     except errors.HFValidationError:
-        why = f"there is no such directory, and the hub has no such names{_beside(Path(name))}"
-        raise _refused(name, why) from None
-    error = _ask_the_hub(name)
+        suggestion = _suggest_directory(Path(name))
+        why = f"there is no such directory, and the hub has no such names{suggestion}"
+        raise _model_error(name, why) from None
+    error = _query_hub(name)
     if error is None:
         return name
     if isinstance(cached, str):
         return str(Path(cached).parent)
     hub = f"the hub ({constants.ENDPOINT})"
     if isinstance(error, errors.RepositoryNotFoundError):
-        why = f"there is no such directory, and {hub} shows no model of that name"
+        why = f"there is no such directory, and {hub} has no model of that name"
     elif isinstance(error, errors.EntryNotFoundError):
-        why = f"on {hub} it holds no {_CONFIG}; an adapter must be merged into its model"
+        why = f"on {hub} it has no {_CONFIG}; an adapter must be merged into its model"
     else:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         why = f"it is not in the local cache, and {hub} cannot be reached: {reason}"
-    raise _refused(name, f"{why}{_beside(Path(name))}")
+    raise _model_error(name, f"{why}{_suggest_directory(Path(name))}")
 
 
-def _ask_the_hub(name: str) -> Exception | None:
-    """Ask once whether the hub has the model's config; return the error if that fails."""
+def _query_hub(name: str) -> Exception | None:
+    """Query the hub once for the model's config; return the error if that fails."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(name, _CONFIG)
@@ -100,8 +101,8 @@ def _ask_the_hub(name: str) -> Exception | None:
 
     def ask() -> None:
         try:
-            get_hf_file_metadata(url, timeout=_PATIENCE_S)
-        except Exception as error:  # of the HTTP library, which is not the same in all versions
+            get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
+        except Exception as error:  # of the HTTP library, which differs between versions
             answers.append(error)
         else:
             answers.append(None)
@@ -109,5 +110,5 @@ def _ask_the_hub(name: str) -> Exception | None:
     # Looking up an address has no time limit of its own, and may take as long as the rest.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(3 * _PATIENCE_S)
+    thread.join(3 * _HUB_TIMEOUT_S)
     return answers[0] if answers else TimeoutError("no answer came")

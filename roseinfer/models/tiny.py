@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SEED = 20
-_CHAT = """\
+_CHAT_TEMPLATE = """\
 {% if tools %}{{ "tools: " + tools | tojson + "\n" }}{% endif %}
 {% for message in messages %}
 {% set calls = message.tool_calls | tojson if message.tool_calls else "" %}
 {{ message.role }}: {{ message.content }}{{ calls }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 END = 256
-"""The token after those of the 256 bytes: the end of a text."""
+"""End-of-text token, after those of the 256 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ def _tiny_network() -> PreTrainedModel:
         n_head=4,
         bos_token_id=END,
         eos_token_id=END,
-        # Tied, the likeliest next token would mostly be the last one again.
+        # With tied weights, the argmax would mostly be the last token again.
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):  # leaves torch's own random state as it was
+    with torch.random.fork_rng(devices=[]):  # keeps torch's own random state
         model: PreTrainedModel = GPT2LMHeadModel(config)
     draw_weights(model, _SEED)
     return model.eval().requires_grad_(False)
@@ -71,7 +71,7 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=_CHAT,
+        chat_template=_CHAT_TEMPLATE,
         bos_token="<|endoftext|>",
         eos_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
@@ -80,10 +80,10 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, seed: int, *, head: float = 5.0) -> None:
-    """Draw weights so large that attention is sharp and the logits lie far apart.
+    """Draw large weights: attention is sharp, and the logits are far apart.
 
-    With the weights that training starts from, all tokens are about as likely: rounding decides.
-    Logits of a ``head`` that is no embedding are about so large.
+    With the weights that training starts from, all tokens are about equally probable: rounding
+    decides. ``head`` is about the size of the logits, of a head that is not tied to the embedding.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():

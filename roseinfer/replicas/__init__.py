@@ -1,1 +1,1 @@
-"""Several replicas of the server on Ray Serve: ``roseinfer serve --replicas N``."""
+"""Replicas of the server on Ray Serve: ``roseinfer serve --replicas N``."""

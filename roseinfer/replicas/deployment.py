@@ -1,4 +1,4 @@
-"""Replicas as processes of Ray's: started, called and ended."""
+"""Deployment of replicas as Ray processes: start, calls and shutdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,126 +15,87 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import LoggingConfig
 
-from roseinfer.config import prefer_variables
-from roseinfer.engine_client.protocol import keep_loaded
+from roseinfer.config import set_default_environment
+from roseinfer.engine_client.protocol import freeze_gc
 from roseinfer.errors import ConfigError, RoseinferError
-from roseinfer.progress import say
+from roseinfer.progress import print_status
 from roseinfer.replicas.front import ReplicaLost, is_last
-from roseinfer.server.access_log import NOTE, Note
+from roseinfer.server.access_log import REQUEST_LOG_KEY, RequestLogEntry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from starlette.types import Message
 
-    from roseinfer.config import ServerConfig
-    from roseinfer.replicas.front import Asked
+    from roseinfer.replicas.front import ForwardedRequest
+    from roseinfer.replicas.spec import ReplicaSpec
     from roseinfer.server.service import Service
 
-# What every replica is made of, as plain values that go from process to process.
-
-
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """A model, how it is run, and how it is served."""
-
-    model: str
-    device: str | None
-    dtype: str | None
-    engine_config: dict[str, Any]
-    config: ServerConfig
-    chat_template: str | None
-
-    def __post_init__(self) -> None:
-        if self.device is not None and ":" in self.device:
-            raise ConfigError(
-                f"--device {self.device} names one GPU, and each replica gets one of its own: "
-                "--device cuda"
-            )
-
-        if self.engine_config.get("tensor_parallel_size", 1) != 1:
-            raise ConfigError(
-                "--replicas and --tensor-parallel-size do not go together: a replica has one GPU"
-            )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.config.served_model_name or (self.model,)
-
-    def gpus_wanted(self, there: int) -> int:
-        """Return how many GPUs each replica asks for, of which so many are there for all."""
-        if self.device == "cpu" or (self.device is None and not there):
-            return 0
-        wanted = self.config.replicas or 1
-        if there < wanted:
-            raise ConfigError(
-                f"--replicas {wanted} needs a GPU for each, and {there} are there: fewer replicas, "
-                "or --device cpu"
-            )
-        return 1
-
-
-# One replica: the same application as without Ray, in a process of its own.
+# One replica: the server's application in a process of its own.
 
 
 class Replica:
-    """Ray makes one in each process, and calls its methods there."""
+    """Replica, which Ray creates and calls in a process of its own."""
 
-    def __init__(self, deployed: Deployed) -> None:
+    def __init__(self, spec: ReplicaSpec) -> None:
         from ray import serve
 
         self._problem: str | None = None
         self._ending = False
         number = serve.get_replica_context().rank.rank
-        say(f"replica {number}: loading {deployed.model}")
+        print_status(f"replica {number}: loading {spec.model}")
         try:
-            self._service = _service(deployed, number)
-        except RoseinferError as error:  # Ray would try again, and say so at length
+            self._service = _service(spec, number)
+        except RoseinferError as error:  # raising it would make Ray retry, with long log messages
             self._problem = str(error)
             return
-        from roseinfer.server.app import application
+        from roseinfer.server.app import build_app
 
-        self._app = application(self._service)
-        keep_loaded()
+        self._app = build_app(self._service)
+        freeze_gc()
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
-        """Yield what the application sends, as much at a time as there is.
+    async def answer(
+        self, request: ForwardedRequest
+    ) -> AsyncGenerator[list[Message] | RequestLogEntry, None]:
+        """Yield the application's messages, as many at a time as available.
 
-        Its note comes before the last of it: a client that has all may leave at once.
+        The log entry is yielded before the last messages: after them, the client may disconnect.
         """
-        left = asyncio.Event()
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        disconnected = asyncio.Event()
+        queue: asyncio.Queue[Message | None] = asyncio.Queue()
         first: list[Message] = [
-            {"type": "http.request", "body": asked.body, "more_body": False},
+            {"type": "http.request", "body": request.body, "more_body": False},
         ]
 
         async def receive() -> Message:
             if first:
                 return first.pop()
-            await left.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
-        note = Note(asked.id)
-        answering = asyncio.ensure_future(self._app(asked.scope | {NOTE: note}, receive, sent.put))
-        answering.add_done_callback(lambda _: sent.put_nowait(None))
+        log_entry = RequestLogEntry(request.id)
+        answering = asyncio.ensure_future(
+            self._app(request.scope | {REQUEST_LOG_KEY: log_entry}, receive, queue.put)
+        )
+        answering.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while True:
-                messages = [await sent.get()]
-                while not sent.empty():
-                    messages.append(sent.get_nowait())
-                found = [message for message in messages if message is not None]
-                if len(found) < len(messages) or is_last(found):
+                messages = [await queue.get()]
+                while not queue.empty():
+                    messages.append(queue.get_nowait())
+                sent = [message for message in messages if message is not None]
+                if len(sent) < len(messages) or is_last(sent):
                     await answering
-                    yield note
-                    yield found
+                    yield log_entry
+                    yield sent
                     return
-                yield found
+                yield sent
         finally:
-            left.set()  # which cancels the texts, if it has not ended
+            disconnected.set()  # cancels the completions that have not ended
             await answering
 
-    def what_is_wrong(self) -> str | None:
-        """Return why nothing can be served here, if nothing can."""
+    def load_error(self) -> str | None:
+        """Return the error that prevented loading the model; None if it is loaded."""
         return self._problem
 
     def metrics(self) -> bytes:
@@ -146,56 +107,56 @@ class Replica:
     def can_chat(self) -> bool:
         return self._service.prompts.can_chat
 
-    def cut(self) -> None:
-        """End the texts that are left with an error."""
+    def abort(self) -> None:
+        """Fail the open completions."""
         self._ending = True
-        self._service.cut()
+        self._service.abort()
 
     def check_health(self) -> None:
-        """Raise where the engine has stopped. Ray then puts another replica in this one's place."""
+        """Raise if the engine has stopped; Ray then replaces this replica."""
         if self._problem is None and not (self._ending or self._service.alive):
             raise RuntimeError("the engine has stopped")
 
 
-def _service(deployed: Deployed, number: int) -> Service:
-    # Here, since the process that starts replicas has no use for torch.
-    from roseinfer.engine_client.in_process import InProcess
+def _service(spec: ReplicaSpec, number: int) -> Service:
+    # Imported here: the process that starts replicas does not need torch.
+    from roseinfer.engine_client.in_process import InProcessClient
     from roseinfer.llm import LLM
     from roseinfer.server.service import Service
 
-    llm = LLM(
-        deployed.model, device=deployed.device, dtype=deployed.dtype, **deployed.engine_config
-    )
-    # The line of a request is written by the process that listens.
-    config = replace(deployed.config, access_log=False)
-    return Service(InProcess(llm), deployed.names, config, deployed.chat_template, number)
+    llm = LLM(spec.model, device=spec.device, dtype=spec.dtype, **spec.engine_config)
+    # The front process writes the access log.
+    config = replace(spec.config, access_log=False)
+    return Service(InProcessClient(llm), spec.names, config, spec.chat_template, number)
 
 
 _NAME = "roseinfer"
 _NO_LIMIT = 1 << 30
-"""Ray queues nothing: a replica knows best what it has room for."""
+"""Requests that Ray sends to a replica at a time: unlimited, as replicas have their own limits."""
 _STORE_BYTES = 100 << 20
-"""Messages are small, and hardly any is kept in Ray's store."""
-_LOST = (RayActorError, DeploymentUnavailableError)
-_ASKED_S = 5
-"""So long a replica may take to say something of itself."""
+"""Bytes of Ray's object store: messages are small, and hardly any is stored."""
+_LOST_ERRORS = (RayActorError, DeploymentUnavailableError)
+_CALL_TIMEOUT_S = 5
+"""Seconds that a replica may take to answer a call about its state."""
 
 
 class Deployment:
-    """The replicas that run, by what Ray calls them with."""
+    """Running replicas, called through Ray's handle."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
-        """Have one of them answer. This raises ``ReplicaLost`` where that one ends first."""
-        parts = self._handle.options(stream=True).answer.remote(asked)
+    async def answer(
+        self, request: ForwardedRequest
+    ) -> AsyncGenerator[list[Message] | RequestLogEntry, None]:
+        """Forward a request to a replica; raise ``ReplicaLost`` if it ends before its response."""
+        parts = self._handle.options(stream=True).answer.remote(request)
         ended = False
         try:
             async for part in parts:
                 yield part
             ended = True
-        except _LOST:
+        except _LOST_ERRORS:
             ended = True
             raise ReplicaLost from None
         finally:
@@ -209,32 +170,32 @@ class Deployment:
         return any(await self._all("ready"))
 
     def can_chat(self) -> bool:
-        said: bool = self._handle.can_chat.remote().result()
-        return said
+        result: bool = self._handle.can_chat.remote().result()
+        return result
 
-    def cut(self) -> None:
-        self._handle.broadcast("cut").results(timeout_s=_ASKED_S)
+    def abort(self) -> None:
+        self._handle.broadcast("abort").results(timeout_s=_CALL_TIMEOUT_S)
 
     async def _all(self, method: str) -> list[Any]:
-        """Return what all say that are there."""
+        """Call a method of all replicas, and return their results; empty if one was lost."""
         try:
-            found: list[Any] = await self._handle.broadcast(method).results_async(
-                timeout_s=_ASKED_S
+            results: list[Any] = await self._handle.broadcast(method).results_async(
+                timeout_s=_CALL_TIMEOUT_S
             )
-        except _LOST:
+        except _LOST_ERRORS:
             return []
-        return found
+        return results
 
 
 @contextmanager
-def running(deployed: Deployed) -> Iterator[Deployment]:
-    """Start Ray on this machine and replicas in it, and end them all with the block."""
-    count = deployed.config.replicas or 1
+def run_replicas(spec: ReplicaSpec) -> Iterator[Deployment]:
+    """Start Ray and the replicas on this machine; shut them down after the block."""
+    count = spec.config.replicas or 1
     cores = os.cpu_count() or 1
-    prefer_variables(
+    set_default_environment(
         {
-            "RAY_USAGE_STATS_ENABLED": "0",  # Ray tells nobody what runs here
-            "OMP_NUM_THREADS": str(max(1, cores // count)),  # else Ray leaves each one thread
+            "RAY_USAGE_STATS_ENABLED": "0",  # Ray sends no usage statistics
+            "OMP_NUM_THREADS": str(max(1, cores // count)),  # Ray's default is 1
         }
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -245,23 +206,23 @@ def running(deployed: Deployed) -> Iterator[Deployment]:
         logging_level=logging.ERROR,
     )
     try:
-        handle = _deploy(deployed, count)
-        for wrong in handle.broadcast("what_is_wrong").results():
-            if wrong is not None:
-                raise ConfigError(wrong)
+        handle = _deploy(spec, count)
+        for load_error in handle.broadcast("load_error").results():
+            if load_error is not None:
+                raise ConfigError(load_error)
         yield Deployment(handle)
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-def _deploy(deployed: Deployed, count: int) -> Any:
-    gpus = deployed.gpus_wanted(int(ray.cluster_resources().get("GPU", 0)))
+def _deploy(spec: ReplicaSpec, count: int) -> Any:
+    gpus = spec.gpus_per_replica(int(ray.cluster_resources().get("GPU", 0)))
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(proxy_location="Disabled", logging_config=quiet)
     deployment = serve.deployment(Replica).options(
         num_replicas=count,
-        # No share of the cores, so that there may be more replicas than those.
+        # No CPU per replica, so that there can be more replicas than CPU cores.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         max_ongoing_requests=_NO_LIMIT,
         max_constructor_retry_count=1,
@@ -270,8 +231,6 @@ def _deploy(deployed: Deployed, count: int) -> Any:
         health_check_period_s=2,
     )
     try:
-        return serve.run(
-            deployment.bind(deployed), name=_NAME, route_prefix=None, logging_config=quiet
-        )
+        return serve.run(deployment.bind(spec), name=_NAME, route_prefix=None, logging_config=quiet)
     except RuntimeError as error:
-        raise ConfigError(f"no replica could be started: {error}") from None
+        raise ConfigError(f"--replicas {count}: cannot start the replicas: {error}") from None

@@ -1,4 +1,4 @@
-"""The application of the process that listens: it hands each request to a replica."""
+"""Front process of the replicas: a proxy that forwards each request to one of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from roseinfer.server.access_log import AccessLog, Note, noted, write_line
-from roseinfer.server.app import refuse
-from roseinfer.server.auth import Admission, Gatekeeper
-from roseinfer.server.refusals import LATER, Refused
-from roseinfer.server.streaming import event, unless_gone
+from roseinfer.server.access_log import AccessLog, RequestLogEntry, log_entry_of, write_line
+from roseinfer.server.api_errors import RETRY_AFTER_HEADERS, ApiError
+from roseinfer.server.app import handle_api_error
+from roseinfer.server.auth import Admission, AuthMiddleware
+from roseinfer.server.streaming import cancel_on_disconnect, event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -27,87 +27,103 @@ if TYPE_CHECKING:
 
     from roseinfer.config import ServerConfig
 
-# A request as it goes to a replica, and what is told of one that a replica lost.
+# Forwarded requests, and the error of a lost replica.
 
 
-_KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
-"""What a replica gets of a scope. The rest belongs to the process that listens."""
+_FORWARDED_SCOPE_KEYS = (
+    "type",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+)
+"""Keys of a scope that are forwarded. All others belong to the front process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One HTTP request: all of it, since nothing is handed on before its body was read."""
+class ForwardedRequest:
+    """Complete HTTP request: it is forwarded after its body was read."""
 
     id: str
     scope: dict[str, Any] = field(repr=False)
     body: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, name: str, scope: Scope, body: bytes) -> Asked:
-        return cls(name, {key: scope[key] for key in _KEPT if key in scope}, body)
+    def of(cls, name: str, scope: Scope, body: bytes) -> ForwardedRequest:
+        return cls(name, {key: scope[key] for key in _FORWARDED_SCOPE_KEYS if key in scope}, body)
 
 
 def is_last(messages: Sequence[Message]) -> bool:
-    """Return whether an answer ends with these."""
+    """Return True if a response ends with these messages."""
     if not messages:
         return False
     last = messages[-1]
     return bool(last["type"] == "http.response.body" and not last.get("more_body", False))
 
 
-class ReplicaLost(Refused):
-    """A replica ended with a request in it, or none is there to take one."""
+class ReplicaLost(ApiError):
+    """Error of a request whose replica ended, or for which no replica is running."""
 
     def __init__(self) -> None:
-        why = "the replica that had this request has ended: ask again, and another will take it"
-        super().__init__(503, why, code="replica_lost", headers=LATER)
+        why = "the replica of this request has ended; try again, and another replica will answer"
+        super().__init__(503, why, code="replica_lost", headers=RETRY_AFTER_HEADERS)
 
 
-# The metrics of all replicas as one page, on which each is told by its label ``engine``.
+# Metrics of all replicas on one page, where the label ``engine`` is the replica's number.
 
 
-_OWN = "engine="
-"""What every number of a replica's has for a label; those of its process have none."""
+_REPLICA_LABEL = "engine="
+"""Label of all metrics of a replica; metrics of its process do not have it, and are left out."""
 
 
-def one_page(pages: Iterable[bytes]) -> bytes:
-    """Return pages in Prometheus' format as one: what a name means is said once, before all."""
-    meant: dict[str, list[str]] = {}
-    numbers: dict[str, list[str]] = {}
+def merge_metrics_pages(pages: Iterable[bytes]) -> bytes:
+    """Merge pages in Prometheus' format into one, with one description of each metric."""
+    descriptions: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for page in pages:
         name = ""
         for line in page.decode().splitlines():
             if line.startswith("# HELP "):
                 name = line.split(" ", 3)[2]
-                meant[name], numbers[name] = [line], numbers.get(name, [])
+                descriptions[name], values[name] = [line], values.get(name, [])
             elif line.startswith("# "):
-                meant[name].append(line)
-            elif _OWN in line:
-                numbers[name].append(line)
-    lines = (line for name in meant if numbers[name] for line in (*meant[name], *numbers[name]))
+                descriptions[name].append(line)
+            elif _REPLICA_LABEL in line:
+                values[name].append(line)
+    lines = (
+        line
+        for name in descriptions
+        if values[name]
+        for line in (*descriptions[name], *values[name])
+    )
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 _NO_LIMIT = 1 << 62
-"""Each replica has its own limit, and says so when it is reached."""
+"""Open requests of the front process: unlimited, as each replica has its own limit."""
 
 
 class Replicas(Protocol):
-    """All that serve."""
+    """Running replicas."""
 
-    def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
-        """Have one of them answer. This raises ``ReplicaLost`` where that one ends first."""
+    def answer(
+        self, request: ForwardedRequest
+    ) -> AsyncGenerator[list[Message] | RequestLogEntry, None]:
+        """Forward a request to a replica; raise ``ReplicaLost`` if it ends before its response."""
 
     async def metrics(self) -> list[bytes]: ...
 
     async def ready(self) -> bool:
-        """Say whether any of them takes requests."""
+        """Return True if any replica accepts requests."""
 
-    def cut(self) -> None: ...
+    def abort(self) -> None: ...
 
 
-class Front:
-    """What the process that listens has for a service."""
+class ReplicaProxy:
+    """Service and application of the front process."""
 
     def __init__(
         self,
@@ -123,21 +139,21 @@ class Front:
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
-                Route("/{path:path}", _Handed(replicas, self.admission)),
+                Route("/{path:path}", _ForwardingEndpoint(replicas, self.admission)),
             ],
             middleware=[
                 Middleware(AccessLog, write if config.access_log else None),
-                Middleware(Gatekeeper, config),
+                Middleware(AuthMiddleware, config),
             ],
-            exception_handlers={Refused: refuse, HTTPException: refuse},
+            exception_handlers={ApiError: handle_api_error, HTTPException: handle_api_error},
         )
 
-    def cut(self) -> None:
-        """End the texts that are left with an error."""
-        self._replicas.cut()
+    def abort(self) -> None:
+        """Fail the open completions."""
+        self._replicas.abort()
 
     async def _health(self, _: Request) -> Response:
-        """Answer. Replicas that stop are replaced without anybody's help."""
+        """Report liveness, always: Ray replaces replicas that stop."""
         return JSONResponse({"alive": True})
 
     async def _ready(self, _: Request) -> Response:
@@ -146,11 +162,11 @@ class Front:
 
     async def _metrics(self, _: Request) -> Response:
         pages = await self._replicas.metrics()
-        return Response(one_page(pages), media_type=CONTENT_TYPE_LATEST)
+        return Response(merge_metrics_pages(pages), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Handed:
-    """Hands requests on, and says so in words where a replica ends in the middle of one."""
+class _ForwardingEndpoint:
+    """Endpoint that forwards requests, and sends an error if a replica ends during one."""
 
     def __init__(self, replicas: Replicas, admission: Admission) -> None:
         self._replicas = replicas
@@ -158,33 +174,35 @@ class _Handed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
-        asked = Asked.of(noted(scope).id, scope, body)
+        request = ForwardedRequest.of(log_entry_of(scope).id, scope, body)
         with self._admission.admit(1):
-            await unless_gone(receive, self._answer(asked, noted(scope), send))
+            await cancel_on_disconnect(receive, self._answer(request, log_entry_of(scope), send))
 
-    async def _answer(self, asked: Asked, note: Note, send: Send) -> None:
-        sending = _Sending(send)
+    async def _answer(
+        self, request: ForwardedRequest, log_entry: RequestLogEntry, send: Send
+    ) -> None:
+        sender = _ResponseSender(send)
         last: list[Message] = []
-        async with aclosing(self._replicas.answer(asked)) as answer:
+        async with aclosing(self._replicas.answer(request)) as response:
             try:
-                async for part in answer:
-                    if isinstance(part, Note):
-                        note.usage, note.error = part.usage, part.error
+                async for part in response:
+                    if isinstance(part, RequestLogEntry):
+                        log_entry.usage, log_entry.error = part.usage, part.error
                     elif is_last(part):
                         last = part
                     else:
-                        await sending.send(part)
-            except ReplicaLost as lost:
-                if not sending.begun:
+                        await sender.send(part)
+            except ReplicaLost as error:
+                if not sender.begun:
                     raise
-                note.error = type(lost).__name__
-                await sending.break_off(lost)
+                log_entry.error = type(error).__name__
+                await sender.send_error(error)
                 return
-        await sending.send(last)  # now, since nothing is left to do when the client has it
+        await sender.send(last)  # after all other work, as the client may disconnect then
 
 
-class _Sending:
-    """An answer on its way to a client."""
+class _ResponseSender:
+    """Sender of a replica's response to the client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -199,19 +217,22 @@ class _Sending:
             else:
                 await self._send(message)
 
-    async def break_off(self, lost: ReplicaLost) -> None:
-        """Say so where that can be read. There is no proper end, so it is not taken for whole."""
+    async def send_error(self, lost: ReplicaLost) -> None:
+        """Send the error if the response is a stream of events.
+
+        The response gets no end, so that clients see that it is incomplete.
+        """
         if self._streams:
             error = event(lost.body, "error")
             await self._send({"type": "http.response.body", "body": error, "more_body": True})
 
 
 def _without_id(start: Message) -> Message:
-    """Return the message without the header that is put on every answer here."""
+    """Return the message without the request id, which the front process adds itself."""
     headers = [each for each in start["headers"] if each[0] != b"x-request-id"]
     return {**start, "headers": headers}
 
 
 def _streams(start: Message) -> bool:
-    kinds = [value for name, value in start["headers"] if name == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in kinds)
+    content_types = [value for name, value in start["headers"] if name == b"content-type"]
+    return any(content_type.startswith(b"text/event-stream") for content_type in content_types)

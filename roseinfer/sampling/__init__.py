@@ -1,1 +1,1 @@
-"""Choosing next tokens on the device."""
+"""Sampling of next tokens on the device."""

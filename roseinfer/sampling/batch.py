@@ -1,8 +1,8 @@
-"""The parameters of a step's requests as columns, and the choice of their next tokens.
+"""Sampling parameters of a batch as columns, and sampling of its next tokens.
 
-A choice is the argmax of logit plus Gumbel noise, which samples exactly from the distribution. The
-noise of a token is a hash of the request's seed, the position and the token, so a request draws
-the same whatever it is batched with.
+A token is sampled as the argmax of logit plus Gumbel noise, which is exact. The noise of a token is
+a hash of the request's seed, the position and the token, so a request samples the same tokens
+whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The parameters of some requests as columns on the device, one row each."""
+    """Sampling parameters of requests as columns on the device, one row each."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -31,23 +31,25 @@ class SamplingBatch:
     min_p: torch.Tensor
     seeds: torch.Tensor
     greedy: bool
-    """True if every row takes its most likely token: nothing has to be sorted or drawn."""
+    """True if every row takes its argmax: no sorting or sampling is needed."""
     penalties: Penalties | None
-    """None where nobody has one."""
+    """Penalties; None where no request has any."""
 
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
     ) -> SamplingBatch:
-        """Build the columns. ``seeds[i]`` is request ``i``'s own, or drawn for it.
+        """Build the columns. ``seeds[i]`` is the seed of request ``i``, its own or a drawn one.
 
-        The host does not wait for the device: the step in front may still run there.
+        The host does not wait for the device, which may still run the previous step.
         """
-        bring = transfers.Transfers(torch.device(device)).bring
+        upload_columns = transfers.Transfers(torch.device(device)).upload_columns
         floats = [(each.temperature, each.top_p, each.min_p) for each in params]
         whole = [(each.top_k, signed64(seed)) for each, seed in zip(params, seeds, strict=True)]
-        temperature, top_p, min_p = bring([*zip(*floats, strict=True)], torch.float32)[:, :, None]
-        top_k, own_seeds = bring([*zip(*whole, strict=True)], torch.int64)[:, :, None]
+        temperature, top_p, min_p = upload_columns([*zip(*floats, strict=True)], torch.float32)[
+            :, :, None
+        ]
+        top_k, own_seeds = upload_columns([*zip(*whole, strict=True)], torch.int64)[:, :, None]
         return cls(
             temperature=temperature,
             top_k=top_k,
@@ -58,41 +60,43 @@ class SamplingBatch:
             penalties=Penalties.of(params, device),
         )
 
-    def choose(
+    def sample_tokens(
         self,
         logits: torch.Tensor,
         positions: torch.Tensor,
-        tally: torch.Tensor | None = None,
+        row_token_counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the next token for every row of ``[requests, vocab]`` logits.
 
-        ``positions`` are those of the new tokens. Only penalties need the ``tally``, ``[requests,
-        vocab]`` of int32: how often a request has generated each token, and 2**30 more if its
+        ``positions`` are those of the new tokens. Only penalties need ``row_token_counts``, int32
+        ``[requests, vocab]``: how often a request has generated each token, plus 2**30 if its
         prompt has it.
         """
-        logits = self._penalise(logits.float(), tally)
-        likeliest = logits.argmax(-1)
+        logits = self._penalise(logits.float(), row_token_counts)
+        argmax = logits.argmax(-1)
         if self.greedy:
-            return likeliest
+            return argmax
         kept, order = self._sorted_logits(logits)
         noise = gumbel_noise(self.seeds, positions[:, None], order)
         drawn = order.gather(-1, (kept + noise).argmax(-1, keepdim=True))[:, 0]
-        return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
+        return torch.where(self.temperature[:, 0] == 0, argmax, drawn)
 
     def probabilities(
-        self, logits: torch.Tensor, tally: torch.Tensor | None = None
+        self, logits: torch.Tensor, row_token_counts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
-        logits = self._penalise(logits.float(), tally)
+        """Return the probabilities by which ``sample_tokens`` samples; exactly 0 if excluded."""
+        logits = self._penalise(logits.float(), row_token_counts)
         kept, order = self._sorted_logits(logits)
         drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
         certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.temperature == 0, certain, drawn)
 
-    def _penalise(self, logits: torch.Tensor, tally: torch.Tensor | None) -> torch.Tensor:
-        if self.penalties is None or tally is None:
+    def _penalise(
+        self, logits: torch.Tensor, row_token_counts: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.penalties is None or row_token_counts is None:
             return logits
-        return self.penalties.apply(logits, tally)
+        return self.penalties.apply(logits, row_token_counts)
 
     def _sorted_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sorted_logits(logits, self.temperature, self.top_k, self.top_p, self.min_p)

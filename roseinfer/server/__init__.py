@@ -1,1 +1,1 @@
-"""An HTTP server that speaks as OpenAI's does, over one engine: ``roseinfer serve``."""
+"""OpenAI-compatible HTTP server over one engine: ``roseinfer serve``."""

@@ -1,4 +1,4 @@
-"""One line of JSON for each HTTP request: what was asked and how it ended, but no prompt."""
+"""Access log: one line of JSON per HTTP request, with its outcome but without its prompt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from roseinfer.errors import RoseinferError
-from roseinfer.progress import let_go_of_the_result, say
-from roseinfer.server.refusals import Refused, refusal_of
-from roseinfer.server.streaming import ClientGone
+from roseinfer.progress import discard_stdout, print_status
+from roseinfer.server.api_errors import ApiError, to_api_error
+from roseinfer.server.streaming import ClientDisconnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,59 +22,59 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from roseinfer.server.generation import Usage
-    from roseinfer.server.metrics import HttpCounts
+    from roseinfer.server.metrics import HttpMetrics
 
-NOTE = "roseinfer.note"
-"""What a scope calls its note. Who hands a request on may have begun one."""
-_CLIENT_LEFT = 499
-"""As nginx writes where a client left before it had an answer."""
+REQUEST_LOG_KEY = "roseinfer.note"
+"""Scope key of a request's log entry. A proxying application may have set it already."""
+_CLIENT_CLOSED_REQUEST = 499
+"""Status that nginx logs for a client that disconnected before its response."""
 
 
 @dataclass(slots=True)
-class Note:
-    """What is known of a request when it ends."""
+class RequestLogEntry:
+    """Data of a request for its log line, complete when the request ends."""
 
     id: str
-    status: int = _CLIENT_LEFT
+    status: int = _CLIENT_CLOSED_REQUEST
     usage: Usage | None = None
-    left: bool = False
+    client_disconnected: bool = False
     error: str | None = None
 
 
-def noted(scope: Scope) -> Note:
-    note: Note = scope[NOTE]
-    return note
+def log_entry_of(scope: Scope) -> RequestLogEntry:
+    entry: RequestLogEntry = scope[REQUEST_LOG_KEY]
+    return entry
 
 
-def note_error(scope: Scope, error: Exception) -> None:
-    """Have the line say that a request failed. Where nobody expected that, say where, too.
+def log_error(scope: Scope, error: Exception) -> None:
+    """Record an error in a request's log entry; print the traceback if it is unexpected.
 
-    The message of such an error is left out: a prompt may be in it.
+    The message of an unexpected error is left out: it may contain a prompt.
     """
-    note = noted(scope)
-    note.error = type(error).__name__
-    if not isinstance(error, (RoseinferError, Refused)):
-        where = "".join(traceback.format_tb(error.__traceback__))
-        print(f"{note.id}: {note.error}\n{where}", file=sys.stderr, flush=True)
+    entry = log_entry_of(scope)
+    entry.error = type(error).__name__
+    if not isinstance(error, (RoseinferError, ApiError)):
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        print(f"{entry.id}: {entry.error}\n{frames}", file=sys.stderr, flush=True)
 
 
 def write_line(line: str) -> None:
-    """Print a line, as long as somebody takes it: requests are answered all the same."""
+    """Print a line to stdout; stop printing, but not serving, once stdout is closed."""
     try:
         print(line, flush=True)
     except OSError as error:
-        let_go_of_the_result()
-        say(f"no more lines of requests are printed: {error.strerror}")
+        discard_stdout()
+        print_status(f"access log: stdout failed ({error.strerror}); requests are not logged")
 
 
 class AccessLog:
-    """Stands before everything else, so that it sees whatever is answered."""
+    """Outermost middleware, which logs and counts every response."""
 
     def __init__(
         self,
         app: ASGIApp,
         write: Callable[[str], None] | None,
-        counts: HttpCounts | None = None,
+        counts: HttpMetrics | None = None,
     ) -> None:
         self._app = app
         self._write = write
@@ -84,56 +84,61 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note: Note = scope.setdefault(NOTE, Note(f"req-{uuid4().hex}"))
-        begun = time.perf_counter()
+        entry: RequestLogEntry = scope.setdefault(
+            REQUEST_LOG_KEY, RequestLogEntry(f"req-{uuid4().hex}")
+        )
+        start = time.perf_counter()
 
-        async def send_noted(message: Message) -> None:
+        async def send_logged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                note.status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", note.id.encode())]
+                entry.status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", entry.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
         try:
-            await self._answer(scope, receive, send_noted, note)
+            await self._answer(scope, receive, send_logged, entry)
         finally:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             if self._counts is not None:
-                self._counts.add(scope["path"], scope["method"], note.status, seconds)
+                self._counts.add(scope["path"], scope["method"], entry.status, seconds)
             if self._write is not None:
-                self._write(_line(scope, note, seconds))
+                self._write(_line(scope, entry, seconds))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, note: Note) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry
+    ) -> None:
         try:
             await self._app(scope, receive, send)
-        except ClientGone:
-            note.left = True
+        except ClientDisconnected:
+            entry.client_disconnected = True
         except Exception as error:
-            note_error(scope, error)
-            if note.status == _CLIENT_LEFT:  # else half of an answer is out, and is broken off
-                await refusal_of(error).response()(scope, receive, send)
+            log_error(scope, error)
+            # Once the response has started, it can only be cut off.
+            if entry.status == _CLIENT_CLOSED_REQUEST:
+                await to_api_error(error).response()(scope, receive, send)
 
 
-def _line(scope: Scope, note: Note, seconds: float) -> str:
+def _line(scope: Scope, entry: RequestLogEntry, seconds: float) -> str:
     client = scope.get("client")
-    said: dict[str, Any] = {
+    record: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "id": note.id,
+        "id": entry.id,
         "client": client[0] if client else None,
         "method": scope["method"],
         "path": scope["path"],
-        "status": note.status,
+        "status": entry.status,
         "seconds": round(seconds, 4),
     }
-    if note.usage is not None:
-        used = note.usage
-        said |= {
-            "prompt_tokens": used.prompt_tokens,
-            "cached_tokens": used.cached_tokens,
-            "completion_tokens": used.completion_tokens,
+    if entry.usage is not None:
+        usage = entry.usage
+        record |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
         }
-    if note.left:
-        said["left"] = True
-    if note.error is not None:
-        said["error"] = note.error
-    return json.dumps(said)
+    if entry.client_disconnected:
+        record["client_disconnected"] = True
+    if entry.error is not None:
+        record["error"] = entry.error
+    return json.dumps(record)

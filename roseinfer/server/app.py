@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and what stands before them."""
+"""ASGI application: routes, middleware and the page at ``/``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from starlette.routing import Route
 
 from roseinfer import __version__
 from roseinfer.errors import RoseinferError
-from roseinfer.server.access_log import AccessLog, note_error, noted, write_line
-from roseinfer.server.auth import Gatekeeper
-from roseinfer.server.refusals import Refused, refusal_of
+from roseinfer.server.access_log import AccessLog, log_entry_of, log_error, write_line
+from roseinfer.server.api_errors import ApiError, to_api_error
+from roseinfer.server.auth import AuthMiddleware
 from roseinfer.server.schemas.chat import ChatBody, ChatCompletion
 from roseinfer.server.schemas.completions import Completion, CompletionBody
 from roseinfer.server.schemas.openapi import openapi
-from roseinfer.server.schemas.responses import ResponseAnswer, ResponseBody
+from roseinfer.server.schemas.responses import ResponseBody, ResponseObject
 from roseinfer.server.schemas.validation import BodyType, read_body
-from roseinfer.server.streaming import send_events, send_json, unless_gone
+from roseinfer.server.streaming import cancel_on_disconnect, send_events, send_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -38,74 +38,74 @@ if TYPE_CHECKING:
     from roseinfer.server.generation import Generation
     from roseinfer.server.service import Service
 
-# The endpoints that generate: a body comes in, and an answer goes out, whole or as a stream.
+# Endpoints that generate: responses are complete JSON or streams of events.
 
 
-class Answer(Protocol):
-    """What is told of a generation."""
+class ApiResponse(Protocol):
+    """Response made from a generation: complete, or as a stream."""
 
-    async def whole(self) -> list[bytes]:
-        """Return all of it as JSON, in parts."""
+    async def json_parts(self) -> list[bytes]:
+        """Return the complete response as JSON, in parts."""
 
     def events(self) -> AsyncGenerator[bytes, None]: ...
 
-    def failed(self, error: Exception) -> bytes:
-        """Return the last events of a stream that breaks off."""
+    def error_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
 
 
 class Endpoint(Generic[BodyType]):
-    """An endpoint, by the kind of its body and what makes answers of generations."""
+    """Endpoint defined by its body class and the function that makes responses of generations."""
 
     def __init__(
         self,
         service: Service,
         kind: type[BodyType],
-        answer: Callable[[BodyType, Generation], Awaitable[Answer]],
+        answer: Callable[[BodyType, Generation], Awaitable[ApiResponse]],
     ) -> None:
         self._service = service
-        self._kind = kind
-        self._answer = answer
+        self._body_type = kind
+        self._new_response = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.perf_counter()
-        body = read_body(self._kind, await _json_of(Request(scope, receive)))
+        received_at = time.perf_counter()
+        body = read_body(self._body_type, await _read_json_body(Request(scope, receive)))
         service = self._service
         service.require_model(body.model)
-        with service.admission.admit(body.num_texts):
-            answer = await unless_gone(receive, self._begin(scope, body, began))
+        with service.admission.admit(body.num_completions):
+            response = await cancel_on_disconnect(receive, self._begin(scope, body, received_at))
             if body.stream:
 
-                def failed(error: Exception) -> bytes:
-                    note_error(scope, error)
-                    return answer.failed(error)
+                def error_events(error: Exception) -> bytes:
+                    log_error(scope, error)
+                    return response.error_events(error)
 
-                await send_events(receive, send, answer.events(), failed)
+                await send_events(receive, send, response.events(), error_events)
             else:
-                await unless_gone(receive, _send_whole(send, answer))
+                await cancel_on_disconnect(receive, _send_complete(send, response))
 
-    async def _begin(self, scope: Scope, body: BodyType, began: float) -> Answer:
-        """Read the prompts, and return what will be told of their texts."""
-        guide = await self._service.guide_of(body)
-        prompts = await body.prompts(self._service.prompts)
-        generation = self._service.generation(body, prompts, guide, began)
-        noted(scope).usage = generation.usage
-        return await self._answer(body, generation)
-
-
-async def _send_whole(send: Send, answer: Answer) -> None:
-    await send_json(send, await answer.whole())
+    async def _begin(self, scope: Scope, body: BodyType, received_at: float) -> ApiResponse:
+        """Encode the prompts, and return the response of their generation."""
+        guide = await self._service.prepare_guide(body)
+        prompts = await body.encode_prompts(self._service.prompts)
+        generation = self._service.generation(body, prompts, guide, received_at)
+        log_entry_of(scope).usage = generation.usage
+        return await self._new_response(body, generation)
 
 
-async def _json_of(request: Request) -> bytes:
-    """Return the body. A page of another site can have a browser send anything but JSON here."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        why = "the body must be JSON, and say so: content-type: application/json"
-        raise Refused(415, why, code="unsupported_media_type")
+async def _send_complete(send: Send, response: ApiResponse) -> None:
+    await send_json(send, await response.json_parts())
+
+
+async def _read_json_body(request: Request) -> bytes:
+    """Return the body; require JSON, which no cross-site page can make a browser send here."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        why = "the body must be JSON; send the header Content-Type: application/json"
+        raise ApiError(415, why, code="unsupported_media_type")
     return await request.body()
 
 
-# The page at ``/``: one types a prompt, and watches tokens come and the cache fill.
+# The page at ``/``: generates from a typed prompt, and shows the use of the KV cache.
 
 
 _HEADERS = {
@@ -118,51 +118,55 @@ _HEADERS = {
 
 
 @cache
-def _source() -> str:
+def _page_source() -> str:
     return files("roseinfer.server").joinpath("page.html").read_text(encoding="utf-8")
 
 
 async def page(service: Service, _: Request) -> Response:
-    known = {
+    settings = {
         "model": service.names[0],
         "chat": service.prompts.can_chat,
         "key": service.config.api_key is not None,
     }
-    said = json.dumps(known).replace("<", "\\u003c")
-    return HTMLResponse(_source().replace("{{server}}", said), headers=_HEADERS)
+    encoded = json.dumps(settings).replace("<", "\\u003c")
+    return HTMLResponse(_page_source().replace("{{server}}", encoded), headers=_HEADERS)
 
 
-_WHY = {
-    404: "there is nothing at this path: GET /openapi.json says what there is",
-    405: "this path takes another method",
+_ROUTING_ERROR_MESSAGES = {
+    404: "unknown path; GET /openapi.json lists the paths of this server",
+    405: "method not allowed for this path; GET /openapi.json lists the methods",
 }
 
 
-def application(service: Service, write: Callable[[str], None] = write_line) -> Starlette:
-    """Return what a server runs. ``write`` takes the lines of the access log."""
+def build_app(service: Service, write: Callable[[str], None] = write_line) -> Starlette:
+    """Build the application of a service. ``write`` writes a line of the access log."""
     config = service.config
     app = Starlette(
         routes=_routes(service),
         middleware=[
             Middleware(AccessLog, write if config.access_log else None, service.http_counts),
-            Middleware(Gatekeeper, config),
+            Middleware(AuthMiddleware, config),
         ],
-        exception_handlers={Refused: refuse, HTTPException: refuse, RoseinferError: refuse},
-        lifespan=partial(_serving, service),
+        exception_handlers={
+            ApiError: handle_api_error,
+            HTTPException: handle_api_error,
+            RoseinferError: handle_api_error,
+        },
+        lifespan=partial(_lifespan, service),
     )
     app.router.redirect_slashes = False  # a redirect would go to whatever host a client names
     return app
 
 
 @asynccontextmanager
-async def _serving(service: Service, _: Starlette) -> AsyncIterator[None]:
-    await service.served.open()
+async def _lifespan(service: Service, _: Starlette) -> AsyncIterator[None]:
+    await service.engine_client.open()
     yield
     await asyncio.to_thread(service.close)
 
 
 def _routes(service: Service) -> list[Route]:
-    looks = {
+    get_routes = {
         "/": page,
         "/health": _health,
         "/ready": _ready,
@@ -174,49 +178,52 @@ def _routes(service: Service) -> list[Route]:
     }
 
     async def completion(body: CompletionBody, generation: Generation) -> Completion:
-        echoed = await body.echoed(service.prompts)
+        echoed = await body.echoed_prompts(service.prompts)
         return Completion(body, generation, service.token_texts, echoed)
 
     async def chat(body: ChatBody, generation: Generation) -> ChatCompletion:
         return ChatCompletion(body, generation, service.token_texts)
 
-    async def response(body: ResponseBody, generation: Generation) -> ResponseAnswer:
-        return ResponseAnswer(body, generation)
+    async def response(body: ResponseBody, generation: Generation) -> ResponseObject:
+        return ResponseObject(body, generation)
 
-    asks: dict[str, ASGIApp] = {
+    post_routes: dict[str, ASGIApp] = {
         "/v1/completions": Endpoint(service, CompletionBody, completion),
         "/v1/chat/completions": Endpoint(service, ChatBody, chat),
         "/v1/responses": Endpoint(service, ResponseBody, response),
     }
-    return [  # the first that fits is taken
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in asks.items()),
-        *(Route(path, partial(look, service), methods=["GET"]) for path, look in looks.items()),
+    return [  # the first match wins
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post_routes.items()),
+        *(
+            Route(path, partial(handler, service), methods=["GET"])
+            for path, handler in get_routes.items()
+        ),
     ]
 
 
-async def refuse(request: Request, error: Exception) -> Response:
-    refused = refusal_of(error)
-    if refused.status >= 500:
-        note_error(request.scope, error)
-    if isinstance(error, HTTPException):  # Starlette's words are those of the status alone
-        why = _WHY.get(refused.status, str(refused))
-        if refused.status == 404 and request.scope["path"].endswith("/"):
-            why += ", and no path ends with a slash"
-        refused = Refused(refused.status, why, headers=refused.headers)
-    return refused.response()
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    api_error = to_api_error(error)
+    if api_error.status >= 500:
+        log_error(request.scope, error)
+    if isinstance(error, HTTPException):  # Starlette's message is only the name of the status
+        why = _ROUTING_ERROR_MESSAGES.get(api_error.status, str(api_error))
+        if api_error.status == 404 and request.scope["path"].endswith("/"):
+            why += "; none of them ends with a slash"
+        api_error = ApiError(api_error.status, why, headers=api_error.headers)
+    return api_error.response()
 
 
 async def _health(service: Service, _: Request) -> Response:
-    """Say whether the engine runs: where it has stopped, only a new server helps."""
-    return _state("alive", service.dead)
+    """Report liveness: once the engine has stopped, only a restart of the server helps."""
+    return _probe_response("alive", service.stopped_reason)
 
 
 async def _ready(service: Service, _: Request) -> Response:
-    """Say whether requests are taken."""
-    return _state("ready", service.unready)
+    """Report readiness: status 200 while requests are accepted, else 503."""
+    return _probe_response("ready", service.unready)
 
 
-def _state(name: str, why_not: str | None) -> Response:
+def _probe_response(name: str, why_not: str | None) -> Response:
     if why_not is None:
         return JSONResponse({name: True})
     return JSONResponse({name: False, "reason": why_not}, 503)

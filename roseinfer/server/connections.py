@@ -1,4 +1,4 @@
-"""Connections: how many there are, and how large and slow a request may be before it is read."""
+"""Connection limits: number of connections, size of request heads, and timeouts of slow clients."""
 
 from __future__ import annotations
 
@@ -11,79 +11,79 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from roseinfer.progress import say
-from roseinfer.server.auth import REFUSAL
-from roseinfer.server.refusals import LATER, Refused
+from roseinfer.progress import print_status
+from roseinfer.server.api_errors import RETRY_AFTER_HEADERS, ApiError
+from roseinfer.server.auth import EARLY_ERROR_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp
 
-_PIECE = 16 << 10
-"""Bytes that are parsed before one looks at the limits."""
-_MOST_PIPELINED = 16
-"""Requests of a connection that may wait for the answer to an earlier one."""
-_LONGEST_PATH = 200
-"""Characters of the path that the access log has of a request whose head was not complete."""
+_PARSE_CHUNK_BYTES = 16 << 10
+"""Bytes parsed between two checks of the limits."""
+_MAX_PIPELINED = 16
+"""Pipelined requests per connection, at most: they wait for the response to an earlier one."""
+_MAX_LOGGED_PATH = 200
+"""Characters of the path that are logged for a request whose head was incomplete."""
 _LOG_EVERY_S = 10.0
-_MOST_FILES = 1 << 16
-_OTHER_FILES = 128
-"""Files that a server may have open beside its connections."""
-MOST_BACKLOG = 2048
-_MOST_CONNECTIONS = 8192
-_FEWEST_CONNECTIONS = 8
+_MAX_OPEN_FILES = 1 << 16
+_RESERVED_FILES = 128
+"""Open files reserved for anything but connections."""
+MAX_BACKLOG = 2048
+_MAX_CONNECTIONS = 8192
+_MIN_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Resources that clients may take before a request is read, or without reading its answer."""
+class ConnectionLimits:
+    """Limits on clients that send no complete request, or do not read their response."""
 
-    connections: int = _MOST_CONNECTIONS
-    backlog: int = MOST_BACKLOG
-    """Connections that the system has ready to be accepted."""
+    connections: int = _MAX_CONNECTIONS
+    backlog: int = MAX_BACKLOG
+    """Connections that the operating system queues until they are accepted."""
     headers: int = 100
     head_bytes: int = 64 << 10
-    """Bytes of a request's first line and headers."""
+    """Bytes of a request's head: its first line and headers."""
     all_head_bytes: int = 64 << 20
-    """Bytes of all heads that are not complete."""
+    """Bytes of all incomplete heads together."""
     head_seconds: float = 30.0
-    """Seconds from the beginning of a connection, or the last answer, to a complete head."""
-    dropped_bytes: int = 64 << 20
-    """Bytes of a body that are read after the answer, and dropped."""
-    dropping_seconds: float = 5.0
-    """Seconds for which they are, where the answer ends the connection."""
+    """Seconds from the start of a connection, or its last response, to a complete head."""
+    max_discarded_bytes: int = 64 << 20
+    """Bytes of a body that are read and discarded after the response."""
+    discard_seconds: float = 5.0
+    """Seconds for which a body is discarded if the response ends the connection."""
     stalled_seconds: float = 120.0
-    """Seconds in which a client may take nothing of what is sent to it."""
+    """Seconds in which a client may read nothing of its response."""
 
     @classmethod
-    def of_files(cls, files: int) -> Limits:
-        """Return the limits of a process that may have so many files open."""
-        backlog = min(MOST_BACKLOG, max(files // 8, 1))
-        most = min(_MOST_CONNECTIONS, files - backlog - _OTHER_FILES)
-        return cls(connections=max(most, _FEWEST_CONNECTIONS), backlog=backlog)
+    def for_open_files(cls, files: int) -> ConnectionLimits:
+        """Return the limits for a process that may have ``files`` open files."""
+        backlog = min(MAX_BACKLOG, max(files // 8, 1))
+        connections = min(_MAX_CONNECTIONS, files - backlog - _RESERVED_FILES)
+        return cls(connections=max(connections, _MIN_CONNECTIONS), backlog=backlog)
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may, within reason, and return the number."""
+    """Raise this process's limit of open files, to 65,536 at most, and return the limit."""
     try:
         import resource
     except ImportError:  # on Windows, sockets are not files
-        return _MOST_FILES
+        return _MAX_OPEN_FILES
     soft, hard = (
-        _MOST_FILES if limit == resource.RLIM_INFINITY else limit
+        _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    most = max(soft, min(hard, _MOST_FILES))
-    if most > soft:
+    limit = max(soft, min(hard, _MAX_OPEN_FILES))
+    if limit > soft:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         )
-    return most
+    return limit
 
 
-def _files_run_out() -> bool:
-    """Return True where no file can be opened. The event loop says nothing of connections then."""
+def _out_of_files() -> bool:
+    """Return True if no file can be opened. The event loop reports no new connections then."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -93,55 +93,55 @@ def _files_run_out() -> bool:
 
 @dataclass(slots=True)
 class Connections:
-    """All connections of a server, and what they take together."""
+    """All connections of a server, and the resources that they take together."""
 
-    limits: Limits = field(default_factory=Limits)
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     head_bytes: int = 0
-    """Bytes of heads that are not complete."""
+    """Bytes of incomplete heads."""
     idle: dict[Connection, None] = field(default_factory=dict)
-    """Connections without a request whose head is complete, those first that are so longest."""
+    """Connections without a request whose head is complete; longest idle first."""
     _logged: float = float("-inf")
 
     def make_room(self, count: int) -> bool:
-        """Close an idle connection where ``count`` are too many; return False if all are busy."""
+        """Close an idle connection if ``count`` are too many; return False if all are busy."""
         if count <= self.limits.connections:
             return True
         for oldest in self.idle:
             oldest.drop()
             return True
-        self._say(
-            f"all {self.limits.connections} connections are busy, and new ones get 503: a higher "
-            "limit of open files (ulimit -n) may allow more"
+        self._log(
+            f"all {self.limits.connections} connections are busy, new ones get 503; raise the "
+            "limit of open files (ulimit -n) for more"
         )
         return False
 
-    def _say(self, what: str) -> None:
-        """Write a line of the log, if the last one was long enough ago."""
+    def _log(self, message: str) -> None:
+        """Print a log line, unless the last one was less than 10 s ago."""
         now = time.monotonic()
         if now - self._logged >= _LOG_EVERY_S:
             self._logged = now
-            say(f"roseinfer serve: {what}")
+            print_status(f"roseinfer serve: {message}")
 
-    def look(self, connections: Iterable[object]) -> None:
-        """End the connections whose clients are too slow, and some idle ones if files run out."""
+    def close_expired(self, connections: Iterable[object]) -> None:
+        """Close connections of slow clients, and some idle ones if no file can be opened."""
         now = time.monotonic()
         for each in list(connections):
             if isinstance(each, Connection):
-                each.look(now)
-        if _files_run_out():
-            self._say(
-                "all files that may be open are, and connections are closed: a higher limit "
-                "(ulimit -n) allows more"
+                each.close_expired(now)
+        if _out_of_files():
+            self._log(
+                "limit of open files reached, idle connections are closed; raise the limit "
+                "(ulimit -n) for more"
             )
-            for oldest in list(self.idle)[:_OTHER_FILES]:
+            for oldest in list(self.idle)[:_RESERVED_FILES]:
                 oldest.drop()
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection. Requests beyond the limits are refused before the application runs.
+    """Connection of a client, which refuses requests beyond the limits.
 
-    A request that is refused gets an answer from the application all the same, as its gatekeeper
-    makes it of ``REFUSAL``: so it has an id, and a line in the access log.
+    The application still answers a refused request: its auth middleware responds with the error
+    under ``EARLY_ERROR_KEY``. So the request has an id, and a line in the access log.
     """
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
@@ -149,28 +149,28 @@ class Connection(HttpToolsProtocol):
         self._all = connections
         self._limits = connections.limits
         self._running: RequestResponseCycle | None = None
-        """The newest request that was handed to the application; others may be pipelined."""
-        self._since = self._moved = time.monotonic()
-        """Times since which a head is awaited, and when bytes were last taken by the client."""
-        self._taken = 0
+        """Newest request that the application runs; later ones may be pipelined."""
+        self._since = self._last_write_progress = time.monotonic()
+        """Monotonic times: start of the wait for a head, and last progress of client reads."""
+        self._bytes_sent = 0
         self._in_head = self._in_body = False
         self._head_bytes = self._pending_bytes = 0
-        """Bytes of the present head that are parsed, and of all of it while it is incomplete."""
+        """Bytes of the current head: parsed ones, and received ones while it is incomplete."""
         self._dropped = 0
-        self._problem: Refused | None = None
-        self._broken = False
+        self._problem: ApiError | None = None
+        self._rejected = False
 
-    # ------------------------------------------------------------------------ the connection
+    # Start and end of the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        wire = _Wire(transport, self._end)
+        wire = _ClosingTransport(transport, self._end)
         super().connection_made(cast("asyncio.Transport", wire))
         self._wire = wire
         if self._all.make_room(len(self.connections)):
             self._all.idle[self] = None
         else:
-            why = "too many connections are open: try again later"
-            self._refuse(Refused(503, why, code="overloaded", headers=LATER))
+            why = "too many connections are open; try again later"
+            self._refuse(ApiError(503, why, code="overloaded", headers=RETRY_AFTER_HEADERS))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.idle.pop(self, None)
@@ -181,7 +181,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def drop(self) -> None:
-        """Close the connection without another word."""
+        """Close the connection without a response."""
         self._all.idle.pop(self, None)
         self._wire.ending = True
         self._wire.transport.close()
@@ -192,28 +192,28 @@ class Connection(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    def look(self, now: float) -> None:
-        """End the connection if the client is too slow."""
-        waiting = self._wire.transport.get_write_buffer_size()
-        taken = self._wire.written - waiting
-        if not waiting or taken > self._taken:
-            self._taken, self._moved = taken, now
-        elif now - self._moved > self._limits.stalled_seconds:
+    def close_expired(self, now: float) -> None:
+        """Close the connection if the client is too slow."""
+        unsent = self._wire.transport.get_write_buffer_size()
+        bytes_sent = self._wire.written - unsent
+        if not unsent or bytes_sent > self._bytes_sent:
+            self._bytes_sent, self._last_write_progress = bytes_sent, now
+        elif now - self._last_write_progress > self._limits.stalled_seconds:
             self._wire.transport.abort()
             return
         if self._wire.ending:
-            if now - self._since > self._limits.dropping_seconds:
+            if now - self._since > self._limits.discard_seconds:
                 self._wire.transport.close()
         elif not self._busy and now - self._since > self._limits.head_seconds:
             if self._in_head:
-                why = f"the request had no end of its headers after {self._limits.head_seconds:g} s"
-                self._refuse(Refused(408, why, code="request_timeout"))
+                why = f"headers incomplete after {self._limits.head_seconds:g} s; send them faster"
+                self._refuse(ApiError(408, why, code="request_timeout"))
             else:
                 self.drop()
 
     @property
     def _busy(self) -> bool:
-        """True while an answer is due."""
+        """True while a response is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
@@ -222,38 +222,38 @@ class Connection(HttpToolsProtocol):
         self._all.idle[self] = None
 
     def _end(self) -> None:
-        """Close the connection once the client has had time to read the answer.
+        """Close the connection once the client has had time to read the response.
 
-        A connection that is closed while something comes is reset, and then a client that reads
-        only when it has written everything sees no answer at all.
+        A connection that is closed while data arrives is reset, and then a client that reads only
+        after it has written everything gets no response at all.
         """
-        if self._in_body or self._broken:
+        if self._in_body or self._rejected:
             self.flow.resume_reading()
             self._wire.transport.write_eof()
             self._await_head()
         else:
             self._wire.transport.close()
 
-    # ---------------------------------------------------------------------------- what comes
+    # Incoming data
 
     def data_received(self, data: bytes) -> None:
-        for at in range(0, len(data), _PIECE):
-            if self._broken or self._wire.ending:
+        for at in range(0, len(data), _PARSE_CHUNK_BYTES):
+            if self._rejected or self._wire.ending:
                 self._drop_bytes(len(data) - at)
                 return
-            piece = data[at : at + _PIECE]
+            piece = data[at : at + _PARSE_CHUNK_BYTES]
             super().data_received(piece)
-            if self._in_head and not self._broken:
+            if self._in_head and not self._rejected:
                 self._count_pending(len(piece))
 
     def _count_pending(self, count: int) -> None:
         self._pending_bytes += count
         self._all.head_bytes += count
-        if self._pending_bytes > self._limits.head_bytes + _PIECE:
+        if self._pending_bytes > self._limits.head_bytes + _PARSE_CHUNK_BYTES:
             self._refuse(self._too_large())
         elif self._all.head_bytes > self._limits.all_head_bytes:
-            why = "the server has too many requests that are not complete: try again later"
-            self._refuse(Refused(503, why, code="overloaded", headers=LATER))
+            why = "the server is receiving too many request heads; try again later"
+            self._refuse(ApiError(503, why, code="overloaded", headers=RETRY_AFTER_HEADERS))
 
     def _forget_head(self) -> None:
         self._all.head_bytes -= self._pending_bytes
@@ -262,16 +262,16 @@ class Connection(HttpToolsProtocol):
 
     def _drop_bytes(self, count: int) -> None:
         self._dropped += count
-        if self._dropped > self._limits.dropped_bytes:
+        if self._dropped > self._limits.max_discarded_bytes:
             self.drop()
 
-    def _too_large(self) -> Refused:
+    def _too_large(self) -> ApiError:
         limits = self._limits
         why = (
-            f"the request has more than {limits.headers} headers or {limits.head_bytes} bytes of "
-            "them, which is the most that this server takes"
+            f"the headers are too large; this server's limits are {limits.headers} headers and "
+            f"{limits.head_bytes} bytes"
         )
-        return Refused(431, why, code="headers_too_large")
+        return ApiError(431, why, code="headers_too_large")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or one that comes after a body in chunks."""
+        """Count a header, or a trailer of a chunked body."""
         self._count_head(len(name) + len(value) + len(b": \r\n"))
         if len(self.headers) == self._limits.headers:
             self._refuse_head()
@@ -297,16 +297,16 @@ class Connection(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         self._problem = self._too_large()
-        raise _Stopped
+        raise _ParserAborted
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) == _MOST_PIPELINED:
-            raise _Stopped
+        if len(self.pipeline) == _MAX_PIPELINED:
+            raise _ParserAborted
         super().on_headers_complete()
         self._forget_head()
         self._in_body, self._dropped = True, 0
         self._all.idle.pop(self, None)
-        if self.expect_100_continue:  # what follows may be the body, or not
+        if self.expect_100_continue:  # the next bytes may be the body, or another request
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -318,7 +318,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_body = False
 
-    # ------------------------------------------------------------------------ what is answered
+    # Responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
@@ -330,16 +330,17 @@ class Connection(HttpToolsProtocol):
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Refuse a request that the parser did not take. uvicorn calls this."""
-        why = "the request is malformed: its first line, headers and body must be those of HTTP/1.1"
-        self._refuse(self._problem or Refused(400, why, code="invalid_http"))
+        """Refuse a request that the parser failed at; uvicorn calls this."""
+        why = "malformed request; send a first line, headers and a body as in HTTP/1.1"
+        self._refuse(self._problem or ApiError(400, why, code="invalid_http"))
 
-    def _refuse(self, refused: Refused) -> None:
-        """Answer the request that comes in with a refusal, and end the connection.
+    def _refuse(self, error: ApiError) -> None:
+        """Answer the incoming request with an error, and close the connection.
 
-        Where an earlier one is still answered, the connection ends when it is.
+        If an earlier request is still being answered, close it after that response, without one
+        for this request.
         """
-        self._broken = True
+        self._rejected = True
         self._all.idle.pop(self, None)
         running = self._running
         if running is not None and not running.response_complete:
@@ -347,18 +348,20 @@ class Connection(HttpToolsProtocol):
                 running.keep_alive = False
                 return
             _disconnect(running)
-        elif self._in_body:  # of a request that has its answer
+        elif self._in_body:  # of a request whose response is complete
             self.drop()
             return
-        if not self._in_head:  # nothing came, or what came is forsaken
+        if not self._in_head:  # nothing was received, or it was discarded
             super().on_message_begin()
         self._forget_head()
         self._in_body = False
-        path = self.url.partition(b"?")[0][:_LONGEST_PATH].decode("latin-1")
+        path = self.url.partition(b"?")[0][:_MAX_LOGGED_PATH].decode("latin-1")
         method = self.parser.get_method().decode() if path else "-"
-        known = {"method": method, "path": path, "raw_path": b"", "query_string": b""}
+        request_line = {"method": method, "path": path, "raw_path": b"", "query_string": b""}
         self.cycle = RequestResponseCycle(
-            scope=cast("Any", {**self.scope, **known, "headers": [], REFUSAL: refused}),
+            scope=cast(
+                "Any", {**self.scope, **request_line, "headers": [], EARLY_ERROR_KEY: error}
+            ),
             transport=self.transport,
             flow=self.flow,
             logger=self.logger,
@@ -373,21 +376,21 @@ class Connection(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, self.app)
 
 
-class _Stopped(Exception):
-    """Ends the parser, which then fails as at a request that it cannot read."""
+class _ParserAborted(Exception):
+    """Error raised in callbacks to make the parser fail as at a malformed request."""
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Let a request end as if its client had left."""
+    """End a request as if its client had disconnected."""
     cycle.disconnected = True
     cycle.message_event.set()
 
 
-class _Wire:
-    """The transport of a connection, as requests have it."""
+class _ClosingTransport:
+    """Transport of a connection, whose ``close`` may be delayed."""
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
-        """``end`` closes it, now or later."""
+        """Wrap a transport; ``close`` calls ``end``, which closes it now or later."""
         self.transport = transport
         self.ending = False
         self.written = 0

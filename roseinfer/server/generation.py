@@ -1,4 +1,4 @@
-"""The one way from prompts to texts: choices that are generated together, piece by piece."""
+"""Generation of all choices of one HTTP request, as a stream of deltas."""
 
 from __future__ import annotations
 
@@ -8,251 +8,269 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roseinfer.server.metrics import Ended
+from roseinfer.server.metrics import FinishedCompletion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from roseinfer.engine_client.protocol import Likeliest, Part, ServedEngine, Start, Texts
+    from roseinfer.engine_client.protocol import (
+        EngineClient,
+        OutputDelta,
+        PrefillStats,
+        RequestGroup,
+        TopLogprobs,
+    )
     from roseinfer.sampling_params import SamplingParams
-    from roseinfer.server.metrics import TextCounts
+    from roseinfer.server.metrics import CompletionMetrics
     from roseinfer.server.prompts import Prompt
 
 
-_CHUNKS_A_SECOND = 8000
-"""Where more would be sent of all texts together, tokens wait for each other."""
-_CHUNKS_BESIDE_ENGINE = 2000
-"""The same where the engine shares the interpreter: so much of its time may sending take."""
-_MOST_TO_A_CHUNK = 16
-"""They wait for about so many. A text with many more unread would be paused."""
-_LEAST_S, _MOST_S = 0.002, 0.1
+_MAX_CHUNKS_PER_S = 8000
+"""Chunks per second, of all completions together, beyond which tokens are coalesced."""
+_MAX_CHUNKS_PER_S_IN_PROCESS = 2000
+"""The same limit if the engine shares the interpreter: sending takes time from it."""
+_MAX_TOKENS_PER_CHUNK = 16
+"""Tokens to coalesce, about: the engine pauses a completion with many more unread tokens."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
 
 
-Echoed = list[tuple[int, float | None]]
-"""The tokens of a prompt with their log-probabilities, of which the first has none."""
+EchoedTokens = list[tuple[int, float | None]]
+"""Tokens of a prompt with their logprobs; that of the first is None."""
 
 
 @dataclass(slots=True)
-class Piece:
-    """What came for one choice: a part of its text, or all of it."""
+class ChoiceDelta:
+    """New output of one choice: a part of its completion, or all of it."""
 
     choice: int
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """One for each token, if they were asked for."""
-    likeliest: list[Likeliest] = field(default_factory=list)
-    """The same for the likeliest tokens at its place."""
-    echoed: Echoed = field(default_factory=list)
-    """Where text begins: the tokens of its prompt, if theirs were asked for."""
+    """Logprobs of the tokens; empty if not requested."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """Top tokens at each position with their logprobs; empty if not requested."""
+    echoed_tokens: EchoedTokens = field(default_factory=list)
+    """Tokens of the prompt, in the first delta only; empty if their logprobs are not requested."""
     finish_reason: str | None = None
 
-    def add(self, later: Piece) -> None:
+    def add(self, later: ChoiceDelta) -> None:
         self.text += later.text
         self.tokens += later.tokens
         self.logprobs += later.logprobs
-        self.likeliest += later.likeliest
-        self.echoed = self.echoed or later.echoed
+        self.top_logprobs += later.top_logprobs
+        self.echoed_tokens = self.echoed_tokens or later.echoed_tokens
         self.finish_reason = later.finish_reason
 
 
 @dataclass(slots=True)
 class Usage:
+    """Token counts of one HTTP request."""
+
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of prompts that the prefix cache had."""
+    """Prompt tokens served from the prefix cache."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice that is generated."""
+    """State of one choice."""
 
     number: int
     prompt: int
-    most_tokens: int
+    max_new_tokens: int
     tokens: int = 0
-    start: Start | None = None
+    prefill_stats: PrefillStats | None = None
     first: float = 0.0
-    """When its first token came."""
+    """Time of its first token, by ``time.perf_counter``."""
     newest: float = 0.0
-    """When its newest token came."""
+    """Time of its newest token, by ``time.perf_counter``."""
     decode_s: float | None = None
-    """From its first token to its last, where the engine has said so."""
+    """Seconds from its first token to its last, by the engine; None until it has finished."""
     ended: bool = False
 
 
 class Generation:
     """All choices of one HTTP request: number ``prompt * n + i`` is the ``i``-th for a prompt.
 
-    The first for each prompt begins alone. When it has a token, the prefix cache has what is stored
-    of the prompt, and the others begin with that.
+    The first choice for each prompt begins alone. When it has a token, the prompt is in the prefix
+    cache, and the other choices begin with the cached prefix.
     """
 
     def __init__(
         self,
-        served: ServedEngine,
-        metrics: TextCounts,
+        engine_client: EngineClient,
+        metrics: CompletionMetrics,
         prompts: Sequence[Prompt],
         choices: int,
         params_of: Callable[[Prompt, int], SamplingParams],
         num_open: Callable[[], int],
         *,
-        began: float,
-        prompts_only: bool = False,
+        received_at: float,
+        prefill_only: bool = False,
     ) -> None:
-        """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
+        """Prepare ``choices`` choices per prompt; ``params_of`` takes a prompt and a choice number.
 
-        ``num_open`` says how many texts are served now, here and elsewhere. The request ``began``
-        when it was so late by ``time.perf_counter``. With ``prompts_only`` the token that must
-        follow each prompt is told to nobody.
+        ``num_open`` returns the number of open completions of the whole server. ``received_at`` is
+        the time of the request, by ``time.perf_counter``. With ``prefill_only``, the one token that
+        must be generated after each prompt is left out of the output.
         """
         self.prompts = prompts
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
-        self._served = served
+        self._engine_client = engine_client
         self._metrics = metrics
-        self._wanted = choices
+        self._num_choices = choices
         self._params_of = params_of
         self._num_open = num_open
-        self._prompts_only = prompts_only
+        self._prefill_only = prefill_only
         self._choices: list[_Choice] = []
-        """In the order in which they began."""
-        self._echoed: dict[int, Echoed] = {}
-        """By the numbers of prompts: what the first choice for each was told of it."""
-        self._token_s = 0.0
-        """How long the newest tokens took, each."""
-        self._began = began
+        """Choices in the order in which they began."""
+        self._echoed: dict[int, EchoedTokens] = {}
+        """Echoed tokens by prompt number, from the prefill of its first choice."""
+        self._seconds_per_token = 0.0
+        """Seconds per token of the newest delta."""
+        self._received_at = received_at
 
     @property
-    def over(self) -> bool:
-        """True when nothing more comes."""
+    def finished(self) -> bool:
+        """True when all choices have ended."""
         return all(choice.ended for choice in self._choices)
 
-    async def whole(self) -> list[Piece]:
-        """Return all of each choice."""
-        wholes = [Piece(number) for number in range(len(self.prompts) * self._wanted)]
+    async def collect_choices(self) -> list[ChoiceDelta]:
+        """Wait for all choices to end, and return each as one delta."""
+        choices = [ChoiceDelta(number) for number in range(len(self.prompts) * self._num_choices)]
         async with aclosing(self.bursts()) as bursts:
             async for burst in bursts:
-                for piece in burst:
-                    wholes[piece.choice].add(piece)
-        return wholes
+                for delta in burst:
+                    choices[delta.choice].add(delta)
+        return choices
 
-    async def bursts(self) -> AsyncGenerator[list[Piece], None]:
-        """Yield what has come since the last time, a piece for each choice that got something.
+    async def bursts(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Yield the new output, as one delta for each choice that has some.
 
-        A text that nobody reads any more is cancelled: who leaves the loop closes it.
+        Leaving the loop must close this generator, which cancels the choices that have not ended.
         """
-        texts = self._served.texts()
-        why = "abort"
+        group = self._engine_client.open_group()
+        finish_reason = "abort"
         try:
             for prompt in range(len(self.prompts)):
-                self._begin(texts, prompt, 0)
-            while not self.over:
-                yield self._take(texts, await texts.next())
-                if not self.over:
-                    await asyncio.sleep(self._pause())
+                self._begin(group, prompt, 0)
+            while not self.finished:
+                yield self._take(group, await group.next())
+                if not self.finished:
+                    await asyncio.sleep(self._coalescing_delay_s())
         except Exception:
-            why = "error"
+            finish_reason = "error"
             raise
         finally:
-            texts.leave()
+            group.cancel()
             for choice in self._choices:
                 if not choice.ended:
-                    self._end(choice, why, time.perf_counter())
-            self._note_prompts()
+                    self._end(choice, finish_reason, time.perf_counter())
+            self._record_prompts()
 
-    def _pause(self) -> float:
-        """Return how long to let tokens come together, since each chunk takes time to send.
+    def _coalescing_delay_s(self) -> float:
+        """Return the seconds for which to coalesce tokens, since each chunk takes time to send.
 
-        Where few are served, each token is sent when it comes.
+        With few open completions, each token is sent at once.
         """
-        most = _CHUNKS_A_SECOND if self._served.apart else _CHUNKS_BESIDE_ENGINE
-        seconds = self._num_open() / most
-        if seconds < _LEAST_S:
+        max_chunks_per_s = (
+            _MAX_CHUNKS_PER_S
+            if self._engine_client.separate_process
+            else _MAX_CHUNKS_PER_S_IN_PROCESS
+        )
+        seconds = self._num_open() / max_chunks_per_s
+        if seconds < _MIN_PAUSE_S:
             return 0
-        return min(seconds, self._token_s * _MOST_TO_A_CHUNK, _MOST_S)
+        return min(seconds, self._seconds_per_token * _MAX_TOKENS_PER_CHUNK, _MAX_PAUSE_S)
 
-    def _begin(self, texts: Texts, prompt: int, number: int) -> None:
-        asked = self.prompts[prompt]
-        params = self._params_of(asked, number)
-        texts.add(asked.token_ids, params)
-        self._choices.append(_Choice(prompt * self._wanted + number, prompt, params.max_new_tokens))
-
-    def _take(self, texts: Texts, parts: list[tuple[int, Part]]) -> list[Piece]:
-        """Return the pieces that parts are, and begin what can begin now."""
-        now = time.perf_counter()
-        pieces = []
-        for at, part in parts:
-            if part.error is not None:
-                raise part.error
-            choice = self._choices[at]
-            piece = self._piece(choice.number, part)
-            if part.start is not None:
-                self._note_first(texts, choice, part.start, now)
-                piece.echoed = self._echoed.get(choice.prompt, [])
-            if part.last:
-                choice.decode_s = part.decode_s
-            self._note(choice, piece, now)
-            pieces.append(piece)
-        return pieces
-
-    def _piece(self, number: int, part: Part) -> Piece:
-        if self._prompts_only:
-            return Piece(number, finish_reason=part.finish_reason and "length")
-        return Piece(
-            number,
-            part.text,
-            part.tokens,
-            part.logprobs,
-            part.likeliest,
-            finish_reason=part.finish_reason,
+    def _begin(self, group: RequestGroup, prompt: int, number: int) -> None:
+        spec = self.prompts[prompt]
+        params = self._params_of(spec, number)
+        group.add(spec.token_ids, params)
+        self._choices.append(
+            _Choice(prompt * self._num_choices + number, prompt, params.max_new_tokens)
         )
 
-    def _note_first(self, texts: Texts, choice: _Choice, start: Start, now: float) -> None:
-        """Count a prompt that was read, and begin the other choices for it."""
-        tokens = self.prompts[choice.prompt].token_ids
-        self._metrics.began(len(tokens), start.found, now - self._began)
-        choice.start = start
-        choice.first = choice.newest = now
-        if choice.number % self._wanted == 0:
-            self.usage.cached_tokens += start.found
-            if start.logprobs:
-                self._echoed[choice.prompt] = [*zip(tokens, start.logprobs, strict=True)]
-            for number in range(1, self._wanted):
-                self._begin(texts, choice.prompt, number)
+    def _take(
+        self, group: RequestGroup, outputs: list[tuple[int, OutputDelta]]
+    ) -> list[ChoiceDelta]:
+        """Convert the engine's output to deltas, and begin the choices that can begin now."""
+        now = time.perf_counter()
+        deltas = []
+        for at, output in outputs:
+            if output.error is not None:
+                raise output.error
+            choice = self._choices[at]
+            delta = self._to_delta(choice.number, output)
+            if output.prefill_stats is not None:
+                self._record_prefill(group, choice, output.prefill_stats, now)
+                delta.echoed_tokens = self._echoed.get(choice.prompt, [])
+            if output.is_final:
+                choice.decode_s = output.decode_s
+            self._record_delta(choice, delta, now)
+            deltas.append(delta)
+        return deltas
 
-    def _note(self, choice: _Choice, piece: Piece, now: float) -> None:
+    def _to_delta(self, number: int, output: OutputDelta) -> ChoiceDelta:
+        if self._prefill_only:
+            return ChoiceDelta(number, finish_reason=output.finish_reason and "length")
+        return ChoiceDelta(
+            number,
+            output.text,
+            output.tokens,
+            output.logprobs,
+            output.top_logprobs,
+            finish_reason=output.finish_reason,
+        )
+
+    def _record_prefill(
+        self, group: RequestGroup, choice: _Choice, stats: PrefillStats, now: float
+    ) -> None:
+        """Record the prefill of a prompt, and begin its other choices."""
+        tokens = self.prompts[choice.prompt].token_ids
+        self._metrics.record_prefill(len(tokens), stats.cached_tokens, now - self._received_at)
+        choice.prefill_stats = stats
+        choice.first = choice.newest = now
+        if choice.number % self._num_choices == 0:
+            self.usage.cached_tokens += stats.cached_tokens
+            if stats.logprobs:
+                self._echoed[choice.prompt] = [*zip(tokens, stats.logprobs, strict=True)]
+            for number in range(1, self._num_choices):
+                self._begin(group, choice.prompt, number)
+
+    def _record_delta(self, choice: _Choice, delta: ChoiceDelta, now: float) -> None:
         first = not choice.tokens
-        choice.tokens += len(piece.tokens)
-        self.usage.completion_tokens += len(piece.tokens)
-        self._metrics.generated(len(piece.tokens), now - choice.newest, first=first)
-        self._token_s = (now - choice.newest) / max(1, len(piece.tokens))
+        choice.tokens += len(delta.tokens)
+        self.usage.completion_tokens += len(delta.tokens)
+        self._metrics.record_tokens(len(delta.tokens), now - choice.newest, first=first)
+        self._seconds_per_token = (now - choice.newest) / max(1, len(delta.tokens))
         choice.newest = now
-        if piece.finish_reason is not None:
-            self._end(choice, piece.finish_reason, now)
+        if delta.finish_reason is not None:
+            self._end(choice, delta.finish_reason, now)
 
     def _end(self, choice: _Choice, why: str, now: float) -> None:
         choice.ended = True
-        self._metrics.ended(why, self._ended(choice, now))
+        self._metrics.record_finish(why, self._finished_stats(choice, now))
 
-    def _ended(self, choice: _Choice, now: float) -> Ended | None:
-        if choice.start is None:
+    def _finished_stats(self, choice: _Choice, now: float) -> FinishedCompletion | None:
+        if choice.prefill_stats is None:
             return None
         decode_s = choice.decode_s
-        return Ended(
+        return FinishedCompletion(
             len(self.prompts[choice.prompt].token_ids),
             choice.tokens,
-            choice.most_tokens,
-            choice.start,
+            choice.max_new_tokens,
+            choice.prefill_stats,
             choice.newest - choice.first if decode_s is None else decode_s,
-            now - self._began,
+            now - self._received_at,
         )
 
-    def _note_prompts(self) -> None:
-        """Count the prompts that were read, when all has ended."""
+    def _record_prompts(self) -> None:
+        """Record the prompts that were prefilled, when all choices have ended."""
         longest: dict[int, int] = {}
         for choice in self._choices:
-            if choice.start is not None:
+            if choice.prefill_stats is not None:
                 longest[choice.prompt] = max(longest.get(choice.prompt, 0), choice.tokens)
         for tokens in longest.values():
-            self._metrics.answered(self._wanted, tokens)
+            self._metrics.record_prompt(self._num_choices, tokens)

@@ -1,4 +1,4 @@
-"""The process that listens: a socket, signals, and an end in which texts that run may finish."""
+"""HTTP server process: listening socket, signals, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import uvicorn
 
 from roseinfer.engine_client.standard_streams import exit_now
 from roseinfer.errors import ConfigError
-from roseinfer.progress import say
-from roseinfer.server.connections import MOST_BACKLOG, Connection, Connections, Limits
+from roseinfer.progress import print_status
+from roseinfer.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, Connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from roseinfer.config import ServerConfig
     from roseinfer.server.auth import Admission
 
-_LAST_WORDS_S = 5
-"""So long a client may take to read what is left for it when no text runs any more."""
-_LOOK_S = 0.05
-"""How often one looks whether that is so."""
+_SHUTDOWN_GRACE_S = 5
+"""Seconds for clients to read the rest of their responses once no completion runs."""
+_DRAIN_POLL_S = 0.05
+"""Seconds between two checks for open completions during the drain."""
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address, so that no other server can have it.
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address, which no other server can take then.
 
-    Who connects before there is anything to serve waits.
+    Clients that connect before the application runs wait.
     """
     with ExitStack() as stack:
         try:
-            kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            found = stack.enter_context(socket.socket(kind, socket.SOCK_STREAM))
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             if os.name == "posix":
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(MOST_BACKLOG)  # two that only have an address may have the same
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(MAX_BACKLOG)  # two sockets can be bound to one address, but not listen
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None
+            raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from None
         stack.pop_all()
-        return found
+        return listener
 
 
-def with_hosts(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """Return the settings with the host names that requests may name, where only loopback listens.
+def with_loopback_hosts(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Return the settings with loopback host names allowed, if the server listens on loopback only.
 
-    No page of another site has these names, so no browser can be led here by one.
+    Pages of other sites have none of these names, so DNS rebinding cannot reach the server.
     """
     address = str(listener.getsockname()[0])
     if config.allowed_hosts or not ipaddress.ip_address(address).is_loopback:
@@ -64,8 +64,8 @@ def with_hosts(config: ServerConfig, listener: socket.socket) -> ServerConfig:
     return replace(config, allowed_hosts=("localhost", "127.0.0.1", "::1", address, config.host))
 
 
-class Served(Protocol):
-    """What is behind an application that listens."""
+class DrainableService(Protocol):
+    """Service that can be drained before its server ends."""
 
     @property
     def config(self) -> ServerConfig: ...
@@ -73,89 +73,89 @@ class Served(Protocol):
     @property
     def admission(self) -> Admission: ...
 
-    def cut(self) -> None:
-        """End the texts that are left with an error."""
+    def abort(self) -> None:
+        """End the open completions with an error."""
 
 
 class HttpServer(uvicorn.Server):
-    """Told to end once, it drains; told twice, it ends at once.
+    """HTTP server that drains at the first signal, and exits at once at the second.
 
-    While it drains it listens, so that who asks is told that it ends: a probe by ``/ready``, and
-    a client by a refusal with which it may go elsewhere.
+    While it drains it still listens: ``/ready`` fails, and further requests get an error with which
+    clients may try another server.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        service: Served,
-        listening: Callable[[], None] = lambda: None,
-        limits: Limits | None = None,
+        service: DrainableService,
+        on_listening: Callable[[], None] = lambda: None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        """``listening`` is called when clients can connect."""
-        self._connections = Connections(limits or Limits())
+        """Prepare a server, which calls ``on_listening`` when clients can connect."""
+        self._connections = Connections(limits or ConnectionLimits())
         self._service = service
-        self._listening = listening
+        self._on_listening = on_listening
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
         proxies = service.config.trusted_proxies
         super().__init__(
             uvicorn.Config(
                 app,
                 http=partial(Connection, self._connections),  # type: ignore[arg-type]
                 ws="none",
-                proxy_headers=bool(proxies),  # else uvicorn believes whoever is on this machine
+                proxy_headers=bool(proxies),  # else uvicorn trusts those of every local client
                 forwarded_allow_ips=list(proxies),
                 backlog=self._connections.limits.backlog,
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self._listening()
+        self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Look at connections once a second. uvicorn calls this ten times in one."""
+        """Close expired connections once a second; uvicorn calls this ten times a second."""
         if counter % 10 == 0:
-            self._connections.look(self.server_state.connections)
+            self._connections.close_expired(self.server_state.connections)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Take a signal. Those that uvicorn takes itself it raises again when it has ended."""
+        """Handle a signal; uvicorn raises those that it handles again after its end."""
         if self._service.admission.draining:
             exit_now(128 + sig)
         self.end()
 
     def end(self) -> None:
-        """Take no more requests, and end when those there are have ended."""
+        """Refuse further requests, and end when the open ones have ended."""
         self._service.admission.draining = True
         if self._loop is None:  # nothing listens yet, and nothing will
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._start_draining)
 
-    def _begin_to_end(self) -> None:
-        self._ending = asyncio.ensure_future(self._drain())
+    def _start_draining(self) -> None:
+        self._drain_task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for the texts, and stop listening when none is left.
+        """Wait until no completion is open, and stop listening.
 
-        When the time is up the engine is closed: streams then end with an error that says so.
+        After ``drain_seconds`` the engine is closed: streams then end with an error that says so.
         """
         admission, seconds = self._service.admission, self._service.config.drain_seconds
-        if admission.open:
-            say(
-                f"roseinfer serve: ending, once {admission.open} texts are done or {seconds:g} s "
-                "are over"
+        if admission.num_open:
+            print_status(
+                f"roseinfer serve: shutting down; waiting up to {seconds:g} s for "
+                f"{admission.num_open} completions"
             )
         try:
             async with asyncio.timeout(seconds):
-                while admission.open:
-                    await asyncio.sleep(_LOOK_S)
+                while admission.num_open:
+                    await asyncio.sleep(_DRAIN_POLL_S)
         except TimeoutError:
-            await asyncio.to_thread(self._service.cut)
+            await asyncio.to_thread(self._service.abort)
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""Prompts as token ids, from texts and from messages, and whether there is room for them."""
+"""Prompt encoding: texts and messages to token ids, and checks of their length."""
 
 from __future__ import annotations
 
@@ -13,124 +13,130 @@ from threading import Lock, Thread, Timer, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roseinfer.errors import BadArgument, ConfigError, EngineStopped
-from roseinfer.server.refusals import Refused
+from roseinfer.server.api_errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roseinfer.engine_client.protocol import Facts
+    from roseinfer.engine_client.protocol import EngineInfo
 
-_SHORT = 1000
-"""Characters, or tokens, of prompts that are read at once: a thread would take longer to wake."""
-_HUGE = 1 << 15
-"""Characters, or tokens, of a request beyond which its prompts are read in a thread of their own:
-10 to 80 ms of a core."""
+_MAX_INLINE_SIZE = 1000
+"""Characters or tokens of prompts that are encoded inline: a thread takes longer to wake up."""
+_MAX_SHARED_SIZE = 1 << 15
+"""Characters or tokens of a request, at most, for the first thread; larger ones use the second.
+Encoding them takes 10 to 80 ms of a core."""
 _JOIN_S = 1.0
-"""Seconds that a thread may take to end. One that reads for longer ends with the process."""
-_TEMPLATE_S = 5.0
+"""Seconds that a thread may take to end; one that takes longer ends with the process."""
+_TEMPLATE_TIMEOUT_S = 5.0
 """Seconds that a chat template may take for the messages of a request."""
-_TOKEN_CHARACTERS = 64
-"""Characters that a token stands for on average, at the most, where no token of the vocabulary is
-longer. Tokenizers that drop spaces or have one token for unknown text could take more."""
+_MAX_CHARACTERS_PER_TOKEN = 64
+"""Characters per token of a prompt, at most, if no token of the vocabulary is longer. Tokenizers
+that drop spaces, or have one token for unknown text, could exceed it."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """Token ids of a prompt."""
+
     token_ids: list[int]
-    room: int
-    """How many tokens it can be continued by."""
+    max_new_tokens: int
+    """Tokens that can be generated after it, at most."""
 
 
-class Prompts:
-    """Reads prompts: short ones at once, long ones in a thread, and huge ones in another.
+class PromptEncoder:
+    """Encoder of prompts: short ones inline, long ones in a thread, huge ones in a second thread.
 
-    So a huge prompt holds up neither streams nor other prompts. A tokenizer in Python has one
-    thread for all prompts, since it may do one thing at a time.
+    So a huge prompt delays neither streams nor other prompts. A tokenizer in Python has one thread
+    for all prompts, since it may not be thread-safe.
     """
 
-    def __init__(self, facts: Facts, most_tokens: int | None, chat_template: str | None) -> None:
-        self._tokenizer: Any = facts.tokenizer
-        self._room = facts.room
-        self._shape = facts.shape
-        self._most_tokens = most_tokens
-        self._chat_template = chat_template or getattr(facts.tokenizer, "chat_template", None)
-        self._refuse_no_template()
-        most = self._room.most_new(1) + 1
+    def __init__(
+        self, info: EngineInfo, max_generated_tokens: int | None, chat_template: str | None
+    ) -> None:
+        self._tokenizer: Any = info.tokenizer
+        self._limits = info.request_limits
+        self._shape = info.shape
+        self._max_prompt_tokens = max_generated_tokens
+        self._chat_template = chat_template or getattr(info.tokenizer, "chat_template", None)
+        self._check_template()
+        most = self._limits.max_new_tokens_after(1) + 1
         longest = max(map(len, getattr(self._tokenizer, "get_vocab", dict)()), default=0)
-        self._most_characters = min(most, most_tokens or most) * max(longest, _TOKEN_CHARACTERS)
+        self._max_characters = min(most, max_generated_tokens or most) * max(
+            longest, _MAX_CHARACTERS_PER_TOKEN
+        )
         self._parallel = getattr(self._tokenizer, "is_fast", False)
-        """True if threads may share the tokenizer."""
-        self._reader = self._huge_reader = _Reader("roseinfer-prompts")
+        """True if the tokenizer is thread-safe."""
+        self._worker = self._huge_worker = _WorkerThread("roseinfer-prompts")
         if self._parallel:
-            # The first call may drop the truncation and padding of its file; later ones change
-            # nothing.
-            with suppress(Refused):
+            # The first call may disable truncation and padding, and so changes the tokenizer; later
+            # calls do not, and can run in parallel.
+            with suppress(ApiError):
                 self._encode("", "prompt")
-            self._huge_reader = _Reader("roseinfer-huge-prompts")
+            self._huge_worker = _WorkerThread("roseinfer-huge-prompts")
 
     @property
     def can_chat(self) -> bool:
         return self._chat_template is not None
 
-    async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
-        """Return prompts that stood in a field of a body."""
+    async def encode(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        """Encode the prompts of a field of a body."""
         for each in prompts:
             if isinstance(each, str):
-                self._refuse_characters(each, field)
+                self._check_num_characters(each, field)
         size = sum(map(len, prompts))
-        if size <= _SHORT and (self._parallel or not self._reader.busy):
+        if size <= _MAX_INLINE_SIZE and (self._parallel or not self._worker.busy):
             return [self._read(each, field) for each in prompts]
         return await self._run(size, [partial(self._read, each, field) for each in prompts])
 
-    async def of_messages(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         field: str,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Prompt]:
-        """Return the prompt that the chat template makes of messages, and of tools."""
+        """Render messages and tools by the chat template, and encode the result as one prompt."""
         if not self.can_chat:
-            raise Refused(
+            raise ApiError(
                 400,
-                "this model came without a chat template: ask /v1/completions, or have the server "
-                "started with --chat-template FILE",
+                "the model has no chat template; use /v1/completions, or start the server with "
+                "--chat-template FILE",
                 param=field,
                 code="no_chat_template",
             )
         if tools and isinstance(self._chat_template, str) and "tools" not in self._chat_template:
-            why = "the chat template says nothing of tools, so the model would not know of them"
-            raise Refused(400, why, param="tools", code="no_tools_in_template")
+            why = "tools: the model's chat template does not support them; send no tools"
+            raise ApiError(400, why, param="tools", code="no_tools_in_template")
         size = sum(len(str(value)) for each in (*messages, *tools) for value in each.values())
         return await self._run(size, [partial(self._render, messages, field, tools)])
 
-    async def texts_of(self, prompts: Sequence[list[int]]) -> list[str]:
+    async def decode(self, prompts: Sequence[list[int]]) -> list[str]:
         """Return the texts of token ids."""
         size = sum(map(len, prompts))
         return await self._run(size, [partial(self._tokenizer.decode, each) for each in prompts])
 
-    def cut(self) -> None:
-        """Have prompts that are not read yet fail, and all that come later."""
-        for reader in (self._reader, self._huge_reader):
-            reader.stop()
+    def abort(self) -> None:
+        """Fail the prompts that are not encoded yet, and all later ones."""
+        for worker in (self._worker, self._huge_worker):
+            worker.stop()
 
     def close(self) -> None:
-        """End the threads, or leave one that still reads: the process does not wait for it."""
-        self.cut()
-        for reader in (self._reader, self._huge_reader):
-            reader.join()
+        """End the threads; leave one that still encodes: daemon threads end with the process."""
+        self.abort()
+        for worker in (self._worker, self._huge_worker):
+            worker.join()
 
     async def _run(self, size: int, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Return what calls return, for so many characters or tokens together.
+        """Run calls in a thread, chosen by their ``size`` in characters or tokens together.
 
-        When one fails, or nobody waits any more, those that have not begun are dropped.
+        When one fails, or this task is cancelled, the calls that have not begun are dropped.
         """
-        reader = self._reader if size <= _HUGE else self._huge_reader
-        done = [reader.submit(call) for call in calls]
+        worker = self._worker if size <= _MAX_SHARED_SIZE else self._huge_worker
+        futures = [worker.submit(call) for call in calls]
         try:
-            return [await asyncio.wrap_future(each) for each in done]
+            return [await asyncio.wrap_future(each) for each in futures]
         finally:
-            for each in done:
+            for each in futures:
                 each.cancel()
 
     def _read(self, prompt: str | list[int], field: str) -> Prompt:
@@ -145,16 +151,16 @@ class Prompts:
     ) -> Prompt:
         try:
             text = self._apply([dict(each) for each in messages], tools)
-        except _Overdue:
-            why = f"the chat template takes more than {_TEMPLATE_S:g} s for such messages"
-            raise Refused(400, why, param=field, code="invalid_value") from None
-        except Exception as error:  # templates raise what they like, as for roles in a wrong order
-            why = f"the chat template takes no such messages: {error}"
-            raise Refused(400, why, param=field, code="invalid_value") from None
+        except _CallTimeout:
+            why = f"{field}: the chat template timed out after {_TEMPLATE_TIMEOUT_S:g} s"
+            raise ApiError(400, why, param=field, code="invalid_value") from None
+        except Exception as error:  # templates raise anything, as for roles in a wrong order
+            why = f"{field}: the chat template failed: {error}"
+            raise ApiError(400, why, param=field, code="invalid_value") from None
         return self._checked(self._encode(text, field, add_special_tokens=False), field)
 
-    def _refuse_no_template(self) -> None:
-        """Raise for what no chat can be written by, so that no client is blamed for it later."""
+    def _check_template(self) -> None:
+        """Raise if the template cannot render any chat, so that the server does not start."""
         if not isinstance(self._chat_template, str):
             return
         from jinja2 import TemplateSyntaxError
@@ -163,15 +169,15 @@ class Prompts:
             self._apply([{"role": "user", "content": "Hello"}])
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template cannot be read, line {error.lineno}: {error.message}; "
-                "--chat-template FILE gives another"
+                f"chat template: line {error.lineno}: {error.message}; use another one with "
+                "--chat-template FILE"
             ) from None
-        except _Overdue:
+        except _CallTimeout:
             raise ConfigError(
-                f"the chat template takes more than {_TEMPLATE_S:g} s for one short message; "
-                "--chat-template FILE gives another"
+                f"chat template: timed out after {_TEMPLATE_TIMEOUT_S:g} s for one short message; "
+                "use another one with --chat-template FILE"
             ) from None
-        except Exception:  # of this message: others may be taken
+        except Exception:  # about this message: others may render
             return
 
     def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
@@ -183,60 +189,61 @@ class Prompts:
             tokenize=False,
             add_generation_prompt=True,
         )
-        text: str = _within(_TEMPLATE_S, render)
+        text: str = _call_with_timeout(_TEMPLATE_TIMEOUT_S, render)
         return text
 
     def _encode(self, text: str, field: str, **options: Any) -> list[int]:
-        self._refuse_characters(text, field)
+        self._check_num_characters(text, field)
         try:
             ids: list[int] = self._tokenizer.encode(text, **options)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in Rust is not an Exception
-            why = f"{field}: the tokenizer cannot read this text"
-            raise Refused(400, why, param=field, code="invalid_value") from None
+            why = f"{field}: the tokenizer cannot encode this text"
+            raise ApiError(400, why, param=field, code="invalid_value") from None
         return ids
 
-    def _refuse_characters(self, text: str, field: str) -> None:
-        """Refuse a text that is too long by its characters alone: reading it would take long."""
-        if len(text) > self._most_characters:
-            why = f"{field}: a prompt of {len(text)} characters is too long: there is room for "
-            why += f"{self._most_characters}, whatever its tokens are"
-            raise Refused(400, why, param=field, code="context_length_exceeded")
+    def _check_num_characters(self, text: str, field: str) -> None:
+        """Refuse a text that has too many characters for any encoding: encoding it takes long."""
+        if len(text) > self._max_characters:
+            why = f"{field}: the prompt has {len(text)} characters; the limit is "
+            why += f"{self._max_characters}"
+            raise ApiError(400, why, param=field, code="context_length_exceeded")
 
     def _checked(self, token_ids: list[int], field: str) -> Prompt:
         count = len(token_ids)
-        if self._most_tokens is not None and count > self._most_tokens:
-            raise self._too_long(f"this server takes {self._most_tokens}", count, field)
-        room = self._room.most_new(count)
+        if self._max_prompt_tokens is not None and count > self._max_prompt_tokens:
+            why = f"this server's limit is {self._max_prompt_tokens}"
+            raise self._too_long(why, count, field)
+        room = self._limits.max_new_tokens_after(count)
         if room < 1:
-            most = self._room.most_new(1)
-            raise self._too_long(f"there is room for {most} and a new one", count, field)
+            most = self._limits.max_new_tokens_after(1)
+            raise self._too_long(f"the limit is {most}, and one generated token", count, field)
         try:
             self._shape.check_tokens(token_ids)
         except BadArgument as error:
-            raise Refused(400, f"{field}: {error}", param=field, code="invalid_value") from None
+            raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
         return Prompt(token_ids, room)
 
     @staticmethod
-    def _too_long(what: str, count: int, field: str) -> Refused:
-        why = f"{field}: a prompt of {count} tokens is too long: {what}"
-        return Refused(400, why, param=field, code="context_length_exceeded")
+    def _too_long(limit: str, count: int, field: str) -> ApiError:
+        why = f"{field}: the prompt has {count} tokens; {limit}"
+        return ApiError(400, why, param=field, code="context_length_exceeded")
 
 
-class _Overdue(BaseException):
-    """Ends a call that takes too long. Templates catch Exception, which this is none of."""
+class _CallTimeout(BaseException):
+    """Error that ends a call after a timeout. Templates may catch Exception, but not this."""
 
 
-def _within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return what a call returns, or have it raise ``_Overdue`` between two steps of Python."""
+def _call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return a call's result; after ``seconds``, raise ``_CallTimeout`` in its Python code."""
     thread, lock, running = ctypes.c_ulong(get_ident()), Lock(), True
 
     def end() -> None:
         with lock:
             if running:
-                overdue = ctypes.py_object(_Overdue)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, overdue)
+                exception = ctypes.py_object(_CallTimeout)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
 
     timer = Timer(seconds, end)
     timer.daemon = True
@@ -244,66 +251,66 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
     try:
         return call()
     finally:
-        with lock:  # what comes later is not for what this thread does next
+        with lock:  # a later timeout would end whatever this thread runs next
             running = False
         timer.cancel()
 
 
-class _Reader:
-    """A thread that makes calls one after the other. The end of the process does not wait for it,
-    as it would for a thread of an executor.
+class _WorkerThread:
+    """Thread that runs calls one after the other. It is a daemon thread: the end of the process
+    does not wait for it, as it would for an executor.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: Queue[tuple[Future[Any], Callable[[], Any]] | None] = Queue()
         self._open: set[Future[Any]] = set()
-        """Results that somebody waits for."""
+        """Futures that are not done."""
         self._stopped = False
         self._thread = Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """True while a call runs or waits, even one that nobody waits for any more."""
+        """True while a call runs or is queued, even if its future was cancelled."""
         return self._calls.unfinished_tasks > 0
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Queue a call and return its future, which can be cancelled."""
-        done: Future[Result] = Future()
-        self._open.add(done)
-        done.add_done_callback(self._open.discard)
-        self._calls.put((done, call))
+        future: Future[Result] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        self._calls.put((future, call))
         if self._stopped:
             self.stop()
-        return done
+        return future
 
     def stop(self) -> None:
-        """Fail every call that has a waiter. Any thread may call this."""
+        """Fail every future that is not done, now and later. Any thread may call this."""
         self._stopped = True
-        for done in [*self._open]:
+        for future in [*self._open]:
             with suppress(InvalidStateError):
-                done.set_exception(EngineStopped("the engine was closed"))
+                future.set_exception(EngineStopped("the engine was closed"))
 
     def join(self) -> None:
         self._calls.put(None)
         self._thread.join(_JOIN_S)
 
     def _work(self) -> None:
-        while self._take():
+        while self._run_next():
             self._calls.task_done()
 
-    def _take(self) -> bool:
-        """Make the next call, and return False where there is none any more."""
-        taken = self._calls.get()
-        if taken is None:
+    def _run_next(self) -> bool:
+        """Run the next call; return False if the thread shall end instead."""
+        item = self._calls.get()
+        if item is None:
             return False
-        done, call = taken
-        if not done.done():
-            with suppress(InvalidStateError):  # somebody cancelled or stopped it meanwhile
+        future, call = item
+        if not future.done():
+            with suppress(InvalidStateError):  # the future was cancelled or failed meanwhile
                 try:
                     result = call()
                 except BaseException as error:
-                    done.set_exception(error)
+                    future.set_exception(error)
                 else:
-                    done.set_result(result)
+                    future.set_result(result)
         return True

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client goes away."""
+"""Responses as JSON or server-sent events, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     Encode = Callable[[Any], str]
 
 
-# JSON of answers, which is made and sent in parts: others have the loop's turn between them.
+# JSON responses, encoded and sent in parts: other tasks of the event loop run in between.
 
 
 encode_any = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 encode_finite = JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""The same, but it raises for a number that JSON does not have."""
-AT_ONCE = 256
-"""Log-probabilities that are written between two turns of the loop: 1 or 2 ms."""
-BYTES_AT_ONCE = 1 << 16
-"""Bytes that are sent between two turns of the loop."""
+"""Encoder like ``encode_any``, which raises for NaN and infinity: JSON does not have them."""
+LOGPROBS_PER_TURN = 256
+"""Logprobs encoded before the task yields to the event loop: 1 or 2 ms."""
+BYTES_PER_TURN = 1 << 16
+"""Bytes sent before the task yields to the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Json:
-    """A value that is encoded already, in parts."""
+class EncodedJson:
+    """Value that is already encoded, in parts."""
 
     parts: Sequence[bytes]
 
 
-def items(values: list[Any], encode: Encode) -> bytes:
+def encode_items(values: list[Any], encode: Encode) -> bytes:
     """Return the items of a list as JSON, without the brackets around them."""
     return encode(values)[1:-1].encode()
 
 
-def list_of(*encoded: bytes | None) -> Json:
-    """Return a list of such items."""
+def join_items(*encoded: bytes | None) -> EncodedJson:
+    """Return the list of encoded items; None and empty ones are left out."""
     parts = [b"["]
     for each in encoded:
         if each:
             parts += (b",", each) if len(parts) > 1 else (each,)
-    return Json([*parts, b"]"])
+    return EncodedJson([*parts, b"]"])
 
 
-def parts_of(value: Any, encode: Encode) -> Iterator[bytes]:
-    """Yield the JSON of a value, in which may be values that are encoded already."""
-    if isinstance(value, Json):
+def iter_json(value: Any, encode: Encode) -> Iterator[bytes]:
+    """Yield the JSON of a value, which may contain values that are already encoded."""
+    if isinstance(value, EncodedJson):
         yield from value.parts
         return
     try:
@@ -69,38 +69,38 @@ def parts_of(value: Any, encode: Encode) -> Iterator[bytes]:
     lead = ends[:1]
     for name, each in named:
         yield lead + name
-        yield from parts_of(each, encode)
+        yield from iter_json(each, encode)
         lead = b","
     yield ends[1:]
 
 
-class Turns:
-    """Counts log-probabilities, and lets others have the loop's turn after some of them."""
+class LoopYielder:
+    """Yields to the event loop after every ``LOGPROBS_PER_TURN`` logprobs."""
 
     def __init__(self) -> None:
         self._since = 0
 
     async def after(self, logprobs: int) -> None:
         self._since += logprobs
-        if self._since >= AT_ONCE:
+        if self._since >= LOGPROBS_PER_TURN:
             self._since = 0
             await asyncio.sleep(0)
 
 
 async def send_json(send: Send, parts: Iterable[bytes]) -> None:
-    """Send an answer with status 200."""
+    """Send a JSON response with status 200."""
     parts = [*parts]
     size = str(sum(map(len, parts))).encode()
     headers = [(b"content-length", size), (b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    held = bytearray()
+    buffer = bytearray()
     for part in parts:
-        held += part
-        if len(held) >= BYTES_AT_ONCE:
-            await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
+        buffer += part
+        if len(buffer) >= BYTES_PER_TURN:
+            await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
             await asyncio.sleep(0)
-            held.clear()
-    await send({"type": "http.response.body", "body": bytes(held), "more_body": False})
+            buffer.clear()
+    await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
 
 
 DONE = b"data: [DONE]\n\n"
@@ -109,71 +109,71 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-"""The last asks nginx not to wait for more."""
+"""Headers of a stream. The last one disables buffering in nginx."""
 Result = TypeVar("Result")
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """Client disconnected before the end of its response."""
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Return one event as it is sent."""
+    """Encode one server-sent event."""
     lead = f"event: {name}\ndata: " if name else "data: "
-    return b"".join((lead.encode(), *parts_of(data, encode_any), b"\n\n"))
+    return b"".join((lead.encode(), *iter_json(data, encode_any), b"\n\n"))
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what comes of the work, which is cancelled when the client goes away."""
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of the work, or cancel it when the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
-    gone = False
+    disconnected = False
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        disconnected = True
         task.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    watcher = asyncio.ensure_future(watch())
     try:
         return await work
     except asyncio.CancelledError:
-        if gone and not task.uncancel():
-            raise ClientGone from None
+        if disconnected and not task.uncancel():
+            raise ClientDisconnected from None
         raise
     finally:
-        watching.cancel()
+        watcher.cancel()
 
 
 async def send_events(
     receive: Receive,
     send: Send,
     events: AsyncGenerator[bytes, None],
-    failed: Callable[[Exception], bytes],
+    error_events: Callable[[Exception], bytes],
 ) -> None:
-    """Send a stream. An error that comes after its first event becomes its last, by ``failed``.
+    """Send a stream of events; a later error ends it with ``error_events``.
 
-    Nothing is sent before the first event, so that an error before it still gets a status.
+    Nothing is sent before the first event, so that an error before it can still set the status.
     """
 
     async def sending() -> None:
-        begun = False
+        started = False
         async with aclosing(events):
             try:
                 async for data in events:
-                    if not begun:
+                    if not started:
                         await send(
                             {"type": "http.response.start", "status": 200, "headers": _HEADERS}
                         )
-                        begun = True
+                        started = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
-                if not begun:
+                if not started:
                     raise
-                last = failed(error)
+                last = error_events(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    await unless_gone(receive, sending())
+    await cancel_on_disconnect(receive, sending())

@@ -1,1 +1,1 @@
-"""Text from tokens, as they come."""
+"""Incremental detokenization and stop strings."""

@@ -1,7 +1,8 @@
-"""Decodes tokens as they come, as the decoders of ``tokenizers`` decode all of them at once.
+"""Incremental detokenization with the decoders of the ``tokenizers`` library.
 
-Each decoder is a step on the way from tokens to text, which holds back what later tokens may still
-change, and nothing else. Decoders that may change all of a text are refused.
+The result equals that of decoding all tokens at once. Each decoder is a step from tokens to text
+that holds back only what later tokens may still change. Decoders that may change all of a text are
+refused.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenizers import Regex, decoders
 
 from roseinfer.errors import UnsupportedModel
-from roseinfer.text.detokenizer import ByteLevelJoin, TokenPieces, WrittenPieces
+from roseinfer.text.detokenizer import ByteLevelJoiner, PiecesByTokenId, PiecesByTokenString
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedTokenizerFast
 
-    from roseinfer.text.detokenizer import DecodesInPieces
+    from roseinfer.text.detokenizer import IncrementalDetokenizer
 
-# Joins tokens to one text, token by token. ``byte_level.py`` has the one for bytes.
+# Joiners: tokens to one text, token by token. ``detokenizer.py`` has ``ByteLevelJoiner``.
 
 
-class Join(Protocol):
-    """Makes one text of the tokens of one request."""
+class TokenJoiner(Protocol):
+    """A step that joins the tokens of one request to one text."""
 
     def add(self, token: str, /) -> str:
-        """Take one more token, and return the text that became certain with it."""
+        """Add a token, and return the text that became final with it."""
 
     def flush(self) -> str:
-        """Return the rest, now that no token follows."""
+        """Return the rest after the last token."""
 
 
-class PlainJoin:
-    """Puts nothing between tokens."""
+class ConcatenatingJoiner:
+    """A joiner that puts nothing between tokens."""
 
     def add(self, token: str) -> str:
         return token
@@ -48,8 +49,8 @@ class PlainJoin:
         return ""
 
 
-class SpacedJoin:
-    """Puts a space between tokens, as a tokenizer without a decoder does."""
+class SpacingJoiner:
+    """A joiner that puts a space between tokens, as a tokenizer without a decoder does."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -62,116 +63,119 @@ class SpacedJoin:
         return ""
 
 
-class WordEndJoin:
-    """Writes a space for the mark that ends a word (``BPEDecoder``), but none after the last."""
+class WordEndJoiner:
+    """A joiner that replaces end-of-word marks by spaces, except at the end (``BPEDecoder``)."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._if_more, self._if_last = "", ""
-        """What the newest token adds if another follows, and if none does."""
+        self._text_if_continued, self._text_if_last = "", ""
+        """Text of the newest token if another follows, and if it is the last."""
 
     def add(self, token: str) -> str:
         marked = token.find(self._mark)
         certain, rest = (token, "") if marked < 0 else (token[:marked], token[marked:])
-        text = self._if_more + certain
-        self._if_more, self._if_last = rest.replace(self._mark, " "), rest.replace(self._mark, "")
+        text = self._text_if_continued + certain
+        self._text_if_continued, self._text_if_last = (
+            rest.replace(self._mark, " "),
+            rest.replace(self._mark, ""),
+        )
         return text
 
     def flush(self) -> str:
-        text, self._if_more, self._if_last = self._if_last, "", ""
+        text, self._text_if_continued, self._text_if_last = self._text_if_last, "", ""
         return text
 
 
-# What decoders do to a text after its tokens were joined, as it grows.
+# Text transforms: steps after the tokens were joined.
 
 
-class TextStep(Protocol):
-    """Changes the text of one request as it comes."""
+class TextTransform(Protocol):
+    """A step that changes the growing text of one request."""
 
     def add(self, text: str, /) -> str:
-        """Take more text, and return what became certain with it."""
+        """Add text, and return the text that became final with it."""
 
     def flush(self) -> str:
-        """Return the rest, now that the text has ended."""
+        """Return the rest after the end of the text."""
 
 
 class Replacement:
-    """Replaces a text wherever it stands."""
+    """A step that replaces every occurrence of a string."""
 
     def __init__(self, find: str, by: str) -> None:
         self._find = find
         self._by = by
-        self._held = ""
-        """The end of the text, if it begins what is to be replaced."""
+        self._held_text = ""
+        """End of the text that is a prefix of ``find``, held back."""
 
     def add(self, text: str) -> str:
-        *before, rest = (self._held + text).split(self._find)
+        *before, rest = (self._held_text + text).split(self._find)
         begun = min(len(rest), len(self._find) - 1)
         while not rest.endswith(self._find[:begun]):
             begun -= 1
         certain = len(rest) - begun
-        self._held = rest[certain:]
+        self._held_text = rest[certain:]
         return self._by.join([*before, rest[:certain]])
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held_text = self._held_text, ""
         return held
 
 
 class Strip:
-    """Drops a character up to ``left`` times at the beginning, and ``right`` times at the end."""
+    """A step that strips at most ``left`` leading and ``right`` trailing copies of a character."""
 
     def __init__(self, character: str, left: int, right: int) -> None:
         self._character = character
         self._left = left
         self._right = right
         self._begun = False
-        """True when it is known which of the text is dropped at the beginning."""
-        self._held = ""
+        """True once the beginning of the text was stripped."""
+        self._held_text = ""
 
     def add(self, text: str) -> str:
-        self._held += text
+        self._held_text += text
         if not self._begun:
-            rest = self._held.lstrip(self._character)
-            if not rest and len(self._held) < self._left + self._right:
+            rest = self._held_text.lstrip(self._character)
+            if not rest and len(self._held_text) < self._left + self._right:
                 return ""
             self._begun = True
-            self._held = self._held[min(self._left, len(self._held) - len(rest)) :]
-        strippable = len(self._held) - len(self._held.rstrip(self._character))
-        certain = len(self._held) - min(self._right, strippable)
-        text, self._held = self._held[:certain], self._held[certain:]
+            self._held_text = self._held_text[min(self._left, len(self._held_text) - len(rest)) :]
+        strippable = len(self._held_text) - len(self._held_text.rstrip(self._character))
+        certain = len(self._held_text) - min(self._right, strippable)
+        text, self._held_text = self._held_text[:certain], self._held_text[certain:]
         return text
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
-        if self._begun:  # what is held back is what is dropped at the end
+        held, self._held_text = self._held_text, ""
+        if self._begun:  # all text held back is stripped from the end
             return ""
         # Both ends meet. tokenizers panics at some of these texts.
         text: str = decoders.Strip(self._character, self._left, self._right).decode([held])
         return text
 
 
-# What decoders do to tokens before these are joined, token by token.
+# Token transforms: steps before the tokens are joined.
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
-"""One that stands for a byte. Rust reads a plus sign in a number."""
+"""Pattern of tokens that stand for a byte. Rust accepts a plus sign in a number."""
 
 
-class TokenStep(Protocol):
-    """Changes the tokens of one request as they come."""
+class TokenTransform(Protocol):
+    """A step that changes the tokens of one request."""
 
     def add(self, token: str, /) -> Sequence[str]:
-        """Take one more token, and return those that became certain with it."""
+        """Add a token, and return the tokens that became final with it."""
 
     def flush(self) -> Sequence[str]:
-        """Return the rest, now that no token follows."""
+        """Return the rest after the last token."""
 
 
 @dataclass(slots=True)
 class EachToken:
-    """Changes every token by itself; the first one may be changed otherwise."""
+    """A step that changes every token by itself; the first one may be changed differently."""
 
     _first: Callable[[str], str]
     _later: Callable[[str], str]
@@ -188,31 +192,31 @@ class EachToken:
 
 
 class ByteRuns:
-    """Makes a text of every run of byte tokens, like ``<0xC3>`` and ``<0xA9>`` (``ByteFallback``).
+    """A step that decodes runs of byte tokens, like ``<0xC3>`` ``<0xA9>`` (``ByteFallback``).
 
-    One byte that is not UTF-8 spoils its whole run: each byte of it becomes U+FFFD. So a run is
-    held back until it ends, or is spoilt.
+    One byte that is not UTF-8 makes its whole run invalid: each byte of it becomes U+FFFD. So a run
+    is held back until it ends, or is invalid.
     """
 
     def __init__(self) -> None:
         self._run = b""
-        self._spoilt = False
+        self._is_invalid = False
 
     def add(self, token: str) -> Sequence[str]:
-        if not (found := BYTE_TOKEN.fullmatch(token)):
+        if not (match := BYTE_TOKEN.fullmatch(token)):
             return (*self.flush(), token)
-        if self._spoilt:
+        if self._is_invalid:
             return (_REPLACEMENT,)
-        self._run += bytes([int(found[1], 16)])
+        self._run += bytes([int(match[1], 16)])
         try:
             utf_8_decode(self._run, "strict", False)
         except UnicodeDecodeError:
-            run, self._run, self._spoilt = self._run, b"", True
+            run, self._run, self._is_invalid = self._run, b"", True
             return (_REPLACEMENT,) * len(run)
         return ()
 
     def flush(self) -> Sequence[str]:
-        run, self._run, self._spoilt = self._run, b"", False
+        run, self._run, self._is_invalid = self._run, b"", False
         try:
             return (run.decode(),) if run else ()
         except UnicodeDecodeError:  # the last character is incomplete
@@ -221,7 +225,7 @@ class ByteRuns:
 
 @dataclass(slots=True)
 class Repeats:
-    """Drops a token that repeats the one before it, and then those without text (``CTC``)."""
+    """A step that drops tokens equal to the previous one, and then those without text (``CTC``)."""
 
     _text: Callable[[str], str]
     _before: str | None = None
@@ -238,7 +242,10 @@ class Repeats:
 
 @dataclass(slots=True)
 class WordEnds:
-    """Writes a space for the mark that ends a word (``BPEDecoder``), but none in the last token."""
+    """A step that replaces end-of-word marks by spaces, except in the last token (``BPEDecoder``).
+
+    The last token loses its mark.
+    """
 
     _mark: str
     _newest: str | None = None
@@ -252,17 +259,14 @@ class WordEnds:
         return () if last is None else (last.replace(self._mark, ""),)
 
 
-# What a tokenizer's vocabulary has for each token.
+# Token strings: the vocabulary's entry of each token.
 
 
-class WrittenTokens(dict[int, str | None]):
-    """Maps each token to what it is written as, or to None if it adds nothing to a text.
-
-    That is found when a token is first asked for.
-    """
+class TokenStrings(dict[int, str | None]):
+    """The string of each token id, computed at first use; None for tokens that add no text."""
 
     def __init__(self, backend: Any, changes: Sequence[Callable[[str], str]]) -> None:
-        """``changes`` are made to every token by itself, whatever stands before or behind it."""
+        """Create an empty mapping. ``changes`` apply to every token string by itself."""
         super().__init__()
         self._backend = backend
         self._changes = changes
@@ -285,13 +289,13 @@ if TYPE_CHECKING:
 
 
 if TYPE_CHECKING:
-    "A decoder as it is saved."
+    "JSON of a saved decoder."
 
 
 _JOINS = ("Fuse", "ByteLevel")
-_ALONE = ("Replace", "Strip")
-"""These change every token by itself."""
-_TIDIED = (
+_PER_TOKEN_DECODERS = ("Replace", "Strip")
+"""Types of decoders that change every token by itself."""
+_CLEANUP_REPLACEMENTS = (
     (" .", "."),
     (" ?", "?"),
     (" !", "!"),
@@ -304,27 +308,27 @@ _TIDIED = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""What ``cleanup`` replaces, in this order."""
+"""Replacements of ``cleanup``, in order."""
 
 
 class ChainDetokenizer:
-    """Decodes one growing sequence of tokens. Special tokens add no text."""
+    """A detokenizer that runs the steps of a decoder chain. Special tokens add no text."""
 
     def __init__(
         self,
-        written: WrittenTokens,
-        token_steps: Sequence[TokenStep],
-        join: Join,
-        text_steps: Sequence[TextStep],
+        written: TokenStrings,
+        token_steps: Sequence[TokenTransform],
+        join: TokenJoiner,
+        text_steps: Sequence[TextTransform],
     ) -> None:
-        self._written = written
+        self._token_strings = written
         self._token_steps = token_steps
         self._join = join
         self._text_steps = text_steps
 
     def add(self, token: int) -> str:
-        """Take one more token, and return the text that became certain with it."""
-        written = self._written[token]
+        """Add a token, and return the text that became final with it."""
+        written = self._token_strings[token]
         if written is None:
             return ""
         tokens: Sequence[str] = (written,)
@@ -347,26 +351,26 @@ class ChainDetokenizer:
 
 
 class DecoderChain:
-    """The decoders of a tokenizer. Every text gets steps of its own."""
+    """The decoders of a tokenizer. Every text gets its own steps."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         backend = tokenizer.backend_tokenizer
         chain = _chain(backend.decoder)
         alone, before, join, after = _parts(chain)
-        self._written = WrittenTokens(backend, [_decode_alone(each) for each in alone])
+        self._token_strings = TokenStrings(backend, [_token_decoder(each) for each in alone])
         self._token_steps = [_token_step(each) for each in before]
         self._join = join
         self._text_steps = [step for each in after for step in _text_steps(each)]
-        self._pieces: TokenPieces | None = None
-        """What byte-level tokens add, where nothing but the join makes a text of them."""
-        if isinstance(join(), ByteLevelJoin) and not before and not after:
-            self._pieces = TokenPieces(self._written)
+        self._pieces: PiecesByTokenId | None = None
+        """Pieces of byte-level tokens, if the join is the only step; None otherwise."""
+        if isinstance(join(), ByteLevelJoiner) and not before and not after:
+            self._pieces = PiecesByTokenId(self._token_strings)
 
-    def detokenizer(self) -> DecodesInPieces:
+    def detokenizer(self) -> IncrementalDetokenizer:
         if self._pieces is not None:
-            return ByteLevelJoin(self._pieces)
+            return ByteLevelJoiner(self._pieces)
         return ChainDetokenizer(
-            self._written,
+            self._token_strings,
             [make() for make in self._token_steps],
             self._join(),
             [make() for make in self._text_steps],
@@ -374,13 +378,13 @@ class DecoderChain:
 
 
 def _chain(decoder: Any) -> list[Decoder] | None:
-    """Return the decoders that a tokenizer uses one after the other, or None if it has none."""
+    """Return the decoders of a tokenizer in order, or None if it has no decoder."""
     if decoder is None:
         return None
     try:
         return _flat(json.loads(decoder.__getstate__()))
-    except Exception as error:  # tokenizers raises no other for one that it cannot save
-        raise _refused("a decoder in Python") from error
+    except Exception as error:  # tokenizers raises a bare Exception if it cannot save one
+        raise _unsupported_decoder("a decoder in Python") from error
 
 
 def _flat(decoder: Decoder) -> list[Decoder]:
@@ -391,33 +395,39 @@ def _flat(decoder: Decoder) -> list[Decoder]:
 
 def _parts(
     chain: list[Decoder] | None,
-) -> tuple[list[Decoder], list[Decoder], Callable[[], Join], list[Decoder]]:
-    """Return what changes tokens by themselves, what else changes them, the join, and the rest."""
+) -> tuple[list[Decoder], list[Decoder], Callable[[], TokenJoiner], list[Decoder]]:
+    """Return the per-token decoders, the other token transforms, the join, and the decoders after.
+
+    The join is a factory; a chain without a decoder for it joins tokens with nothing between.
+    """
     if chain is None:
-        return [], [], SpacedJoin, []
+        return [], [], SpacingJoiner, []
     at = next((at for at, each in enumerate(chain) if each["type"] in _JOINS), len(chain))
     before, after = chain[:at], chain[at + 1 :]
-    join: Callable[[], Join] = PlainJoin
+    join: Callable[[], TokenJoiner] = ConcatenatingJoiner
     if chain[at:] and chain[at]["type"] == "ByteLevel":
-        join = partial(ByteLevelJoin, WrittenPieces())
+        join = partial(ByteLevelJoiner, PiecesByTokenString())
     elif before and before[-1]["type"] == "BPEDecoder":
-        join = partial(WordEndJoin, before.pop()["suffix"])
-    begun = next((at for at, each in enumerate(before) if each["type"] not in _ALONE), len(before))
+        join = partial(WordEndJoiner, before.pop()["suffix"])
+    begun = next(
+        (at for at, each in enumerate(before) if each["type"] not in _PER_TOKEN_DECODERS),
+        len(before),
+    )
     return before[:begun], before[begun:], join, after
 
 
-def _decode_alone(decoder: Decoder) -> Callable[[str], str]:
-    made = _made(decoder)
-    return lambda token: str(made.decode([token]))
+def _token_decoder(decoder: Decoder) -> Callable[[str], str]:
+    built = _build_decoder(decoder)
+    return lambda token: str(built.decode([token]))
 
 
-def _decode_later(decoder: Decoder) -> Callable[[str], str]:
-    made = _made(decoder)
-    return lambda token: str(made.decode(["", token]))
+def _later_token_decoder(decoder: Decoder) -> Callable[[str], str]:
+    built = _build_decoder(decoder)
+    return lambda token: str(built.decode(["", token]))
 
 
-def _made(decoder: Decoder) -> Any:
-    """Build one of the decoders that change every token by itself, or all but the first alike."""
+def _build_decoder(decoder: Decoder) -> Any:
+    """Build a decoder that changes every token by itself, or all but the first in the same way."""
     match decoder:
         case {"type": "Replace", "pattern": {"String": text}, "content": content}:
             return decoders.Replace(text, content)
@@ -436,53 +446,61 @@ def _made(decoder: Decoder) -> Any:
             "cleanup": cleanup,
         }:
             return decoders.CTC(pad, delimiter, cleanup)
-    raise _refused(str(decoder["type"]))
+    raise _unsupported_decoder(str(decoder["type"]))
 
 
-def _token_step(decoder: Decoder) -> Callable[[], TokenStep]:
+def _token_step(decoder: Decoder) -> Callable[[], TokenTransform]:
     kind = decoder["type"]
     if kind == "ByteFallback":
         return ByteRuns
     if kind == "BPEDecoder":
         return partial(WordEnds, decoder["suffix"])
-    alone = _decode_alone(decoder)
+    alone = _token_decoder(decoder)
     if kind == "CTC":
         return partial(Repeats, alone)
-    return partial(EachToken, alone, alone if kind in _ALONE else _decode_later(decoder))
+    return partial(
+        EachToken, alone, alone if kind in _PER_TOKEN_DECODERS else _later_token_decoder(decoder)
+    )
 
 
-def _text_steps(decoder: Decoder) -> list[Callable[[], TextStep]]:
-    """Return the steps of a decoder to which the whole text is a single token, the first one."""
-    found: list[tuple[str, str]] = []
+def _text_steps(decoder: Decoder) -> list[Callable[[], TextTransform]]:
+    """Return the text transforms of a decoder that comes after the join.
+
+    To such a decoder the whole text is a single token, the first one.
+    """
+    replacements: list[tuple[str, str]] = []
     match decoder:
         case {"type": "Fuse"}:
             return []
         case {"type": "Strip", "content": content, "start": left, "stop": right}:
             return [partial(Strip, content, left, right)]
         case {"type": "Replace", "pattern": {"String": text}, "content": content}:
-            found = [(text, content)]
+            replacements = [(text, content)]
         case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
-            found = [(mark, " " if scheme == "never" else "")]
+            replacements = [(mark, " " if scheme == "never" else "")]
         case {"type": "BPEDecoder", "suffix": mark}:
-            found = [(mark, "")]
+            replacements = [(mark, "")]
         case {"type": "WordPiece", "cleanup": cleanup}:
-            found = [*_TIDIED] if cleanup else []
+            replacements = [*_CLEANUP_REPLACEMENTS] if cleanup else []
         case {
             "type": "CTC",
             "pad_token": pad,
             "word_delimiter_token": delimiter,
             "cleanup": cleanup,
         }:
-            found = [(pad, ""), *([*_TIDIED, (delimiter, " ")] if cleanup else [])]
+            replacements = [
+                (pad, ""),
+                *([*_CLEANUP_REPLACEMENTS, (delimiter, " ")] if cleanup else []),
+            ]
         case _:
-            raise _refused(f"{decoder['type']} after tokens were joined")
-    if not all(text for text, _ in found):
-        raise _refused(f"{decoder['type']} of an empty text after tokens were joined")
-    return [partial(Replacement, text, content) for text, content in found]
+            raise _unsupported_decoder(f"{decoder['type']} after tokens were joined")
+    if not all(text for text, _ in replacements):
+        raise _unsupported_decoder(f"{decoder['type']} of an empty text after tokens were joined")
+    return [partial(Replacement, text, content) for text, content in replacements]
 
 
-def _refused(what: str) -> UnsupportedModel:
+def _unsupported_decoder(what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the tokenizer has {what}, so that a later token may change all of a text that was shown: "
+        f"the tokenizer has {what}, so that a later token may change text already returned: "
         "give a tokenizer with other decoders, or a model without one and token ids"
     )

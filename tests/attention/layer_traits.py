@@ -1,4 +1,4 @@
-"""Layers that ask for more of their attention than a softmax over all before."""
+"""Layer traits for tests: windows, softcaps, sinks and ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 200]
-"""One token alone, and sizes about those of blocks and of what kernels look at together."""
+"""Windows of one token, and of sizes around those of blocks and kernel tiles."""
 KINDS: Mapping[str, Sequence[str]] = {
-    "cap": ["cap"],
+    "softcap": ["softcap"],
     "sinks": ["sinks"],
     "slopes": ["slopes"],
-    "window and cap": ["window", "cap"],
+    "window and cap": ["window", "softcap"],
     "window and sinks": ["window", "sinks"],
     "window and slopes": ["window", "slopes"],
 }
@@ -26,11 +26,11 @@ KINDS: Mapping[str, Sequence[str]] = {
 def traits_of(
     names: Sequence[str], q_heads: int, head_dim: int, device: str, *, window: int = 17
 ) -> LayerTraits:
-    """Return a layer with these traits. Scores are large enough for a cap to matter."""
+    """Return traits of a layer; scores are large enough for a cap to matter."""
     of_heads = torch.arange(q_heads, device=device)
     have: dict[str, Any] = {
         "window": window,
-        "cap": 1.5,
+        "softcap": 1.5,
         "sinks": of_heads.float().sin() * 2,
         "slopes": 0.5 ** (1 + of_heads.float()),
     }

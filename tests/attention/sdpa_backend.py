@@ -1,4 +1,4 @@
-"""A third attention backend, by torch's own attention: adding one takes no more than this file."""
+"""A third attention backend, by torch's SDPA, to show that one file adds a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SdpaAttention(AttentionBackend):
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
 
-    def attend_new(
+    def store_and_attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self.path_counts["sdpa"] += 1
@@ -54,7 +54,7 @@ class SdpaAttention(AttentionBackend):
     def _attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Attend from the last ``len(query)`` tokens of one sequence."""
+        """Compute the attention of the last ``len(query)`` tokens of one sequence."""
         shared = query.shape[1] // keys.shape[0]
         seen = torch.ones(len(query), keys.shape[1], dtype=torch.bool, device=query.device)
         out = scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Storing a token and attending from it in one launch, over a cache poisoned with NaN."""
+"""Append and attend in one launch, over a cache poisoned with NaN."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
+"""Tolerances for one rounding to the dtype, after fp32 sums in another order."""
 SCRATCH = 0
 
 
 class Case:
-    """Sequences of given lengths, their blocks anywhere, and a new token for each.
+    """Sequences of given lengths, in scattered blocks, and a new token for each.
 
     ``None`` instead of a length is a padding row.
     """
@@ -88,7 +88,7 @@ class Case:
         )
 
     def stored_as_expected(self) -> list[torch.Tensor]:
-        """Return copies of the caches with the new tokens in their slots."""
+        """Return copies of the caches with the new tokens stored."""
         caches = [cache.clone() for cache in self.caches]
         for cache, new in zip(caches, (self.key, self.value), strict=True):
             for row, length in enumerate(self.stored):
@@ -96,7 +96,7 @@ class Case:
         return caches
 
     def truth(self, caches: list[torch.Tensor]) -> torch.Tensor:
-        """Attention in float64, one sequence and one head after the other."""
+        """Compute attention in float64, one sequence and head at a time."""
         out = torch.empty(self.query.shape, dtype=torch.float64)
         group = self.query.shape[1] // self.key.shape[1]
         for row, length in enumerate(self.stored):
@@ -111,11 +111,11 @@ class Case:
         return out
 
     def weights(self, products: torch.Tensor, head: int) -> torch.Tensor:
-        """Turn a head's products with all keys into weights, one trait after the other."""
+        """Compute weights from a head's products with all keys, trait by trait."""
         traits = self.traits
         scores = products * traits.scale
-        if traits.cap is not None:
-            scores = (scores / traits.cap).tanh() * traits.cap
+        if traits.softcap is not None:
+            scores = (scores / traits.softcap).tanh() * traits.softcap
         if traits.slopes is not None:
             bias = torch.arange(len(scores)) - (len(scores) - 1)
             scores = scores + bias * traits.slopes[head].double().cpu()
@@ -128,7 +128,7 @@ class Case:
 
 
 def check(case: Case) -> None:
-    """Against the reference and the truth; and both caches whole, bit for bit.
+    """Compare with the reference and float64, and both caches whole, bit for bit.
 
     The results of padding rows are not compared: they all write to one slot.
     """
@@ -161,7 +161,7 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 128])
 def test_where_a_block_begins_and_ends(device: str, block_size: int) -> None:
-    """The first token of all, the last of a block, the first of the next."""
+    """The first token of a sequence, the last of a block, the first of the next block."""
     check(Case(device, [0, block_size - 1, block_size], block_size=block_size))
 
 
@@ -170,7 +170,7 @@ def test_where_a_block_begins_and_ends(device: str, block_size: int) -> None:
 def test_contexts_in_parts(
     device: str, block_size: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts at, before and behind the end of a context; some have nothing to look at."""
+    """Parts at, before and after the end of a context; some of them are empty."""
     monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: parts)
     check(Case(device, [0, 63, 64, 65, 130], block_size=block_size))
 
@@ -180,9 +180,9 @@ def test_contexts_in_parts(
 def test_as_with_more_programs(
     device: str, block_size: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs are smaller, and the next kernel has no room beside them."""
+    """Programs are smaller, and the next kernel cannot run at the same time."""
     monkeypatch.setattr(decode_triton, "_warps", lambda *_: 1)
-    monkeypatch.setattr(decode_triton, "_AT_ONCE", 0)
+    monkeypatch.setattr(decode_triton, "_MAX_PDL_PROGRAMS", 0)
     lengths = [None, 15, 16, 31, 33, 64, 100]
     check(Case(device, lengths, block_size=block_size, head_dim=head_dim, dtype=torch.bfloat16))
 
@@ -196,7 +196,7 @@ def test_as_many_parts_as_it_takes_by_itself(device: str, sequences: int) -> Non
 def test_a_part_of_large_scores_outweighs_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts are put together by their largest scores, wherever these are."""
+    """Parts are merged by their largest scores, wherever these are."""
     monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: 3)
     for loud in (10, 100, 180):
         case = Case(device, [190], block_size=16)
@@ -216,7 +216,7 @@ def test_padding_rows_touch_the_scratch_block_alone(device: str) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block_size", [3, 16, 64])
 def test_windows(device: str, window: int, block_size: int) -> None:
-    """Sequences shorter than the window, as long, and longer by one and by many."""
+    """Sequences shorter than the window, equally long, and longer by one and by many."""
     lengths: list[int | None] = [None, 0, max(0, window - 2), window - 1, window, window + 70]
     check(Case(device, lengths, block_size=block_size, traits=["window"], window=window))
 
@@ -238,7 +238,7 @@ def test_a_window_in_parts(device: str, parts: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_left_the_window_is_not_read(device: str) -> None:
-    """Its blocks may have been given back, and be another's: NaN there harms nothing."""
+    """Its blocks may be freed and reused: NaN in them does not matter."""
     case = Case(device, [50], block_size=4, traits=["window"], window=9)
     before = case.run()
     for cache in case.caches:
@@ -271,7 +271,7 @@ def test_heads_whose_elements_lie_apart(device: str) -> None:
 
 
 def test_lengths_and_tables_that_are_columns_of_one_matrix(device: str) -> None:
-    """Slots hand over columns of a larger tensor."""
+    """Slots pass columns of a larger tensor."""
     case = Case(device, [5, 9, 0])
     rows = torch.cat([case.lengths[:, None], case.lengths[:, None] * 0 + 9999, case.tables], 1)
     case.lengths, case.tables = rows[:, 0], rows[:, 2:]
@@ -280,7 +280,7 @@ def test_lengths_and_tables_that_are_columns_of_one_matrix(device: str) -> None:
 
 
 def test_caches_of_other_strides(device: str) -> None:
-    """In such caches a block's layers, or a token's heads, lie side by side."""
+    """Caches in which a block's layers, or a token's heads, are contiguous."""
     case = Case(device, [5, 9])
     for order in ((2, 0, 1, 3), (0, 2, 1, 3)):
         back = [order.index(dim) for dim in range(4)]
@@ -308,7 +308,7 @@ def test_heads_that_do_not_fit_are_refused(device: str) -> None:
 
 
 def test_the_context_and_the_new_token_matter(device: str) -> None:
-    """Or else nothing above could fail."""
+    """Results depend on them, without which the tests above could not fail."""
     case = Case(device, [5])
     before = case.run()
     case.slot(case.caches[1], 0, 0)[:] += 1

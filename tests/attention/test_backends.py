@@ -1,4 +1,4 @@
-"""Attention backends are found by name, refuse what they do not compute, and can be added."""
+"""Attention backends: lookup by name, refusal of unsupported traits, and extension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roseinfer import (
     KVBlockManager,
     UnsupportedModel,
 )
-from roseinfer.attention.backend import best_backend, find_backend
+from roseinfer.attention.backend import default_backend, find_backend
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.layer_traits import LayerTraits
 from tests.attention import sdpa_backend  # noqa: F401  (it registers itself)
@@ -51,9 +51,9 @@ def test_paged_attention_is_an_older_name(alias: bool, name: str) -> None:
 
 def test_without_a_choice_the_device_decides(device: str) -> None:
     assert EngineConfig().attention_backend is None
-    assert best_backend(torch.device("cpu")) == "reference"
+    assert default_backend(torch.device("cpu")) == "reference"
     if device == "cuda":
-        assert best_backend(torch.device(device)) == "triton"
+        assert default_backend(torch.device(device)) == "triton"
 
 
 def test_a_name_that_nobody_registered(device: str) -> None:
@@ -65,15 +65,15 @@ def test_a_name_that_nobody_registered(device: str) -> None:
 
 def test_a_backend_that_cannot_run_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton: Any = find_backend("triton")
-    monkeypatch.setattr(triton, "why_unusable", classmethod(lambda _, __: "there is no Triton"))
+    monkeypatch.setattr(triton, "unusable_reason", classmethod(lambda _, __: "there is no Triton"))
     with pytest.raises(ConfigError, match="attention_backend='triton': there is no Triton"):
         small_llm(device, attention_backend="triton")
-    assert best_backend(torch.device(device)) == "reference"
+    assert default_backend(torch.device(device)) == "reference"
 
 
 def test_a_trait_that_a_backend_lacks_is_refused_by_name(device: str) -> None:
     kv = KVBlockManager(1, 1, 8, 4, 8, device, torch.float32, AppendPolicy(triton=False))
     staging = IndexStaging(kv.device, Counter())
     find_backend("sdpa")([LayerTraits(1.0)], kv, staging, Counter())
-    with pytest.raises(UnsupportedModel, match="window, which the attention backend 'sdpa' does"):
+    with pytest.raises(UnsupportedModel, match="'sdpa': does not support window, which"):
         find_backend("sdpa")([LayerTraits(1.0), LayerTraits(1.0, window=8)], kv, staging, Counter())

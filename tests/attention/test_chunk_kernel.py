@@ -1,4 +1,4 @@
-"""Attention of several new tokens a sequence against the reference, over a poisoned cache."""
+"""Attention of several new tokens per sequence, compared with the reference."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Case:
-    """Sequences as (tokens stored before, new ones): stored by now, and asked about anew.
+    """Sequences as (tokens before, new tokens), all stored, and queries of the new tokens.
 
-    The new tokens are cut into tiles as a forward pass does it.
+    The new tokens are tiled as in a forward pass; the cache is poisoned.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Case:
         self.kv.keys.fill_(float("nan"))
         self.kv.values.fill_(float("nan"))
         self.lists: list[list[int]] = [[] for _ in lengths]
-        # In turns, so that no sequence's blocks lie side by side.
+        # In turns, so that no sequence's blocks are adjacent.
         for at in range(max(lengths)):
             rows = [row for row, length in enumerate(lengths) if at < length]
             new = torch.randn(2, len(rows), kv_heads, head_dim, device=device).to(dtype)
@@ -63,9 +63,9 @@ class Case:
         self.traits = traits_of(traits, q_heads, head_dim, device, window=window)
         self.path_counts: Counter[str] = Counter()
         lists = [[block_ids] for block_ids in self.lists]
-        singles = next((at for at, count in enumerate(self.counts) if count > 1), len(lists))
-        step = StepAppend(self.kv, lists, self.counts, one_each=False)
-        self.batch = StepBatch(step, lists, self.counts, lengths, singles)
+        num_decodes = next((at for at, count in enumerate(self.counts) if count > 1), len(lists))
+        step = StepAppend(self.kv, lists, self.counts, one_token_each=False)
+        self.batch = StepBatch(step, lists, self.counts, lengths, num_decodes)
         self.attention = TritonAttention(
             [self.traits],
             self.kv,
@@ -116,13 +116,12 @@ def test_whole_prompts_of_one_tile_and_of_more(device: str, tokens: int) -> None
 
 @pytest.mark.parametrize("before", [1, 4, 63, 64, 65, 130])
 def test_a_chunk_behind_what_is_stored(device: str, before: int) -> None:
-    """At, before and behind the end of the context that is looked at together."""
+    """At, before and after the end of a tile of context."""
     check(Case(device, [(before, 3)], block_size=16))
 
 
 def test_sequences_of_different_counts_in_one_launch(device: str) -> None:
-    """Chunks of long and short prompts, and single tokens among them that came too late to
-    stand in front."""
+    """Chunks of long and short prompts, with single tokens among them, not sorted to the front."""
     check(Case(device, [(0, 40), (9, 2), (0, 3), (7, 1), (70, 17)]))
 
 
@@ -134,7 +133,7 @@ def test_behind_sequences_of_a_single_token(device: str) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(device: str, window: int) -> None:
-    """Chunks that begin before the window's edge, at it and behind it, and end there."""
+    """Chunks that begin, and end, before the window's edge, at it and after it."""
     edges = [(0, window + 3), (max(0, window - 2), 4), (window, 2), (window + 70, 20)]
     check(Case(device, edges, block_size=16, traits=["window"], window=window))
 
@@ -145,7 +144,7 @@ def test_layers_that_ask_for_more(device: str, names: Sequence[str]) -> None:
 
 
 def test_what_left_the_window_is_not_read(device: str) -> None:
-    """The chunk's first token sees what is furthest back, and nothing before that is touched."""
+    """No token is read before the first that the chunk's first token attends to."""
     case = Case(device, [(40, 3)], traits=["window"], window=9)
     before = case.run()
     blocks = case.lists[0]
@@ -165,7 +164,7 @@ def test_a_query_of_other_strides(device: str) -> None:
 
 
 def test_what_comes_later_is_not_seen(device: str) -> None:
-    """Later tokens of the chunk are hidden, and so is the rest of its last block."""
+    """Later tokens of the chunk, and the rest of its last block, are masked."""
     case = Case(device, [(2, 3)])
     before = case.run()
     case.kv.values[0, case.lists[0][-1], :, 1:] = 1e30

@@ -1,4 +1,4 @@
-"""Where a context is cut into parts: by position alone, and alike on the host and in kernels."""
+"""Parts of a context depend on position alone, and agree on the host and in kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.triton.softmax import num_parts, part_begin, part_of
+from roseinfer.kernels.triton.softmax import num_context_parts, part_begin, part_index
 
 EDGES = [edge + by for edge in (128, 2048, 4096, 8192, 131072, 1 << 24) for by in (-1, 0, 1)]
 
@@ -15,14 +15,14 @@ EDGES = [edge + by for edge in (128, 2048, 4096, 8192, 131072, 1 << 24) for by i
 @triton.jit
 def _look(positions, numbers, begins):  # type: ignore[no-untyped-def]
     at = tl.program_id(0)
-    part = part_of(tl.load(positions + at))
+    part = part_index(tl.load(positions + at))
     tl.store(numbers + at, part)
     tl.store(begins + at, part_begin(part))
     tl.store(begins + tl.num_programs(0) + at, part_begin(part + 1))
 
 
 def looked_up(positions: list[int], device: str) -> list[tuple[int, int, int]]:
-    """Return each position's part, and where that begins and ends, as a kernel sees it."""
+    """Return each position's part, with its begin and end, as computed in a kernel."""
     at = torch.tensor(positions, dtype=torch.int32, device=device)
     numbers, begins = torch.zeros_like(at), at.new_zeros((2, len(at)))
     _look[(len(at),)](at, numbers, begins)
@@ -33,7 +33,7 @@ def test_a_position_lies_in_its_part_on_the_host_too(device: str) -> None:
     positions = [0, 1, *EDGES]
     for position, (part, begin, end) in zip(positions, looked_up(positions, device), strict=True):
         assert begin <= position < end
-        assert part == num_parts(position + 1) - 1
+        assert part == num_context_parts(position + 1) - 1
 
 
 def test_parts_are_small_beside_the_context_and_few(device: str) -> None:
@@ -48,4 +48,4 @@ def test_a_window_sees_no_more_parts_than_are_said(device: str, window: int) -> 
     first = [max(0, position - window + 1) for position in last]
     ends, begins = looked_up(last, device), looked_up(first, device)
     for position, (end, *_), (begin, *_) in zip(last, ends, begins, strict=True):
-        assert end - begin + 1 <= num_parts(position + 1, window)
+        assert end - begin + 1 <= num_context_parts(position + 1, window)

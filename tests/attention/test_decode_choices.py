@@ -1,4 +1,4 @@
-"""How decode attention is shared among programs on a GPU, where its kernel is not interpreted."""
+"""Launch configurations of decode attention on a GPU (not interpreted)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from roseinfer.kernels.triton import decode_attention as decode_triton
 from roseinfer.kernels.triton.decode_attention import _num_splits, _warps
-from roseinfer.kernels.triton.softmax import num_parts, tile_of_tokens
+from roseinfer.kernels.triton.softmax import num_context_parts, tile_of_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_kinds_of_kernels_whatever_the_contexts() -> None:
-    """Every new number of programs is a kernel to compile, for which a request waits."""
+    """Each new number of programs is a kernel to compile, which delays a request."""
     for rows in (1, 8, 12, 96, 132, 396, 397, 3072):
-        splits = [_num_splits(rows, num_parts(tokens)) for tokens in range(1, 70_000, 61)]
+        splits = [_num_splits(rows, num_context_parts(tokens)) for tokens in range(1, 70_000, 61)]
         assert set(splits) <= {1, 2, 4, 8, 16, 32}
         assert splits == sorted(splits)
 

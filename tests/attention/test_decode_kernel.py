@@ -1,4 +1,4 @@
-"""The Triton decode kernel against the reference, over a cache poisoned with NaN."""
+"""The Triton decode kernel, compared with the reference, over a cache poisoned with NaN."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
+"""Tolerances for one rounding to the dtype, after fp32 sums in another order."""
 
 
 class Case:
-    """Sequences of given lengths in a cache that holds NaN wherever nothing is stored."""
+    """Sequences of given lengths in a cache with NaN in all slots without a token."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
 
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 700])
 def test_contexts_that_are_split(device: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At, before and behind the end of a part, beside a sequence of one token."""
+    """Lengths at, before and after the end of a part, next to a sequence of one token."""
     monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: 2)
     assert_close(Case(device, [length, 1], block_size=16))
 
@@ -105,7 +105,7 @@ def test_every_block_size(device: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(device: str, window: int) -> None:
-    """Sequences shorter than the window, as long, and longer by one and by many."""
+    """Sequences shorter than the window, equally long, and longer by one and by many."""
     lengths = [1, max(1, window - 1), window, window + 1, window + 70]
     assert_close(Case(device, lengths, block_size=16, traits=["window"], window=window))
 
@@ -131,7 +131,7 @@ def test_what_lies_behind_the_last_token_is_not_used(device: str) -> None:
 
 
 def test_the_context_matters(device: str) -> None:
-    """Or else nothing above could fail."""
+    """Results depend on it, without which the tests above could not fail."""
     case = Case(device, [5])
     before = case.decode()
     case.kv.values[0, case.lists[0][0], :, 0] += 1

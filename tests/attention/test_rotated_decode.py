@@ -1,4 +1,4 @@
-"""New tokens are rotated by the kernel that stores them, with the bits of the one that rotates."""
+"""Rotation in the kernel that stores tokens has the bits of the rotation kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from roseinfer.kernels.triton import decode_attention
 from roseinfer.kernels.triton.decode_attention import append_and_attend
 from roseinfer.kernels.triton.rope import rotate
-from roseinfer.layer_traits import LayerTraits, Rotation
+from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -27,7 +27,7 @@ def test_bits_are_those_of_rotating_before(
     new = torch.randn(3, q_heads + 2 * kv_heads, dim, device=device).bfloat16()
     query, key, value = new.tensor_split([q_heads, q_heads + kv_heads], 1)
     angles = torch.rand(160, turn // 2, device=device).repeat(1, 2) * 6
-    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+    rotation = RotaryEmbedding(angles.cos().bfloat16(), angles.sin().bfloat16())
     keys, values = torch.randn(2, 31, kv_heads, 16, dim, device=device).bfloat16()
     same_keys, same_values = keys.clone(), values.clone()
     given = tables, lengths, LayerTraits(dim**-0.5)

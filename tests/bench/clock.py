@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roseinfer.bench import cases, driving
+from roseinfer.bench import cases, driver
 
 if TYPE_CHECKING:
     import pytest
@@ -36,6 +36,6 @@ def every_step_takes_a_second(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Cloc
         return updates
 
     monkeypatch.setattr(llm.engine, "step", timed)
-    for module in (cases, driving):
+    for module in (cases, driver):
         monkeypatch.setattr(module, "time", clock)
     return clock

@@ -15,9 +15,23 @@ import torch
 from roseinfer import AppendPolicy, Path
 from roseinfer.bench import append
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.append import NO_TRITON, POLICIES, AppendConfig, Rig, StepRow, WriteRow, only
+from roseinfer.bench.append import (
+    NO_TRITON,
+    POLICIES,
+    AppendConfig,
+    AppendRig,
+    StepRow,
+    WriteRow,
+    require_path,
+)
 from roseinfer.bench.report import UnavailableRow
-from roseinfer.bench.timing import WrongPath, busy_us_per_call, in_rounds, one_thread, time_calls
+from roseinfer.bench.timing import (
+    WrongPath,
+    busy_us_per_call,
+    median_over_rounds,
+    one_thread,
+    time_calls,
+)
 
 if TYPE_CHECKING:
     import pathlib
@@ -83,9 +97,9 @@ def test_json_rows_have_the_documented_fields(on_cpu: Outcome) -> None:
 
 def test_every_batch_and_runnable_path_is_measured(on_cpu: Outcome) -> None:
     for name in ("writes", "steps"):
-        measured = Counter((row["batch"], row["path_that_ran"]) for row in on_cpu.tables[name])
+        measured = Counter((row["batch"], row["measured_path"]) for row in on_cpu.tables[name])
         assert measured == Counter((b, p) for b in (1, 3) for p in {"per_token", *TORCH_WRITES})
-    clones = {(row["batch"], row["path_that_ran"]) for row in on_cpu.tables["clones"]}
+    clones = {(row["batch"], row["measured_path"]) for row in on_cpu.tables["clones"]}
     assert clones == {(1, "clone_torch"), (3, "clone_torch")}
 
 
@@ -93,7 +107,7 @@ def test_what_cannot_run_is_listed_with_the_reason(on_cpu: Outcome) -> None:
     rows = {row["path"]: row["not_available"] for row in on_cpu.tables["unavailable"]}
     assert set(rows) == {path.value for path in Path if path.needs_triton}
     assert all("Triton" in reason for reason in rows.values())
-    listed = on_cpu.text.partition("cannot be timed here.\n")[2].splitlines()
+    listed = on_cpu.text.partition("cannot be timed on this machine.\n")[2].splitlines()
     assert len([line for line in listed if line.startswith("- ")]) == len(set(rows.values()))
     assert all(len(line) <= 100 for line in listed)
     assert all(path in " ".join(listed) for path in rows)
@@ -103,7 +117,7 @@ def test_a_cpu_has_no_device_time(on_cpu: Outcome) -> None:
     for row in on_cpu.tables["writes"]:
         assert row["device_us"] is None
         assert row["graph_us"] is None
-        assert row["times_floor"] == pytest.approx(row["host_us"] / row["floor_us"])
+        assert row["floor_ratio"] == pytest.approx(row["host_us"] / row["floor_us"])
         assert row["host_us"] > 0
 
 
@@ -117,7 +131,7 @@ def test_speedups_are_against_the_per_token_loop_of_the_batch(on_cpu: Outcome) -
     rows = on_cpu.tables["steps"]
     for row in rows:
         loop = next(
-            r for r in rows if (r["batch"], r["path_that_ran"]) == (row["batch"], "per_token")
+            r for r in rows if (r["batch"], r["measured_path"]) == (row["batch"], "per_token")
         )
         speedup = loop["per_layer_us"] / row["per_layer_us"]
         assert row["per_layer_speedup"] == pytest.approx(speedup)
@@ -143,39 +157,39 @@ def test_a_series_that_takes_another_path_raises(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
-    rig = Rig(CONFIG, 2, layers_per_group)
+    rig = AppendRig(CONFIG, 2, layers_per_group)
     assert build(rig, Path.TORCH_SCALAR).sampler(wait=True)() > 0
     monkeypatch.setitem(POLICIES, Path.TORCH_VECTOR, NO_TRITON)
-    with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
+    with pytest.raises(WrongPath, match=r"torch_vector: .*torch_scalar"):
         build(rig, Path.TORCH_VECTOR).sampler(wait=True)()
 
 
 def test_plans_that_lead_to_another_path_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Path.TORCH_GATHER, NO_TRITON)
-    with pytest.raises(WrongPath, match=r"torch_gather .*torch_scalar"):
-        append.plan_us(Rig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
+    with pytest.raises(WrongPath, match=r"torch_gather: .*torch_scalar"):
+        append.plan_us(AppendRig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
 
 
 def test_copies_that_are_not_batched_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one = AppendPolicy(triton=False, batched_copy_on_write=False)
     monkeypatch.setitem(POLICIES, Path.CLONE_TORCH, one_by_one)
-    with pytest.raises(WrongPath, match=r"clone_torch .* nothing"):
-        append.clone_us(Rig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
+    with pytest.raises(WrongPath, match=r"clone_torch: .* none"):
+        append.clone_us(AppendRig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
 
 
 def test_the_command_stops_when_a_policy_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Path.TORCH_VECTOR, NO_TRITON)
-    with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
+    with pytest.raises(WrongPath, match=r"torch_vector: .*torch_scalar"):
         main([*SMALL, "--device", "cpu"])
 
 
 def test_only_wants_the_path_alone_and_the_exact_count() -> None:
     counts: Counter[Any] = Counter({Path.PER_TOKEN: 5})
-    with only(counts, Path.TORCH_SCALAR, 2):
+    with require_path(counts, Path.TORCH_SCALAR, 2):
         counts[Path.TORCH_SCALAR] += 2
-    with pytest.raises(WrongPath), only(counts, Path.TORCH_SCALAR, 2):
+    with pytest.raises(WrongPath), require_path(counts, Path.TORCH_SCALAR, 2):
         counts[Path.TORCH_SCALAR] += 1
-    with pytest.raises(WrongPath), only(counts, Path.TORCH_SCALAR, 1):
+    with pytest.raises(WrongPath), require_path(counts, Path.TORCH_SCALAR, 1):
         counts.update([Path.TORCH_SCALAR, Path.PER_TOKEN])
 
 
@@ -186,7 +200,7 @@ def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
         order.append(name)
         return float(len(order))
 
-    times = in_rounds({"a": lambda: sampler("a"), "b": lambda: sampler("b")}, 3, "test")
+    times = median_over_rounds({"a": lambda: sampler("a"), "b": lambda: sampler("b")}, 3, "test")
     assert order == ["a", "b"] * 4
     assert times == {"a": 5, "b": 6}
 

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.attention import Rig
+from roseinfer.bench.attention import DecodeRig
 from roseinfer.bench.cases import Shape
 from roseinfer.layer_traits import LayerTraits
 
@@ -34,13 +34,13 @@ def test_its_rows_are_those_asked_for(
     assert found == [(shape, path) for shape in shapes for path in paths]
     size = {"cuda": 2, "cpu": 4}[device]
     assert rows[0]["floor_us"] == pytest.approx(2 * 2 * 70 * 2 * 16 * size / bandwidth / 1e3)
-    assert all(row["times_floor"] == row["us"] / row["floor_us"] for row in rows)
+    assert all(row["floor_ratio"] == row["us"] / row["floor_us"] for row in rows)
     assert ("Triton" in capsys.readouterr().out) == (device == "cpu"), "why kernels are not timed"
 
 
 def test_what_it_times_attends_to_the_whole_context() -> None:
     shape = Shape.read("2x70:4/2x16")
-    rig = Rig(shape, 64, torch.device("cpu"), torch.float32)
+    rig = DecodeRig(shape, 64, torch.device("cpu"), torch.float32)
     keys, values = rig.layers[0]
 
     def out() -> torch.Tensor:
@@ -63,13 +63,16 @@ def test_what_it_times_attends_to_the_whole_context() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("64x1024", "64x1024 is no shape such as 64x1024:32/8x128 or 8x0+2048:32/8x128"),
-        ("0x4:2/2x8", "0x4:2/2x8 is no shape such as"),
-        ("4x4:2/2x8,", "4x4:2/2x8, is no shape such as"),
-        ("4x0:2/2x8", "4x0:2/2x8 is no shape such as"),
-        ("4x4+0:2/2x8", "4x4+0:2/2x8 is no shape such as"),
-        ("4x+4:2/2x8", "4x+4:2/2x8 is no shape such as"),
-        ("4x4:3/2x8", "4x4:3/2x8: 2 KV heads are no part of 3 heads"),
+        (
+            "64x1024",
+            "64x1024: invalid shape; use one such as 64x1024:32/8x128 or 8x0+2048:32/8x128",
+        ),
+        ("0x4:2/2x8", "0x4:2/2x8: invalid shape"),
+        ("4x4:2/2x8,", "4x4:2/2x8,: invalid shape"),
+        ("4x0:2/2x8", "4x0:2/2x8: invalid shape"),
+        ("4x4+0:2/2x8", "4x4+0:2/2x8: invalid shape"),
+        ("4x+4:2/2x8", "4x+4:2/2x8: invalid shape"),
+        ("4x4:3/2x8", "4x4:3/2x8: 3 query heads are no multiple of 2 KV heads"),
     ],
 )
 def test_a_shape_that_is_none(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,4 +90,4 @@ def test_every_option_stands_there(
 def test_every_rung_and_every_peer_stands_there() -> None:
     for name in [rung.name.partition(" of ")[0] for rung in rungs(4)]:
         assert f"| {name} |" in PAGE
-    assert all(f"| `{peer}` |" in PAGE for peer in PEERS)
+    assert all(f"\n- `{peer}`: " in PAGE for peer in PEERS)

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.bench.cases import naive, offline, online, paced
-from roseinfer.bench.driving import (
+from roseinfer.bench.driver import (
     LatencyRow,
     MemoryFloor,
     RequestFailed,
@@ -18,19 +18,19 @@ from roseinfer.bench.driving import (
     StepRecord,
     ThroughputRow,
     Timeline,
-    Work,
-    coming,
+    Workload,
     decode_floor_s,
     latencies,
     median_row,
-    perform,
+    run_workload,
+    tokenized_prompts,
 )
 from tests.bench.clock import every_step_takes_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.bench.driving import Run
+    from roseinfer.bench.driver import Run
     from roseinfer.engine.engine import Update
 
 FOUR = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
@@ -48,14 +48,14 @@ def run(
     llm: LLM, drive: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, workers: int = 0
 ) -> RunRecord:
     every_step_takes_a_second(llm, monkeypatch)
-    return perform(llm.engine, Work(PROMPTS, FOUR), drive, llm.tokenizer, workers)
+    return run_workload(llm.engine, Workload(PROMPTS, FOUR), drive, llm.tokenizer, workers)
 
 
 def four_from(first: float) -> tuple[float, ...]:
     return tuple(first + more for more in range(4))
 
 
-WAYS: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
+ARRIVAL_MODES: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
     "naive": (
         naive,
         [
@@ -99,9 +99,9 @@ WAYS: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ARRIVAL_MODES)
 def test_every_time_is_noted(way: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive, timelines = WAYS[way]
+    drive, timelines = ARRIVAL_MODES[way]
     record = run(llm, drive, monkeypatch)
     assert record.timelines == timelines
     assert record.steps[-1].ended == max(seen.tokens[-1] for seen in timelines)
@@ -110,7 +110,7 @@ def test_every_time_is_noted(way: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 
 def test_all_ways_generate_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [output.token_ids for output in llm.generate(PROMPTS, FOUR)]
-    for drive, _ in WAYS.values():
+    for drive, _ in ARRIVAL_MODES.values():
         assert run(llm, drive, monkeypatch).token_ids == expected
 
 
@@ -168,8 +168,8 @@ def test_a_token_that_is_not_handed_over_is_missed(
         return updates
 
     monkeypatch.setattr(llm.engine, "step", forgetful)
-    with pytest.raises(RequestFailed, match="generated 4 tokens and handed over 3"):
-        perform(llm.engine, Work(PROMPTS, FOUR), offline)
+    with pytest.raises(RequestFailed, match="4 tokens generated, 3 delivered"):
+        run_workload(llm.engine, Workload(PROMPTS, FOUR), offline)
 
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyP
         "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
     )
-    with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):
-        perform(llm.engine, Work(PROMPTS, FOUR), offline)
+    with pytest.raises(RequestFailed, match=r"request 0: failed: .* NaN"):
+        run_workload(llm.engine, Workload(PROMPTS, FOUR), offline)
 
 
 # --------------------------------------------------------------------------------- prompts
@@ -199,7 +199,7 @@ class Slow:
 
 def test_workers_tokenize_from_the_beginning_on() -> None:
     slow = Slow()
-    with coming(("a", "bb", "ccc"), slow, workers=2) as prompts:
+    with tokenized_prompts(("a", "bb", "ccc"), slow, workers=2) as prompts:
         assert len(prompts) == 3
         assert not prompts[0].done()
         slow.may_go_on.set()
@@ -209,7 +209,7 @@ def test_workers_tokenize_from_the_beginning_on() -> None:
 
 
 def test_without_workers_the_engine_gets_the_text() -> None:
-    with coming(("a", "bb"), Slow()) as prompts:
+    with tokenized_prompts(("a", "bb"), Slow()) as prompts:
         assert prompts[1].done()
         assert prompts[1].result() == "bb"
 
@@ -232,7 +232,7 @@ def test_decode_time_is_that_of_steps_that_bring_nobodys_first_token(
     assert row.decode_tok_per_s == 9 / 6
     assert row.total_tok_per_s == (9 + 12) / 8
     # Six passes; each request's three later tokens attend to 4, 5 and 6 stored ones.
-    assert row.times_floor == pytest.approx(6.0 / ((6 * 1000 + 3 * (4 + 5 + 6) * 10) / 1e3))
+    assert row.floor_ratio == pytest.approx(6.0 / ((6 * 1000 + 3 * (4 + 5 + 6) * 10) / 1e3))
 
 
 def test_a_run_without_decoding_has_no_decode_figures(
@@ -240,10 +240,10 @@ def test_a_run_without_decoding_has_no_decode_figures(
 ) -> None:
     every_step_takes_a_second(llm, monkeypatch)
     one = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-    record = perform(llm.engine, Work(PROMPTS, one), offline)
+    record = run_workload(llm.engine, Workload(PROMPTS, one), offline)
     row = ThroughputRow.of("offline", record, FLOOR)
-    assert row.decode_s is row.decode_step_ms is row.decode_tok_per_s is row.times_floor is None
-    rows = {row.what: row for row in latencies("offline", record.timelines)}
+    assert row.decode_s is row.decode_step_ms is row.decode_tok_per_s is row.floor_ratio is None
+    rows = {row.metric: row for row in latencies("offline", record.timelines)}
     assert rows["TPOT"].p50_ms is rows["ITL"].p99_ms is None
     assert rows["TTFT"].p50_ms == 1000.0
 
@@ -258,7 +258,7 @@ def test_a_call_that_brings_two_tokens_of_a_request_is_two_steps() -> None:
 
 def test_latencies_have_their_percentiles() -> None:
     timelines = [Timeline(0, 0, (float(first), float(first + 1))) for first in range(1, 102)]
-    rows = {row.what: row for row in latencies("x", timelines)}
+    rows = {row.metric: row for row in latencies("x", timelines)}
     assert list(rows) == ["TTFT", "TPOT", "ITL", "latency", "queue wait"]
     first = rows["TTFT"]
     assert (first.p50_ms, first.p95_ms, first.p99_ms) == pytest.approx((51e3, 96e3, 100e3))

@@ -12,7 +12,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.endpoint import Answer, Client
+from roseinfer.bench.endpoint import Client, StreamTimes
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def test_tokens_are_those_of_the_time_that_was_measured() -> None:
-    answer = Answer(asked=0.0, parts=(1.0, 2.0, 3.0, 4.0), tokens=8)
+    answer = StreamTimes(sent_at=0.0, chunk_times=(1.0, 2.0, 3.0, 4.0), tokens=8)
     assert answer.tokens_within(1.5, 3.5) == 4
     assert answer.gaps == [1.0, 1.0, 1.0]
 
@@ -37,10 +37,10 @@ def test_a_server_is_measured(tmp_path: Path) -> None:
     (streamed,) = tables["streamed"]
     assert 0 < streamed["texts"] * 20 < counted  # texts of the time before the measured one, too
     assert 0 < streamed["tok_per_s"] <= (streamed["texts"] + 0.1) * 20
-    assert streamed["parts_per_s"] * streamed["tokens_per_part"] == pytest.approx(
+    assert streamed["chunks_per_s"] * streamed["tokens_per_chunk"] == pytest.approx(
         streamed["tok_per_s"]
     )
-    by_what = {row["what"]: row for row in tables["latencies"]}
+    by_what = {row["metric"]: row for row in tables["latencies"]}
     assert 0 < by_what["TTFT"]["p50_ms"] < by_what["latency"]["p50_ms"]
 
 
@@ -69,16 +69,16 @@ def saying(events: Sequence[str]) -> Iterator[str]:
 
 def test_tokens_without_a_text_are_parts() -> None:
     """Some servers send an event for each token, and half of a character is no text."""
-    parts = [json.dumps({"choices": [{"text": ""}]})] * 3
+    chunk_times = [json.dumps({"choices": [{"text": ""}]})] * 3
     usage = json.dumps({"choices": [], "usage": {"completion_tokens": 3}})
-    with saying([*parts, usage, "[DONE]"]) as url:
+    with saying([*chunk_times, usage, "[DONE]"]) as url:
         answer = Client(url, "any", None, 3).ask([1, 2])
-    assert (len(answer.parts), answer.tokens) == (3, 3)
+    assert (len(answer.chunk_times), answer.tokens) == (3, 3)
 
 
 def test_a_server_that_counts_no_tokens_is_refused() -> None:
     part = json.dumps({"choices": [{"text": "a"}]})
-    with saying([part, "[DONE]"]) as url, pytest.raises(ConfigError, match="count its tokens"):
+    with saying([part, "[DONE]"]) as url, pytest.raises(ConfigError, match="report their number"):
         Client(url, "any", None, 3).ask([1, 2])
 
 

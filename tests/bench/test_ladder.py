@@ -15,8 +15,8 @@ import torch
 from roseinfer import AppendPolicy, EngineConfig, Path
 from roseinfer.bench import charts, ladder
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.cases import engine_of_equal_requests
-from roseinfer.bench.driving import RunRecord, Timeline
+from roseinfer.bench.cases import equal_requests_config
+from roseinfer.bench.driver import RunRecord, Timeline
 from roseinfer.bench.ladder import Rung, RungRow, boundary_gaps, rungs
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.report import Table
@@ -104,8 +104,8 @@ def test_the_place_where_a_report_is_damaged_is_named(
     rows = [dict(row) for row in climbed["tables"]["rungs"]]
     damaged = {**climbed, "tables": {**climbed["tables"], "rungs": rows}}
     wrong: dict[Any, str] = {
-        "fast": '"fast", and must be a number or null',
-        math.inf: "Infinity, and must be a number or null",
+        "fast": 'expected a number or null, actual value "fast"',
+        math.inf: "expected a number or null, actual value Infinity",
     }
     for value, said in wrong.items():
         rows[2]["step_ms"] = value
@@ -113,7 +113,7 @@ def test_the_place_where_a_report_is_damaged_is_named(
         with pytest.raises(SystemExit) as ended:
             main(["plot", str(tmp_path / "ladder.json"), str(tmp_path / "ladder.png")])
         assert ended.value.code == 2
-        assert f"ladder.json: tables.rungs[2].step_ms is {said}" in capsys.readouterr().err
+        assert f"ladder.json: tables.rungs[2].step_ms: {said}" in capsys.readouterr().err
     del rows[2]["step_ms"]
     (tmp_path / "ladder.json").write_text(json.dumps(damaged))
     with pytest.raises(SystemExit):
@@ -194,24 +194,24 @@ ASKED = Namespace(
 )
 
 
-def climb(*steps: Rung) -> list[RungRow]:
-    return ladder.Ladder(ASKED).climb(steps)
+def measure_rungs(*steps: Rung) -> list[RungRow]:
+    return ladder.Ladder(ASKED).measure_rungs(steps)
 
 
 def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
     per_token = AppendPolicy(batched=False, triton=False)
     settings = {"per_layer_kv": True, "append_policy": per_token}
-    right, wrong = climb(
+    right, wrong = measure_rungs(
         Rung("right", settings, Path.PER_TOKEN), Rung("wrong", settings, Path.TORCH_SCALAR)
     )
     assert right.step_ms is not None
     assert wrong.step_ms is None
     assert wrong.not_available is not None
-    assert "torch_scalar was to write the cache, and ran 0 times" in wrong.not_available
+    assert "torch_scalar: expected most of" in wrong.not_available
 
 
 def test_what_the_machine_lacks_is_said() -> None:
-    (row,) = climb(Rung("graph", {"resident_decode": True, "cuda_graph": True}))
+    (row,) = measure_rungs(Rung("graph", {"resident_decode": True, "cuda_graph": True}))
     assert row.not_available is not None
     assert "Triton" in row.not_available
 
@@ -226,18 +226,18 @@ def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         built["llm"] += 1
         if built["llm"] == 2:
             with torch.no_grad():
-                llm.engine.sessions.model._model.lm_head.weight.neg_()
+                llm.engine.sequence_runner.model._model.lm_head.weight.neg_()
         return llm
 
     monkeypatch.setattr(ModelSource, "llm", spoilt_the_second_time)
-    first, second, third = climb(Rung("first"), Rung("second"), Rung("third"))
+    first, second, third = measure_rungs(Rung("first"), Rung("second"), Rung("third"))
     assert (first.same_tokens, second.same_tokens, third.same_tokens) == (1.0, 0.0, 1.0)
 
 
 def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, *ONCE, "--prompt-tokens", "1024"])
-    assert "no rung could be measured: a prompt of 1024 tokens and" in capsys.readouterr().err
+    assert "no rung can be measured: prompt of 1024 tokens and" in capsys.readouterr().err
 
 
 def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,5 +257,5 @@ def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
 
 
 def test_the_settings_of_all_rungs_make_sense() -> None:
-    built = EngineConfig(**engine_of_equal_requests(ASKED))
+    built = EngineConfig(**equal_requests_config(ASKED))
     assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks hold 11 tokens, and one to spare

@@ -17,11 +17,11 @@ import pytest
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
 from roseinfer.bench import peers
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.cases import PEERS, peers_named
+from roseinfer.bench.cases import PEERS, validate_peers
 from roseinfer.bench.command import benchmark_scheduler
-from roseinfer.bench.driving import MemoryFloor
+from roseinfer.bench.driver import MemoryFloor
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.peers import PeerJob, PeerRow, in_process, measure_peer
+from roseinfer.bench.peers import PeerJob, PeerRow, measure_peer, run_in_subprocess
 from tests.bench.sleeper import begin_and
 from tests.bench.test_serving_bench import ONCE, SMALL
 
@@ -30,11 +30,11 @@ JOB = PeerJob(TINY, [[1, 2, 3], [4, 5, 6, 7], [8, 9]], 4, 2, warmup_runs=0, repe
 
 
 def test_all_peers_unless_some_are_named() -> None:
-    assert peers_named(None) == ()
-    assert peers_named([]) == tuple(PEERS)
-    assert peers_named(["vllm"]) == ("vllm",)
-    with pytest.raises(ConfigError, match=r"--peers nobody: there are .*vllm"):
-        peers_named(["vllm", "nobody"])
+    assert validate_peers(None) == ()
+    assert validate_peers([]) == tuple(PEERS)
+    assert validate_peers(["vllm"]) == ("vllm",)
+    with pytest.raises(ConfigError, match=r"--peers nobody: unknown; use .*vllm"):
+        validate_peers(["vllm", "nobody"])
 
 
 def test_a_peer_does_the_work() -> None:
@@ -103,7 +103,7 @@ def test_a_peer_is_given_the_work(
     source = replace(TINY, random_weights=random_weights)
     if random_weights:
         monkeypatch.setattr(ModelSource, "network", lambda _source: tiny_gpt2().model)
-    assert peers.SET_UP[name](replace(JOB, source=source))(4) == 3 * 4
+    assert peers.PEER_SETUPS[name](replace(JOB, source=source))(4) == 3 * 4
 
 
 def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        peers.SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
+        peers.PEER_SETUPS, "transformers-static", lambda _job: lambda new_tokens: new_tokens
     )
-    with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
+    with pytest.raises(RuntimeError, match="expected 12 tokens, actual 4"):
         measure_peer("transformers-static", JOB, 1.0)
 
 
@@ -146,12 +146,12 @@ def test_the_time_of_a_step_leaves_the_first_out(monkeypatch: pytest.MonkeyPatch
     assert (row.total_s, row.prefill_ms) == (108.0, 102e3)
     assert row.completion_tok_per_s == 3 * 4 / 108
     assert row.ms_per_step == pytest.approx(1000.0)
-    assert row.times_floor == pytest.approx(2.0)
+    assert row.floor_ratio == pytest.approx(2.0)
 
 
 def test_steps_that_noise_exceeds_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     row = timed(JOB, 100.0, -1.0, monkeypatch)
-    assert (row.ms_per_step, row.times_floor) == (None, None)
+    assert (row.ms_per_step, row.floor_ratio) == (None, None)
     one = timed(replace(JOB, max_new_tokens=1), 100.0, 2.0, monkeypatch)
     assert (one.total_s, one.prefill_ms, one.ms_per_step) == (102.0, 102e3, None)
 
@@ -174,7 +174,7 @@ def test_a_peer_that_is_missing_is_named_beside_ours(tmp_path: Path) -> None:
     assert vllm["system"] == "vllm"
     assert vllm["total_s"] is None
     assert vllm["not_available"] == "not installed: pip install vllm"
-    step_ms, floor_ms = ours["ms_per_step"], ours["ms_per_step"] / ours["times_floor"]
+    step_ms, floor_ms = ours["ms_per_step"], ours["ms_per_step"] / ours["floor_ratio"]
     assert 0 < floor_ms < step_ms
     assert 0 < ours["prefill_ms"] < ours["total_s"] * 1e3
 
@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ours["system"] == "roseinfer"
     assert ours["completion_tok_per_s"] == pytest.approx(2 * 12 / ours["total_s"])
     assert 0 < ours["prefill_ms"] < ours["total_s"] * 1e3
-    assert ours["times_floor"] == ours["ms_per_step"] / document["facts"]["floor_ms"]
+    assert ours["floor_ratio"] == ours["ms_per_step"] / document["facts"]["floor_ms"]
     assert sglang["not_available"] == "not installed: pip install sglang"
     printed, said = capsys.readouterr()
     assert "prefill ms" in printed
@@ -211,18 +211,20 @@ def test_the_command_runs_all_peers_unless_some_are_named(
         run.append(names)
         return []
 
-    monkeypatch.setattr(peers, "others", note)
+    monkeypatch.setattr(peers, "measure_peers", note)
     assert bench([*RUN, *asked]) == 0
     assert run == [wanted]
 
 
 def test_a_peer_that_takes_too_long_is_named() -> None:
-    found = in_process(measure_peer, "vllm", JOB, 1.0, time_limit_s=0.01)
-    assert found == "it took longer than 0.01 s"
+    found = run_in_subprocess(measure_peer, "vllm", JOB, 1.0, time_limit_s=0.01)
+    assert found == "timed out after 0.01 s"
 
 
 def test_a_peer_that_dies_is_named() -> None:
-    assert in_process(os._exit, 3, time_limit_s=60) == "exit status 3, and it said nothing"
+    assert (
+        run_in_subprocess(os._exit, 3, time_limit_s=60) == "exit status 3, without an error message"
+    )
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -231,8 +233,8 @@ def test_what_a_peer_started_ends_with_it(
 ) -> None:
     """This holds whether the peer ends by itself or is killed."""
     limit_s = 4.0 if wait else 60.0
-    found = in_process(begin_and, str(tmp_path), wait, time_limit_s=limit_s)
-    assert found == ("it took longer than 4 s" if wait else "done")
+    found = run_in_subprocess(begin_and, str(tmp_path), wait, time_limit_s=limit_s)
+    assert found == ("timed out after 4 s" if wait else "done")
     assert not _runs(int((tmp_path / "pid").read_text()))
     assert not Path((tmp_path / "temporary").read_text()).exists()
     assert capfd.readouterr().out == "", "its output is thrown away"

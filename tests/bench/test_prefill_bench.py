@@ -43,7 +43,7 @@ def test_its_rows_are_those_asked_for(device: str, tmp_path: Path) -> None:
     read = moved / facts["copy_bandwidth_gb_per_s"] / 1e3
     assert rows[0]["floor_us"] == pytest.approx(max(least, read))
     for row in rows:
-        assert row["times_floor"] == row["us"] / row["floor_us"]
+        assert row["floor_ratio"] == row["us"] / row["floor_us"]
         assert row["tflop_per_s"] > 0
     assert {row["shape"] for row in document["tables"]["attention"]} == {"3x16:2/2x8"}
 

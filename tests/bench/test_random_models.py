@@ -8,7 +8,7 @@ import torch
 from roseinfer import LLM, ConfigError, SamplingParams
 from roseinfer.bench import cases
 from roseinfer.bench.cases import architecture
-from roseinfer.bench.driving import MemoryFloor, memory_floor, values_read
+from roseinfer.bench.driver import MemoryFloor, count_weights_read, memory_floor
 from roseinfer.bench.model_source import ModelSource, random_model
 from roseinfer.models.families import fused_family
 
@@ -63,11 +63,13 @@ def test_any_token_of_the_model_can_be_read(name: str) -> None:
 def test_the_end_of_a_text_is_the_tokenizers(name: str) -> None:
     llm = ModelSource(name, random_weights=True, device="cpu", dtype="bfloat16").llm({})
     assert llm.tokenizer.eos_token_id == architecture(name).eos_token_id
-    assert llm.engine.sessions.model.dtype is torch.bfloat16
+    assert llm.engine.sequence_runner.model.dtype is torch.bfloat16
 
 
 def test_only_named_architectures_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, .*, not 'gpt5'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown architecture 'gpt5'; use one of gpt2, llama-1b, "
+    ):
         random_model("gpt5", "cpu", None)
 
 
@@ -75,10 +77,10 @@ def test_the_full_sizes_are_those_they_are_named_for() -> None:
     """GPT-2's table of positions is not read; that of tokens is, for it is also the last layer."""
     gpt2 = ModelSource("gpt2", random_weights=True, device=None, dtype=None).skeleton()
     assert next(gpt2.parameters()).device.type == "meta"
-    assert values_read(gpt2) == 124_439_808 - 1024 * 768
+    assert count_weights_read(gpt2) == 124_439_808 - 1024 * 768
     llama = ModelSource("llama-1b", random_weights=True, device=None, dtype=None).skeleton()
     layer = 2048 * (32 + 8 + 8 + 32) * 128 + 3 * 2048 * 8192 + 2 * 2048
-    assert values_read(llama) == 128256 * 2048 + 16 * layer + 2048
+    assert count_weights_read(llama) == 128256 * 2048 + 16 * layer + 2048
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_others_are_as_large_as_what_they_are_named_for(name: str, million: int)
 def test_experts_that_one_row_does_not_visit_are_not_read() -> None:
     olmoe = ModelSource("olmoe-1b-7b", random_weights=True, device=None, dtype=None).skeleton()
     layer = 4 * 2048 * 2048 + 64 * 2048 + 8 * 3 * 2048 * 1024 + 4 * 2048
-    assert values_read(olmoe) == 50304 * 2048 + 16 * layer + 2048
+    assert count_weights_read(olmoe) == 50304 * 2048 + 16 * layer + 2048
 
 
 @pytest.mark.parametrize("name", cases.ARCHITECTURES)
@@ -105,7 +107,7 @@ def test_all_but_one_have_fused_kernels(name: str) -> None:
 def test_untied_a_table_of_tokens_is_not_read_but_the_last_layer_is() -> None:
     tiny = ModelSource("tiny", random_weights=False, device=None, dtype=None).skeleton()
     everything = sum(weight.numel() for weight in tiny.parameters())
-    assert values_read(tiny) == everything - (257 + 1024) * 64
+    assert count_weights_read(tiny) == everything - (257 + 1024) * 64
 
 
 def test_the_floor_is_bytes_by_bandwidth() -> None:

@@ -15,9 +15,9 @@ import torch
 from roseinfer.bench import charts, command
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.command import benchmark_scheduler, benchmark_streaming
-from roseinfer.bench.driving import LatencyRow, ThroughputRow
+from roseinfer.bench.driver import LatencyRow, ThroughputRow
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.cli.model_options import given_of
+from roseinfer.cli.model_options import parsed_fields
 from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 
@@ -60,7 +60,7 @@ def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["completion_tok_per_s"] == pytest.approx(15 / row["total_s"])
         assert row["total_tok_per_s"] == pytest.approx(30 / row["total_s"])
     waits = found["tables"]["latencies"]
-    assert [row["what"] for row in waits] == WAITS * 3
+    assert [row["metric"] for row in waits] == WAITS * 3
     for row in waits:
         assert list(row) == [field.name for field in fields(LatencyRow)]
         assert 0 <= row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
@@ -91,7 +91,7 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["benchmark"] == "streaming"
     (row,) = found["tables"]["throughput"]
     assert row["prompt_tokens"] == 5 + (3 * 5 + 2) + 5  # "Hello", and three with spaces between
-    assert [row["what"] for row in found["tables"]["latencies"]] == WAITS
+    assert [row["metric"] for row in found["tables"]["latencies"]] == WAITS
     assert found["config"]["prefill_admission_policy"] == "pack"
     assert found["config"]["prefill_max_tokens"] == 8
     assert is_chart(tmp_path / "chart.png")
@@ -159,7 +159,7 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
     given: list[dict[str, Any]] = []
 
     def note(_benchmark: str, args: Any, _ways: Any) -> None:
-        given.append(given_of(args, EngineConfig))
+        given.append(parsed_fields(args, EngineConfig))
         raise ConfigError("enough")
 
     monkeypatch.setattr(command, "_serve", note)
@@ -183,10 +183,10 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
 REFUSED = {
     "sampling_without_sampling": (["--top-k", "5"], "--top-k: no effect"),
     "peers_that_stop": (["--peers"], "add --no-stop-on-eos"),
-    "an_unknown_peer": (["--peers", "nobody"], "--peers nobody: there are transformers-static"),
+    "an_unknown_peer": (["--peers", "nobody"], "--peers nobody: unknown; use transformers-static"),
     "an_unknown_architecture": (
         ["--random-weights"],
-        "knows the architectures gpt2, llama-1b, llama-8b",
+        "use one of gpt2, llama-1b, llama-8b",
     ),
     "no_requests": (["--num-requests", "0"], "at least 1"),
     "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),
@@ -267,7 +267,7 @@ def test_requests_that_the_model_would_cut_short(
     with pytest.raises(SystemExit):
         benchmark_streaming([*SMALL, *words])
     *_, line = capsys.readouterr().err.splitlines()
-    assert "error: a prompt of" in line
+    assert "error: prompt of" in line
     assert line.endswith("lower --max-new-tokens, or shorten prompts")
 
 
@@ -304,7 +304,7 @@ def test_a_file_that_cannot_be_written(
     nowhere.symlink_to(tmp_path / "no" / "folder.png")
     with pytest.raises(SystemExit):
         benchmark_scheduler([*SMALL, option, str(nowhere)])
-    assert f"{option} {nowhere} cannot be written: No such file" in capsys.readouterr().err
+    assert f"{option} {nowhere}: cannot be written: No such file" in capsys.readouterr().err
     kept = tmp_path / "kept.png"
     kept.write_bytes(b"kept")
     with pytest.raises(SystemExit):
@@ -321,14 +321,14 @@ def test_a_named_dtype_is_the_peers_too() -> None:
     ("content", "said"),
     [
         (None, "cannot be read: No such file"),
-        (b"\x89PNG\xff", "is no text, at byte 0"),
-        (b'{\n  "benchmark": ladder}', "is no JSON, at line 2, column 16: Expecting value"),
-        (b"[]", "is no report of a benchmark, as --json writes it"),
-        (b'{"benchmark": "append"}', "which has no chart"),
-        (b'{"benchmark": "lader"}', "which has no chart; did you mean ladder?"),
-        (b'{"benchmark": []}', "is no report of a benchmark"),
+        (b"\x89PNG\xff", "not UTF-8 text, at byte 0"),
+        (b'{\n  "benchmark": ladder}', "not valid JSON, at line 2, column 16: Expecting value"),
+        (b"[]", "not a benchmark report; use a file written by --json"),
+        (b'{"benchmark": "append"}', "have no chart"),
+        (b'{"benchmark": "lader"}', "have no chart; did you mean ladder?"),
+        (b'{"benchmark": []}', "not a benchmark report"),
         (b'{"benchmark": "ladder"}', "report.json: config is missing"),
-        (b'{"benchmark": "ladder", "config": 3}', "config is 3, and must be an object"),
+        (b'{"benchmark": "ladder", "config": 3}', "config: expected an object, actual value 3"),
     ],
 )
 def test_what_no_chart_is_drawn_from(

@@ -11,7 +11,7 @@ import torch
 
 from roseinfer.bench import start
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.start import Start, rows_of
+from roseinfer.bench.start import StartTimes, make_start_rows
 from roseinfer.models import loading
 
 if TYPE_CHECKING:
@@ -22,26 +22,30 @@ GB = 1 << 30
 
 
 def test_every_start_is_set_against_the_weights_alone() -> None:
-    alone, cold, warm = rows_of(
+    alone, cold, warm = make_start_rows(
         {
-            "weights alone": [Start(ready, weight_bytes=2 * GB) for ready in (2.0, 9.0, 1.0)],
-            "cold": [Start(22.0, 3.0, arranged_bytes=GB * 2, tried_bytes=3 * GB)],
+            "weights alone": [StartTimes(ready, weight_bytes=2 * GB) for ready in (2.0, 9.0, 1.0)],
+            "cold": [
+                StartTimes(22.0, 3.0, weights_peak_bytes=GB * 2, before_cache_peak_bytes=3 * GB)
+            ],
             "warm": [
-                Start(5.0, 0.5, arranged_bytes=2 * GB, tried_bytes=2 * GB),
-                Start(7.0, 0.7, arranged_bytes=2 * GB, tried_bytes=3 * GB),
+                StartTimes(5.0, 0.5, weights_peak_bytes=2 * GB, before_cache_peak_bytes=2 * GB),
+                StartTimes(7.0, 0.7, weights_peak_bytes=2 * GB, before_cache_peak_bytes=3 * GB),
             ],
         }
     )
-    assert (alone.runs, alone.ready_s, alone.more_s, alone.first_text_s) == (3, 2.0, None, None)
-    assert (cold.ready_s, cold.more_s, cold.first_text_s) == (22.0, 20.0, 3.0)
-    assert (warm.ready_s, warm.more_s, warm.first_text_s) == (6.0, 4.0, 0.6)
-    assert (warm.peak_arranged, warm.peak_tried) == (1.0, 1.5), "the largest, by the weights"
-    assert alone.peak_tried is None
+    assert (alone.runs, alone.ready_s, alone.overhead_s, alone.first_text_s) == (3, 2.0, None, None)
+    assert (cold.ready_s, cold.overhead_s, cold.first_text_s) == (22.0, 20.0, 3.0)
+    assert (warm.ready_s, warm.overhead_s, warm.first_text_s) == (6.0, 4.0, 0.6)
+    assert (warm.peak_weights, warm.peak_before_cache) == (1.0, 1.5), "the largest, by the weights"
+    assert alone.peak_before_cache is None
 
 
 def test_without_a_gpu_there_are_no_peaks() -> None:
-    for row in rows_of({"weights alone": [Start(1.0)], "warm": [Start(2.0, 0.5)]}):
-        assert (row.peak_arranged, row.peak_tried) == (None, None)
+    for row in make_start_rows(
+        {"weights alone": [StartTimes(1.0)], "warm": [StartTimes(2.0, 0.5)]}
+    ):
+        assert (row.peak_weights, row.peak_before_cache) == (None, None)
 
 
 def test_a_peak_is_that_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +53,7 @@ def test_a_peak_is_that_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
     monkeypatch.setattr(loading, "KVBlockManager", lambda *given, **named: (given, named))
     peaks: dict[str, int] = {}
-    with start._noted_peak("KVBlockManager", torch.device("cuda"), peaks):
+    with start._record_peak("KVBlockManager", torch.device("cuda"), peaks):
         made = vars(loading)["KVBlockManager"]
         assert made(1, of=2) == ((1,), {"of": 2})
         assert peaks == {"KVBlockManager": 5}
@@ -84,7 +88,7 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept: list[str] = []
-    monkeypatch.setattr(start, "in_process", at_once)
+    monkeypatch.setattr(start, "run_in_subprocess", at_once)
     monkeypatch.setattr(start, "_keep_kernels_in", kept.append)
     saved = tmp_path / "start.json"
     words = ["--hf-model-id", "tiny", "--device", device, "--repeat-runs", "2"]
@@ -94,9 +98,9 @@ def test_the_command(
     alone, cold, warm = document["tables"]["starts"]
     assert [row["runs"] for row in (alone, cold, warm)] == [2, 1, 2]
     assert all(row["ready_s"] > 0 for row in (alone, cold, warm))
-    assert warm["more_s"] == warm["ready_s"] - alone["ready_s"]
+    assert warm["overhead_s"] == warm["ready_s"] - alone["ready_s"]
     assert cold["first_text_s"] > 0
-    assert (warm["peak_tried"] is None) == (device == "cpu")
+    assert (warm["peak_before_cache"] is None) == (device == "cpu")
     assert len(kept) == 3
     assert len(set(kept)) == 1
     assert "kernels on disk" in capsys.readouterr().out
@@ -105,7 +109,7 @@ def test_the_command(
 def test_a_process_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "in_process", lambda *_, **__: "OSError: the disk is full")
+    monkeypatch.setattr(start, "run_in_subprocess", lambda *_, **__: "OSError: the disk is full")
     with pytest.raises(SystemExit) as left:
         bench(["start", "--hf-model-id", "tiny", "--device", "cpu"])
     assert left.value.code == 2

@@ -11,11 +11,11 @@ from pytest_roseinfer.gates.bytes_moved import ByteRecorder
 from roseinfer import LLM, SamplingParams
 from roseinfer.bench import trace
 from roseinfer.bench.trace import (
-    PROFILED,
-    declared_bytes,
+    NUM_PROFILED_STEPS,
+    bypass_graphs,
     kernel_rows,
-    launched_not_replayed,
     measure_kernels,
+    record_declared_traffic,
     short_name,
 )
 from roseinfer.decode.graphs import StepGraphs, StepKind
@@ -44,13 +44,13 @@ def test_a_kernels_own_name(full: str, short: str) -> None:
 def test_events_are_added_up_by_kernel() -> None:
     events = [("_decode_kernel", 3.0), ("_decode_kernel", 5.0), ("void gemm<1>(int)", 20.0)]
     gemm, decode = kernel_rows(
-        7, events * PROFILED, {"_decode_kernel": 4_000_000}, step_us=40.0, bandwidth=1e12
+        7, events * NUM_PROFILED_STEPS, {"_decode_kernel": 4_000_000}, step_us=40.0, bandwidth=1e12
     )
     assert (gemm.kernel, gemm.calls, gemm.us, gemm.share) == ("gemm", 1, 20.0, 0.5)
-    assert (gemm.declared_mb, gemm.bytes_us) == (None, None)
+    assert (gemm.traffic_mb, gemm.traffic_us) == (None, None)
     assert (decode.kernel, decode.calls, decode.us, decode.share) == ("_decode_kernel", 2, 8.0, 0.2)
-    assert decode.declared_mb == 4.0
-    assert decode.bytes_us == pytest.approx(4.0)
+    assert decode.traffic_mb == 4.0
+    assert decode.traffic_us == pytest.approx(4.0)
     assert {gemm.sequences, decode.sequences} == {7}
 
 
@@ -59,10 +59,10 @@ def test_events_are_added_up_by_kernel() -> None:
 def test_bytes_are_those_of_the_gate(family: str) -> None:
     made = second_token(NARROW[family]("cpu"), "cpu", **FUSED)
     made.step.prepare()
-    with ByteRecorder("cpu") as recorder, declared_bytes() as found:
+    with ByteRecorder("cpu") as recorder, record_declared_traffic() as found:
         made.step.run()
     moved: Counter[str] = Counter()
-    for move in recorder.moves:
+    for move in recorder.accesses:
         assert isinstance(move.amount, int)
         moved[move.by] += move.amount
     assert "_decode_kernel" in found
@@ -75,7 +75,7 @@ def test_a_step_of_graphs_is_launched() -> None:
     graphs = object.__new__(StepGraphs)
     step: Callable[..., None] = lambda *given: seen.append(given)  # noqa: E731
     graphs._step = step
-    with launched_not_replayed():
+    with bypass_graphs():
         graphs.run(3, StepKind(greedy=True))
     assert seen == [(3, StepKind(greedy=True))]
 
@@ -100,7 +100,7 @@ def test_the_steps_that_are_profiled_are_not_those_whose_bytes_are_noted(
     while not request.num_generated:
         llm.engine.step()
     (row,) = measure_kernels(llm.engine, 1, step_us=10.0, bandwidth=1e9)
-    assert calls["profiled"] == PROFILED
+    assert calls["profiled"] == NUM_PROFILED_STEPS
     assert (row.kernel, row.calls, row.us, row.share) == ("_decode_kernel", 1.0, 2.0, 0.2)
-    assert row.declared_mb is not None
-    assert row.bytes_us == pytest.approx(row.declared_mb * 1e6 / 1e9 * 1e6)
+    assert row.traffic_mb is not None
+    assert row.traffic_us == pytest.approx(row.traffic_mb * 1e6 / 1e9 * 1e6)

@@ -12,8 +12,15 @@ import torch
 from roseinfer import LLM, SamplingParams
 from roseinfer.bench import trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.driving import MemoryFloor
-from roseinfer.bench.trace import STEPS, covered, noted_replays, noted_waits, row_of, spans_of
+from roseinfer.bench.driver import MemoryFloor
+from roseinfer.bench.trace import (
+    STEPS,
+    make_step_row,
+    overlap,
+    record_replays,
+    record_waits,
+    select_spans,
+)
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,24 +41,24 @@ TRACED = {
 
 
 def test_a_step_is_work_and_waiting() -> None:
-    row = row_of(3, TRACED, floor_us=40.0)
+    row = make_step_row(3, TRACED, floor_us=40.0)
     assert row.sequences == 3
     assert row.step_us == pytest.approx(100)
-    assert row.host_works_us == pytest.approx(70)
-    assert row.host_waits_us == pytest.approx(30)
-    assert row.device_works_us == pytest.approx(80)
-    assert row.times_floor == pytest.approx(100 / 40)
+    assert row.host_busy_us == pytest.approx(70)
+    assert row.host_wait_us == pytest.approx(30)
+    assert row.device_busy_us == pytest.approx(80)
+    assert row.floor_ratio == pytest.approx(100 / 40)
 
 
 def test_where_the_host_is_the_device_there_is_one_lane() -> None:
     alone = {**TRACED, "wait": [], "device": []}
-    assert row_of(1, alone, 40.0).device_works_us is None
-    assert {span.who for span in spans_of(1, alone)} == {"step"}
+    assert make_step_row(1, alone, 40.0).device_busy_us is None
+    assert {span.lane for span in select_spans(1, alone)} == {"step"}
 
 
 def test_spans_begin_with_the_first_drawn_step_and_end_with_the_last() -> None:
     found = {
-        (span.who, round(span.begin_us), round(span.end_us)) for span in spans_of(3, TRACED)
+        (span.lane, round(span.begin_us), round(span.end_us)) for span in select_spans(3, TRACED)
     }  # of the steps from 200 us on
     assert {("step", 0, 100), ("wait", 60, 90), ("device", 90, 170)} <= found
     assert ("device", 0, 70) in found, "cut at the begin"
@@ -59,8 +66,8 @@ def test_spans_begin_with_the_first_drawn_step_and_end_with_the_last() -> None:
 
 
 def test_what_is_covered_lies_within() -> None:
-    assert covered([(0, 2), (3, 4), (8, 12)], (1, 10)) == 1 + 1 + 2
-    assert covered([(0, 1), (10, 12)], (1, 10)) == 0
+    assert overlap([(0, 2), (3, 4), (8, 12)], (1, 10)) == 1 + 1 + 2
+    assert overlap([(0, 1), (10, 12)], (1, 10)) == 0
 
 
 class Mark:
@@ -89,11 +96,11 @@ class Graph:
 
 
 def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "device_mark", Mark)
+    monkeypatch.setattr(trace, "record_device_event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     before = time.perf_counter()
-    with noted_replays() as replays:
+    with record_replays() as replays:
         begun = time.perf_counter()
         Graph(3.0).replay()
         Mark.milliseconds += 10.0
@@ -105,11 +112,11 @@ def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPa
     assert second[1] - second[0] == pytest.approx(5e-3)
 
 
-@pytest.mark.parametrize("noted", [noted_waits, noted_replays])
+@pytest.mark.parametrize("noted", [record_waits, record_replays])
 def test_all_is_itself_again_whatever_happens(
     noted: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "device_mark", Mark)
+    monkeypatch.setattr(trace, "record_device_event", Mark)
     real = torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay
     with pytest.raises(KeyError), noted():
         raise KeyError
@@ -133,18 +140,18 @@ def test_the_command(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     rows, spans = document["tables"]["steps"], document["tables"]["spans"]
     assert [row["sequences"] for row in rows] == [2, 5]
     for row in rows:
-        assert 0 < row["host_works_us"] <= row["step_us"]
-        assert (row["device_works_us"] is None) == (device == "cpu")
-        assert row["times_floor"] == row["step_us"] / row["floor_us"]
+        assert 0 < row["host_busy_us"] <= row["step_us"]
+        assert (row["device_busy_us"] is None) == (device == "cpu")
+        assert row["floor_ratio"] == row["step_us"] / row["floor_us"]
     facts = document["facts"]
     moved = facts["weights_mb_per_step"] * 1e6 + 2 * STORED * facts["kv_bytes_per_token"]
     floor_us = moved / facts["copy_bandwidth_gb_per_s"] / 1e3
     assert rows[0]["floor_us"] == pytest.approx(floor_us, rel=0.01)
     assert bool(document["tables"]["kernels"]) == (device == "cuda")
-    assert sum(span["who"] == "step" for span in spans) == 2 * 4
+    assert sum(span["lane"] == "step" for span in spans) == 2 * 4
     assert chart.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "host works us" in printed
+    assert "host busy us" in printed
     assert "begin us" not in printed, "spans are for charts"
     assert ("they are timed on a GPU" in printed) == (device == "cpu")
 
@@ -152,7 +159,7 @@ def test_the_command(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("cpu", "--context", "5000")
-    assert "ask for less --context" in capsys.readouterr().err
+    assert "lower --context" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("each_step", [2048, 32])
@@ -184,6 +191,6 @@ def test_all_sequences_decode_in_every_step_timed(
 
 def test_sequences_that_the_cache_cannot_hold() -> None:
     llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
-    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --steps"):
+    with pytest.raises(ConfigError, match=r"8 sequences of up to .* lower --context, --steps"):
         trace.measure(llm, 8, 100, 60, FLOOR)
     assert not llm.engine.has_work

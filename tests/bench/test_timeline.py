@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.driving import Timeline, latencies
+from roseinfer.bench.driver import Timeline, latencies
 
 KNOWN = Timeline(arrived=10.0, started=11.0, tokens=(13.0, 14.0, 16.0, 19.0))
 
@@ -43,7 +43,7 @@ def test_a_wrong_formula_is_seen(wrong: type[Timeline]) -> None:
 
 
 def test_waits_are_counted_from_the_arrival() -> None:
-    waits = {row.what: row.mean_ms for row in latencies("x", [KNOWN])}
+    waits = {row.metric: row.mean_ms for row in latencies("x", [KNOWN])}
     assert (waits["queue wait"], waits["TTFT"], waits["latency"]) == (1000.0, 3000.0, 9000.0)
 
 
@@ -70,5 +70,5 @@ def test_gaps_are_those_before_the_wanted_tokens() -> None:
     ],
 )
 def test_parts_come_when_their_last_token_does(interval: int, shown: tuple[float, ...]) -> None:
-    seen = Timeline(0.5, 0.6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)).in_parts(interval)
+    seen = Timeline(0.5, 0.6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)).batch_tokens(interval)
     assert seen == Timeline(0.5, 0.6, shown)

@@ -131,7 +131,7 @@ def test_verify_says_what_its_search_is_known_to_find(
     said = capsys.readouterr().out
     assert said.startswith("roseinfer verify: checking RoseinferEngine, GroupedManager, ")
     assert re.search(
-        r"\nLooked at 0 histories .*, profile dev.\nHow much .* planted bugs with ", said
+        r"\nSearched 0 histories .*, profile dev.\nStrength of .* planted bugs with ", said
     )
 
 

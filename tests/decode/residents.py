@@ -1,4 +1,4 @@
-"""A tiny model's sessions, decoding with their state on the device or without."""
+"""Sequences of a tiny model that decode with or without state on the device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.decode.step import Entrant, Resident, ResidentDecode
+from roseinfer.decode.step import NewResident, Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import greedy_step, tiny
 
 if TYPE_CHECKING:
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.sequence import CachedSequence
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]
@@ -24,7 +24,7 @@ SIZE = 4
 def engine_on(
     device: str, family: str = "gpt2", blocks: int = 40, *, kernels: bool | None = None
 ) -> SequenceRunner:
-    """Kernels are used by default where they are compiled: the interpreter is slow."""
+    """Make a runner, by default with kernels only where they are compiled: interpreting is slow."""
     model = CausalModel(deepcopy(tiny(family, device)))
     shape = model.shape
     kv = KVBlockManager(
@@ -45,11 +45,11 @@ def engine_on(
 
 
 _MOST = 1 << 20
-"""Tokens that a sequence may come to store: no test comes near."""
+"""Most tokens of a sequence, far more than any test stores."""
 
 
 class Decoding:
-    """Sessions that begin with prompts; each decodes on the device from its first new token."""
+    """Sequences that prefill on the host and then decode on the device."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Decoding:
         self.decode = ResidentDecode(
             self.sessions.model, self.sessions.attention, slots, graphs=graphs
         )
-        self.running: list[tuple[InferenceSession, Resident]] = []
+        self.running: list[tuple[CachedSequence, Resident]] = []
 
     def begin(self, prompt: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Resident:
-        """Store a prompt; its likeliest next token is the first that is decoded from."""
+        """Store a prompt and take its argmax as the first token to decode from."""
         (session,), logits = self.sessions.prefill([prompt])
         first = logits.argmax(-1)
-        assert self.decode.takes(params, logits.shape[-1])
-        entrant = Entrant(session, params, seed, _MOST, len(prompt))
-        (resident,) = self.decode.enter([entrant], first)
+        assert self.decode.supports(params, logits.shape[-1])
+        entrant = NewResident(session, params, seed, _MOST, len(prompt))
+        (resident,) = self.decode.add_sequences([entrant], first)
         session.token_ids += first.tolist()
         self.running.append((session, resident))
         return resident
@@ -84,18 +84,18 @@ class Decoding:
             session.token_ids.append(tokens[resident.slot])
 
     def end(self, resident: Resident) -> None:
-        """Leave, keeping what is known."""
-        self.decode.leave(resident)
+        """Remove a resident, keeping the tokens that the host knows."""
+        self.decode.remove_sequence(resident)
         self.running = [pair for pair in self.running if pair[1] is not resident]
-        resident.session.cut(self.sessions.kv, len(resident.session.token_ids))
-        self.sessions.release(resident.session)
+        resident.sequence.truncate(self.sessions.kv, len(resident.sequence.token_ids))
+        self.sessions.release(resident.sequence)
 
     def texts(self) -> list[list[int]]:
         return [list(session.token_ids) for session, _ in self.running]
 
 
 def alone(device: str, prompt: list[int], count: int, family: str = "gpt2") -> list[int]:
-    """Return the prompt and what follows it, one step of the host after the other."""
+    """Return the prompt and its greedy completion, decoded step by step from the host."""
     engine = engine_on(device, family)
     (session,), logits = engine.prefill([prompt])
     session.token_ids += logits.argmax(-1).tolist()

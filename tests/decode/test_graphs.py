@@ -1,4 +1,4 @@
-"""Steps replayed from CUDA graphs do what steps do, and capturing disturbs no sequence."""
+"""Steps replayed from CUDA graphs equal plain steps, and capturing disturbs no sequence."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ DRAWN = SamplingParams(temperature=0.8)
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_number_of_sequences(device: str, size: int) -> None:
-    """Those between two sizes of the ladder are filled up with padding, which writes to the
-    scratch block alone."""
+    """Numbers between two step sizes are padded, and padding writes only to the scratch block."""
     decoding = Decoding(device, slots=9, graphs=True)
     kv = decoding.sessions.kv
     prompts = [[at + 1, at + 2] for at in range(size)]
     for prompt in prompts:
         decoding.begin(prompt)
     held = {block for session, _ in decoding.running for block in session.block_lists[0]}
-    for _ in range(2):  # no block is taken yet
+    for _ in range(2):  # no block is allocated yet
         before = bits(kv.keys).clone()
         decoding.step()
         changed = (bits(kv.keys) != before).any(-1).any(-1).any(-1).any(0).nonzero()
@@ -35,7 +34,7 @@ def test_every_number_of_sequences(device: str, size: int) -> None:
     for _ in range(4):
         decoding.step()
     assert decoding.texts() == [alone(device, prompt, 7) for prompt in prompts]
-    assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6
+    assert decoding.sessions.path_counts[EnginePath.CUDA_GRAPH] == 6
 
 
 PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5)
@@ -49,7 +48,7 @@ TOLD = SamplingParams(presence_penalty=1.0, top_logprobs=5)
 )
 @pytest.mark.parametrize("size", [15, 33, 100, 199, 265, 300])
 def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) -> None:
-    """Attention takes other tiles from 199 sequences of four heads on, and lets the next kernel in
+    """Attention uses other tiles from 199 sequences of four heads on, and starts the next kernel
     later from 265 on."""
     texts = []
     for fast in (True, False):
@@ -59,12 +58,12 @@ def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) 
         for _ in range(6):
             decoding.step()
         texts.append(decoding.texts())
-        assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6 * fast
+        assert decoding.sessions.path_counts[EnginePath.CUDA_GRAPH] == 6 * fast
     assert texts[0] == texts[1]
 
 
 def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the graph of an engine that was dropped, collected where it would do harm."""
+    """Garbage such as the graph of a deleted engine, collected during a capture."""
     dropped = [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(dropped[0]):
         torch.zeros(1, device=device)
@@ -75,7 +74,7 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
             garbage: list[object] = [dropped.pop()]
             garbage.append(garbage)
             del garbage
-            assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
+            assert len([[] for _ in range(5000)]) == 5000  # enough to trigger a collection
         step(self, count, kind)
 
     monkeypatch.setattr(RowSteps, "step", littering)
@@ -84,14 +83,14 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
     assert gc.isenabled()
     decoding.begin([1, 2])
     decoding.step()
-    assert decoding.sessions.path_counts[EnginePath.GRAPH] == 1
+    assert decoding.sessions.path_counts[EnginePath.CUDA_GRAPH] == 1
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     device: str, greedy: bool
 ) -> None:
-    """And they go on as if nothing had been."""
+    """They continue unaffected."""
     decoding = Decoding(device)
     kv, slots = decoding.sessions.kv, decoding.decode.slots
     for prompt in PROMPTS[:3]:
@@ -116,7 +115,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
 
 
 def test_other_kinds_of_steps_are_captured_when_they_are_asked_for(device: str) -> None:
-    """Beside sequences that live, whose tallies stay as they are; the plain ones are there."""
+    """Capturing them does not change the token counts of running sequences."""
     texts = []
     for graphs in (True, False):
         decoding = Decoding(device, slots=4, graphs=graphs)
@@ -128,20 +127,20 @@ def test_other_kinds_of_steps_are_captured_when_they_are_asked_for(device: str) 
         late = decoding.begin(PROMPTS[2], TOLD)
         for _ in range(5):
             decoding.step()
-            told.append([round(each, 3) for each in decoding.decode.told().wait()])
+            told.append([round(each, 3) for each in decoding.decode.read_back_logprobs().wait()])
         decoding.end(late)
         decoding.begin(PROMPTS[3], PENALISED, seed=4)
         for _ in range(4):
             decoding.step()
         texts.append((decoding.texts(), told))
         counts = decoding.sessions.path_counts
-        assert counts[EnginePath.GRAPH] == graphs * 11
-        assert (counts[EnginePath.PENALISED], counts[EnginePath.TOLD]) == (10, 5)
+        assert counts[EnginePath.CUDA_GRAPH] == graphs * 11
+        assert (counts[EnginePath.PENALTIES], counts[EnginePath.LOGPROBS]) == (10, 5)
     assert texts[0] == texts[1]
 
 
 def test_a_replay_reads_the_rows_as_they_are_then(device: str) -> None:
-    """New blocks, other sequences and other parameters need no other graph."""
+    """New blocks, other sequences and other parameters need no new graph."""
     decoding = Decoding(device, slots=4, graphs=True)
     first = decoding.begin(PROMPTS[0])
     decoding.begin(PROMPTS[1], DRAWN, seed=5)

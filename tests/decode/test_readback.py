@@ -1,4 +1,4 @@
-"""Numbers on their way to the host."""
+"""Asynchronous copies to the host."""
 
 from __future__ import annotations
 

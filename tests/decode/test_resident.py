@@ -1,4 +1,4 @@
-"""Sequences that decode on the device end as those that the host decodes step by step."""
+"""Resident sequences get the same tokens as those decoded step by step by the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 from roseinfer.decode.graphs import StepKind
-from roseinfer.decode.step import ladder
+from roseinfer.decode.step import step_sizes
 from roseinfer.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
@@ -17,7 +17,7 @@ DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 256])
 def test_the_ladder_has_a_step_for_every_size_and_little_padding(most: int) -> None:
-    sizes = ladder(most)
+    sizes = step_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     for size in range(1, most + 1):
@@ -29,7 +29,7 @@ def test_the_ladder_has_a_step_for_every_size_and_little_padding(most: int) -> N
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_each_gets_what_it_gets_alone(device: str, family: str, kernels: bool) -> None:
-    """They come one after another, and get over the ends of their blocks at different times."""
+    """Sequences start one after another, and cross block boundaries at different steps."""
     decoding = Decoding(device, family=family, kernels=kernels)
     want = []
     for prompt in PROMPTS:
@@ -41,9 +41,9 @@ def test_each_gets_what_it_gets_alone(device: str, family: str, kernels: bool) -
     assert decoding.texts() == want
     counts = decoding.sessions.path_counts
     assert counts[EnginePath.RESIDENT] == 8
-    attended = AttentionPath.APPEND_AND_ATTEND if kernels else AttentionPath.SLOTS_REFERENCE
+    attended = AttentionPath.APPEND_AND_ATTEND if kernels else AttentionPath.RESIDENT_REFERENCE
     assert counts[attended] == 16, "of two layers each"
-    assert counts[EnginePath.LIKELIEST] == 8 * kernels
+    assert counts[EnginePath.FUSED_ARGMAX] == 8 * kernels
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
@@ -70,7 +70,7 @@ def test_the_host_uploads_nothing_while_blocks_last(device: str) -> None:
     decoding.begin([1] * SIZE)
     decoding.begin([2] * SIZE)
     work = decoding.sessions.kv.work_counts
-    before = work[Work.TABLE_ROWS]  # of the prompts, where a kernel attends to them
+    before = work[Work.TABLE_ROWS]  # rows of the prompts, if a kernel attends to them
     uploaded = []
     for _ in range(2 * SIZE + 1):
         decoding.step()
@@ -82,25 +82,25 @@ def test_a_block_is_taken_as_a_whole_and_given_back(device: str) -> None:
     decoding = Decoding(device)
     kv = decoding.sessions.kv
     resident = decoding.begin([1, 2, 3])
-    assert resident.session.room == SIZE
-    (block,) = resident.session.block_lists[0]
+    assert resident.sequence.token_capacity == SIZE
+    (block,) = resident.sequence.block_lists[0]
     assert kv.block_info(block).length == SIZE
     decoding.step()
     decoding.step()
-    assert len(resident.session.block_lists[0]) == 2
-    resident.session.cut(decoding.sessions.kv, 5)
-    assert [kv.block_info(each).length for each in resident.session.block_lists[0]] == [4, 1]
-    assert (resident.session.stored, resident.session.room) == (5, 5)
+    assert len(resident.sequence.block_lists[0]) == 2
+    resident.sequence.truncate(decoding.sessions.kv, 5)
+    assert [kv.block_info(each).length for each in resident.sequence.block_lists[0]] == [4, 1]
+    assert (resident.sequence.num_stored, resident.sequence.token_capacity) == (5, 5)
 
 
 def test_who_draws_draws_beside_who_does_not(device: str) -> None:
-    """Tokens are drawn from the same noise as on the host; afterwards steps are greedy again."""
+    """Sampling uses the same noise as on the host; afterwards steps are greedy again."""
     decoding = Decoding(device)
     decoding.begin(PROMPTS[0])
     drawing = decoding.begin(PROMPTS[1], DRAWN, seed=9)
     for _ in range(6):
         decoding.step()
-    drawn = drawing.session.token_ids
+    drawn = drawing.sequence.token_ids
     decoding.end(drawing)
     decoding.step()
     assert decoding.texts() == [alone(device, PROMPTS[0], 8)]
@@ -111,7 +111,7 @@ def test_who_draws_draws_beside_who_does_not(device: str) -> None:
     session.token_ids += logits.argmax(-1).tolist()
     for _ in range(6):
         at = torch.tensor([len(session.token_ids)], device=device)
-        session.token_ids += batch.choose(engine.extend([session]), at).tolist()
+        session.token_ids += batch.sample_tokens(engine.extend([session]), at).tolist()
     assert drawn == session.token_ids
 
 
@@ -120,7 +120,7 @@ def test_steps_that_are_launched_before_others_are_read(device: str) -> None:
     resident = decoding.begin(PROMPTS[0])
     on_their_way = [decoding.decode.launch([resident], 0) for _ in range(6)]
     tokens = [each.wait()[resident.slot] for each in on_their_way]
-    assert resident.session.token_ids + tokens == alone(device, PROMPTS[0], 7)
+    assert resident.sequence.token_ids + tokens == alone(device, PROMPTS[0], 7)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -128,14 +128,14 @@ def test_steps_that_are_launched_before_others_are_read(device: str) -> None:
 def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
     device: str, kernels: bool, greedy: bool
 ) -> None:
-    """Graphs are captured so; sequences in flight go on as if nothing had been."""
+    """Graphs are captured this way; sequences in flight continue unaffected."""
     decoding = Decoding(device, kernels=kernels)
     for prompt in PROMPTS[:2]:
         decoding.begin(prompt)
     decoding.step()
     kv, slots = decoding.sessions.kv, decoding.decode.slots
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
-    with slots.rows.emptied():
+    with slots.rows.all_padding():
         decoding.decode.steps.step(4, StepKind(greedy))
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
@@ -144,7 +144,7 @@ def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
 
 
 def test_who_may_decode_there(device: str) -> None:
-    takes = Decoding(device).decode.takes
+    takes = Decoding(device).decode.supports
     assert takes(SamplingParams(temperature=0.5, seed=3, stop=("a",)), 100)
     assert takes(SamplingParams(repetition_penalty=1.1), 100)
     assert takes(SamplingParams(logprobs=True), 100)

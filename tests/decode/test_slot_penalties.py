@@ -1,4 +1,4 @@
-"""Penalties in steps that do not know the tokens of the steps before."""
+"""Penalties in steps launched before the previous steps' tokens are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PENALISED = [
 
 
 def by_hand(device: str, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
-    """Return the prompt, its likeliest next token, and what follows it by penalised logits."""
+    """Return the prompt, its argmax token, and the completion by penalised logits."""
     engine = engine_on(device)
     (session,), logits = engine.prefill([prompt])
     session.token_ids += logits.argmax(-1).tolist()
@@ -43,7 +43,7 @@ def by_hand(device: str, prompt: list[int], params: SamplingParams, count: int) 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_each_is_penalised_for_its_own_tokens(device: str, kernels: bool) -> None:
-    """They come one after another, beside one without a penalty."""
+    """They start one after another, next to one without a penalty."""
     decoding = Decoding(device, kernels=kernels)
     for prompt, params in zip(PROMPTS, PENALISED, strict=True):
         decoding.begin(prompt, params)
@@ -58,8 +58,8 @@ def test_each_is_penalised_for_its_own_tokens(device: str, kernels: bool) -> Non
     assert decoding.texts() == [*want, alone(device, [9, 9], 10)]
     assert want != [alone(device, prompt, 14 - at) for at, prompt in enumerate(PROMPTS)]
     counts = decoding.sessions.path_counts
-    assert counts[EnginePath.PENALISED] == counts[EnginePath.RESIDENT] == 13
-    assert not counts[EnginePath.LIKELIEST]
+    assert counts[EnginePath.PENALTIES] == counts[EnginePath.RESIDENT] == 13
+    assert not counts[EnginePath.FUSED_ARGMAX]
 
 
 def test_a_slot_is_another_sequences_without_what_was_tallied_there(device: str) -> None:
@@ -73,12 +73,12 @@ def test_a_slot_is_another_sequences_without_what_was_tallied_there(device: str)
     assert second.slot == first.slot
     for _ in range(6):
         decoding.step()
-    assert second.session.token_ids == by_hand(device, PROMPTS[0], PENALISED[2], 7)
+    assert second.sequence.token_ids == by_hand(device, PROMPTS[0], PENALISED[2], 7)
     decoding.end(second)
     third = decoding.begin(PROMPTS[2])
     for _ in range(4):
         decoding.step()
-    assert third.session.token_ids == alone(device, PROMPTS[2], 5)
+    assert third.sequence.token_ids == alone(device, PROMPTS[2], 5)
     assert third.slot == first.slot
 
 
@@ -88,7 +88,7 @@ def test_steps_that_are_launched_before_others_are_read(device: str) -> None:
     on_their_way = [decoding.decode.launch([resident], 0) for _ in range(8)]
     tokens = [each.wait()[resident.slot] for each in on_their_way]
     want = by_hand(device, PROMPTS[0], PENALISED[2], 9)
-    assert resident.session.token_ids + tokens == want
+    assert resident.sequence.token_ids + tokens == want
 
 
 def test_nothing_is_made_before_a_penalty_comes(device: str) -> None:
@@ -100,12 +100,12 @@ def test_nothing_is_made_before_a_penalty_comes(device: str) -> None:
     decoding.step()
     made = decoding.decode.steps.penalties
     assert made is not None
-    tallies = made.tallies.clone()
+    tallies = made.token_counts.clone()
     decoding.end(penalised)
     for _ in range(3):
         decoding.step()
-    assert torch.equal(made.tallies, tallies)
-    assert decoding.sessions.path_counts[EnginePath.PENALISED] == 1
+    assert torch.equal(made.token_counts, tallies)
+    assert decoding.sessions.path_counts[EnginePath.PENALTIES] == 1
 
 
 def test_all_slots_are_taken_back(device: str) -> None:
@@ -134,14 +134,14 @@ def served(device: str, **config: Any) -> tuple[list[list[int]], Counter[str]]:
     "config", [{}, {"run_ahead": 3}, {"max_batch_size": 3}, {"kv_cache_tokens": 64}], ids=str
 )
 def test_requests_get_what_they_get_without_slots(device: str, config: dict[str, Any]) -> None:
-    """Also if they are preempted, and have tokens of the text when they get a slot."""
+    """Also if they are preempted, and get a slot when they have generated tokens already."""
     found, counts = served(device, **config)
     slow, none = served(device, **{**config, "resident_decode": False})
     assert found == slow
     assert len({*map(tuple, found)}) >= 7
-    assert counts[EnginePath.PENALISED] >= 19
-    assert not none[EnginePath.PENALISED]
-    assert counts[EnginePath.RESUMED] > 0 or "kv_cache_tokens" not in config
+    assert counts[EnginePath.PENALTIES] >= 19
+    assert not none[EnginePath.PENALTIES]
+    assert counts[EnginePath.RECOMPUTED] > 0 or "kv_cache_tokens" not in config
 
 
 def test_without_memory_for_a_tally_requests_decode_by_themselves(
@@ -154,7 +154,7 @@ def test_without_memory_for_a_tally_requests_decode_by_themselves(
     monkeypatch.setattr(resident_module, "SlotPenalties", full)
     found, counts = served(device)
     assert found == want
-    assert not counts[EnginePath.PENALISED]
+    assert not counts[EnginePath.PENALTIES]
     assert [each.message.partition(":")[0] for each in caplog.records] == [
-        "requests with penalties or guides decode by themselves, one step at a time"
+        "requests with penalties or guides decode without resident_decode, one step at a time"
     ]

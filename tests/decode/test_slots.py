@@ -1,4 +1,4 @@
-"""Rows on the device: uploaded when they change, and only then."""
+"""Rows on the device are uploaded when they change, and only then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots, SlotRows
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.sequence import CachedSequence
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.paths import Work
 
@@ -29,16 +29,16 @@ def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeS
 
 
 def uploaded(slots: DecodeSlots) -> int:
-    """Return how many rows were uploaded so far."""
+    """Return the number of rows uploaded so far."""
     return slots.rows._staging.work_counts[Work.TABLE_ROWS]
 
 
-def session(*blocks: int, stored: int = 4) -> InferenceSession:
-    return InferenceSession([list(blocks)], stored=stored)
+def session(*blocks: int, stored: int = 4) -> CachedSequence:
+    return CachedSequence([list(blocks)], num_stored=stored)
 
 
 def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
-    """Return the length of each row, whether it is active, and its blocks."""
+    """Return the length, active flag and blocks of each row."""
     columns = slots.rows.lengths(count), slots.rows.active(count), slots.rows.tables(count)[0]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -46,14 +46,14 @@ def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[in
 def test_a_table_for_each_group_of_layers(device: str) -> None:
     staging = IndexStaging(torch.device(device), Counter[str]())
     slots = DecodeSlots(SlotRows(2, 3, 2, staging))
-    mine = InferenceSession([[0, 5], [7, 8]], stored=5)
-    slot = slots.take(mine, GREEDY, 0)
+    mine = CachedSequence([[0, 5], [7, 8]], num_stored=5)
+    slot = slots.assign_slot(mine, GREEDY, 0)
     slots.upload()
     tables = [table[slot].tolist() for table in slots.rows.tables(2)]
     assert tables == [[0, 5, 0], [7, 8, 0]]
     for blocks, new in zip(mine.block_lists, (9, 6), strict=True):
         blocks.append(new)
-    slots.touch(slot)
+    slots.mark_new_blocks(slot)
     slots.upload()
     tables = [table[slot].tolist() for table in slots.rows.tables(2)]
     assert tables == [[0, 5, 9], [7, 8, 6]]
@@ -64,28 +64,28 @@ EMPTY = (0, 0, [0, 0, 0])
 
 def test_rows_are_padding_until_someone_has_them(device: str) -> None:
     assert rows(slots_on(device)) == [EMPTY] * SLOTS
-    assert slots_on(device).extent == 0
+    assert slots_on(device).rows_in_use == 0
 
 
 def test_a_row_holds_what_its_session_is_when_it_is_uploaded(device: str) -> None:
     slots = slots_on(device)
     mine = session(7, stored=3)
-    assert slots.take(mine, GREEDY, 0) == 0
+    assert slots.assign_slot(mine, GREEDY, 0) == 0
     assert rows(slots)[0] == EMPTY, "nothing is there before it is uploaded"
     mine.block_lists[0].append(9)
-    mine.stored = 5
+    mine.num_stored = 5
     slots.upload()
     assert rows(slots) == [(5, 1, [7, 9, 0]), *[EMPTY] * 4]
 
 
 def test_the_lowest_free_row_is_taken(device: str) -> None:
     slots = slots_on(device)
-    assert [slots.take(session(at), GREEDY, 0) for at in range(4)] == [0, 1, 2, 3]
+    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(4)] == [0, 1, 2, 3]
     for slot in (2, 0, 3):
-        slots.give_back(slot)
-    assert slots.extent == 2
-    assert [slots.take(session(at), GREEDY, 0) for at in range(4)] == [0, 2, 3, 4]
-    assert slots.extent == SLOTS
+        slots.release_slot(slot)
+    assert slots.rows_in_use == 2
+    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(4)] == [0, 2, 3, 4]
+    assert slots.rows_in_use == SLOTS
 
 
 def test_a_row_that_could_not_be_described_is_not_taken(device: str) -> None:
@@ -93,21 +93,21 @@ def test_a_row_that_could_not_be_described_is_not_taken(device: str) -> None:
     broken = SamplingParams()
     object.__setattr__(broken, "temperature", "hot")
     with pytest.raises(Exception, match="argument"):
-        slots.take(session(1), broken, 0)
-    assert [slots.take(session(at), GREEDY, 0) for at in range(SLOTS)] == list(range(SLOTS))
+        slots.assign_slot(session(1), broken, 0)
+    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(SLOTS)] == list(range(SLOTS))
 
 
 def test_only_rows_that_changed_are_uploaded(device: str) -> None:
     slots = slots_on(device)
     sessions = [session(1), session(2), session(3)]
     for each in sessions:
-        slots.take(each, GREEDY, 0)
+        slots.assign_slot(each, GREEDY, 0)
     slots.upload()
     slots.upload()
     assert uploaded(slots) == 3
     sessions[1].block_lists[0].append(8)
-    slots.touch(1)
-    slots.touch(1)
+    slots.mark_new_blocks(1)
+    slots.mark_new_blocks(1)
     slots.upload()
     assert uploaded(slots) == 4
     assert rows(slots, 3) == [(4, 1, [1, 0, 0]), (4, 1, [2, 8, 0]), (4, 1, [3, 0, 0])]
@@ -116,12 +116,12 @@ def test_only_rows_that_changed_are_uploaded(device: str) -> None:
 def test_a_row_that_grows_keeps_the_length_that_the_device_counted(device: str) -> None:
     slots = slots_on(device)
     mine = session(1, 2)
-    slots.take(mine, GREEDY, 0)
+    slots.assign_slot(mine, GREEDY, 0)
     slots.upload()
     slots.rows.lengths(1)[:] += 3
     mine.block_lists[0][-1] = 7  # the copy of a block that was shared
     mine.block_lists[0].append(8)
-    slots.touch(0)
+    slots.mark_new_blocks(0)
     slots.upload()
     assert rows(slots, 2) == [(7, 1, [1, 7, 8]), EMPTY]
 
@@ -129,11 +129,11 @@ def test_a_row_that_grows_keeps_the_length_that_the_device_counted(device: str) 
 def test_a_row_given_back_while_it_grew_is_padding(device: str) -> None:
     slots = slots_on(device)
     mine = session(1)
-    slots.take(mine, GREEDY, 0)
+    slots.assign_slot(mine, GREEDY, 0)
     slots.upload()
     mine.block_lists[0].append(8)
-    slots.touch(0)
-    slots.give_back(0)
+    slots.mark_new_blocks(0)
+    slots.release_slot(0)
     slots.upload()
     assert rows(slots, 1) == [EMPTY]
 
@@ -141,31 +141,31 @@ def test_a_row_given_back_while_it_grew_is_padding(device: str) -> None:
 def test_a_row_given_back_is_padding_again(device: str) -> None:
     slots = slots_on(device)
     for block in (1, 2):
-        slots.take(session(block), UNLIKE[0], 5)
+        slots.assign_slot(session(block), UNLIKE[0], 5)
     slots.upload()
-    slots.give_back(0)
+    slots.release_slot(0)
     slots.upload()
     assert rows(slots, 2) == [EMPTY, (4, 1, [2, 0, 0])]
     assert slots.rows.sampling(1, greedy=False).temperature.tolist() == [[0]]
-    assert slots.extent == 2
+    assert slots.rows_in_use == 2
 
 
 def test_a_row_taken_anew_before_an_upload_is_its_new_sessions(device: str) -> None:
     slots = slots_on(device)
-    slots.take(session(1), GREEDY, 0)
+    slots.assign_slot(session(1), GREEDY, 0)
     slots.upload()
-    slots.give_back(0)
-    slots.take(session(2, stored=1), GREEDY, 0)
+    slots.release_slot(0)
+    slots.assign_slot(session(2, stored=1), GREEDY, 0)
     slots.upload()
     assert rows(slots, 1) == [(1, 1, [2, 0, 0])]
     assert uploaded(slots) == 2
 
 
 def test_the_columns_are_those_of_a_batch(device: str) -> None:
-    """Bit for bit, in rows of 64-bit numbers."""
+    """Equal bit for bit, in rows of 64-bit numbers."""
     slots = slots_on(device)
     for params, seed in zip(UNLIKE, SEEDS, strict=True):
-        slots.take(session(1), params, seed)
+        slots.assign_slot(session(1), params, seed)
     slots.upload()
     found, want = slots.rows.sampling(3, greedy=False), SamplingBatch.of(UNLIKE, SEEDS, device)
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
@@ -176,7 +176,9 @@ def test_the_columns_are_those_of_a_batch(device: str) -> None:
     assert found.penalties is None
     torch.manual_seed(0)
     logits, positions = torch.randn(3, 50, device=device), torch.arange(3, device=device)
-    assert torch.equal(found.choose(logits, positions), want.choose(logits, positions))
+    assert torch.equal(
+        found.sample_tokens(logits, positions), want.sample_tokens(logits, positions)
+    )
 
 
 def test_tokens_are_put_where_they_belong(device: str) -> None:
@@ -186,9 +188,9 @@ def test_tokens_are_put_where_they_belong(device: str) -> None:
 
 
 def test_what_the_device_counts_up_is_seen(device: str) -> None:
-    """Columns are views: changing them changes the rows."""
+    """Columns are views: writing to them changes the rows."""
     slots = slots_on(device)
-    slots.take(session(1, stored=7), GREEDY, 0)
+    slots.assign_slot(session(1, stored=7), GREEDY, 0)
     slots.upload()
     lengths = slots.rows.lengths(2)
     lengths += slots.rows.active(2)
@@ -196,9 +198,9 @@ def test_what_the_device_counts_up_is_seen(device: str) -> None:
 
 
 def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
-    """Also when it went wrong. What changes on the host meanwhile is uploaded afterwards."""
+    """Also after an exception. Changes on the host meanwhile are uploaded afterwards."""
     slots = slots_on(device)
-    slots.take(session(1, 2), UNLIKE[0], 11)
+    slots.assign_slot(session(1, 2), UNLIKE[0], 11)
     slots.upload()
     slots.rows.put_tokens([0], torch.tensor([42], device=device))
     columns = slots.rows.sampling(SLOTS, greedy=False)
@@ -212,7 +214,7 @@ def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
         lengths += 1
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), slots.rows.emptied():
+    with pytest.raises(ZeroDivisionError), slots.rows.all_padding():
         scribble()
     assert rows(slots) == before
     assert torch.equal(columns.seeds, seeds)
@@ -222,10 +224,10 @@ def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
 
 
 def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
-    """Rows of thousands of blocks are staged outside of the ring."""
+    """Rows of thousands of blocks are staged outside the ring."""
     slots = slots_on(device, 3, 9000)
     for first in (10, 20, 30):
-        slots.take(session(*range(first, first + 5)), GREEDY, 0)
+        slots.assign_slot(session(*range(first, first + 5)), GREEDY, 0)
     slots.upload()
     assert slots.rows.tables(3)[0][:, :6].tolist() == [
         [*range(first, first + 5), 0] for first in (10, 20, 30)

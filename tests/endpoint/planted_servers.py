@@ -84,7 +84,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a client has left, nobody wakes the next one."""
     left = [False]
 
-    async def bursts(self: Any) -> Any:
+    async def delta_batches(self: Any) -> Any:
         if left[0]:
             left[0] = False
             await asyncio.sleep(1000)
@@ -95,21 +95,21 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
             left[0] = True
             raise
 
-    monkeypatch.setattr(Generation, "bursts", bursts)
+    monkeypatch.setattr(Generation, "bursts", delta_batches)
 
 
 def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else still counts the blocks of a request that is cancelled, until the test ends."""
     cancel: Any = Engine.cancel
 
-    def leave(self: Any, request: Any) -> None:
+    def disconnect(self: Any, request: Any) -> None:
         if request.finish_reason is None:
-            for blocks in request.session.block_lists:
-                self.sessions.kv.incref_blocks(blocks)
-                LEAKED.append((self.sessions.kv, list(blocks)))
+            for blocks in request.sequence.block_lists:
+                self.sequence_runner.kv.incref_blocks(blocks)
+                LEAKED.append((self.sequence_runner.kv, list(blocks)))
         cancel(self, request)
 
-    monkeypatch.setattr(Engine, "cancel", leave)
+    monkeypatch.setattr(Engine, "cancel", disconnect)
     step: Any = Engine.step
 
     def slow(self: Any) -> Any:
@@ -135,20 +135,20 @@ def parameters_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_text_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests write to one detokenizer."""
-    text_for: Any = Engine.text_for
+    new_completion_text: Any = Engine.new_completion_text
     last: list[Any] = []
 
     def shared(self: Any, params: Any) -> Any:
         if not (self.num_running and last):
-            last[:] = [text_for(self, params)]
+            last[:] = [new_completion_text(self, params)]
         return last[0]
 
-    monkeypatch.setattr(Engine, "text_for", shared)
+    monkeypatch.setattr(Engine, "new_completion_text", shared)
 
 
 def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a crowd, the first request sometimes gets another token."""
-    choose: Any = SamplingBatch.choose
+    choose: Any = SamplingBatch.sample_tokens
     seen = Counter[str]()
 
     def wrong(self: Any, logits: Any, *more: Any, **named: Any) -> Any:
@@ -158,7 +158,7 @@ def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
             logits[0, logits[0].argmax()] = float("-inf")
         return choose(self, logits, *more, **named)
 
-    monkeypatch.setattr(SamplingBatch, "choose", wrong)
+    monkeypatch.setattr(SamplingBatch, "sample_tokens", wrong)
 
 
 def now_and_then(monkeypatch: pytest.MonkeyPatch, every: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pytest_roseinfer.endpoint.server import Server, ServerError
 from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.options import endpoint_of, require_server
-from pytest_roseinfer.report.verdict import how_strong
+from pytest_roseinfer.report.verdict import describe_strength
 from pytest_roseinfer.settings import POLITE_RATE, PROFILES, RATE, Endpoint, Settings
 from tests.server.served import MODEL, running
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     ],
 )
 def test_this_machine_is_asked(url: str) -> None:
-    assert endpoint_of(url, None, None, anywhere=False) == Endpoint(url)
+    assert endpoint_of(url, None, None, allow_remote=False) == Endpoint(url)
 
 
 def test_what_is_told_of_a_server() -> None:
-    made = endpoint_of("https://there:443/v1/", "m", 3.0, anywhere=True)
-    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0, anywhere=True)
-    assert endpoint_of(None, None, None, anywhere=False) is None
+    made = endpoint_of("https://there:443/v1/", "m", 3.0, allow_remote=True)
+    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0, allow_remote=True)
+    assert endpoint_of(None, None, None, allow_remote=False) is None
 
 
 @pytest.mark.parametrize(
     ("url", "rate"), [("http://127.0.0.1:8000", RATE), ("https://there", POLITE_RATE)]
 )
 def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> None:
-    made = endpoint_of(url, None, None, anywhere=True)
+    made = endpoint_of(url, None, None, allow_remote=True)
     assert made is not None
     assert made.rate == rate
     words = made.options
@@ -56,36 +56,36 @@ def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> 
 @pytest.mark.parametrize(
     ("url", "model", "rate", "words"),
     [
-        ("http://10.0.0.1:80", None, None, "is another machine"),
-        ("http://example.org", None, None, "--roseinfer-endpoint-anywhere if it is yours"),
+        ("http://10.0.0.1:80", None, None, "another machine, which would get"),
+        ("http://example.org", None, None, "--roseinfer-allow-remote if it is yours"),
         (
             "http://me:key@127.0.0.1:80",
             None,
             None,
-            "put no key into it, but into ROSEINFER_API_KEY",
+            "pass a key in ROSEINFER_API_KEY",
         ),
         (
             "http://127.0.0.1:80?key=it",
             None,
             None,
-            "put no key into it, but into ROSEINFER_API_KEY",
+            "pass a key in ROSEINFER_API_KEY",
         ),
-        ("127.0.0.1:8000", None, None, "give an address such as"),
-        ("http://127.0.0.1:8000/v1/completions", None, None, "give an address such as"),
-        ("http://127.0.0.1:99999", None, None, "give one such as .* up to 65535"),
-        ("http://127.0.0.1:abc", None, None, "give one such as"),
-        ("http://[::1", None, None, "give one such as"),
-        ("http://there..org", None, None, "give one such as"),
-        ("http://127.0.0.1:8000", None, 0.0, "--roseinfer-rate 0: it must be above 0"),
-        (None, "m", None, "--roseinfer-model is about a server"),
-        (None, None, 2.0, "--roseinfer-rate is about a server"),
+        ("127.0.0.1:8000", None, None, "not a server's base URL; use one such as"),
+        ("http://127.0.0.1:8000/v1/completions", None, None, "not a server's base URL"),
+        ("http://127.0.0.1:99999", None, None, "use one such as .* at most 65535"),
+        ("http://127.0.0.1:abc", None, None, "not a URL; use one such as"),
+        ("http://[::1", None, None, "not a URL; use one such as"),
+        ("http://there..org", None, None, "not a URL; use one such as"),
+        ("http://127.0.0.1:8000", None, 0.0, "--roseinfer-rate 0: must be above 0"),
+        (None, "m", None, "--roseinfer-model: no server to apply it to"),
+        (None, None, 2.0, "--roseinfer-rate: no server to apply it to"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     url: str | None, model: str | None, rate: float | None, words: str
 ) -> None:
     with pytest.raises(pytest.UsageError, match=words):
-        endpoint_of(url, model, rate, anywhere=False)
+        endpoint_of(url, model, rate, allow_remote=False)
 
 
 def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,15 +100,15 @@ def test_a_key_that_cannot_be_one_is_refused_and_not_shown(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROSEINFER_API_KEY", key)
-    with pytest.raises(pytest.UsageError, match="ROSEINFER_API_KEY holds a character") as refused:
-        endpoint_of("http://127.0.0.1:8000", None, None, anywhere=False)
+    with pytest.raises(pytest.UsageError, match="ROSEINFER_API_KEY: holds a character") as refused:
+        endpoint_of("http://127.0.0.1:8000", None, None, allow_remote=False)
     assert "cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("", "wants a key: put it into ROSEINFER_API_KEY"),
+        ("", "needs a key; put it into ROSEINFER_API_KEY"),
         ("wrong", "refuses the key in ROSEINFER_API_KEY"),
     ],
 )
@@ -160,7 +160,10 @@ def test_a_server_that_repeats_the_key_does_not_have_it_shown() -> None:
 def test_a_server_of_something_else_is_refused_in_a_sentence() -> None:
     with (
         answering(200, "<html>") as url,
-        pytest.raises(pytest.UsageError, match=r"no list of models: --roseinfer-model names one$"),
+        pytest.raises(
+            pytest.UsageError,
+            match=r"no list of models in the response; name a model with --roseinfer-model$",
+        ),
     ):
         require_server(Endpoint(url))
 
@@ -169,7 +172,7 @@ def test_what_is_no_address_is_told_in_one_line(pytester: pytest.Pytester) -> No
     result = pytester.runpytest_inprocess("--roseinfer-endpoint", "http://127.0.0.1:99999")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     (line,) = filter(None, result.errlines)
-    assert line.startswith("ERROR: --roseinfer-endpoint is no address: give one such as http://")
+    assert line.startswith("ERROR: --roseinfer-endpoint: not a URL; use one such as http://")
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -190,7 +193,10 @@ def test_of_a_server_that_lists_no_models_it_is_told_what_it_refuses(
         raise ServerError("404")
 
     monkeypatch.setattr(Server, "_models", none)
-    with running() as server, pytest.raises(pytest.UsageError, match="takes no streamed text"):
+    with (
+        running() as server,
+        pytest.raises(pytest.UsageError, match="refuses all streamed completions"),
+    ):
         require_server(Endpoint(server.url, "another"))
 
 
@@ -228,6 +234,6 @@ def test_the_reports_of_a_run_name_the_server_and_claim_no_strength(
 def test_no_strength_is_claimed_of_a_server(profile: str) -> None:
     usual = PROFILES[profile]
     asked = Settings(profile, usual.examples, usual.steps)
-    assert "planted bugs" in how_strong(asked, cut_short=False)
+    assert "planted bugs" in describe_strength(asked, cut_short=False)
     server = replace(asked, endpoint=Endpoint("http://[::1]:9"))
-    assert how_strong(server, cut_short=False) == "not measured for a server"
+    assert describe_strength(server, cut_short=False) == "not measured for a server"

@@ -16,7 +16,7 @@ from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.endpoint.server import _has_stopped
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.run.watchdog import StoppedAnswering, watching
+from pytest_roseinfer.run.watchdog import TargetGoneError, limit_steps
 from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.settings import Endpoint
 from roseinfer.engine.engine import Engine
@@ -35,7 +35,7 @@ CROWD = 3
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Save what fails there."""
     before = settings.current()
-    monkeypatch.setattr(ServedEngine, "_right", {})
+    monkeypatch.setattr(ServedEngine, "_reference_streams", {})
     monkeypatch.chdir(tmp_path)
     yield tmp_path / ".roseinfer"
     settings.set_current(before)
@@ -58,12 +58,12 @@ def found_at(url: str, folder: Path) -> tuple[MixDivergence, list[RequestMix], R
         try:
             run_mix(ServedEngine, mix)
         except MixDivergence as failure:
-            if isinstance(failure.__cause__, StoppedAnswering):
+            if isinstance(failure.__cause__, TargetGoneError):
                 gone.append(len(tried))
             raise
 
     search = Search(ServedEngine, check, request_mixes(ServedEngine), 40, "run_mix")
-    with watching(60.0), pytest.raises(MixDivergence) as found:
+    with limit_steps(60.0), pytest.raises(MixDivergence) as found:
         search.run()
     assert gone == [len(tried)]
     (line,) = [each for each in str(found.value).splitlines() if each.startswith("replay with")]
@@ -92,7 +92,7 @@ def test_a_server_that_goes_behind_the_last_text_is_missed_by_its_mix(
 
         def fall(self: ServedEngine) -> None:
             check(self)
-            if self._open and all(each.over for each in self._open):
+            if self._open and all(each.has_ended for each in self._open):
                 relay.fall()
 
         monkeypatch.setattr(ServedEngine, "_check", fall)

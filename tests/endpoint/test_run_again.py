@@ -21,9 +21,9 @@ from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.run.watchdog import StoppedAnswering
+from pytest_roseinfer.run.watchdog import TargetGoneError
 from pytest_roseinfer.search.checks import repeat
-from pytest_roseinfer.search.reproduce import Saved, save
+from pytest_roseinfer.search.reproduce import SavedFiles, save
 from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.settings import RATE, Endpoint
 from tests.endpoint.planted_servers import now_and_then, stops_in_a_crowd
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WANTED = Sampling(max_new_tokens=8)
 MIX = RequestMix((RequestSpec((3, 4), WANTED), RequestSpec((3,), WANTED)))
-FOUND = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
+FOUND = "request 0, when all arrived at once, ended by 'stop'; alone by 'length'"
 NOTHING: Any = {"message": "it was so", "what": "another text"}
 
 
@@ -49,10 +49,10 @@ def asking(endpoint: Endpoint) -> Iterator[None]:
         settings.set_current(before)
 
 
-def saved(found: Any, folder: Path) -> tuple[Saved, list[str]]:
+def saved(found: Any, folder: Path) -> tuple[SavedFiles, list[str]]:
     """Save a failure of the mix; return it with the words of the line that runs it again."""
     files = save(ServedEngine, MIX, "run_mix", found, f"{folder}/.roseinfer", "")
-    line = files.words.partition("\n")[0]
+    line = files.description.partition("\n")[0]
     command, *words = shlex.split(line.removeprefix("replay with: "))
     assert command == "pytest"
     return files, words
@@ -90,7 +90,7 @@ def test_the_printed_line_fails_until_the_bug_is_gone(
     assert "another failure" not in failed.stdout.str()
     assert passed.ret == pytest.ExitCode.OK
     passed.stdout.fnmatch_lines(
-        ["it ran through 20 times: nothing differed", f"*recorded with: {FOUND}"]
+        ["it passed 20 times: nothing differed", f"*recorded with: {FOUND}"]
     )
     for file in (files.trace, files.script):
         assert "secret" not in (pytester.path / file).read_text()
@@ -153,11 +153,11 @@ class _Scripted:
 
 
 def test_a_case_is_run_again_as_often_as_there_is_time_for() -> None:
-    wrong, gone = ValueError(), StoppedAnswering()
-    assert repeat(_Scripted(None, wrong, None), 3).words() == "it differed in 1 of 3"
-    assert repeat(_Scripted(wrong, None), 2, seconds=0.0).words() == "it differed in 1 of 1"
-    assert repeat(_Scripted(None, gone), 20).words() == "it differed in 1 of 2"
-    assert repeat(_Scripted(None), 1).words() == "it ran through: nothing differed"
+    wrong, gone = ValueError(), TargetGoneError()
+    assert repeat(_Scripted(None, wrong, None), 3).describe() == "it differed in 1 of 3"
+    assert repeat(_Scripted(wrong, None), 2, seconds=0.0).describe() == "it differed in 1 of 1"
+    assert repeat(_Scripted(None, gone), 20).describe() == "it differed in 1 of 2"
+    assert repeat(_Scripted(None), 1).describe() == "it passed: nothing differed"
 
 
 def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -> None:
@@ -171,13 +171,17 @@ def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -
     assert trace["server"] == {"url": url, "model": "a model"}
     other = {**trace, "adapter": settings.SHIPPED_TARGETS[1]}
     (pytester.path / "cache.json").write_text(json.dumps(other))
-    which = f"say which, as --roseinfer-endpoint {url} --roseinfer-model 'a model' {' '.join(rate)}"
+    named_server = f"--roseinfer-endpoint {url} --roseinfer-model 'a model' {' '.join(rate)}"
+    which = f"name the server, as in {named_server}"
     for asked, said in {
         (*replayed,): which,
         (*replayed, "--roseinfer-replay-trust"): which,
         (*replayed, *named): f"--roseinfer-endpoint {url}: *ConnectionRefusedError*",
-        (*replayed, *named[2:]): "--roseinfer-model is about a server: add --roseinfer-endpoint*",
-        ("--roseinfer-replay=cache.json", *named): "*is no failure of a server*",
+        (
+            *replayed,
+            *named[2:],
+        ): "--roseinfer-model: no server to apply it to; add --roseinfer-endpoint*",
+        ("--roseinfer-replay=cache.json", *named): "*: not a failure of a server*",
     }.items():
         result = pytester.runpytest_inprocess(*asked)
         assert result.ret == pytest.ExitCode.USAGE_ERROR, result.stderr.str()
@@ -187,9 +191,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -
 
 
 def test_the_line_says_what_else_was_told() -> None:
-    told = Endpoint("https://there", "m", "secret", 3.0, anywhere=True)
+    told = Endpoint("https://there", "m", "secret", 3.0, allow_remote=True)
     assert told.options == [
         *("--roseinfer-endpoint", "https://there", "--roseinfer-model", "m"),
-        *("--roseinfer-rate", "3.0", "--roseinfer-endpoint-anywhere"),
+        *("--roseinfer-rate", "3.0", "--roseinfer-allow-remote"),
     ]
     assert "secret" not in repr(told)

@@ -16,12 +16,12 @@ from hypothesis.errors import FlakyFailure
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.endpoint.served_engine import (
-    BrokenPromise,
+    CompletionMismatch,
     ServedEngine,
     _text,
-    broken_promise,
+    find_mismatch,
 )
-from pytest_roseinfer.endpoint.server import ServerError, Streamed
+from pytest_roseinfer.endpoint.server import CompletionStream, ServerError
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import save
 from pytest_roseinfer.settings import Endpoint
@@ -43,7 +43,7 @@ MOST = 60
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     """Serve the tiny model, and make it the server of this run."""
     before = settings.current()
-    monkeypatch.setattr(ServedEngine, "_right", {})
+    monkeypatch.setattr(ServedEngine, "_reference_streams", {})
     monkeypatch.setattr("pytest_roseinfer.endpoint.server._SETTLES", 1.0)
     with running() as server:
         made = Endpoint(server.url, rate=1000)
@@ -63,7 +63,7 @@ _OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after 
 WORDS = {
     "miscounted": "has the usage .*; alone it has|has a usage that does not add up",
     "ended_together": "ended|got '.*'; alone it gets",
-    "hangs": "no stream has brought anything for 3 s|nothing came for 3 s",
+    "hangs": "no stream has sent anything for 3 s|nothing received for 3 s",
     "leaks": "the engine still holds vllm:kv_cache_usage_perc",
 }
 """What is said of bugs that do not make one text another."""
@@ -91,7 +91,13 @@ def test_a_server_with_a_bug_is_found(
 
 def _ended_stream(text: str) -> Any:
     return SimpleNamespace(
-        text=text, error="", finish_reason="length", usage={}, tokens=(), gaps=(), over=True
+        text=text,
+        error="",
+        finish_reason="length",
+        usage={},
+        tokens=(),
+        top2_gaps=(),
+        has_ended=True,
     )
 
 
@@ -104,16 +110,16 @@ def test_texts_begin_alike_as_far_as_their_prompts_do() -> None:
 
 
 def test_texts_that_part_are_shown_with_the_place() -> None:
-    said = broken_promise(_ended_stream("owl bat"), _ended_stream("owl cat"))
+    said = find_mismatch(_ended_stream("owl bat"), _ended_stream("owl cat"))
     assert said == (
-        "parts at character 4 from what it gets alone: got 'owl bat'; alone it gets 'owl cat'"
+        "differs at character 4 from what it gets alone: got 'owl bat'; alone it gets 'owl cat'"
     )
 
 
 def test_of_a_long_text_so_much_is_shown_as_one_can_read() -> None:
     long = "a" * 5000
-    said = broken_promise(_ended_stream(long + "b"), _ended_stream(long + "c"))
-    assert "parts at character 5000 " in said
+    said = find_mismatch(_ended_stream(long + "b"), _ended_stream(long + "c"))
+    assert "differs at character 5000 " in said
     assert f"got '{'a' * 200}b' (from character 4800 on, of 5001); alone" in said
 
 
@@ -136,12 +142,12 @@ class _Breaking:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (TimeoutError("timed out"), "nothing came for 3 s"),
+        (TimeoutError("timed out"), "nothing received for 3 s"),
         (ConnectionResetError("it"), "the stream broke off: ConnectionResetError: it"),
     ],
 )
 def test_a_stream_that_brings_nothing_is_not_said_to_break_off(error: Exception, said: str) -> None:
-    stream = object.__new__(Streamed)
+    stream = object.__new__(CompletionStream)
     answer: Any = _Breaking(error)
     vars(stream).update(_left=False, _silence=3.0, _arrived=lambda: None, _answer=answer)
     stream._read()
@@ -150,17 +156,17 @@ def test_a_stream_that_brings_nothing_is_not_said_to_break_off(error: Exception,
 
 def test_a_text_that_parts_in_the_middle_is_waited_for_and_shown_whole() -> None:
     right, begun = _stream(_ended_stream("owl cat")), _stream(_ended_stream("owl b"))
-    begun.over = False
-    begun.wait = lambda: vars(begun).update(over=True, text="owl bat")
+    begun.has_ended = False
+    begun.wait = lambda: vars(begun).update(has_ended=True, text="owl bat")
     engine = ServedEngine()
-    engine.server = SimpleNamespace(require_there=lambda: None)  # type: ignore[assignment]
+    engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
     engine._cold, engine._open, engine._seen_of = [], {begun: (2, right)}, {}
-    with pytest.raises(BrokenPromise, match=r"^request 2 parts at .* got 'owl bat'; alone"):
+    with pytest.raises(CompletionMismatch, match=r"^request 2 differs at .* got 'owl bat'; alone"):
         engine.step()
 
 
 def _stream(like: Any) -> Any:
-    stream = object.__new__(Streamed)
+    stream = object.__new__(CompletionStream)
     vars(stream).update(vars(like), wait=lambda: None)
     return stream
 
@@ -184,7 +190,7 @@ class _Counted:
 def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was not: while the first text of a mix was asked for alone, the others were served."""
     del endpoint
-    monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.Streamed", _Counted)
+    monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.CompletionStream", _Counted)
     monkeypatch.setattr(_Counted, "beside", [])
     mix = RequestMix(tuple(RequestSpec((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
@@ -194,14 +200,14 @@ def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
     """A run is over when all texts are there, which may be before their last words are read."""
-    right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, over=True)
+    right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, has_ended=True)
     ended: Any = SimpleNamespace(**vars(right) | {"finish_reason": "length"})
     engine = ServedEngine()
-    engine.server = SimpleNamespace(require_there=lambda: None)  # type: ignore[assignment]
+    engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
     engine._cold = [(0, ended, right)] if cold else []
     engine._open = {} if cold else {_stream(ended): (0, right)}
     engine._seen_of = {}
-    with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
+    with pytest.raises(CompletionMismatch, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.find_leaks()
 
 
@@ -213,7 +219,7 @@ def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path)
     saved = save(ServedEngine, mix, "run_mix", found, f"{tmp_path}/failures", "")
     script = tmp_path / saved.script
     assert "secret" not in script.read_text()
-    assert replayed(script).stdout == "it ran through 20 times: nothing differed\n"
+    assert replayed(script).stdout == "it passed 20 times: nothing differed\n"
     script.write_text(script.read_text().replace(endpoint.url, "http://127.0.0.1:9"))
     assert "ServerError: GET /v1/models: ConnectionRefusedError" in replayed(script).stderr
 
@@ -231,9 +237,9 @@ class Told:
     text: str
     finish_reason: str
     tokens: tuple[str, ...] = ("a", "b", "c")
-    gaps: tuple[float, ...] = (9.0, 9.0, 0.1)
+    top2_gaps: tuple[float, ...] = (9.0, 9.0, 0.1)
     error: str = ""
-    over: bool = True
+    has_ended: bool = True
     usage: Any = field(default_factory=dict)
 
     def wait(self) -> None:
@@ -244,9 +250,9 @@ class Told:
     ("served", "alone", "wrong"),
     [
         (Told("ab", "stop"), Told("abc", "length"), ""),
-        (Told("a", "stop"), Told("abc", "length"), "parts at character 1"),
+        (Told("a", "stop"), Told("abc", "length"), "differs at character 1"),
         (Told("abc", "length"), Told("ab", "stop"), ""),
-        (Told("abc", "length"), Told("a", "stop", ("a", ""), (9.0, 9.0)), "parts at character 1"),
+        (Told("abc", "length"), Told("a", "stop", ("a", ""), (9.0, 9.0)), "differs at character 1"),
         (Told("ab", "stop"), Told("ab", "length", ("a", "b"), (9.0, 0.1)), "ended by 'stop'"),
     ],
 )
@@ -255,9 +261,9 @@ def test_the_end_of_a_text_may_be_a_near_tie(
     served: Told, alone: Told, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ServedEngine, "_ask", lambda *_: served)
-    monkeypatch.setattr(ServedEngine, "_alone", lambda *_: alone)
+    monkeypatch.setattr(ServedEngine, "_reference_stream", lambda *_: alone)
     only = RequestMix(requests=(RequestSpec((1, 2), Sampling(3)),))
     monkeypatch.setattr(ServedEngine, "_key", lambda *_: "only")
-    monkeypatch.setattr(ServedEngine, "_right", {"only": alone})
+    monkeypatch.setattr(ServedEngine, "_reference_streams", {"only": alone})
     with pytest.raises(MixDivergence, match=wrong) if wrong else nullcontext():
         run_mix(ServedEngine, only)

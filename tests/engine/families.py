@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from roseinfer.engine.runner import SequenceRunner
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.sequence import CachedSequence
 
 VOCABULARY = 97
 POSITIONS = 96
@@ -79,7 +79,7 @@ def attending_widely(model: Any, less: float) -> Any:
     return model
 
 
-def greedy_step(runner: SequenceRunner, sessions: Sequence[InferenceSession]) -> None:
+def greedy_step(runner: SequenceRunner, sessions: Sequence[CachedSequence]) -> None:
     """Store what is not stored of the sessions, and append the most likely token to each."""
     tokens = runner.extend(sessions).argmax(-1).tolist()
     for session, token in zip(sessions, tokens, strict=True):

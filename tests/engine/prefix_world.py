@@ -14,9 +14,9 @@ import torch
 
 from roseinfer.config import AppendPolicy
 from roseinfer.engine import prefix_cache
-from roseinfer.engine.prefix_cache import Entry, Held, PrefixCache
+from roseinfer.engine.prefix_cache import HeldPrefix, PrefixCache, PrefixEntry
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.sequence import CachedSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,11 +46,11 @@ class Sequence:
     tokens: list[int]
     block_lists: list[list[int]]
     stored: int
-    held: Held
+    held: HeldPrefix
 
     @property
-    def session(self) -> InferenceSession:
-        return InferenceSession(self.block_lists, self.tokens, self.stored)
+    def session(self) -> CachedSequence:
+        return CachedSequence(self.block_lists, self.tokens, self.stored)
 
 
 class World:
@@ -111,7 +111,7 @@ class World:
         self.free(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        self.cache.forget(sequence.held)
+        self.cache.release_and_invalidate(sequence.held)
         self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -121,7 +121,7 @@ class World:
         self.poison()
 
     def evict(self, blocks: int) -> int:
-        evictable, free = len(self.cache.unused), self.free_blocks
+        evictable, free = len(self.cache.evictable_entries), self.free_blocks
         freed = self.cache.evict(blocks)
         assert self.free_blocks == free + freed
         assert freed == min(blocks, evictable)
@@ -140,7 +140,7 @@ class World:
         return free
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[PrefixEntry]:
         return list(self.cache._entries.values())
 
     def hit(self, *tokens: int) -> int:
@@ -218,23 +218,23 @@ class World:
             )
         )
         for entry in self.entries:
-            assert entry.users == users[entry]
+            assert entry.num_holders == users[entry]
             for block_id in entry.block_ids:
-                assert self.kv.refcount(block_id) == entry.users + 1
+                assert self.kv.refcount(block_id) == entry.num_holders + 1
                 assert self.kv.block_info(block_id).length == len(entry.tokens)
-        unused = [entry for entry in self.entries if not entry.users]
-        assert set(self.cache.unused) == set(unused)
-        assert len(self.cache.unused) == len(unused)
+        unused = [entry for entry in self.entries if not entry.num_holders]
+        assert set(self.cache.evictable_entries) == set(unused)
+        assert len(self.cache.evictable_entries) == len(unused)
 
     def _check_order(self) -> None:
         """Nothing goes before what is unused below it."""
-        order = list(self.cache.unused)
+        order = list(self.cache.evictable_entries)
         for at, entry in enumerate(order):
             assert not set(order[:at]) & set(up_from(entry))
 
     def _check_structure(self) -> None:
         entries = self.entries
-        below: list[Entry] = [self.cache._root]
+        below: list[PrefixEntry] = [self.cache._root]
         for entry in below:
             below += entry.children
         assert set(below[1:]) == set(entries)
@@ -252,21 +252,21 @@ class World:
         for sequence in list(self.sequences):
             self.release(sequence)
             self.check()
-        assert len(self.cache.unused) == len(self.entries)
+        assert len(self.cache.evictable_entries) == len(self.entries)
         self.cache.clear()
         self.check()
-        assert len(self.cache.unused) == 0
+        assert len(self.cache.evictable_entries) == 0
         assert not self.entries
         assert not self.cache._root.children
         assert self.free_blocks == self.shape.blocks
 
 
-def up_from(entry: Entry) -> Iterator[Entry]:
-    at: Entry | None = entry
+def up_from(entry: PrefixEntry) -> Iterator[PrefixEntry]:
+    at: PrefixEntry | None = entry
     while at is not None and at.parent is not None:
         yield at
         at = at.parent
 
 
-def prefix_of(entry: Entry) -> tuple[int, ...]:
+def prefix_of(entry: PrefixEntry) -> tuple[int, ...]:
     return tuple(token for each in list(up_from(entry))[::-1] for token in each.tokens)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from roseinfer import LLM, EnginePath, tiny_gpt2
-from roseinfer.bench.speculation import repeating
+from roseinfer.bench.speculation import make_repetitive
 
 
 def repeating_llm(device: str, **config: Any) -> LLM:
     """An engine whose cache is full of NaN. Its texts go round in circles."""
-    model = repeating(tiny_gpt2(device).model)
+    model = make_repetitive(tiny_gpt2(device).model)
     llm = LLM(model, device=device, dtype="float32", **({"block_size": 4} | config))
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     for cache in (kv.keys, kv.values):
         cache.fill_(float("nan"))
     return llm

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from roseinfer import EngineConfig, SamplingParams
 from roseinfer.engine.request import FinishReason, Request
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.sequence import CachedSequence
 
 if TYPE_CHECKING:
     from roseinfer.engine.scheduler import Step
@@ -34,34 +34,36 @@ class Blocks:
     def available(self) -> int:
         return self.capacity - self.taken
 
-    def needed(self, session: InferenceSession, count: int) -> int:
-        more = -(-(session.stored + count) // self.size) - len(session.block_lists[0])
-        return more + (session.stored % self.size > 0 and session.stored >= session.room)
+    def count_needed_blocks(self, session: CachedSequence, count: int) -> int:
+        more = -(-(session.num_stored + count) // self.size) - len(session.block_lists[0])
+        return more + (
+            session.num_stored % self.size > 0 and session.num_stored >= session.token_capacity
+        )
 
-    def start(self, request: Request) -> None:
-        session = request.session
-        assert session.stored == 0, "a request that has begun begins again"
+    def reuse_prefix(self, request: Request) -> None:
+        session = request.sequence
+        assert session.num_stored == 0, "a request that has begun begins again"
         self.starts += 1
         found = min(self.known.get(request.id, 0), len(session.token_ids) - 1)
-        request.found = session.stored = session.room = found
+        request.num_cached_tokens = session.num_stored = session.token_capacity = found
         self._hold(session)
 
-    def give_back(self, request: Request) -> None:
-        session = request.session
-        session.stored = session.room = 0
+    def release_blocks(self, request: Request) -> None:
+        session = request.sequence
+        session.num_stored = session.token_capacity = 0
         self._hold(session)
 
-    def drop_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         self.known.clear()
         self.drops += 1
 
-    def store(self, session: InferenceSession, count: int) -> None:
-        session.stored += count
+    def store(self, session: CachedSequence, count: int) -> None:
+        session.num_stored += count
         self._hold(session)
-        session.room = len(session.block_lists[0]) * self.size
+        session.token_capacity = len(session.block_lists[0]) * self.size
 
-    def _hold(self, session: InferenceSession) -> None:
-        count = -(-session.stored // self.size)
+    def _hold(self, session: CachedSequence) -> None:
+        count = -(-session.num_stored // self.size)
         self.taken += count - len(session.block_lists[0])
         session.block_lists = [[0] * count]
 
@@ -71,11 +73,11 @@ class World:
 
     def __init__(self, *, blocks: int = 1000, size: int = 4, **config: Any) -> None:
         self.config = EngineConfig(block_size=size, **config)
-        self.supply = Blocks(blocks, size)
-        supply: Any = self.supply
-        self.scheduler = Scheduler(self.config, supply)
+        self.block_allocator = Blocks(blocks, size)
+        block_allocator: Any = self.block_allocator
+        self.scheduler = Scheduler(self.config, block_allocator)
         self.requests: list[Request] = []
-        self.admitted: list[int] = []
+        self.admitted_part: list[int] = []
         """Ids in the order in which they first ran."""
         self.paused = False
         """True if any request ever was."""
@@ -86,13 +88,13 @@ class World:
             params=SamplingParams(),
             seed=0,
             prompt_length=prompt,
-            most_tokens=new,
-            session=InferenceSession([[]], [0] * prompt),
+            max_generated_tokens=new,
+            sequence=CachedSequence([[]], [0] * prompt),
             text=None,
         )
         self.requests.append(request)
         if known:
-            self.supply.known[request.id] = known
+            self.block_allocator.known[request.id] = known
         self.scheduler.add(request)
         return request
 
@@ -109,21 +111,21 @@ class World:
     def step(self) -> Step:
         scheduler = self.scheduler
         before = [each for each in scheduler.running.values() if each not in scheduler._leaving]
-        preempted_before = [request.preempted for request in before]
+        preempted_before = [request.times_preempted for request in before]
         step = scheduler.next_step()
         gone = [
             request
             for request, count in zip(before, preempted_before, strict=True)
-            if request.preempted > count
+            if request.times_preempted > count
         ]
         self._check_limits(step)
         self._check_preempted(gone, [request for request in before if request not in gone])
         self._carry_out(step)
         for request in scheduler.running.values():
-            if request.id not in self.admitted:
-                self.admitted.append(request.id)
+            if request.id not in self.admitted_part:
+                self.admitted_part.append(request.id)
         for request in list(scheduler.running.values()):
-            if request.num_generated == request.most_tokens:
+            if request.num_generated == request.max_generated_tokens:
                 self.end(request, FinishReason.LENGTH)
         self._check_accounts()
         return step
@@ -145,23 +147,23 @@ class World:
         assert len(step.chunks) <= config.prefill_max_batch_size
         assert len({request.id for request in taking_part}) == len(taking_part), "twice"
         assert all(running[request.id] is request for request in taking_part)
-        assert step.blocks <= self.supply.available
+        assert step.max_blocks_needed <= self.block_allocator.available
         for request in running.values():
-            if request.pending == 1 and request not in in_chunks:
+            if request.num_unstored == 1 and request not in in_chunks:
                 assert request in step.decoding, "a running request stalls"
-        assert all(request.pending == 1 for request in step.decoding)
-        assert all(1 <= count <= request.pending for request, count in step.chunks)
+        assert all(request.num_unstored == 1 for request in step.decoding)
+        assert all(1 <= count <= request.num_unstored for request, count in step.chunks)
         total = sum(count for _, count in step.chunks)
         if config.chunked_prefill:
             assert total <= config.prefill_max_tokens
         else:
-            assert all(count == request.pending for request, count in step.chunks)
+            assert all(count == request.num_unstored for request, count in step.chunks)
             assert total <= config.prefill_max_tokens or len(step.chunks) == 1
         self._check_turns(in_chunks)
 
     def _check_turns(self, in_chunks: list[Request]) -> None:
         """A prompt that gets nothing is behind none that gets something."""
-        begun = [each for each in self.scheduler.running.values() if each.pending > 1]
+        begun = [each for each in self.scheduler.running.values() if each.num_unstored > 1]
         served = [request in in_chunks for request in begun]
         assert served == sorted(served, reverse=True), "overtaken half way"
 
@@ -172,12 +174,15 @@ class World:
 
     def _carry_out(self, step: Step) -> None:
         work = [(request, 1) for request in step.decoding] + step.chunks
-        needs = [self.supply.needed(request.session, count) for request, count in work]
-        assert sum(needs) <= step.blocks, "more blocks than were said to be needed"
+        needs = [
+            self.block_allocator.count_needed_blocks(request.sequence, count)
+            for request, count in work
+        ]
+        assert sum(needs) <= step.max_blocks_needed, "more blocks than were said to be needed"
         for request, count in work:
-            self.supply.store(request.session, count)
-            if not request.pending:
-                request.session.token_ids.append(0)
+            self.block_allocator.store(request.sequence, count)
+            if not request.num_unstored:
+                request.sequence.token_ids.append(0)
 
     def _check_accounts(self) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
@@ -185,9 +190,9 @@ class World:
         ids = [*running, *(request.id for request in waiting)]
         paused = {*self.scheduler.paused} - {*running}
         assert sorted([*ids, *paused]) == sorted(alive), "lost, or twice"
-        held = sum(len(request.session.block_lists[0]) for request in running.values())
-        assert self.supply.taken == held
-        assert all(request.session.block_lists == [[]] for request in waiting)
+        held = sum(len(request.sequence.block_lists[0]) for request in running.values())
+        assert self.block_allocator.taken == held
+        assert all(request.sequence.block_lists == [[]] for request in waiting)
         if self.config.prefill_admission_policy == "fifo":
             queued = [request.id for request in waiting] if self.paused else ids
             assert queued == sorted(queued), "not in the order they came"

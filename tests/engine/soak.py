@@ -26,14 +26,14 @@ from roseinfer import (
     LLM,
     AsyncLLM,
     BadArgument,
+    DetokenizationFailed,
     NoDistribution,
-    NoText,
     SamplingParams,
     StepFailed,
     engine_thread,
     tiny_gpt2,
 )
-from roseinfer.text.request_text import RequestText
+from roseinfer.text.completion_text import CompletionText
 from tests.engine.continuations import text_of
 from tests.engine.test_random_mixes import assert_no_block_is_lost, greedy
 
@@ -67,9 +67,9 @@ class Mishaps:
 
     def __init__(self, llm: LLM, rng: random.Random) -> None:
         self._rng = rng
-        self._model = llm.engine.sessions.model
+        self._model = llm.engine.sequence_runner.model
         self._logits = self._model.logits
-        self._add = RequestText.add
+        self._add = CompletionText.add
         self._since = 0
         """How many forward passes went well since one did not."""
 
@@ -77,7 +77,7 @@ class Mishaps:
     def happen(self) -> Iterator[None]:
         with (
             patch.object(self._model, "logits", self._broken_logits),
-            patch.object(RequestText, "add", lambda text, token: self._broken_add(text, token)),
+            patch.object(CompletionText, "add", lambda text, token: self._broken_add(text, token)),
         ):
             yield
 
@@ -92,7 +92,7 @@ class Mishaps:
             logits[self._rng.randrange(len(logits))] = float("nan")
         return logits
 
-    def _broken_add(self, text: RequestText, token: int) -> tuple[str, bool]:
+    def _broken_add(self, text: CompletionText, token: int) -> tuple[str, bool]:
         if self._rng.random() < 0.001:
             raise Panic("unreachable")
         return self._add(text, token)
@@ -146,7 +146,11 @@ class Soak:
     def run(self, requests: int) -> None:
         """Serve so many more requests, and then look that nothing of them is held."""
         served = AsyncLLM(self.llm)
-        small: dict[str, Any] = {"MOST_UNREAD": UNREAD, "RESUMED_AT": UNREAD // 2, "_GLANCE": 0.02}
+        small: dict[str, Any] = {
+            "MAX_UNREAD_UPDATES": UNREAD,
+            "RESUME_UNREAD_UPDATES": UNREAD // 2,
+            "_POLL_S": 0.02,
+        }
         with ExitStack() as stack:
             stack.callback(served.close)
             stack.enter_context(patch.multiple(engine_thread, **small))
@@ -179,7 +183,7 @@ class Soak:
         kept = [served.stream(self._known[at][0], self._params(MOST_NEW)) for at in range(2)]
         for stream in kept:
             self.ends["loop closed"] += 1
-            with suppress(StepFailed, NoDistribution, NoText):
+            with suppress(StepFailed, NoDistribution, DetokenizationFailed):
                 await anext(stream)
         return kept
 
@@ -228,7 +232,7 @@ class Soak:
                     await asyncio.sleep(pause * rng.random())
             else:
                 end = str(read[-1].finish_reason)
-        except (StepFailed, NoDistribution, NoText) as error:
+        except (StepFailed, NoDistribution, DetokenizationFailed) as error:
             end = type(error).__name__
         self._check(read, tokens[:count], stops, end)
         return end
@@ -250,19 +254,19 @@ class Soak:
             assert text == whole[:at], f"{read} for {tokens}"
             assert (end == "stop") == (at is not None)
         else:
-            assert end == "NoText" or whole[:at].startswith(
+            assert end == "DetokenizationFailed" or whole[:at].startswith(
                 text.rstrip("\N{REPLACEMENT CHARACTER}")
             )
 
     def _await_idleness(self, served: AsyncLLM) -> None:
         thread, end = served._thread, time.monotonic() + PATIENCE
-        while thread._listeners or thread._todo.qsize() or self.llm.engine.has_work:
+        while thread._listeners or thread._tasks.qsize() or self.llm.engine.has_work:
             assert time.monotonic() < end, "streams that nobody can read are served for ever"
             time.sleep(0.001)
 
     def _assert_nothing_is_held(self, served: AsyncLLM) -> None:
         scheduler = self.llm.engine._scheduler
-        for held in (served._thread._full, scheduler.paused, scheduler._leaving):
+        for held in (served._thread._paused_listeners, scheduler.paused, scheduler._leaving):
             assert not held
         assert_no_block_is_lost(self.llm)
 

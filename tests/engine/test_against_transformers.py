@@ -10,7 +10,7 @@ import torch
 
 from roseinfer import AppendPolicy, KVBlockManager
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.sequence import CachedSequence
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 
@@ -62,7 +62,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def check_step(
-    family: str, device: str, sessions: list[InferenceSession], logits: torch.Tensor
+    family: str, device: str, sessions: list[CachedSequence], logits: torch.Tensor
 ) -> None:
     """Logits agree for every session, whose tokens then grow by the most likely one."""
     for session, row in zip(sessions, logits, strict=True):
@@ -95,9 +95,9 @@ def test_prefill_and_decode(device: str, family: str, groups_of: int, kernels: b
 def test_a_prompt_in_chunks(device: str, family: str, chunk: int) -> None:
     engine = engine_for(family, device)
     (prompt,) = prompts(11)
-    session = InferenceSession([[]], prompt)
-    while session.stored < len(prompt):
-        logits = engine.extend([session], [min(chunk, len(prompt) - session.stored)])
+    session = CachedSequence([[]], prompt)
+    while session.num_stored < len(prompt):
+        logits = engine.extend([session], [min(chunk, len(prompt) - session.num_stored)])
     check_step(family, device, [session], logits)
 
 
@@ -106,9 +106,9 @@ def test_a_long_prompt_beside_running_sequences(device: str, family: str) -> Non
     engine = engine_for(family, device)
     running, logits = engine.prefill(prompts(3, 6))
     check_step(family, device, running, logits)
-    late = InferenceSession([[]], prompts(10)[0])
+    late = CachedSequence([[]], prompts(10)[0])
     for _ in range(3):
-        logits = engine.extend([*running, late], [1, 1, min(4, 10 - late.stored)])
+        logits = engine.extend([*running, late], [1, 1, min(4, 10 - late.num_stored)])
         check_step(family, device, running, logits[:2])
     check_step(family, device, [late], logits[2:])
 

@@ -10,8 +10,8 @@ from tokenizers import decoders
 from transformers import CTRLTokenizer, GPTNeoXJapaneseTokenizer, PreTrainedTokenizerFast
 
 from roseinfer import UnsupportedModel
-from roseinfer.text.detokenizer import ByteLevelJoin
-from roseinfer.text.request_text import detokenizers
+from roseinfer.text.completion_text import new_detokenizer_factory
+from roseinfer.text.detokenizer import ByteLevelJoiner
 from tests.engine.tokenizers import byte_level, words
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def streamed(tokenizer: Any, written: Sequence[str]) -> list[str]:
-    detokenizer = detokenizers(tokenizer)()
+    detokenizer = new_detokenizer_factory(tokenizer)()
     tokens = tokenizer.convert_tokens_to_ids(list(written))
     return [*map(detokenizer.add, tokens), detokenizer.flush()]
 
@@ -53,7 +53,7 @@ def test_one_whose_pieces_are_another_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version\na b\n")
     tokenizer = CTRLTokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
     with pytest.raises(UnsupportedModel, match=r"\(CTRLTokenizer\) decodes tokens otherwise"):
-        detokenizers(tokenizer)
+        new_detokenizer_factory(tokenizer)
 
 
 class Alike(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -68,13 +68,13 @@ class Shouts(PreTrainedTokenizerFast):  # type: ignore[misc]
 
 def test_one_that_changes_how_it_decodes_is_tried() -> None:
     backend = byte_level([bytes([byte]) for byte in range(256)]).backend_tokenizer
-    assert isinstance(detokenizers(Alike(tokenizer_object=backend))(), ByteLevelJoin)
+    assert isinstance(new_detokenizer_factory(Alike(tokenizer_object=backend))(), ByteLevelJoiner)
     with pytest.raises(UnsupportedModel, match=r"\(Shouts\) decodes tokens otherwise"):
-        detokenizers(Shouts(tokenizer_object=backend))
+        new_detokenizer_factory(Shouts(tokenizer_object=backend))
 
 
 def test_one_that_panics_is_refused_with_its_reason() -> None:
     backend = words(["a", " "]).backend_tokenizer
     backend.decoder = decoders.Strip(" ", 0, 2)
     with pytest.raises(UnsupportedModel, match=r"\(Alike\) cannot decode tokens"):
-        detokenizers(Alike(tokenizer_object=backend))
+        new_detokenizer_factory(Alike(tokenizer_object=backend))

@@ -229,9 +229,9 @@ def test_a_number_of_tokens_that_is_none(count: Any) -> None:
 
 
 def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_ask_the_hub", lambda _: OSError("there is no network"))
+    monkeypatch.setattr(source, "_query_hub", lambda _: OSError("there is no network"))
     for value in VALUES.values():
-        with pytest.raises(RoseinferError, match=r"is no model|cannot be loaded: "):
+        with pytest.raises(RoseinferError, match=r"is not a model|cannot be loaded: "):
             LLM(value, device="cpu")
 
 
@@ -266,7 +266,9 @@ def test_what_no_machine_has(name: str, value: Any) -> None:
 
 def test_a_setting_of_another_name() -> None:
     wrong: dict[str, Any] = {"blocksize": 16}
-    with pytest.raises(RoseinferError, match=r"no 'blocksize'; did you mean block_size\?"):
+    with pytest.raises(
+        RoseinferError, match=r"unknown setting 'blocksize'; did you mean block_size\?"
+    ):
         LLM("tiny", **wrong)
 
 
@@ -350,5 +352,7 @@ def test_a_model_without_a_head(kind: str) -> None:
     headless = network.base_model
     if kind == "classifier":
         headless = GPT2ForSequenceClassification(network.config)
-    with pytest.raises(RoseinferError, match=r"has no head .* AutoModelForCausalLM"):
+    with pytest.raises(
+        RoseinferError, match=r"has no language-model head: .* AutoModelForCausalLM"
+    ):
         load(headless)

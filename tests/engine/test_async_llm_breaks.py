@@ -75,7 +75,7 @@ def test_out_of_memory_once_ends_the_streams_of_that_step_only(
     """Two requests take part in the step, and the others wait behind them."""
     llm = small_llm(device, resident_decode=resident, max_batch_size=2, cuda_graph=False)
     error = torch.OutOfMemoryError("CUDA out of memory")
-    model = llm.engine.sessions.model
+    model = llm.engine.sequence_runner.model
     monkeypatch.setattr(model, "logits", breaking_at(6, model.logits, error))
     with serving(llm) as served:
         ends = run(ends_of_all(served, 12))
@@ -104,7 +104,7 @@ def test_three_failures_in_a_row_stop_the_engine(
             ends = [run(end_of(served, text)) for text in TEXTS]
     assert_failed_by(error, ends[:3])
     assert_stopped_by(error, ends[3:])
-    assert str(ends[3]).startswith("the engine stopped, since 3 steps in a row failed: ")
+    assert str(ends[3]).startswith("the engine stopped after 3 failed steps in a row: ")
 
 
 def test_failures_with_a_step_between_stop_nothing(
@@ -197,7 +197,7 @@ def test_what_was_asked_for_in_the_step_that_breaks_is_told_too(
             first = asyncio.create_task(collect(served, TEXTS[0]))
             await asyncio.to_thread(stepping.wait)
             others = asyncio.create_task(ends_of_all(served))
-            while served._thread._todo.qsize() < len(TEXTS):
+            while served._thread._tasks.qsize() < len(TEXTS):
                 await asyncio.sleep(0.001)
             go_on.set()
             return [*await asyncio.gather(first, return_exceptions=True), *await others]

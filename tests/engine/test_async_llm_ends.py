@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def test_leaving_early_cancels(device: str) -> None:
     with serving(small_llm(device)) as served:
 
-        async def leave() -> tuple[Request, Request]:
+        async def cancel() -> tuple[Request, Request]:
             other = asyncio.create_task(served.generate(TEXTS[1], greedy()))
             async with aclosing(served.stream(TEXTS[0], greedy(900, ignore_eos=True))) as stream:
                 async for update in stream:
@@ -51,7 +51,7 @@ def test_leaving_early_cancels(device: str) -> None:
                         break
             return update.request, await other
 
-        left, other = run(leave())
+        left, other = run(cancel())
     assert left.finish_reason == "cancelled"
     assert left.num_generated < 900
     assert other.token_ids == expected(device, TEXTS[1])

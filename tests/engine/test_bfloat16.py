@@ -55,7 +55,7 @@ def llm(family: str, device: str, **config: Any) -> LLM:
 
 @every_family
 def test_logits_are_as_near_to_the_truth(device: str, family: str) -> None:
-    sessions = llm(family, device).engine.sessions
+    sessions = llm(family, device).engine.sequence_runner
     mine = theirs = 0.0
     running, logits = sessions.prefill(prompts(12))
     for _ in range(8):

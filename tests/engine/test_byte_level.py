@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from roseinfer.text.completion_text import new_detokenizer_factory
 from roseinfer.text.detokenizer import BYTE_OF
-from roseinfer.text.request_text import detokenizers
 from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level
 
 
@@ -24,7 +24,7 @@ def cut_bytes() -> Any:
 
 
 tokens = st.integers(0, len(cut_bytes()) - 1) | st.sampled_from([SPECIAL, UNKNOWN])
-new_detokenizer = detokenizers(cut_bytes())
+new_detokenizer = new_detokenizer_factory(cut_bytes())
 
 
 def decoded(token_ids: list[int]) -> str:

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from roseinfer import UnsupportedModel
-from roseinfer.models.checkpoint import fetch
+from roseinfer.models.checkpoint import load_checkpoint
 from tests.engine.families import VOCABULARY, tiny
 from tests.engine.test_checkpoints import edit
 
@@ -70,7 +70,7 @@ def test_a_model_in_one_file_or_several(
 ) -> None:
     directory, name = named
     save(directory)
-    assert same_weights(fetch(name(), torch.float32), tiny("gpt2", "cpu"))
+    assert same_weights(load_checkpoint(name(), torch.float32), tiny("gpt2", "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_index_that_names_what_it_must_not(
 
     edit(directory / INDEX, point_there)
     with pytest.raises(UnsupportedModel, match="must be a safetensors file in its own directory"):
-        fetch(name(), torch.float32)
+        load_checkpoint(name(), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_config_that_names_weights_it_must_not(tmp_path: Path, weights: str) -
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     edit(tmp_path / "config.json", lambda config: config.update(transformers_weights=weights))
     with pytest.raises(UnsupportedModel, match="must be a safetensors file in its own directory"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
 
 
 def test_a_config_that_names_its_own_index(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_config_that_names_its_own_index(tmp_path: Path) -> None:
     own = "own.safetensors.index.json"
     (tmp_path / INDEX).rename(tmp_path / own)
     edit(tmp_path / "config.json", lambda config: config.update(transformers_weights=own))
-    assert same_weights(fetch(str(tmp_path), torch.float32), tiny("gpt2", "cpu"))
+    assert same_weights(load_checkpoint(str(tmp_path), torch.float32), tiny("gpt2", "cpu"))
     edit(tmp_path / own, lambda index: index["weight_map"].update(extra="../extra.safetensors"))
     with pytest.raises(UnsupportedModel, match="must be a safetensors file in its own directory"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ CHOICES = [
 def test_a_config_chooses_no_code(tmp_path: Path, kernels: list[str], choice: Any) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     edit(tmp_path / "config.json", lambda config: config.update(choice))
-    assert same_weights(fetch(str(tmp_path), torch.float32), tiny("gpt2", "cpu"))
+    assert same_weights(load_checkpoint(str(tmp_path), torch.float32), tiny("gpt2", "cpu"))
     assert kernels == []
 
 
@@ -176,7 +176,7 @@ def test_nor_for_a_config_inside_it(tmp_path: Path, kernels: list[str], choice: 
     edit(tmp_path / "config.json", lambda config: config.update(choice))
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"lacks .* weights"):  # having made the model
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
     assert kernels == []
 
 
@@ -187,7 +187,7 @@ def test_an_adapter(named: tuple[Path, Callable[[], str]]) -> None:
     adapter = {"base_model_name_or_path": "another/model", "peft_type": "LORA"}
     (directory / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(UnsupportedModel, match=r"an adapter \(adapter_config.json\)"):
-        fetch(name(), torch.float32)
+        load_checkpoint(name(), torch.float32)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -197,4 +197,4 @@ def test_a_quantized_checkpoint(tmp_path: Path, inside: bool) -> None:
     more = {"text_config": quantized} if inside else quantized
     edit(tmp_path / "config.json", lambda config: config.update(more))
     with pytest.raises(UnsupportedModel, match=r"it is quantized \(quantization_config\)"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)

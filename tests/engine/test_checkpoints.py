@@ -142,24 +142,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (remove("model.safetensors"), "cannot be loaded.*safetensors"),
     "pickled weights": (pickle_weights, "pickles are not read.*save_pretrained"),
     "a pointer to weights": (point_to_weights, "model.safetensors is a pointer.* git lfs pull"),
-    "weights that are codes": (store_codes, r"h.1.mlp.c_fc.weight is of type I8 and no quantiz"),
+    "weights that are codes": (store_codes, r"h.1.mlp.c_fc.weight is of type I8, without"),
     "a layer more": (
         claim_a_layer_less,
         r"has \d+ weights of layers .* transformer.h.1.attn",
     ),
     "a weight less": (lose_a_weight, "lacks 1 weights, transformer.h.1.mlp.c_fc.weight among"),
-    "weights of another shape": (claim_another_shape, r"has \d+ weights of other shapes than its"),
+    "weights of another shape": (
+        claim_another_shape,
+        r"has \d+ weights of other shapes than in its",
+    ),
     "generation config cut short": (
         truncate("generation_config.json", 5),
-        "config.json is no JSON",
+        "config.json is not JSON",
     ),
-    "no generation config": (no_object_for_generation, "config.json is no JSON object"),
+    "no generation config": (no_object_for_generation, "config.json is not a JSON object"),
     "config cut short": (truncate("config.json", 30), "cannot be loaded.*config"),
     "no config": (remove("config.json"), "cannot be loaded"),
-    "a billion layers": (claim(n_layer=10**9), "config says n_layer=1000000000, .* 128 at most"),
+    "a billion layers": (claim(n_layer=10**9), "config has n_layer=1000000000, .* at most 128"),
     "a billion layers by another name": (
         claim(sub_config={"num_hidden_layers": 10**4000}),
-        "config says num_hidden_layers=a whole number of .* bits",
+        "config has num_hidden_layers=a whole number of .* bits",
     ),
     "a hundred layers": (claim(n_layer=100), r"describes [\d,]+ numbers of weights, and"),
     "a vocabulary of billions": (

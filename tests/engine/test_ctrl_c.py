@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.decode.readback import Arrival
+from roseinfer.decode.readback import PendingReadback
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.llm import uninterrupted
+from roseinfer.llm import defer_interrupts
 from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, greedy, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
@@ -26,10 +26,10 @@ AMID = [
     (Scheduler, "next_step"),
     (Scheduler, "remove"),
     (KVBlockManager, "free_blocks"),
-    (DecodeSlots, "take"),
-    (DecodeSlots, "give_back"),
+    (DecodeSlots, "assign_slot"),
+    (DecodeSlots, "release_slot"),
     (DecodeSlots, "upload"),
-    (Arrival, "wait"),
+    (PendingReadback, "wait"),
 ]
 
 
@@ -86,7 +86,7 @@ def test_a_stream_that_ends_by_it_is_forgotten(
     with pytest.raises(KeyboardInterrupt):
         next(llm.stream(TEXTS[0], greedy()))
     assert not llm.engine.has_work
-    assert not llm._mail
+    assert not llm._unread_updates
     assert_no_block_is_lost(llm)
 
 
@@ -101,7 +101,7 @@ def as_python_has_it() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@uninterrupted()
+@defer_interrupts()
 def pressed(times: int, then: Callable[[], object]) -> None:
     for _ in range(times):
         signal.raise_signal(signal.SIGINT)
@@ -109,10 +109,10 @@ def pressed(times: int, then: Callable[[], object]) -> None:
 
 
 def test_it_waits_for_the_end() -> None:
-    done: list[str] = []
+    completed_steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        pressed(1, lambda: done.append("the rest"))
-    assert done == ["the rest"]
+        pressed(1, lambda: completed_steps.append("the rest"))
+    assert completed_steps == ["the rest"]
 
 
 def test_it_is_felt_where_the_block_failed_too() -> None:
@@ -122,10 +122,10 @@ def test_it_is_felt_where_the_block_failed_too() -> None:
 
 
 def test_a_second_one_does_not_wait() -> None:
-    done: list[str] = []
+    completed_steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        pressed(2, lambda: done.append("the rest"))
-    assert not done
+        pressed(2, lambda: completed_steps.append("the rest"))
+    assert not completed_steps
 
 
 def test_whoever_handles_it_otherwise_is_told_afterwards() -> None:
@@ -135,7 +135,7 @@ def test_whoever_handles_it_otherwise_is_told_afterwards() -> None:
         seen.append("told")
 
     signal.signal(signal.SIGINT, own)
-    with uninterrupted():
+    with defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         seen.append("the rest")
     assert seen == ["the rest", "told"]
@@ -145,7 +145,7 @@ def test_whoever_handles_it_otherwise_is_told_afterwards() -> None:
 
 def test_where_it_is_ignored_it_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with uninterrupted():
+    with defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,7 +156,7 @@ def test_other_threads_are_left_alone() -> None:
     seen = []
 
     def work() -> None:
-        with uninterrupted():
+        with defer_interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from roseinfer import LLM, UnsupportedModel, tiny_gpt2
-from roseinfer.text.request_text import detokenizers
+from roseinfer.text.completion_text import new_detokenizer_factory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ def shared_beginning(texts: Sequence[str]) -> str:
 
 
 def streamed(tokenizer: Any, tokens: Sequence[int]) -> str:
-    detokenizer = detokenizers(tokenizer)()
+    detokenizer = new_detokenizer_factory(tokenizer)()
     text = "".join([detokenizer.add(token) for token in tokens]) + detokenizer.flush()
     assert detokenizer.flush() == ""
     return text
@@ -135,7 +135,7 @@ def test_any_decoder(model: str, decoder: Any, tokens: list[int]) -> None:
     tokenizer = tokenizer_with(decoder, model)
     if refusable(decoder):
         with pytest.raises(UnsupportedModel, match="the tokenizer has"):
-            detokenizers(tokenizer)
+            new_detokenizer_factory(tokenizer)
         return
     expected = outcome(partial(whole, tokenizer, tokens))
     assert outcome(partial(streamed, tokenizer, tokens)) == expected
@@ -193,7 +193,7 @@ def test_text_comes_as_soon_as_no_token_can_change_it(kind: str) -> None:
     @given(ANY_TOKENS.filter(bool))
     @example([VOCABULARY[text] for text in ("aab", "a", "ab", "b")])
     def check(tokens: list[int]) -> None:
-        detokenizer = detokenizers(tokenizer)()
+        detokenizer = new_detokenizer_factory(tokenizer)()
         shown = ""
         for at, token in enumerate(tokens[:6], 1):
             shown += detokenizer.add(token)
@@ -205,7 +205,7 @@ def test_text_comes_as_soon_as_no_token_can_change_it(kind: str) -> None:
 
 
 def pieces(tokenizer: Any, written: Sequence[str]) -> list[str]:
-    detokenizer = detokenizers(tokenizer)()
+    detokenizer = new_detokenizer_factory(tokenizer)()
     return [*(detokenizer.add(VOCABULARY[token]) for token in written), detokenizer.flush()]
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roseinfer import byte_tokenizer
-from roseinfer.text.detokenizer import Detokenizer
+from roseinfer.text.detokenizer import WindowDetokenizer
 from tests.engine.tokenizers import (
     SAMPLE,
     SPECIAL,
@@ -48,7 +48,7 @@ def whole(tokenizer: Any, tokens: Iterable[int]) -> str:
 
 def streamed(tokenizer: Any, groups: Iterable[list[int]]) -> list[str]:
     """Return what each group returned, and then what ``flush`` did."""
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = WindowDetokenizer(tokenizer)
     return [*["".join(map(detokenizer.add, group)) for group in groups], detokenizer.flush()]
 
 
@@ -96,7 +96,7 @@ def test_any_text_by_its_bytes(text: str) -> None:
 @unhurried
 @given(text=TEXTS.filter(lambda text: R not in text))
 def test_every_character_comes_with_its_last_byte_and_whole(text: str) -> None:
-    detokenizer = Detokenizer(plain_bytes())
+    detokenizer = WindowDetokenizer(plain_bytes())
     for character in text:
         *first, last = character.encode()
         assert [detokenizer.add(token) for token in first] == [""] * len(first)
@@ -113,7 +113,7 @@ def test_every_character_comes_with_its_last_byte_and_whole(text: str) -> None:
 def test_tokens_that_straddle_characters(text: str, lengths: list[int]) -> None:
     """Nearly every token of the first examples ends within a character, for ever."""
     tokens = cut(text, lengths)
-    detokenizer = Detokenizer(cut_bytes())
+    detokenizer = WindowDetokenizer(cut_bytes())
     returned = ""
     for at, token in enumerate(tokens, 1):
         returned += detokenizer.add(token)
@@ -153,7 +153,7 @@ def test_any_tokens_of_several_bytes(groups: list[list[int]]) -> None:
 @given(st.lists(st.sampled_from([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xFF]), max_size=60))
 def test_nothing_is_held_back_for_long(noise: list[int]) -> None:
     """Only characters that later bytes may still change are held back."""
-    detokenizer = Detokenizer(plain_bytes())
+    detokenizer = WindowDetokenizer(plain_bytes())
     returned = ""
     for at, byte in enumerate(noise, 1):
         returned += detokenizer.add(byte)
@@ -168,7 +168,7 @@ def test_incomplete_bytes_at_the_end_are_replaced() -> None:
 
 
 def test_flushing_again_returns_nothing() -> None:
-    detokenizer = Detokenizer(plain_bytes())
+    detokenizer = WindowDetokenizer(plain_bytes())
     assert detokenizer.flush() == ""
     for byte in (0xE2, 0x82):
         detokenizer.add(byte)

@@ -13,7 +13,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from roseinfer import AppendPolicy, KVBlockManager, UnsupportedModel
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.sequence import CachedSequence
 from roseinfer.models import (
     attention_patches,
 )
@@ -141,7 +141,7 @@ def own_logits(model: Any, device: str) -> list[torch.Tensor]:
 
 def in_steps(runner: SequenceRunner) -> list[list[torch.Tensor]]:
     """Return the logits of each text behind every step."""
-    sessions = [InferenceSession([[]], list(text)) for text in TEXTS]
+    sessions = [CachedSequence([[]], list(text)) for text in TEXTS]
     rows = [list(runner.extend(sessions, list(counts)).float()) for counts in STEPS]
     return [list(of_text) for of_text in zip(*rows, strict=True)]
 
@@ -207,7 +207,7 @@ def test_a_falcon_that_adds_alibi_twice() -> None:
     """Transformers' eager attention does, if one asks for it; what it loads by itself does not."""
     model = build("falcon with alibi")
     model.config._attn_implementation = "eager"
-    with pytest.raises(UnsupportedModel, match="computes something else than attention with scale"):
+    with pytest.raises(UnsupportedModel, match="does not compute attention with scale"):
         CausalModel(model)
 
 
@@ -235,7 +235,7 @@ def test_a_door_that_computes_something_else_is_found_out(
 ) -> None:
     scaled = _scaled(door.attend_through_interface)
     monkeypatch.setattr(door, "attend_through_interface", scaled)
-    with pytest.raises(UnsupportedModel, match="computes something else than attention with scale"):
+    with pytest.raises(UnsupportedModel, match="does not compute attention with scale"):
         CausalModel(build(family))
 
 
@@ -246,7 +246,7 @@ def test_slopes_of_something_else_are_found_out(
     monkeypatch: pytest.MonkeyPatch, family: str, door: ModuleType
 ) -> None:
     monkeypatch.setattr(door, "alibi_slopes", lambda heads: alibi_slopes(heads)[::-1])
-    with pytest.raises(UnsupportedModel, match="something else than attention with scale, slopes"):
+    with pytest.raises(UnsupportedModel, match="does not compute attention with scale, slopes"):
         CausalModel(build(family))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer.engine.drafter import MOST_DRAFTS, Drafter
+from roseinfer.engine.drafter import MAX_DRAFT_TOKENS, Drafter
 
 
-def drafter(*, every: int = 1, drafting: bool = True) -> Drafter:
-    return Drafter(every=every, drafting=drafting)
+def drafter(*, check_interval: int = 1, drafting: bool = True) -> Drafter:
+    return Drafter(check_interval=check_interval, drafting=drafting)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_followed_is_drafted(text: list[int], most: int, drafts: list[int])
 
 
 def test_there_are_never_more_drafts_than_a_step_has_room_for() -> None:
-    assert drafter().draft([1, 1, 1], 100) == [1] * MOST_DRAFTS
+    assert drafter().draft([1, 1, 1], 100) == [1] * MAX_DRAFT_TOKENS
 
 
 def test_a_text_that_grows_is_searched_to_its_end() -> None:
@@ -44,17 +44,17 @@ def test_a_text_that_grows_is_searched_to_its_end() -> None:
 def test_drafting_begins_when_the_last_tokens_would_have_been_drafted() -> None:
     asleep = drafter(drafting=False)
     text = [1, 2, 3, 4, 5, 1]
-    assert not asleep.wakes(text)
+    assert not asleep.should_draft(text)
     text.append(2)
-    assert not asleep.wakes(text)
+    assert not asleep.should_draft(text)
     text.append(3)
-    assert asleep.wakes(text)
+    assert asleep.should_draft(text)
 
 
 def test_a_request_in_a_slot_is_looked_at_now_and_then() -> None:
-    asleep = drafter(every=8, drafting=False)
-    assert not asleep.wakes([1, 2])
-    woken = [length for length in range(3, 20) if asleep.wakes([1] * length)]
+    asleep = drafter(check_interval=8, drafting=False)
+    assert not asleep.should_draft([1, 2])
+    woken = [length for length in range(3, 20) if asleep.should_draft([1] * length)]
     assert woken[0] == 2 + 8
 
 
@@ -63,18 +63,18 @@ def test_rests_grow_while_drafts_are_refused_and_shrink_when_all_are_accepted() 
     text = [1] * 10
     rests = []
     for _ in range(4):
-        refused.note_verdict(0, 8, len(text))
+        refused.record_acceptance(0, 8, len(text))
         before = len(text)
-        while not refused.wakes(text):
+        while not refused.should_draft(text):
             text.append(1)
         rests.append(len(text) - before)
     assert rests == [4, 8, 16, 32]
-    refused.note_verdict(8, 8, len(text))
+    refused.record_acceptance(8, 8, len(text))
     for _ in range(3):  # what was accepted pays for some that are not
         assert refused.drafting
-        refused.note_verdict(0, 8, len(text))
+        refused.record_acceptance(0, 8, len(text))
     before = len(text)
-    while not refused.wakes(text):
+    while not refused.should_draft(text):
         text.append(1)
     assert len(text) - before == 32
 
@@ -83,7 +83,7 @@ def test_no_rest_is_endless() -> None:
     refused = drafter()
     text = [1] * 10
     for _ in range(12):
-        refused.note_verdict(0, 8, len(text))
+        refused.record_acceptance(0, 8, len(text))
         before = len(text)
         text += [1] * 256
-        assert refused.wakes(text), before
+        assert refused.should_draft(text), before

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import LLM, SamplingBatch, SamplingParams
-from roseinfer.engine.flight import Flight
+from roseinfer.engine.in_flight import TokensInFlight
 from tests.engine.repeating import drafted, repeating_llm
 from tests.engine.test_run_ahead import greedy
 
@@ -41,7 +41,7 @@ def drawn(llm: LLM) -> tuple[list[int], list[list[int]]]:
 
 def distribution(llm: LLM, tokens: Sequence[int]) -> list[float]:
     """Return what the next token is drawn from, by a forward pass without speculation."""
-    runner = llm.engine.sessions
+    runner = llm.engine.sequence_runner
     (session,), logits = runner.prefill([tokens])
     runner.release(session)
     batch = SamplingBatch.of([params(0)], [0], logits.device)
@@ -81,12 +81,12 @@ def test_drawn_tokens_have_the_models_distribution(llm: LLM) -> None:
 
 
 def test_drafts_that_are_believed_too_often_show(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = Flight._verify
+    verify = TokensInFlight._verify
 
-    def believe(flight: Flight, request: Request, first: int, tokens: list[int]) -> int:
+    def believe(flight: TokensInFlight, request: Request, first: int, tokens: list[int]) -> int:
         if request.id % 3 == 0:
             tokens[first] = flight.drafts[request.id][0]
         return verify(flight, request, first, tokens)
 
-    monkeypatch.setattr(Flight, "_verify", believe)
+    monkeypatch.setattr(TokensInFlight, "_verify", believe)
     assert deviation(llm, *drawn(llm)) > SIGMAS

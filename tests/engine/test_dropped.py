@@ -49,7 +49,9 @@ def test_five_that_were_dropped_leave_no_thread_and_no_engine(device: str) -> No
     freed: list[Any] = []
     for _ in range(5):
         llm = small_llm(device)
-        freed += [weakref.ref(each) for each in (llm, llm.engine, llm.engine.sessions.kv.keys)]
+        freed += [
+            weakref.ref(each) for each in (llm, llm.engine, llm.engine.sequence_runner.kv.keys)
+        ]
         kept.append(used(llm))
         del llm
     assert engines_running() == before + 5

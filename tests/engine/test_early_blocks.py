@@ -44,7 +44,7 @@ def uploads_and_evictions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[in
     assert resident is not None
     assert engine.prefixes is not None
     uploads = evictions = 0
-    put, evict = resident.rows.put_numbers, engine.prefixes.evict
+    put, evict = resident.rows.put_blocks, engine.prefixes.evict
 
     def counted(*args: Any) -> None:
         nonlocal uploads
@@ -60,7 +60,7 @@ def uploads_and_evictions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[in
     draw = random.Random(1)
     for step in range(2 * STEPS):
         if step == STEPS:
-            monkeypatch.setattr(resident.rows, "put_numbers", counted)
+            monkeypatch.setattr(resident.rows, "put_blocks", counted)
             monkeypatch.setattr(engine.prefixes, "evict", evicted)
         if step % (NEW // TEXTS) == 0 and engine.num_running + engine.num_waiting < TEXTS:
             prompt = [draw.randrange(10, 200) for _ in range(draw.randrange(1, BLOCK))]
@@ -88,7 +88,7 @@ def test_blocks_of_a_prompt_that_is_being_stored_are_not_given_early(device: str
         device, resident_decode=True, prompt_rows=0, kv_cache_tokens=3 * 32, **config
     ).engine
     decoding = engine.submit([5] * 5, greedy(60, ignore_eos=True))
-    while decoding.session.stored < 10:
+    while decoding.sequence.num_stored < 10:
         engine.step()
     prompt = engine.submit([6] * 64, greedy(1))
     for _ in range(18):  # after seven, the other one will soon need a block, and after 22 it does

@@ -1,4 +1,4 @@
-"""docs/engine.md: its examples run, and its tables say what the code does."""
+"""docs/engine.md: its examples run, and its lists are those of the code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 PAGE = (ROOT / "docs" / "engine.md").read_text()
 PRINTED = {
-    "Prompts in, texts out": r"('|\").*('|\") (length|stop)\n" * 2,
-    "Texts of a form": r'\{(\s*)"old"\s*:\s*(true|false)\s*\}\n',
-    "Token by token": r"(?s).*(length|stop)\n",
-    "In a server": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
-    "What can go wrong": r"error .*2000.*\n.*leaves no room.*\n",
+    "Generate completions": r"('|\").*('|\") (length|stop)\n" * 2,
+    "Structured output": r'\{(\s*)"old"\s*:\s*(true|false)\s*\}\n',
+    "Stream tokens": r"(?s).*(length|stop)\n",
+    "Use it from async code": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
+    "Errors": r"error .*2000.*\n.*leaves no room.*\n",
     "What a step does": r"1\n",
-    "Several tokens in one step": r"True\n",
+    "Speculative decoding": r"True\n",
 }
 """What the example of a section prints."""
 
@@ -63,8 +63,8 @@ def test_lists_of_settings_are_those_of_the_code() -> None:
 
 
 def test_the_errors_it_names_are_public() -> None:
-    _, table = PAGE.split("| error | when |\n|---|---|\n")
-    names = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    errors = PAGE.partition("\n## Errors\n")[2].partition("\n## ")[0]
+    names = re.findall(r"^- `(\w+)`: ", errors, re.MULTILINE)
     assert len(names) == 9
     assert all(issubclass(getattr(roseinfer, name), RoseinferError) for name in names)
 

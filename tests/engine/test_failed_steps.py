@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, StepFailed
-from roseinfer.decode.readback import Arrival
+from roseinfer.decode.readback import PendingReadback
 from tests.engine.test_mishaps import Mishap, drawn, going_wrong_at
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import (
@@ -86,7 +86,7 @@ def test_out_of_memory_once_ends_the_requests_of_that_step(
     """Two run. The two that wait go on as if nothing had happened, and all slots are free again."""
     want = [expected(device, at) for at in range(4)]
     llm = ahead(device, lag, max_batch_size=2, cuda_graph=False)
-    model = llm.engine.sessions.model
+    model = llm.engine.sequence_runner.model
     monkeypatch.setattr(model, "logits", out_of_memory_at(call, model.logits))
     requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS]
     updates, raised = run_and_fail(llm, torch.OutOfMemoryError)
@@ -117,10 +117,10 @@ def test_every_token_that_came_is_told_wherever_a_step_breaks(
     for call in range(60):
         llm = without_tallies(ahead(device, lag, cuda_graph=False, max_batch_size=3))
         owner, name = {
-            "a forward pass": (llm.engine.sessions.model, "logits"),
-            "reading tokens": (Arrival, "wait"),
-            "amid tokens": (llm.engine, "_take"),
-            "after a resident step": (llm.engine._runner, "_launch_others"),
+            "a forward pass": (llm.engine.sequence_runner.model, "logits"),
+            "reading tokens": (PendingReadback, "wait"),
+            "amid tokens": (llm.engine, "_add_token"),
+            "after a resident step": (llm.engine._runner, "_launch_forward_pass"),
         }[what]
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, going_wrong_at(call, getattr(owner, name)))
@@ -139,7 +139,7 @@ def test_what_a_failed_request_had_stored_is_shared_with_nobody(
 ) -> None:
     """Its step wrote nonsense into the whole cache before it broke off."""
     llm = ahead(device, 0, resident_decode=False)
-    sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
+    sessions, kv = llm.engine.sequence_runner, llm.engine.sequence_runner.kv
     extend = sessions.extend
     calls = iter(range(100))
 
@@ -157,7 +157,7 @@ def test_what_a_failed_request_had_stored_is_shared_with_nobody(
     assert [type(request.error) for request in requests] == [StepFailed] * 4
     again = [llm.engine.submit([*prompt, 1], greedy()) for prompt in PROMPTS]
     run(llm)
-    assert [request.found for request in again] == [0] * 4
+    assert [request.num_cached_tokens for request in again] == [0] * 4
     assert all(request.error is None for request in again)
     assert_no_block_is_lost(llm)
 
@@ -182,7 +182,7 @@ def test_a_failure_that_is_kept_holds_no_tensors(
         except torch.OutOfMemoryError:
             raise Mishap from None
 
-    monkeypatch.setattr(llm.engine.sessions.model, "logits", fails_in_turn)
+    monkeypatch.setattr(llm.engine.sequence_runner.model, "logits", fails_in_turn)
     request = llm.engine.submit(PROMPTS[0], greedy())
     run_and_fail(llm)
     assert_no_block_is_lost(llm)

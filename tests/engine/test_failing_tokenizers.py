@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer import LLM, BadArgument, NoText, tiny_gpt2
+from roseinfer import LLM, BadArgument, DetokenizationFailed, tiny_gpt2
 from roseinfer.text.decoder_chain import ChainDetokenizer
 from tests.engine.served_streams import collect, greedy, run, serving, tokens_of
 from tests.engine.test_random_mixes import assert_no_block_is_lost
@@ -55,7 +55,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(
 def test_a_prompt_with_half_a_character_says_which(device: str) -> None:
     llm = LLM("tiny", device=device, kv_cache_tokens=512)
     (refused,) = llm.generate(["ab\udcff"], greedy(), progress=False)
-    assert "character 2 of this one, '\\udcff', is half of one" in str(refused.error)
+    assert "character 2, '\\udcff', is a lone surrogate" in str(refused.error)
 
 
 @each_tokenizer
@@ -133,7 +133,7 @@ def test_its_stream_brings_what_could_be_written_and_then_says_why(device: str) 
             return await asyncio.gather(*both, return_exceptions=True)
 
         error, other = run(beside_another())
-    assert isinstance(error, NoText)
+    assert isinstance(error, DetokenizationFailed)
     assert tokens_of(came) == tokens
     assert came[-1].finish_reason == "error"
     assert tokens_of(other) == expected(device)[1]
@@ -159,7 +159,7 @@ def test_a_rest_that_cannot_be_written_is_an_error_of_that_text(
     assert [last.request for last in lasts] == requests
     assert [last.finish_reason for last in lasts] == ["error", whole[1].finish_reason]
     assert [request.token_ids for request in requests] == [each.token_ids for each in whole]
-    assert isinstance(requests[0].error, NoText)
+    assert isinstance(requests[0].error, DetokenizationFailed)
     assert f"{type(error).__name__}: flush" in str(requests[0].error)
     assert requests[1].error is None
     assert_no_block_is_lost(llm)

@@ -31,17 +31,17 @@ def interrupt(
     """Make a step break off before anything, between two layers, or with everything stored."""
     interrupter = Interrupter(error, step)
     if where == "between layers":
-        attention = llm.engine.sessions.attention
-        attend_new = attention.attend_new
+        attention = llm.engine.sequence_runner.attention
+        store_and_attend = attention.store_and_attend
 
         def broken_attend(layer: int, *args: Any) -> Any:
             if layer == 1:
                 interrupter.count()
-            return attend_new(layer, *args)
+            return store_and_attend(layer, *args)
 
-        monkeypatch.setattr(attention, "attend_new", broken_attend)
+        monkeypatch.setattr(attention, "store_and_attend", broken_attend)
         return
-    sessions = llm.engine.sessions
+    sessions = llm.engine.sequence_runner
     extend = sessions.extend
 
     def broken_extend(*arguments: Any, **named: Any) -> Any:

@@ -134,7 +134,7 @@ def test_a_model_that_was_loaded_already(device: str) -> None:
 def test_half_precision_chooses_among_the_likeliest(device: str) -> None:
     """Logits in bfloat16 are rounded to about a twentieth, and not in the same way."""
     llm = LLM("tiny", device=device, dtype="bfloat16", kv_cache_tokens=128)
-    assert llm.engine.sessions.kv.keys.dtype == torch.bfloat16
+    assert llm.engine.sequence_runner.kv.keys.dtype == torch.bfloat16
     with torch.no_grad():
         row = torch.tensor([llm.tokenizer.encode(TEXTS[0])], device=device)
         logits = original(device).model(row).logits[0, -1]
@@ -168,7 +168,7 @@ def test_requests_that_run_out_of_blocks_end_as_if_there_were_enough(
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == by_transformers(device, prompt, 20)
         assert output.text == text_of(device, output.token_ids)
-    assert llm.engine.path_counts[EnginePath.RESUMED] > 0
+    assert llm.engine.path_counts[EnginePath.RECOMPUTED] > 0
     assert_no_block_is_lost(llm)
 
 
@@ -300,8 +300,8 @@ def test_a_stream_ends_in_what_went_wrong(device: str) -> None:
         ({"max_length": -1}, "max_length"),
         ({"prefill_max_tokens": 0}, "prefill_max_tokens"),
         ({"prefill_max_batch_size": 0}, "prefill_max_batch_size"),
-        ({"prefill_admission_policy": "lifo"}, "it must be fifo or pack"),
-        ({"cuda_graph": True, "device": "cpu"}, "cuda_graph=True: there are no CUDA graphs on cpu"),
+        ({"prefill_admission_policy": "lifo"}, "must be 'fifo' or 'pack'"),
+        ({"cuda_graph": True, "device": "cpu"}, "cuda_graph=True: cpu has no CUDA graphs"),
     ],
     ids=str,
 )
@@ -317,7 +317,7 @@ def test_kernels_that_are_asked_for_where_they_cannot_run(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (loading, triton_attention):
-        monkeypatch.setattr(module, "why_unusable", lambda _: "there is no Triton")
+        monkeypatch.setattr(module, "unusable_reason", lambda _: "there is no Triton")
     with pytest.raises(ConfigError, match=f"{name}=True: there is no Triton"):
         small_llm(device, **{name: True})
     small_llm(device, **{name: False})

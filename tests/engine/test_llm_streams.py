@@ -105,7 +105,7 @@ def _drop_stream_in_cycle(llm: LLM, text: str) -> Any:
     return request
 
 
-@pytest.mark.parametrize("within", ["_launch", "_take", "_end", "_count"])
+@pytest.mark.parametrize("within", ["_launch", "_add_token", "_finish_request", "_count_paths"])
 def test_streams_are_finalised_within_a_step(
     device: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.decode.readback import Arrival, Readback
+from roseinfer.decode.readback import PendingReadback, Readback
 from roseinfer.decode.slots import DecodeSlots, SlotRows
 from roseinfer.decode.step import ResidentDecode
 from roseinfer.kv.manager import KVBlockManager
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from roseinfer.engine.request import Request
 
 SLOT_WORK = [
-    (DecodeSlots, "take"),
+    (DecodeSlots, "assign_slot"),
     (SlotRows, "put_tokens"),
     (DecodeSlots, "upload"),
-    (DecodeSlots, "give_back"),
-    (ResidentDecode, "enter"),
-    (ResidentDecode, "leave"),
+    (DecodeSlots, "release_slot"),
+    (ResidentDecode, "add_sequences"),
+    (ResidentDecode, "remove_sequence"),
     (KVBlockManager, "reserve"),
     (Readback, "start"),
     (IndexStaging, "stage"),
@@ -89,9 +89,9 @@ def test_a_step_that_raises_is_done_again(
     llm = without_tallies(ahead(device, lag))
     engine = llm.engine
     owner, name = {
-        "a forward pass": (engine.sessions.model, "logits"),
-        "reading tokens": (Arrival, "wait"),
-        "after a resident step": (engine._runner, "_launch_others"),
+        "a forward pass": (engine.sequence_runner.model, "logits"),
+        "reading tokens": (PendingReadback, "wait"),
+        "after a resident step": (engine._runner, "_launch_forward_pass"),
     }[what]
     params = [greedy(6), greedy(), greedy(8, **HARDLY_PENALISED), greedy(7)]
     requests = [engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
@@ -135,7 +135,7 @@ def test_logits_without_a_distribution_end_one_request(
     """The others go on, and what it stored is kept from them."""
     # No graph remembers what is put in its place.
     llm = without_tallies(ahead(device, lag, cuda_graph=False))
-    model = llm.engine.sessions.model
+    model = llm.engine.sequence_runner.model
     fatal = next(t for t in expected(device, 0)[2:] if t not in expected(device, 2))
     at = expected(device, 0).index(fatal)
     real = model.logits
@@ -158,6 +158,6 @@ def test_logits_without_a_distribution_end_one_request(
     monkeypatch.undo()
     again = llm.engine.submit(PROMPTS[0] + expected(device, 0)[: at + 1], greedy(3))
     run(llm)
-    assert again.found == 0
+    assert again.num_cached_tokens == 0
     assert again.token_ids == expected(device, 0)[at + 1 :][:3]
     assert_no_block_is_lost(llm)

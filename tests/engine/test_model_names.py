@@ -48,7 +48,7 @@ class SilentHub(Hub):
     """It takes the question and does not answer."""
 
     def do_HEAD(self) -> None:
-        time.sleep(3 * source._PATIENCE_S)
+        time.sleep(3 * source._HUB_TIMEOUT_S)
 
 
 def address(handler: type[Hub]) -> Iterator[str]:
@@ -113,7 +113,7 @@ def test_a_file_and_no_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     said = f"it is a file: give the directory, {str(tmp_path)!r}"
     assert refused(str(tmp_path / "model.safetensors")).endswith(said)
-    assert "it is no name: give a directory" in refused("")
+    assert "it is not a name: give a directory" in refused("")
 
 
 def test_a_directory_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_the_directory_that_was_probably_meant(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_config_names_those_in_it_that_have_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-500").mkdir(parents=True)
-    assert refused("run").endswith("it holds no config.json")
+    assert refused("run").endswith("it has no config.json")
     (tmp_path / "run" / "checkpoint-500" / "config.json").touch()
-    assert refused("run").endswith("it holds no config.json; did you mean run/checkpoint-500?")
+    assert refused("run").endswith("it has no config.json; did you mean run/checkpoint-500?")
     assert locate("run/checkpoint-500") == "run/checkpoint-500"
 
 
@@ -151,8 +151,8 @@ def test_a_model_of_the_hub(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_has_no_such_model(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at(hub, monkeypatch)
-    assert f"the hub ({hub}) shows no model of that name" in refused("no/such-model")
-    assert f"on the hub ({hub}) it holds no config.json" in refused("some/data")
+    assert f"the hub ({hub}) has no model of that name" in refused("no/such-model")
+    assert f"on the hub ({hub}) it has no config.json" in refused("some/data")
     assert "the hub has no such names" in refused("what is this")
 
 
@@ -167,7 +167,7 @@ def test_a_hub_that_cannot_be_reached(cache: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["in the look-up", "in the answer"])
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
-    monkeypatch.setattr(source, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(source, "_HUB_TIMEOUT_S", 0.2)
     servers = address(SilentHub)
     at(next(servers), monkeypatch)
     if hangs:

@@ -9,19 +9,19 @@ from roseinfer.engine.request import Request
 from tests.python_process import ROOT
 
 CHANGED = {
-    "begun_at": "engine",
     "ended_at": "engine",
     "error": "engine",
     "finish_reason": "engine",
-    "first_at": "engine",
-    "found": "request",
-    "full_length": "request",
-    "held": "request",
-    "in_flight": "flight",
-    "passed_over": "scheduler",
-    "preempted": "scheduler",
+    "first_token_at": "engine",
+    "held_prefix": "request",
+    "max_total_length": "request",
+    "min_available_blocks": "scheduler",
+    "num_cached_tokens": "request",
+    "num_in_flight": "in_flight",
     "resident": "runner",
-    "waits_for": "scheduler",
+    "started_at": "engine",
+    "times_preempted": "scheduler",
+    "times_skipped": "scheduler",
 }
 """The file of the engine's room that changes each field; no other field is set at all."""
 
@@ -45,7 +45,7 @@ def test_each_field_of_a_request_is_changed_by_one_file() -> None:
                     is_request = isinstance(target.value, ast.Subscript) or getattr(
                         target.value, "id", whose
                     ) in ("request", "other")
-                    if is_request or (path.stem, target.attr) == ("request", "full_length"):
+                    if is_request or (path.stem, target.attr) == ("request", "max_total_length"):
                         found.setdefault(target.attr, set()).add(path.stem)
     assert found == {name: {file} for name, file in CHANGED.items()}
 
@@ -56,6 +56,6 @@ def test_slots_are_given_up_in_one_place() -> None:
         for room in ("engine", "decode")
         for path in (ROOT / "roseinfer" / room).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "leave"
+        if isinstance(node, ast.Attribute) and node.attr == "remove_sequence"
     ]
     assert [name for name, _ in places] == ["runner.py"]

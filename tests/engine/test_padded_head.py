@@ -73,7 +73,7 @@ def test_a_model_is_padded_where_it_is_asked_or_loaded_for_a_gpu(
     model = load(gpt2(257), config, device=device).model
     padded = isinstance(model._model.get_output_embeddings(), PaddedHead)
     assert padded == (device != "cpu" if asked is None else asked)
-    assert (EnginePath.PADDED_HEAD in model.paths) == padded
+    assert (EnginePath.PADDED_LM_HEAD in model.paths) == padded
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -88,7 +88,7 @@ def test_every_forward_pass_on_one_is_counted(device: str, resident: bool) -> No
         cuda_graph=False if device == "cuda" else None,
     )
     llm.generate([[1, 2]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
-    assert llm.engine.path_counts[EnginePath.PADDED_HEAD] == 4
+    assert llm.engine.path_counts[EnginePath.PADDED_LM_HEAD] == 4
 
 
 def test_a_model_that_was_padded_runs_on_fused_kernels_too(device: str) -> None:
@@ -97,8 +97,8 @@ def test_a_model_that_was_padded_runs_on_fused_kernels_too(device: str) -> None:
     model = gpt2(257).to(device)
     for fused in (False, True):
         llm = LLM(model, device=device, pad_head=not fused, fused_model=fused)
-        paths = llm.engine.sessions.model.paths
-        assert (EnginePath.PADDED_HEAD in paths) is not fused
+        paths = llm.engine.sequence_runner.model.paths
+        assert (EnginePath.PADDED_LM_HEAD in paths) is not fused
         params = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
         texts += llm.generate([IDS[0].tolist()], params, progress=False)
     assert isinstance(model.get_output_embeddings(), PaddedHead)

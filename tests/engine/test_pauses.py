@@ -36,11 +36,11 @@ def test_no_more_than_what_is_in_flight_comes_of_a_paused_request(
     while paused.num_generated < after:
         engine.step()
     engine.pause(paused)
-    known, coming = paused.num_generated, paused.in_flight
+    known, coming = paused.num_generated, paused.num_in_flight
     assert coming <= lag
     run(llm)
     assert paused.num_generated == known + coming
-    assert (paused.session.stored, paused.session.block_lists) == (0, [[]])
+    assert (paused.sequence.num_stored, paused.sequence.block_lists) == (0, [[]])
     assert other.token_ids == expected(device, 1)
     assert_no_block_is_lost(llm)
     engine.resume(paused)

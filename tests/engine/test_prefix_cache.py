@@ -80,9 +80,9 @@ def test_a_tail_can_be_evicted_when_its_user_has_a_copy(world: World) -> None:
     world.keep(1, 2)
     sequence = world.start([1, 2, 3])
     world.insert(sequence)  # after a forward pass without it
-    assert len(world.cache.unused) == 0
+    assert len(world.cache.evictable_entries) == 0
     world.grow(sequence, 1)
-    assert len(world.cache.unused) == 1
+    assert len(world.cache.evictable_entries) == 1
     assert world.evict(1) == 1
     world.check()
 
@@ -101,9 +101,9 @@ def test_hits_are_no_room_for_anything_else() -> None:
     """5 blocks could be had, 2 of them are hits: 3 can be had besides."""
     world = World(Shape(blocks=5))
     world.keep(1, 2, 3, 4, 5, 6, 7, 8)
-    assert world.free_blocks + len(world.cache.unused) == 5
+    assert world.free_blocks + len(world.cache.evictable_entries) == 5
     sequence = world.start([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert world.free_blocks + len(world.cache.unused) == 3
+    assert world.free_blocks + len(world.cache.evictable_entries) == 3
     assert world.evict(4) == 0
     world.grow(sequence, 1)
     world.check()
@@ -171,7 +171,7 @@ def test_a_block_in_use_outlives_the_one_above_it(world: World) -> None:
     world.grow(first, 4)
     world.grow(second, 8)
     world.release(first)
-    assert len(world.cache.unused) == 1
+    assert len(world.cache.evictable_entries) == 1
     assert world.evict(1) == 1
     world.check()
     assert not world.entries, "nothing can be found behind a block that cannot"
@@ -265,7 +265,7 @@ def test_the_least_recently_used_go_first_and_ends_before_beginnings(world: Worl
     world.keep(2, 2, 2, 2, 2)
     world.hit(1, 1, 1, 1, 1, 1)
     gone = []
-    while len(world.cache.unused):
+    while len(world.cache.evictable_entries):
         before = set(world.entries)
         world.evict(1)
         gone += [prefix_of(entry) for entry in before - set(world.entries)]
@@ -289,10 +289,10 @@ def test_a_sequence_ends_once(world: World) -> None:
     """Whoever ends it again, in either way, changes nothing and keeps nothing."""
     kept, forgotten = world.run([1, 2, 3, 4, 5]), world.run([6, 6])
     world.cache.release(kept.held, kept.session)
-    world.cache.forget(forgotten.held)
+    world.cache.release_and_invalidate(forgotten.held)
     for sequence in (kept, forgotten):
         world.insert(sequence)
-        world.cache.forget(sequence.held)
+        world.cache.release_and_invalidate(sequence.held)
         world.release(sequence)
         world.check()
     assert world.hit(1, 2, 3, 4, 5, 6) == 5
@@ -307,7 +307,7 @@ def test_a_tail_taken_out_is_not_kept_again_while_others_hold_its_block(world: W
     world.cache.clear()
     world.release(first)  # it has stored nothing of its own
     world.check()
-    assert len(world.cache.unused) == 0, "evicting it would free nothing"
+    assert len(world.cache.evictable_entries) == 0, "evicting it would free nothing"
     world.release(second)
     world.check()
     assert world.free_blocks == world.shape.blocks

@@ -10,8 +10,8 @@ from typing import Any, overload
 import pytest
 
 from roseinfer.engine import prefix_cache
-from roseinfer.engine.prefix_cache import Entry
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.engine.prefix_cache import PrefixEntry
+from roseinfer.kv.sequence import CachedSequence
 from tests.engine.prefix_world import REAL_HASH, Shape, World
 
 
@@ -46,18 +46,18 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work = Work()
-    continues = Entry.continues
+    continues = PrefixEntry.continues
 
     def counted_hash(before: int, link: int | tuple[int, ...]) -> int:
         work.hashed += len(link) if isinstance(link, tuple) else 1
         return REAL_HASH(before, link)
 
-    def counted_continues(entry: Entry, parent: Entry, tokens: tuple[int, ...]) -> bool:
+    def counted_continues(entry: PrefixEntry, parent: PrefixEntry, tokens: tuple[int, ...]) -> bool:
         work.compared += len(tokens)
         return continues(entry, parent, tokens)
 
     monkeypatch.setattr(prefix_cache, "chain_hash", counted_hash)
-    monkeypatch.setattr(Entry, "continues", counted_continues)
+    monkeypatch.setattr(PrefixEntry, "continues", counted_continues)
     return work
 
 
@@ -87,7 +87,7 @@ def test_an_insert_looks_at_new_blocks_only(work: Work) -> None:
         world.plan(sequence, 1)
         sequence.stored = stored
         watched.read = work.hashed = 0
-        session = InferenceSession(sequence.block_lists, watched, stored)
+        session = CachedSequence(sequence.block_lists, watched, stored)
         world.cache.insert(sequence.held, session)
         assert watched.read == work.hashed == (0 if stored % 8 else 8)
 

@@ -206,7 +206,7 @@ class Run:
         copied = bool(room) and kv.refcount(last[0]) > 1
         needed = -(-max(0, num_tokens - room) // size) + copied
         missing = needed - self.world.free_blocks
-        if missing > len(self.world.cache.unused):
+        if missing > len(self.world.cache.evictable_entries):
             self.release(sequence)
             return False
         if missing > 0:
@@ -222,7 +222,7 @@ class Run:
         self.world.check()
         if self.exact:
             assert {prefix_of(entry) for entry in self.world.entries} == self.naive.known.keys()
-            order = [prefix_of(entry) for entry in self.world.cache.unused]
+            order = [prefix_of(entry) for entry in self.world.cache.evictable_entries]
             assert order == [each.prefix for each in self.naive.order]
 
 

@@ -12,7 +12,7 @@ from tests.engine.continuations import TEXTS, greedy, small_llm
 DRAWN = SamplingParams(temperature=0.9, top_k=20, seed=4, max_new_tokens=9, ignore_eos=True)
 TOLD = greedy(6, ignore_eos=True, logprobs=True, top_logprobs=3)
 PARAMS = [greedy(12), DRAWN, TOLD, greedy(1), DRAWN]
-IN_ROWS = EnginePath.IN_ROWS
+IN_ROWS = EnginePath.PROMPTS_AS_ROWS
 
 
 def with_rows(device: str, most: int = 64, **more: Any) -> LLM:
@@ -72,7 +72,7 @@ def test_a_step_that_breaks_off_leaves_no_row_behind(
         monkeypatch.undo()
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rows, "put", breaks_down)
+    monkeypatch.setattr(rows, "put_rows", breaks_down)
     request = llm.engine.submit(llm.tokenizer.encode("b"), greedy(2))
     with pytest.raises(MemoryError):
         llm.engine.step()

@@ -82,20 +82,20 @@ def engine(device: str, **config: Any) -> LLM:
     llm = LLM(tiny("llama", device), device=device, dtype="float32", **settings)
     slots = llm.engine._runner._resident
     assert slots is not None
-    assert slots.takes(SamplingParams(presence_penalty=1.0), VOCABULARY), "there is a tally now"
+    assert slots.supports(SamplingParams(presence_penalty=1.0), VOCABULARY), "there is a tally now"
     return llm
 
 
 def late_engine(queue: DeviceQueue) -> LLM:
     llm = engine("cpu")
-    sessions, slots = llm.engine.sessions, llm.engine._runner._resident
+    sessions, slots = llm.engine.sequence_runner, llm.engine._runner._resident
     assert slots is not None
     network: Any = sessions.model._model
     penalties: Any = slots.steps.penalties
     queue.on_device(sessions.kv.keys, sessions.kv.values)
     queue.on_device(*network.parameters(), *network.buffers())
     queue.on_device(slots.slots.rows._rows, slots.slots.rows.tokens, slots.steps.tokens)
-    queue.on_device(penalties.rows, penalties.tallies, penalties._none)
+    queue.on_device(penalties.rows, penalties.token_counts, penalties._no_penalties)
     return llm
 
 
@@ -125,10 +125,14 @@ def test_the_host_waits_for_no_step_but_the_one_before_the_last(kind: str) -> No
         with QueuedTorch(queue):  # the device does nothing until somebody waits for it
             for _ in range(2):
                 assert llm.engine.step() == []
-                launched.append(queue.asked)
-                assert queue.done == 0, "the second step is launched, and the first not waited for"
+                launched.append(queue.num_submitted)
+                assert queue.num_started == 0, (
+                    "the second step is launched, and the first not waited for"
+                )
             updates = llm.engine.step()
-            assert launched[0] // 2 < queue.done <= launched[0], "the third waits for the first"
+            assert launched[0] // 2 < queue.num_started <= launched[0], (
+                "the third waits for the first"
+            )
             assert [each.request for each in updates] == requests[:2]
             run(llm)
     assert [each.token_ids for each in requests] == [each.token_ids for each in want]

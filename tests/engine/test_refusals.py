@@ -11,7 +11,7 @@ import transformers
 
 from roseinfer import LLM, BadArgument, ConfigError, OutOfBlocks, UnsupportedModel
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.checkpoint import fetch
+from roseinfer.models.checkpoint import load_checkpoint
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 from tests.engine.test_against_transformers import engine_for, prompts
 
@@ -33,7 +33,9 @@ def test_why_a_model_has_no_shape_is_said_in_a_sentence() -> None:
         raise AttributeError("'n_head' differs. Ask each layer instead. Beware.")
 
     model.config.get_text_config = fail
-    with pytest.raises(UnsupportedModel, match=r"say what shape it has: 'n_head' differs$"):
+    with pytest.raises(
+        UnsupportedModel, match=r"has no readable shape in its config: 'n_head' differs$"
+    ):
         CausalModel(model)
 
 
@@ -53,10 +55,10 @@ _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to what comes later too"),
+        (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to later tokens too"),
         (transformers.Lfm2Config(**_SMALL | _CONVOLUTION), r"layers that did are \[1\]"),
         (transformers.DiffLlamaConfig(**_SMALL), r"layers that did are \[0, 0\]"),
-        (transformers.DogeConfig(**_SMALL), "asks its attention for a mask"),
+        (transformers.DogeConfig(**_SMALL), "passes a mask to its attention"),
     ],
     ids=["looks_ahead", "convolution", "attends_twice", "wants_a_mask"],
 )
@@ -76,7 +78,7 @@ def test_a_config_that_makes_no_sense(tmp_path: Any, wrong: dict[str, Any]) -> N
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
 
 
 def test_an_error_of_transformers_is_told_with_its_kind(tmp_path: Any) -> None:
@@ -86,7 +88,7 @@ def test_an_error_of_transformers_is_told_with_its_kind(tmp_path: Any) -> None:
     told = json.loads(config.read_text()) | {"activation_function": "os.system"}
     config.write_text(json.dumps(told))
     with pytest.raises(UnsupportedModel, match=r"its config and weights: KeyError: 'os\.system'"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
 
 
 def test_a_tokenizer_that_makes_no_sense(tmp_path: Any) -> None:
@@ -97,19 +99,19 @@ def test_a_tokenizer_that_makes_no_sense(tmp_path: Any) -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(ConfigError, match="None is no model"):
+    with pytest.raises(ConfigError, match="None is not a model"):
         LLM(None, device="cpu")
 
 
 def test_a_missing_checkpoint(tmp_path: Any) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
-        fetch(str(tmp_path), torch.float32)
+        load_checkpoint(str(tmp_path), torch.float32)
 
 
 def test_a_checkpoint_from_disk_is_the_model_that_was_saved(tmp_path: Any, device: str) -> None:
     model = tiny("llama", device)
     model.save_pretrained(tmp_path)
-    loaded = fetch(str(tmp_path), torch.float32)
+    loaded = load_checkpoint(str(tmp_path), torch.float32)
     assert CausalModel(loaded).shape == CausalModel(model).shape
 
 
@@ -140,9 +142,9 @@ def test_a_batch_without_room_changes_no_session(device: str) -> None:
     taken = [engine.kv.plan_append(0, [[]]) for _ in range(engine.kv.num_free_blocks(0) - 1)]
     for session, row in zip(sessions, logits, strict=True):
         session.token_ids.append(int(row.argmax()))
-    before = [(session.block_lists[0][:], session.stored) for session in sessions]
+    before = [(session.block_lists[0][:], session.num_stored) for session in sessions]
     with pytest.raises(OutOfBlocks):
         engine.extend(sessions)
-    assert [(session.block_lists[0], session.stored) for session in sessions] == before
+    assert [(session.block_lists[0], session.num_stored) for session in sessions] == before
     assert len(held) == 3
     assert taken

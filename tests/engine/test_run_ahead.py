@@ -33,7 +33,7 @@ def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
     model = tiny("gpt2", device) if model is None else model
     settings = ROOM | {"resident_decode": True, "run_ahead": lag} | config
     llm = LLM(model, device=device, dtype="float32", **settings)
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
     return llm
@@ -46,7 +46,7 @@ def without_tallies(llm: LLM) -> LLM:
     """
     resident = llm.engine._runner._resident
     assert resident is not None
-    resident._lacks_memory = True
+    resident._out_of_memory = True
     return llm
 
 
@@ -98,7 +98,7 @@ def test_a_stream_lags_by_no_more_than_asked(device: str, lag: int) -> None:
     for step in range(1, 12):
         updates = llm.engine.step()
         assert request.num_generated == max(0, step - lag)
-        assert request.in_flight == min(step, lag)
+        assert request.num_in_flight == min(step, lag)
         assert len(updates) == (step > lag)
     assert bool(llm.engine.path_counts[EnginePath.RUN_AHEAD]) == (lag > 0)
     run(llm)
@@ -110,9 +110,9 @@ def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag
     """Steps that bring nobody a token are steps all the same."""
     llm = ahead(device, lag, prefill_max_tokens=4, prefix_cache=False)
     request = llm.engine.submit(PROMPTS[1], greedy(6))
-    while len(request.session.token_ids) + request.in_flight < request.full_length:
+    while len(request.sequence.token_ids) + request.num_in_flight < request.max_total_length:
         llm.engine.step()
-        if request.num_generated + request.in_flight == 3:
+        if request.num_generated + request.num_in_flight == 3:
             llm.engine.submit(list(range(60)), greedy(1))
     for _ in range(lag):
         llm.engine.step()
@@ -132,7 +132,7 @@ def test_as_many_tokens_as_asked_for(device: str, lag: int, count: int) -> None:
     while llm.engine.has_work:
         llm.engine.step()
         steps += 1
-        longest = max(longest, request.session.stored)
+        longest = max(longest, request.sequence.num_stored)
     assert request.token_ids == expected(device, 0)[:count]
     assert request.finish_reason == "length"
     assert longest <= len(PROMPTS[0]) + count - 1
@@ -183,7 +183,9 @@ def test_nothing_is_shown_behind_the_end_of_a_text(device: str, lag: int, count:
     for prompt, tokens in zip(longer, fresh, strict=True):
         again = llm.engine.submit(prompt, greedy(4, ignore_eos=True))
         run(llm)
-        assert again.found >= len(PROMPTS[2]) + len(want) - 1, "what was stored is found"
+        assert again.num_cached_tokens >= len(PROMPTS[2]) + len(want) - 1, (
+            "what was stored is found"
+        )
         assert again.token_ids == tokens
     assert_no_block_is_lost(llm)
 
@@ -213,7 +215,7 @@ def test_blocks_of_a_cancelled_request_come_back_with_its_tokens_in_flight(
     requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS[:3]]
     for _ in range(4):
         llm.engine.step()
-    assert requests[1].in_flight == lag
+    assert requests[1].num_in_flight == lag
     llm.engine.cancel(requests[1])
     known = list(requests[1].token_ids)
     updates = run(llm)
@@ -256,7 +258,7 @@ def test_those_that_need_the_host_beside_those_that_do_not(
     ]
     llm = ahead(device, lag) if tallies else without_tallies(ahead(device, lag))
     outputs = llm.generate(PROMPTS, params, progress=False)
-    assert bool(llm.engine.path_counts[EnginePath.PENALISED]) == tallies
+    assert bool(llm.engine.path_counts[EnginePath.PENALTIES]) == tallies
     for prompt, own, output in zip(PROMPTS, params, outputs, strict=True):
         (alone,) = in_step(device).generate([prompt], own, progress=False)
         assert output.token_ids == alone.token_ids
@@ -274,8 +276,8 @@ def test_whoever_gives_way_goes_on_where_it_was(device: str, lag: int, prefix_ca
     requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS]
     run(llm)
     assert [each.token_ids for each in requests] == [expected(device, at) for at in range(4)]
-    assert sum(each.preempted for each in requests) > 0
-    assert (llm.engine.path_counts[EnginePath.GRAPH] > 0) == (device == "cuda")
+    assert sum(each.times_preempted for each in requests) > 0
+    assert (llm.engine.path_counts[EnginePath.CUDA_GRAPH] > 0) == (device == "cuda")
     assert_no_block_is_lost(llm)
 
 
@@ -286,9 +288,9 @@ def test_nobody_is_let_in_while_those_who_run_lack_a_block(device: str) -> None:
     llm.engine.step()
     late = llm.engine.submit([9], greedy(1))
     llm.engine.step()
-    assert late.session.stored == 0
+    assert late.sequence.num_stored == 0
     assert llm.engine.num_waiting == 1
-    assert all(each.num_generated == 1 and not each.in_flight for each in running)
+    assert all(each.num_generated == 1 and not each.num_in_flight for each in running)
     run(llm)
     assert running[0].token_ids == expected(device, 0)[:4]
-    assert running[0].preempted == 0
+    assert running[0].times_preempted == 0

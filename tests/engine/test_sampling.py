@@ -13,13 +13,18 @@ import transformers
 from roseinfer import ConfigError, SamplingBatch
 from roseinfer.errors import short_repr
 from roseinfer.sampling import logits as noise_module
-from roseinfer.sampling.logits import PROMPTED, gumbel_noise, only_allowed, tally_of
+from roseinfer.sampling.logits import (
+    IN_PROMPT,
+    apply_token_bitmask,
+    count_prompt_and_output,
+    gumbel_noise,
+)
 from roseinfer.sampling.logprobs import (
-    likeliest,
     log_probabilities,
+    pack_logprobs,
     rows_without_a_distribution,
-    tell,
-    told_of,
+    top_token_ids,
+    unpack_logprobs,
 )
 from roseinfer.sampling_params import SamplingParams
 
@@ -78,7 +83,7 @@ def by_transformers(logits: torch.Tensor, params: SamplingParams, seen: list[int
 def test_the_distribution_is_transformers(device: str, params: SamplingParams) -> None:
     seen_ids = [3, 4, 4, 9]
     tally = torch.zeros(1, VOCABULARY, dtype=torch.int32, device=device)
-    tally[0, seen_ids] = PROMPTED
+    tally[0, seen_ids] = IN_PROMPT
     for seed in range(20):
         logits = some_logits(device, seed=seed)
         got = batch(device, params).probabilities(logits, tally)
@@ -89,7 +94,9 @@ def test_the_distribution_is_transformers(device: str, params: SamplingParams) -
 
 def test_the_likeliest_token_is_the_default(device: str) -> None:
     logits = some_logits(device, rows=4)
-    chosen = batch(device, *[SamplingParams(top_k=5)] * 4).choose(logits, at(device, *range(4)))
+    chosen = batch(device, *[SamplingParams(top_k=5)] * 4).sample_tokens(
+        logits, at(device, *range(4))
+    )
     assert torch.equal(chosen, logits.argmax(-1))
 
 
@@ -100,7 +107,7 @@ def test_draws_follow_the_distribution(device: str) -> None:
     logits = some_logits(device)
     probabilities = batch(device, params).probabilities(logits)[0]
     many = batch(device, *[params] * draws, seeds=[5] * draws)
-    tokens = many.choose(logits.expand(draws, -1), torch.arange(draws, device=device))
+    tokens = many.sample_tokens(logits.expand(draws, -1), torch.arange(draws, device=device))
     counts = torch.bincount(tokens, minlength=VOCABULARY).float()
     spread = (draws * probabilities * (1 - probabilities)).sqrt()
     assert ((counts - draws * probabilities).abs() <= 5 * spread + 1e-3).all()
@@ -117,12 +124,14 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
     logits = some_logits(device, rows=4)
     seeds = [11, 12, 13, 14]
     for step in range(30):
-        together = batch(device, *params, seeds=seeds).choose(logits, at(device, *[step] * 4))
+        together = batch(device, *params, seeds=seeds).sample_tokens(
+            logits, at(device, *[step] * 4)
+        )
         for row in range(4):
             alone = batch(device, params[row], seeds=seeds[row : row + 1])
-            assert alone.choose(logits[row : row + 1], at(device, step)) == together[row]
+            assert alone.sample_tokens(logits[row : row + 1], at(device, step)) == together[row]
         backwards = batch(device, *params[::-1], seeds=seeds[::-1])
-        turned = backwards.choose(logits.flip(0), at(device, *[step] * 4))
+        turned = backwards.sample_tokens(logits.flip(0), at(device, *[step] * 4))
         assert torch.equal(turned.flip(0), together)
 
 
@@ -177,13 +186,13 @@ def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
     params = SamplingParams(1.0, top_p=0.6, min_p=1e-3)
     alone = batch(device, params, seeds=[4])
     for row in range(0, 33, 4):
-        (want,) = alone.choose(logits[row : row + 1], at(device, 9)).tolist()
+        (want,) = alone.sample_tokens(logits[row : row + 1], at(device, 9)).tolist()
         others = [SamplingParams(0.9, top_p=0.8, **neighbour)] * 32
         for rows in (1, 2, 16, 32):
             beside = batch(device, params, *others[:rows], seeds=[4, *range(rows)])
             turned = logits.roll(-row, 0)[: rows + 1]
             positions = at(device, *[9] * (rows + 1))
-            assert beside.choose(turned, positions, tally[: rows + 1])[0] == want
+            assert beside.sample_tokens(turned, positions, tally[: rows + 1])[0] == want
             kept = beside.probabilities(turned, tally[: rows + 1])[0] > 0
             assert torch.equal(kept, alone.probabilities(logits[row : row + 1])[0] > 0)
 
@@ -191,8 +200,10 @@ def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
 def test_seeds_and_positions_make_a_difference(device: str) -> None:
     logits = torch.zeros(64, VOCABULARY, device=device)
     same = [SamplingParams(1.0)] * 64
-    by_seed = batch(device, *same, seeds=list(range(64))).choose(logits, at(device, *[3] * 64))
-    by_position = batch(device, *same, seeds=[1] * 64).choose(logits, at(device, *range(64)))
+    by_seed = batch(device, *same, seeds=list(range(64))).sample_tokens(
+        logits, at(device, *[3] * 64)
+    )
+    by_position = batch(device, *same, seeds=[1] * 64).sample_tokens(logits, at(device, *range(64)))
     assert len(set(by_seed.tolist())) > 20
     assert len(set(by_position.tolist())) > 20
 
@@ -200,9 +211,9 @@ def test_seeds_and_positions_make_a_difference(device: str) -> None:
 def test_temperature_zero_takes_the_most_likely(device: str) -> None:
     logits = some_logits(device, rows=2)
     greedy = batch(device, *[SamplingParams(temperature=0)] * 2)
-    assert torch.equal(greedy.choose(logits, at(device, 0, 0)), logits.argmax(-1))
+    assert torch.equal(greedy.sample_tokens(logits, at(device, 0, 0)), logits.argmax(-1))
     mixed = batch(device, SamplingParams(temperature=0), SamplingParams(1.0))
-    assert mixed.choose(logits, at(device, 0, 0))[0] == logits[0].argmax()
+    assert mixed.sample_tokens(logits, at(device, 0, 0))[0] == logits[0].argmax()
     assert mixed.probabilities(logits)[0].max() == 1
 
 
@@ -212,14 +223,14 @@ def test_next_to_no_temperature_is_greedy(device: str, temperature: float, penal
     """Neither a division by it overflows nor one by the smallest penalty."""
     logits = some_logits(device, rows=8)
     seen = torch.arange(VOCABULARY, device=device).expand(8, -1) % 3 == 0
-    tally = seen.int() * PROMPTED
+    tally = seen.int() * IN_PROMPT
     cold, greedy = (
         batch(device, *[SamplingParams(each, repetition_penalty=penalty)] * 8)
         for each in (temperature, 0)
     )
     positions = at(device, *range(8))
-    chosen = cold.choose(logits, positions, tally)
-    assert torch.equal(chosen, greedy.choose(logits, positions, tally))
+    chosen = cold.sample_tokens(logits, positions, tally)
+    assert torch.equal(chosen, greedy.sample_tokens(logits, positions, tally))
     assert torch.equal(cold.probabilities(logits, tally).argmax(-1), chosen)
 
 
@@ -233,7 +244,9 @@ def test_any_temperature_keeps_the_order(device: str) -> None:
 def test_a_logit_without_bound_is_drawn(device: str) -> None:
     logits = some_logits(device, rows=2)
     logits[:, 7] = float("inf")
-    assert batch(device, *[SamplingParams(1.0)] * 2).choose(logits, at(device, 0, 1)).tolist() == [
+    assert batch(device, *[SamplingParams(1.0)] * 2).sample_tokens(
+        logits, at(device, 0, 1)
+    ).tolist() == [
         7,
         7,
     ]
@@ -242,7 +255,7 @@ def test_a_logit_without_bound_is_drawn(device: str) -> None:
 def test_a_neighbours_penalty_changes_no_choice(device: str) -> None:
     params = [SamplingParams(1.1, top_p=0.9), SamplingParams(0.7, repetition_penalty=1.4)]
     tally = torch.zeros(2, VOCABULARY, dtype=torch.int32, device=device)
-    tally[1, ::2] = PROMPTED
+    tally[1, ::2] = IN_PROMPT
     for seed in range(30):
         logits = some_logits(device, rows=2, seed=seed)
         beside = batch(device, *params).probabilities(logits, tally)[0]
@@ -253,7 +266,7 @@ def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]], device=device)
     tally = torch.tensor([[1, 0, 0]], dtype=torch.int32, device=device)
     penalised = batch(device, SamplingParams(temperature=0, repetition_penalty=2.0))
-    assert penalised.choose(logits, at(device, 0), tally).tolist() == [1]
+    assert penalised.sample_tokens(logits, at(device, 0), tally).tolist() == [1]
 
 
 OF_OPENAI: list[tuple[dict[str, Any], list[float]]] = [
@@ -271,7 +284,7 @@ def test_penalties_are_openais(device: str, given: dict[str, Any], right: list[f
     """Only the text counts for two of them, once or by how often; prompt and text for the third."""
     prompt, text = [0, 0, 2], [1, 2, 2, 2]
     tally = torch.zeros(1, 5, dtype=torch.int32, device=device)
-    for token, count in tally_of([*prompt, *text], len(prompt)).items():
+    for token, count in count_prompt_and_output([*prompt, *text], len(prompt)).items():
         tally[0, token] = count
     logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]], device=device)
     found = batch(device, SamplingParams(1.0, **given)).probabilities(logits, tally)
@@ -301,8 +314,8 @@ def test_only_allowed_tokens_are_chosen(device: str) -> None:
     mask = bitmask(own, vocabulary).to(device)
     seen: list[set[int]] = [set() for _ in own]
     for position in range(60):
-        left = only_allowed(logits, mask)
-        chosen = several.choose(left, at(device, *[position] * rows), tally).tolist()
+        left = apply_token_bitmask(logits, mask)
+        chosen = several.sample_tokens(left, at(device, *[position] * rows), tally).tolist()
         for row, token in enumerate(chosen):
             seen[row].add(token)
     for row, allowed in enumerate(own):
@@ -322,11 +335,11 @@ def allowing(rows: list[set[int]], vocabulary: int, device: str) -> torch.Tensor
 def test_all_may_be_allowed_and_what_lies_behind_the_words_is_not(device: str) -> None:
     logits = some_logits(device, rows=3)
     every = bitmask([{*range(VOCABULARY)}] * 3, VOCABULARY).to(device)
-    assert torch.equal(only_allowed(logits, every), logits)
+    assert torch.equal(apply_token_bitmask(logits, every), logits)
     wide = torch.cat([logits, logits + 9], -1)
-    left = only_allowed(wide, every)
+    left = apply_token_bitmask(wide, every)
     assert left[:, 64:].eq(float("-inf")).all()
-    none = only_allowed(logits, torch.zeros_like(every))
+    none = apply_token_bitmask(logits, torch.zeros_like(every))
     assert rows_without_a_distribution(none).all()
 
 
@@ -359,7 +372,7 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
     want = logits.log_softmax(-1)[[0, 1], [5, 6]]
     tokens = at(device, 5, 6)
     torch.testing.assert_close(log_probabilities(logits, tokens[:, None])[:, 0], want)
-    torch.testing.assert_close(tell(logits, tokens, 0)[:, 0].float(), want)
+    torch.testing.assert_close(pack_logprobs(logits, tokens, 0)[:, 0].float(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -372,12 +385,14 @@ def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
     logits[:, ::7] = float("-inf")
     logits[:, 3::5] = logits[:, 3::5].where(logits[:, 3::5] != 0, -0.0)
     order = logits.float().cpu().sort(descending=True, stable=True).indices[:, :most].to(device)
-    assert torch.equal(likeliest(logits, most), order)
-    told = [told_of(row) for row in tell(logits, at(device, *range(30)), most).tolist()]
+    assert torch.equal(top_token_ids(logits, most), order)
+    told = [
+        unpack_logprobs(row) for row in pack_logprobs(logits, at(device, *range(30)), most).tolist()
+    ]
     likely = logits.float().log_softmax(-1)
     for row, each in enumerate(told):
-        assert [token for token, _ in each.top] == order[row].tolist()
-        assert [value for _, value in each.top] == likely[row][order[row]].tolist()
+        assert [token for token, _ in each.top_logprobs] == order[row].tolist()
+        assert [value for _, value in each.top_logprobs] == likely[row][order[row]].tolist()
         assert each.logprob == float(likely[row, row])
 
 
@@ -398,9 +413,9 @@ NUMBERS = [field.name for field in fields(SamplingParams) if field.type in ("int
         ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be between -2 and 2"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"stop": "END"}, "stop is 'END'; it must be texts"),
-        ({"stop": ("END", 1)}, "stop is .*; it must be texts"),
-        ({"stop": None}, "stop is None; it must be texts"),
+        ({"stop": "END"}, "stop is 'END'; it must be a list of strings"),
+        ({"stop": ("END", 1)}, "stop is .*; it must be a list of strings"),
+        ({"stop": None}, "stop is None; it must be a list of strings"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"logprobs": 1}, "logprobs is 1; it must be True or False"),
         ({"top_logprobs": 21}, "top_logprobs is 21; it must be at least 0 and at most 20"),
@@ -414,7 +429,10 @@ NUMBERS = [field.name for field in fields(SamplingParams) if field.type in ("int
         *(({name: True}, f"{name} is True of type bool") for name in NUMBERS),
         *(({name: 10**5000}, f"{name} is a whole number of 16610 bits") for name in NUMBERS),
         *(({name: -(10**5000)}, f"{name} is a whole number of") for name in NUMBERS),
-        ({"stop": [10**5000]}, "stop is a list that cannot be written; it must be texts"),
+        (
+            {"stop": [10**5000]},
+            "stop is a list that cannot be written; it must be a list of strings",
+        ),
         ({"seed": True}, "seed is True of type bool"),
         ({"seed": 10**5000}, "seed is a whole number of 16610 bits; .* at most 64 bits, or None"),
         ({"top_k": 1 << 63}, r"top_k is 9223372036854775808; .* below 2\*\*63"),

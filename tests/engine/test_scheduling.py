@@ -38,8 +38,8 @@ def test_first_come_first_served() -> None:
     for prompt in (9, 3, 8, 1, 1, 12):
         world.submit(prompt, new=3)
     world.run()
-    assert world.admitted == sorted(world.admitted)
-    assert all(request.passed_over == 0 for request in world.requests)
+    assert world.admitted_part == sorted(world.admitted_part)
+    assert all(request.times_skipped == 0 for request in world.requests)
 
 
 def test_first_come_first_served_does_not_let_a_small_prompt_by() -> None:
@@ -47,9 +47,9 @@ def test_first_come_first_served_does_not_let_a_small_prompt_by() -> None:
     world.submit(8, new=4)
     large, small = world.submit(12), world.submit(1)
     world.step()
-    assert large.session.stored == small.session.stored == 0
+    assert large.sequence.num_stored == small.sequence.num_stored == 0
     world.run()
-    assert world.admitted == [0, 1, 2]
+    assert world.admitted_part == [0, 1, 2]
 
 
 def test_pack_fills_a_step_with_prompts_that_fit() -> None:
@@ -58,7 +58,7 @@ def test_pack_fills_a_step_with_prompts_that_fit() -> None:
         world.submit(prompt)
     step = world.step()
     assert [(request.id, count) for request, count in step.chunks] == [(0, 6), (2, 3), (4, 1)]
-    assert step.overtaken == 3  # the second twice, the fourth once
+    assert step.num_out_of_order == 3  # the second twice, the fourth once
     assert ids_in(world.step()) == [1]
 
 
@@ -94,10 +94,10 @@ def test_pack_keeps_nobody_waiting_for_ever(new: int, each_step: int, overtaken:
         for _ in range(each_step):
             world.submit(1, new=new)
         world.step()
-        if large.session.stored:
+        if large.sequence.num_stored:
             break
-    overtaking = world.admitted.index(large.id) - 1
-    assert overtaking == large.passed_over == overtaken
+    overtaking = world.admitted_part.index(large.id) - 1
+    assert overtaking == large.times_skipped == overtaken
 
 
 def test_pack_does_not_overtake_who_can_begin() -> None:
@@ -118,11 +118,11 @@ def test_a_prompt_is_let_in_only_if_all_of_it_has_room(policy: str) -> None:
     world = World(blocks=6, prefill_max_tokens=4, prefill_admission_policy=policy)
     first, second = world.submit(16), world.submit(16)
     for _ in range(4):
-        assert second.session.stored == 0
+        assert second.sequence.num_stored == 0
         world.step()
     assert first.finish_reason == "length"
     world.run()
-    assert (first.preempted, second.preempted) == (0, 0)
+    assert (first.times_preempted, second.times_preempted) == (0, 0)
 
 
 def test_what_is_known_of_a_prompt_counts_as_taken_once_it_begins() -> None:
@@ -132,7 +132,7 @@ def test_what_is_known_of_a_prompt_counts_as_taken_once_it_begins() -> None:
     world.submit(16, known=12)
     step = world.step()
     assert [(request.id, count) for request, count in step.chunks] == [(0, 16), (1, 4)]
-    assert step.blocks == 5
+    assert step.max_blocks_needed == 5
 
 
 def test_a_known_prompt_that_has_no_room_for_a_copy_does_without() -> None:
@@ -140,7 +140,7 @@ def test_a_known_prompt_that_has_no_room_for_a_copy_does_without() -> None:
     request = world.submit(8, known=6)
     step = world.step()
     assert [count for _, count in step.chunks] == [8]
-    assert world.supply.drops == 1
+    assert world.block_allocator.drops == 1
     assert request.finish_reason == "length"
 
 
@@ -151,9 +151,9 @@ def test_a_prompt_without_room_is_not_tried_again_until_there_may_be(policy: str
     world.step()
     large = world.submit(20)
     starts = []
-    while not large.session.stored and large.finish_reason is None:
+    while not large.sequence.num_stored and large.finish_reason is None:
         world.step()
-        starts.append(world.supply.starts)
+        starts.append(world.block_allocator.starts)
     assert starts == [2] * 8 + [3]
 
 
@@ -219,7 +219,7 @@ def test_the_newest_gives_way() -> None:
     world.step()
     step = world.step()
     assert [request.id for request in step.decoding] == [0, 1]
-    assert [request.preempted for request in requests] == [0, 0, 1]
+    assert [request.times_preempted for request in requests] == [0, 0, 1]
     assert list(world.scheduler.waiting) == [requests[2]]
     world.run()
     assert [request.num_generated for request in requests] == [5, 5, 5]
@@ -233,7 +233,7 @@ def test_who_gave_way_comes_before_those_who_never_ran() -> None:
     world.step()
     assert [request.id for request in world.scheduler.waiting] == [2, 3, 4]
     world.run()
-    assert world.admitted == [0, 1, 2, 3, 4]
+    assert world.admitted_part == [0, 1, 2, 3, 4]
 
 
 def test_a_request_that_gave_way_stores_what_it_had_generated_too() -> None:
@@ -243,8 +243,8 @@ def test_a_request_that_gave_way_stores_what_it_had_generated_too() -> None:
         world.step()
     assert requests[1].num_generated == 5
     world.step()
-    assert requests[1].preempted == 1
-    assert (requests[1].session.stored, requests[1].pending) == (0, 9)
+    assert requests[1].times_preempted == 1
+    assert (requests[1].sequence.num_stored, requests[1].num_unstored) == (0, 9)
     world.run()
     assert [request.num_generated for request in requests] == [9, 9]
 
@@ -256,8 +256,8 @@ def test_one_that_waits_can_leave_from_anywhere() -> None:
     world.end(requests[3], FinishReason.CANCELLED)
     world.end(requests[0], FinishReason.CANCELLED)
     world.run()
-    assert world.admitted == [0, 1, 2, 4]
-    assert world.supply.taken == 0
+    assert world.admitted_part == [0, 1, 2, 4]
+    assert world.block_allocator.taken == 0
 
 
 def test_a_request_that_can_never_fit_is_our_fault_and_named() -> None:
@@ -281,7 +281,7 @@ def test_a_paused_request_is_in_nobodys_way() -> None:
     world.step()
     world.pause(paused)
     assert ids_in(world.step()) == [later.id]
-    assert world.supply.taken == 0
+    assert world.block_allocator.taken == 0
     assert not world.step()
     world.scheduler.resume(paused)
     world.run()
@@ -316,7 +316,7 @@ def test_a_paused_request_that_ends_is_forgotten() -> None:
     for request in (first, second):
         world.scheduler.resume(request)
     assert not world.step()
-    assert world.supply.taken == 0
+    assert world.block_allocator.taken == 0
 
 
 def test_one_that_is_resumed_before_it_was_set_aside_goes_on() -> None:
@@ -328,14 +328,14 @@ def test_one_that_is_resumed_before_it_was_set_aside_goes_on() -> None:
         world.pause(request)
         world.scheduler.resume(request)
     world.run()
-    assert (request.num_generated, request.preempted) == (5, 1)
+    assert (request.num_generated, request.times_preempted) == (5, 1)
 
 
 # ------------------------------------------------------------------------ any history at all
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PendingReadback:
     """A request of a random history."""
 
     after: int
@@ -351,7 +351,7 @@ class Arrival:
 
 arrivals = st.lists(
     st.builds(
-        Arrival,
+        PendingReadback,
         after=st.sampled_from([0, 0, 0, 1, 2, 5]),
         prompt=st.integers(1, 30),
         new=st.integers(1, 12),
@@ -376,9 +376,9 @@ limits = st.fixed_dictionaries(
 
 @settings(max_examples=170, deadline=None, database=None)
 @given(arrivals, limits, st.sampled_from([0, 0, 1, 3, 100]))
-@example([Arrival(0, 8, 1, 6, None)], {"size": 4}, 0)
+@example([PendingReadback(0, 8, 1, 6, None)], {"size": 4}, 0)
 def test_every_request_of_any_history_ends(
-    history: list[Arrival], limits: dict[str, Any], spare: int
+    history: list[PendingReadback], limits: dict[str, Any], spare: int
 ) -> None:
     """``World`` looks at every step; the cache has room for the largest request, or some more."""
     largest = max(each.prompt + each.new - 1 for each in history)
@@ -398,11 +398,11 @@ def test_every_request_of_any_history_ends(
     while world.scheduler.waiting or world.scheduler.running or world.scheduler.paused:
         now = step_and_do(world, due, now)
         assert now < 5000, "requests that never end"
-    assert world.supply.taken == 0
+    assert world.block_allocator.taken == 0
     for request in world.requests:
         assert request.finish_reason in ("length", "cancelled")
         if request.finish_reason == "length":
-            assert request.num_generated == request.most_tokens
+            assert request.num_generated == request.max_generated_tokens
 
 
 def step_and_do(world: World, due: list[tuple[int, Callable[[], None]]], now: int) -> int:

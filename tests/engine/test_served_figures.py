@@ -56,11 +56,11 @@ def test_a_prompt_has_the_room_that_is_said_and_no_more(
     device: str, tokens: int, length: int | None
 ) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)
-    room = llm.engine.room.most_new(20)
+    room = llm.engine.request_limits.max_new_tokens_after(20)
     assert room == min(tokens + 1, length or 1024) - 20
     (output,) = llm.generate("x" * 20, greedy(room, ignore_eos=True))
     assert len(output.token_ids) == room
-    assert llm.engine.room.most_new(2000) == 0
+    assert llm.engine.request_limits.max_new_tokens_after(2000) == 0
     if tokens < 1024:
         with pytest.raises(RequestTooLarge):
             list(llm.stream("x" * 20, greedy(room + 1)))
@@ -72,7 +72,7 @@ def test_prompts_together_bring_what_each_brings_alone(device: str) -> None:
 
         async def listen(served: AsyncLLM) -> dict[int, list[Update]]:
             found: dict[int, list[Update]] = {at: [] for at in range(len(TEXTS))}
-            together = served.together()
+            together = served.stream_group()
             together.add(TEXTS[0], greedy())
             found[0] += [update for _, update in await together.next()]
             for text in TEXTS[1:]:
@@ -81,7 +81,7 @@ def test_prompts_together_bring_what_each_brings_alone(device: str) -> None:
                 await asyncio.sleep(0.01)
                 for number, update in await together.next():
                     found[number].append(update)
-            together.leave()
+            together.cancel()
             return found
 
         found = run(listen(served))
@@ -92,15 +92,15 @@ def test_prompts_together_bring_what_each_brings_alone(device: str) -> None:
 def test_leaving_ends_them_all(device: str) -> None:
     with serving(small_llm(device)) as served:
 
-        async def leave() -> list[Update]:
-            together = served.together()
+        async def cancel() -> list[Update]:
+            together = served.stream_group()
             for text in TEXTS:
                 together.add(text, greedy(900, ignore_eos=True))
             found = [update for _, update in await together.next()]
-            together.leave()
+            together.cancel()
             await served.generate(TEXTS[0], greedy(3))
             return found
 
-        found = run(leave())
+        found = run(cancel())
     assert found
     assert all(update.request.finish_reason == "cancelled" for update in found)

@@ -46,8 +46,8 @@ lags = pytest.mark.parametrize("lag", [0, 3])
 @pytest.fixture(autouse=True)
 def _small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (engine_thread, llm_file):
-        monkeypatch.setattr(module, "MOST_UNREAD", MOST)
-        monkeypatch.setattr(module, "RESUMED_AT", MOST // 2)
+        monkeypatch.setattr(module, "MAX_UNREAD_UPDATES", MOST)
+        monkeypatch.setattr(module, "RESUME_UNREAD_UPDATES", MOST // 2)
 
 
 def long(**more: Any) -> Any:
@@ -71,7 +71,7 @@ async def begin(served: AsyncLLM, text: str, params: Any = None) -> tuple[Stream
 async def idle(served: AsyncLLM) -> None:
     """Wait until the engine has nothing to do, twice, since one look may fall between two steps."""
     for _ in range(2):
-        while served._llm.engine.has_work or served._thread._todo.qsize():
+        while served._llm.engine.has_work or served._thread._tasks.qsize():
             await asyncio.sleep(0.001)
 
 
@@ -192,7 +192,7 @@ def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> No
     llm = small_llm(device, **NO_LAG)
     with serving(llm) as served:
 
-        async def leave() -> Request:
+        async def cancel() -> Request:
             stream, first = await begin(served, TEXTS[0])
             if how == "closed":
                 await stream.aclose()
@@ -211,10 +211,10 @@ def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> No
                 task.cancel()
             while first.request.finish_reason is None:
                 await asyncio.sleep(0.001)
-            assert not served._thread._full
+            assert not served._thread._paused_listeners
             return first.request
 
-        assert run(leave()).finish_reason == "cancelled"
+        assert run(cancel()).finish_reason == "cancelled"
 
 
 def test_closing_ends_a_stream_that_was_not_read(device: str) -> None:
@@ -241,7 +241,7 @@ def test_a_loop_that_closed_is_found_out_though_nothing_is_to_be_told(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody will ever read that stream, and no step will be done that shows it."""
-    monkeypatch.setattr(engine_thread, "_GLANCE", 0.01)
+    monkeypatch.setattr(engine_thread, "_POLL_S", 0.01)
     with serving(small_llm(device, **NO_LAG)) as served:
         loop = asyncio.new_event_loop()
         stream, first = loop.run_until_complete(begin(served, TEXTS[0]))

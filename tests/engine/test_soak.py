@@ -36,7 +36,8 @@ def test_a_long_run_leaves_nothing_behind(device: str) -> None:
     assert soak.ends.keys() >= ENDS
     paths = soak.llm.engine.path_counts
     assert min(
-        paths[path] for path in (EnginePath.RESUMED, EnginePath.PREFIX_HIT, EnginePath.OVERTAKEN)
+        paths[path]
+        for path in (EnginePath.RECOMPUTED, EnginePath.PREFIX_HIT, EnginePath.ADMITTED_OUT_OF_ORDER)
     )
     assert soak.paused
     assert objects_alive(Request) <= alive_before, "requests that have ended are kept"

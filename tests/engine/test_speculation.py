@@ -42,7 +42,7 @@ CHOICES: dict[str, SamplingParams] = {
 def engine(family: str, device: str, **config: Any) -> LLM:
     settings = {"block_size": 4, "kv_cache_tokens": 600} | config
     llm = LLM(tiny(family, device), device=device, dtype="float32", **settings)
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     for cache_ in (kv.keys, kv.values):
         cache_.fill_(float("nan"))
     return llm
@@ -72,7 +72,7 @@ def test_who_leaves_a_slot_in_a_full_cache_has_a_block(family: str, seed: int, d
     found = llm.generate(prompts, choices, progress=False)
     plain = engine(family, device, resident_decode=False)
     assert_alike(found, plain.generate(prompts, choices, progress=False))
-    assert llm.engine.path_counts[EnginePath.VERIFIED] > 5
+    assert llm.engine.path_counts[EnginePath.DRAFT_VERIFICATION] > 5
     assert_no_block_is_lost(llm)
 
 
@@ -158,7 +158,7 @@ def test_who_leaves_a_slot_comes_back_when_drafts_are_refused(device: str) -> No
     assert refused
     assert llm.engine.path_counts[EnginePath.RESIDENT] > 20
     assert llm.engine._runner._resident is not None
-    assert llm.engine._runner._resident.slots.extent == 0
+    assert llm.engine._runner._resident.slots.rows_in_use == 0
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -226,10 +226,10 @@ def test_a_step_that_breaks_off_leaves_no_draft_behind(
 ) -> None:
     config = {"resident_decode": resident, "cuda_graph": False}
     wanted = repeating_llm(device).generate([[7, 3]], greedy(60, ignore_eos=True), progress=False)
-    for name in ("logits", "settle"):
+    for name in ("logits", "on_drafts_verified"):
         llm = repeating_llm(device, speculation="ngram", **config)
         runner = llm.engine._runner
-        owner: Any = llm.engine.sessions.model if name == "logits" else runner
+        owner: Any = llm.engine.sequence_runner.model if name == "logits" else runner
         monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
         request = llm.engine.submit([7, 3], greedy(60, ignore_eos=True))
         for _ in range(300):
@@ -258,14 +258,14 @@ def now_and_then(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_session_with_drafts_stores_all_that_it_has(device: str) -> None:
-    runner = engine("gpt2", device).engine.sessions
+    runner = engine("gpt2", device).engine.sequence_runner
     (session,), _ = runner.prefill([[1, 2, 3]])
     session.token_ids += [4, 5]
-    with pytest.raises(BadArgument, match="session 0 has 4 tokens to store, not 3"):
+    with pytest.raises(BadArgument, match="sequence 0: it has 4 tokens to store, not 3"):
         runner.extend([session], [3], drafts={0: [6, 7]})
-    logits = runner.extend([session], drafts={0: [6, 7]}, in_full={0})
+    logits = runner.extend([session], drafts={0: [6, 7]}, with_all_logits={0})
     assert logits.shape == (4, VOCABULARY)
-    assert session.stored == 7
+    assert session.num_stored == 7
     assert session.token_ids == [1, 2, 3, 4, 5]
 
 

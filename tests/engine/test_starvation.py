@@ -40,7 +40,9 @@ class WatchedWorld(World):
     def _check_limits(self, step: Step) -> None:
         super()._check_limits(step)
         first_come = self.config.prefill_admission_policy == "fifo"
-        admitted = [each for each, _ in step.chunks if each.session.stored == each.found]
+        admitted = [
+            each for each, _ in step.chunks if each.sequence.num_stored == each.num_cached_tokens
+        ]
         for at, request in enumerate(self.scheduler.waiting):
             later = [each for each in admitted if each.id > request.id]
             self.overtaken[request.id] += len(later)
@@ -51,27 +53,32 @@ class WatchedWorld(World):
             in_front = list(self.scheduler.waiting)[:at]
             could = self._could_begin(request, later, step)
             self.could[request.id] += could
-            self.waited[request.id] += could and all(e.passed_over < PATIENCE for e in in_front)
+            self.waited[request.id] += could and all(e.times_skipped < PATIENCE for e in in_front)
             overtaken = self.overtaken[request.id]
             assert self.waited[request.id] <= PATIENCE, f"{request.id} could begin long ago"
             assert overtaken <= PATIENCE, f"{request.id} is passed over"
-            assert request.passed_over <= self.could[request.id] + overtaken, "too impatient"
+            assert request.times_skipped <= self.could[request.id] + overtaken, "too impatient"
 
     def _could_begin(self, request: Request, later: list[Request], step: Step) -> bool:
         """True if there was room for it when its turn came: before those behind it had theirs."""
-        config, size = self.config, self.supply.size
+        config, size = self.config, self.block_allocator.size
         in_front = [(each, count) for each, count in step.chunks if each not in later]
         tokens = config.prefill_max_tokens - sum(count for _, count in in_front)
-        length = len(request.session.token_ids)
+        length = len(request.sequence.token_ids)
         if not config.chunked_prefill and in_front and length > tokens:
             return False
         places = config.max_batch_size - len(self.scheduler.running) + len(later)
         if min(tokens, places, config.prefill_max_batch_size - len(in_front)) < 1:
             return False
         running = [each for each in self.scheduler.running.values() if each not in later]
-        blocks = self.supply.available + sum(len(each.session.block_lists[0]) for each in later)
-        blocks -= sum(self.supply.needed(each.session, each.pending) for each in running)
-        known = min(self.supply.known.get(request.id, 0), length - 1)
+        blocks = self.block_allocator.available + sum(
+            len(each.sequence.block_lists[0]) for each in later
+        )
+        blocks -= sum(
+            self.block_allocator.count_needed_blocks(each.sequence, each.num_unstored)
+            for each in running
+        )
+        known = min(self.block_allocator.known.get(request.id, 0), length - 1)
         return -(-length // size) + (known % size > 0) <= blocks
 
 

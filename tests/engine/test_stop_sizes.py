@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import ConfigError, SamplingParams
-from roseinfer.text.request_text import StopStrings
+from roseinfer.text.completion_text import StopStringMatcher
 from tests.engine.served_streams import TEXTS, collect, expected, greedy, run, serving, small_llm
 from tests.engine.served_streams import tokens_of as tokens
 
@@ -28,10 +28,10 @@ def test_as_many_and_as_long_as_may_be() -> None:
 @pytest.mark.parametrize(
     ("stops", "said"),
     [
-        ([*MOST, "x"], "stop has 33 texts; at most 32 can"),
-        ("abc" * 11, "must be texts in a list"),
-        (["y", "x" * 257], "stop has a text of 257 characters; at most 256 can"),
-        (["x" * 1_000_000], "stop has a text of 1000000 characters"),
+        ([*MOST, "x"], "stop has 33 strings; at most 32 are"),
+        ("abc" * 11, "must be a list of strings"),
+        (["y", "x" * 257], "stop has a string of 257 characters; at most 256 are"),
+        (["x" * 1_000_000], "stop has a string of 1000000 characters"),
     ],
     ids=["too many", "one text", "too long", "far too long"],
 )
@@ -52,14 +52,14 @@ def test_stop_strings_are_prepared_by_the_task_that_asks(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's thread has all other streams to serve meanwhile."""
-    prepare = StopStrings.__init__
+    prepare = StopStringMatcher.__init__
     threads: list[threading.Thread] = []
 
-    def watched(self: StopStrings, stops: Sequence[str]) -> None:
+    def watched(self: StopStringMatcher, stops: Sequence[str]) -> None:
         threads.append(threading.current_thread())
         prepare(self, stops)
 
-    monkeypatch.setattr(StopStrings, "__init__", watched)
+    monkeypatch.setattr(StopStringMatcher, "__init__", watched)
     with serving(small_llm(device)) as served:
 
         async def both() -> Any:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roseinfer import BadArgument
-from roseinfer.text.request_text import StopStrings
+from roseinfer.text.completion_text import StopStringMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def held_back(stops: Sequence[str], text: str) -> int:
 
 
 def fed(stops: Sequence[str], pieces: Iterable[str]) -> tuple[str, bool]:
-    watch = StopStrings(stops)
+    watch = StopStringMatcher(stops)
     met = False
     shown = ""
     for piece in pieces:
@@ -62,7 +62,7 @@ def test_any_pieces_end_as_the_whole_text_does(stops: list[str], pieces: list[st
 @unhurried
 @given(STOPS.filter(bool), PIECES)
 def test_no_more_is_held_back_than_must_be(stops: list[str], pieces: list[str]) -> None:
-    watch = StopStrings(stops)
+    watch = StopStringMatcher(stops)
     text = shown = ""
     for piece in pieces:
         new, met = watch.feed(piece)
@@ -73,7 +73,7 @@ def test_no_more_is_held_back_than_must_be(stops: list[str], pieces: list[str]) 
 
 
 def test_without_stops_all_text_passes() -> None:
-    watch = StopStrings([])
+    watch = StopStringMatcher([])
     assert watch.feed("some") == ("some", False)
     assert watch.feed("") == ("", False)
     assert watch.flush() == ""
@@ -86,7 +86,7 @@ def test_the_first_to_be_complete_wins_and_then_the_longest() -> None:
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    watch = StopStrings(["END"])
+    watch = StopStringMatcher(["END"])
     assert watch.feed("some EN") == ("some ", False)
     assert watch.feed("D and more") == ("", True)
     assert watch.feed("yet more") == ("", True)
@@ -94,7 +94,7 @@ def test_nothing_follows_a_stop_string() -> None:
 
 
 def test_what_could_have_been_a_stop_string_is_not_lost() -> None:
-    watch = StopStrings(["END"])
+    watch = StopStringMatcher(["END"])
     assert watch.feed("the EN") == ("the ", False)
     assert [watch.flush(), watch.flush()] == ["EN", ""]
     assert watch.feed("D") == ("D", False)
@@ -103,7 +103,7 @@ def test_what_could_have_been_a_stop_string_is_not_lost() -> None:
 @pytest.mark.parametrize("stops", ["END", ["END", ""]])
 def test_stop_strings_that_make_no_sense(stops: Sequence[str]) -> None:
     with pytest.raises(BadArgument, match="must be a list of texts"):
-        StopStrings(stops)
+        StopStringMatcher(stops)
 
 
 # ------------------------------------------------------------------------------------------ cost
@@ -118,7 +118,7 @@ def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
         count += event == "line"
         return trace
 
-    watch = StopStrings(stops)
+    watch = StopStringMatcher(stops)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -140,6 +140,6 @@ def test_a_character_costs_the_same_whatever_the_stop_strings(text: str, length:
 
 @pytest.mark.parametrize("length", [1, 50])
 def test_what_is_held_back_stays_short(length: int) -> None:
-    watch = StopStrings(["a" * 30 + "b"])
+    watch = StopStringMatcher(["a" * 30 + "b"])
     shown = sum(len(watch.feed("a" * length)[0]) for _ in range(100))
     assert 100 * length - shown == 30

@@ -68,7 +68,7 @@ def test_steps_are_those_of_all_prompts_at_once(seed: int, monkeypatch: pytest.M
     one_by_one = Watched(monkeypatch, **config)
     got = one_by_one.texts(prompts, params)
     again = one_by_one.texts(prompts, params)  # of which the prefix cache has something
-    monkeypatch.setattr(Engine, "is_fed", property(lambda _: False))
+    monkeypatch.setattr(Engine, "has_full_lookahead", property(lambda _: False))
     at_once = Watched(monkeypatch, **config)
     assert at_once.texts(prompts, params) == got
     assert at_once.texts(prompts, params) == again

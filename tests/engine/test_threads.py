@@ -69,5 +69,5 @@ def test_what_an_async_llm_serves_is_nobody_elses_until_it_is_closed(device: str
 
 
 def test_an_async_llm_of_something_else() -> None:
-    with pytest.raises(ConfigError, match="serves an LLM that was built before, not 'tiny'"):
+    with pytest.raises(ConfigError, match="AsyncLLM takes an LLM, not 'tiny'"):
         AsyncLLM("tiny")  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def test_logprobs_survive_preemption(device: str, resident: bool) -> None:
     scarce = small_llm(device, kv_cache_tokens=48, resident_decode=resident)
     got = scarce.generate(prompts, params, progress=False)
     want = small_llm(device).generate(prompts, params, progress=False)
-    assert scarce.engine.path_counts[EnginePath.RESUMED] > 0
+    assert scarce.engine.path_counts[EnginePath.RECOMPUTED] > 0
     for ours, theirs in zip(got, want, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
         assert ids_of(ours) == ids_of(theirs)
@@ -77,7 +77,7 @@ def test_the_likeliest_tokens_are_told_beside_the_chosen(
     params += [greedy(6, ignore_eos=True, logprobs=True), replace(sampled(3), max_new_tokens=6)]
     llm = small_llm(device, **config)
     outputs = llm.generate([TEXTS[0]] * 6, params, progress=False)
-    assert bool(llm.engine.path_counts[EnginePath.TOLD]) == config["resident_decode"]
+    assert bool(llm.engine.path_counts[EnginePath.LOGPROBS]) == config["resident_decode"]
     prompt = original(device).tokenizer.encode(TEXTS[0])
     with torch.no_grad():
         row = torch.tensor([prompt + outputs[0].token_ids], device=device)
@@ -114,7 +114,7 @@ def by_the_model(device: str, text: str) -> list[float | None]:
     return [None, *likely[:-1].gather(-1, row[0, 1:, None])[:, 0].tolist()]
 
 
-PROMPTED = greedy(4, ignore_eos=True, prompt_logprobs=True)
+IN_PROMPT = greedy(4, ignore_eos=True, prompt_logprobs=True)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_is_told_of_prompts_is_the_models(device: str, config: dict[str, An
     """Prompts of one token to many, in chunks or whole, beside some that nothing is told of."""
     texts = [text * times for text in TEXTS for times in (1, 3)] + ["q"]
     llm = small_llm(device, **config)
-    params = [PROMPTED, greedy(4, ignore_eos=True)] * len(texts)
+    params = [IN_PROMPT, greedy(4, ignore_eos=True)] * len(texts)
     outputs = llm.generate([text for text in texts for _ in range(2)], params, progress=False)
     for text, told, plain in zip(texts, outputs[::2], outputs[1::2], strict=True):
         assert_close(told.prompt_logprobs, by_the_model(device, text))
@@ -144,9 +144,9 @@ def test_what_is_told_of_prompts_is_the_models(device: str, config: dict[str, An
 def test_prompts_that_are_told_of_are_computed_whole_and_found_by_others(device: str) -> None:
     llm = small_llm(device)
     hits = llm.engine.path_counts
-    one(llm, TEXTS[0], PROMPTED)
+    one(llm, TEXTS[0], IN_PROMPT)
     for text in (TEXTS[0], TEXTS[0] + " there"):
-        told = one(llm, text, PROMPTED)
+        told = one(llm, text, IN_PROMPT)
         assert_close(told.prompt_logprobs, by_the_model(device, text))
         assert not hits[EnginePath.PREFIX_HIT]
     one(llm, TEXTS[0] + " there", greedy(2))
@@ -158,14 +158,14 @@ def test_what_was_told_before_a_step_failed_is_told_again(
 ) -> None:
     """A prompt whose log-probabilities were on their way is computed anew, and not found."""
     llm = small_llm(device, prefill_max_tokens=4, run_ahead=2, resident_decode=True)
-    request = llm.engine.submit(TEXTS[0], PROMPTED)
+    request = llm.engine.submit(TEXTS[0], IN_PROMPT)
     llm.engine.step()
     llm.engine.step()
-    extend = llm.engine.sessions.extend
-    monkeypatch.setattr(llm.engine.sessions, "extend", lambda *_, **__: 1 / 0)
+    extend = llm.engine.sequence_runner.extend
+    monkeypatch.setattr(llm.engine.sequence_runner, "extend", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.engine.step()
-    monkeypatch.setattr(llm.engine.sessions, "extend", extend)
+    monkeypatch.setattr(llm.engine.sequence_runner, "extend", extend)
     while request.finish_reason is None:
         llm.engine.step()
     assert_close(request.prompt_logprobs, by_the_model(device, TEXTS[0]))

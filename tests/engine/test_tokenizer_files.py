@@ -78,7 +78,7 @@ def test_another_file_that_is_none(checkpoint: Path, file: str, text: str | None
     """Though what is beside it could be read."""
     put(checkpoint / file, text)
     with pytest.raises(
-        UnsupportedModel, match=f"{file} is (a directory|empty): get its files anew"
+        UnsupportedModel, match=f"{file} is (a directory|empty): download its files again"
     ):
         load_tokenizer(str(checkpoint))
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_with_settings_of_a_tokenizer_alone(checkpoint: Path) -> No
 @pytest.mark.parametrize("text", ["[]", "{}", "null", "{"])
 def test_a_broken_tokenizer_json(checkpoint: Path, text: str) -> None:
     put(checkpoint / "tokenizer.json", text)
-    with pytest.raises(UnsupportedModel, match=r"Error: .*: get its files anew"):
+    with pytest.raises(UnsupportedModel, match=r"Error: .*: download its files again"):
         load_tokenizer(str(checkpoint))
 
 

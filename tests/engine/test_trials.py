@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from roseinfer import LLM, SamplingParams, UnsupportedModel
-from roseinfer.models.attention_patches import RUNNING
-from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel, attend
+from roseinfer.models.attention_patches import CURRENT_ATTENTION
+from roseinfer.models.causal import _UNSUPPORTED_SETTINGS, CausalModel, attend
 from tests.engine.families import VOCABULARY, scaled_up
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_rotations_that_no_config_tells_of() -> None:
     rotary.max_seq_len_cached = rotary.original_max_seq_len = 32
     rotary.config = deepcopy(rotary.config)
     rotary.config.max_position_embeddings = 32
-    with pytest.raises(UnsupportedModel, match="differently for what else is in its step"):
+    with pytest.raises(UnsupportedModel, match="differently for other tokens in its step"):
         CausalModel(model)
 
 
@@ -152,7 +152,7 @@ def test_tokens_mixed_with_those_beside_them() -> None:
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + x.roll(1, dims=1))
-    with pytest.raises(UnsupportedModel, match="differently for what else is in its step"):
+    with pytest.raises(UnsupportedModel, match="differently for other tokens in its step"):
         CausalModel(model)
 
 
@@ -160,7 +160,7 @@ def test_values_wider_than_keys() -> None:
     model = build(transformers.LlamaConfig(**SHAPE))
     attention = model.model.layers[0].self_attn
     attention.v_proj = torch.nn.Linear(32, 64)
-    with pytest.raises(UnsupportedModel, match="LlamaAttention has values of 8 heads of 8 beside"):
+    with pytest.raises(UnsupportedModel, match="has values of 8 heads of 8 and keys"):
         CausalModel(model)
 
 
@@ -176,7 +176,7 @@ def test_sparse_attention() -> None:
         index_block_size=4,
         index_local_blocks=1,
     )
-    with pytest.raises(UnsupportedModel, match="attention to what an index picks"):
+    with pytest.raises(UnsupportedModel, match="attention to the tokens that an index selects"):
         CausalModel(build(config))
 
 
@@ -184,23 +184,25 @@ def test_arguments_nobody_knows_are_refused_when_the_model_is_loaded() -> None:
     model = build(transformers.LlamaConfig(**SHAPE))
     forward = model.forward
     model.forward = lambda **asked: forward(block_indices=torch.zeros(1), **asked)
-    with pytest.raises(UnsupportedModel, match="LlamaAttention asks its attention for block_ind"):
+    with pytest.raises(UnsupportedModel, match="LlamaAttention passes block_ind"):
         CausalModel(model)
 
 
 class _Zeros:
     """An attention of an engine."""
 
-    def attend_new(self, layer: int, query: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    def store_and_attend(
+        self, layer: int, query: torch.Tensor, key: Any, value: Any
+    ) -> torch.Tensor:
         del layer, key, value
         return torch.zeros_like(query)
 
 
 @pytest.fixture
 def engine_running() -> Iterator[None]:
-    before = RUNNING.set(_Zeros())
+    before = CURRENT_ATTENTION.set(_Zeros())
     yield
-    RUNNING.reset(before)
+    CURRENT_ATTENTION.reset(before)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +233,13 @@ def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
 def test_a_mask_is_refused() -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
-    with pytest.raises(UnsupportedModel, match="asks its attention for a mask"):
+    with pytest.raises(UnsupportedModel, match="passes a mask to its attention"):
         attend(module, tensor, tensor, tensor, torch.ones(1))
 
 
 def test_attention_outside_the_engine_is_refused() -> None:
     model = CausalModel(build(transformers.LlamaConfig(**SHAPE)))._model
-    with pytest.raises(UnsupportedModel, match="belongs to an engine, which was made of it"):
+    with pytest.raises(UnsupportedModel, match="belongs to an engine, which runs it now"):
         model(torch.tensor([[1, 2]]))
 
 
@@ -250,9 +252,9 @@ def llama4(**more: Any) -> Any:
 
 def test_positions_taken_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 takes the rows of a step for positions, but only far behind where a trial goes."""
-    with pytest.raises(UnsupportedModel, match="queries scaled by their place in a step"):
+    with pytest.raises(UnsupportedModel, match="queries scaled by their position in a step"):
         CausalModel(build(llama4(no_rope_layers=[0, 0])), max_length=16)
-    monkeypatch.delitem(_CHANGES_ATTENTION, "attn_temperature_tuning")
+    monkeypatch.delitem(_UNSUPPORTED_SETTINGS, "attn_temperature_tuning")
     with pytest.raises(UnsupportedModel, match="does not count positions from 0"):
         CausalModel(build(llama4(no_rope_layers=[0, 0], floor_scale=1)), max_length=16)
 
@@ -274,7 +276,7 @@ def test_traits_of_every_layer() -> None:
     """Gemma 2 has a window in every other layer, and gpt-oss sinks in all of them."""
     shape = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
     gemma = CausalModel(build(transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0)))
-    assert [(layer.window, layer.cap) for layer in gemma.traits] == [(9, 3.0), (None, 3.0)]
+    assert [(layer.window, layer.softcap) for layer in gemma.traits] == [(9, 3.0), (None, 3.0)]
     config = transformers.GptOssConfig(**shape, num_local_experts=2, num_experts_per_tok=1)
     model = build(config)
     for layer, traits in zip(model.model.layers, CausalModel(model).traits, strict=True):
@@ -292,7 +294,7 @@ def test_arithmetic_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(module, query * 1.5, *args, **more)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
-    with pytest.raises(UnsupportedModel, match="something else than attention with scale"):
+    with pytest.raises(UnsupportedModel, match="does not compute attention with scale"):
         CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
@@ -303,7 +305,7 @@ def test_large_scores_in_half_precision() -> None:
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=4)
         torch.nn.init.normal_(layer.self_attn.k_proj.weight, std=4)
-    assert [layer.asked_for for layer in CausalModel(model).traits] == [{"scale"}] * 12
+    assert [layer.trait_names for layer in CausalModel(model).traits] == [{"scale"}] * 12
 
 
 def test_a_window_under_another_name() -> None:
@@ -335,7 +337,7 @@ def test_a_window_that_no_layer_uses() -> None:
     ("hides", "message"),
     [
         (lambda _b, _h, query, key: (key == query) | (key < query) & (key % 2 == 0), "skips some"),
-        (lambda _b, _h, query, _key: query >= 0, "what comes later"),
+        (lambda _b, _h, query, _key: query >= 0, "later tokens"),
         (lambda _b, _h, query, key: key < query, "the token itself"),
         (lambda _b, _h, query, key: (key <= query) & (key >= query // 2), "in chunks of"),
     ],
@@ -358,5 +360,5 @@ def test_keys_of_another_shape_than_the_config_says() -> None:
 
 def test_a_config_without_a_shape() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
-    with pytest.raises(UnsupportedModel, match="does not say what shape it has"):
+    with pytest.raises(UnsupportedModel, match="has no readable shape in its config"):
         CausalModel(build(config))

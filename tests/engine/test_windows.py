@@ -64,7 +64,7 @@ def continued(name: str, prompt: list[int], count: int) -> list[int]:
 def served(name: str, device: str, tokens: int = 100, **how: Any) -> LLM:
     """Serve a model on a cache full of NaN."""
     llm = LLM(build(name), device=device, block_size=4, kv_cache_tokens=tokens, **how)
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
     return llm
@@ -75,10 +75,10 @@ def greedy(count: int) -> SamplingParams:
 
 
 def assert_nothing_held(llm: LLM) -> None:
-    prefixes, kv = llm.engine.prefixes, llm.engine.sessions.kv
+    prefixes, kv = llm.engine.prefixes, llm.engine.sequence_runner.kv
     if prefixes:
         prefixes.clear()
-        assert prefixes.num_unused == 0
+        assert prefixes.num_evictable_blocks == 0
     for group in kv.groups:
         assert kv.num_free_blocks(group.layers[0]) == kv.max_blocks_per_layer - 1
 
@@ -98,7 +98,9 @@ def test_texts_that_begin_alike_in_a_small_cache(device: str, name: str, way: st
     outputs = llm.generate(prompts, [greedy(count) for count in counts], progress=False)
     for prompt, count, output in zip(prompts, counts, outputs, strict=True):
         assert output.token_ids == continued(name, prompt, count)
-    assert (llm.engine.path_counts[EnginePath.GAVE_BACK] > 0) is (way != "lists of every layer")
+    assert (llm.engine.path_counts[EnginePath.FREED_OUT_OF_WINDOW] > 0) is (
+        way != "lists of every layer"
+    )
     assert_nothing_held(llm)
 
 
@@ -120,7 +122,7 @@ def test_a_beginning_is_found_though_its_first_windows_are_gone(device: str, nam
     """A second prompt behind the same 32 tokens begins where they end, and what was evicted of
     them is kept again once it was computed again."""
     llm = served(name, device, 120, prefix_cache=True, prefill_max_tokens=16)
-    kv, prefixes = llm.engine.sessions.kv, llm.engine.prefixes
+    kv, prefixes = llm.engine.sequence_runner.kv, llm.engine.prefixes
     assert prefixes is not None
     beginning = [(7 * at + 3) % VOCABULARY for at in range(32)]
 
@@ -142,4 +144,4 @@ def test_what_every_layer_sees_is_kept_by_default(device: str) -> None:
     llm = LLM(
         build("mistral window"), device=device, block_size=4, kv_cache_tokens=40, max_length=6
     )
-    assert [group.window for group in llm.engine.sessions.kv.groups] == [None]
+    assert [group.window for group in llm.engine.sequence_runner.kv.groups] == [None]

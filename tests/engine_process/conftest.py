@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from roseinfer.cli.model_options import Parser
-from roseinfer.engine_client.subprocess_client import running
+from roseinfer.engine_client.subprocess_client import run_engine_process
 from roseinfer.server import serve
 from tests.server.serve_process import Serving, serving
 from tests.server.served import PATIENCE
@@ -19,7 +19,7 @@ from tests.server.served import running as running_here
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from roseinfer.engine_client.subprocess_client import OtherProcess
+    from roseinfer.engine_client.subprocess_client import SubprocessClient
     from tests.server.served import Server
 
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ ENGINE = ("--kv-cache-tokens", "8192", "--block-size", "16")
 class Driven:
     """An engine in another process, and the loop that it serves."""
 
-    engine: OtherProcess
+    engine: SubprocessClient
     loop: asyncio.AbstractEventLoop
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -46,7 +46,7 @@ def driven() -> Iterator[Driven]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        with running(parser.parse_args(["--device", "cpu", *ENGINE]), "test") as engine:
+        with run_engine_process(parser.parse_args(["--device", "cpu", *ENGINE]), "test") as engine:
             found = Driven(engine, loop)
             found.run(engine.open())
             yield found

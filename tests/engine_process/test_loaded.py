@@ -8,10 +8,10 @@ from tests.python_process import run_python
 def test_a_full_collection_looks_at_nothing_that_was_loaded() -> None:
     code = """
         import gc
-        from roseinfer.engine_client.protocol import keep_loaded
+        from roseinfer.engine_client.protocol import freeze_gc
 
         kept = [[number] for number in range(100_000)]
-        keep_loaded()
+        freeze_gc()
         print(len(gc.get_objects()) < 1000)
     """
     assert run_python(code).strip() == "True"

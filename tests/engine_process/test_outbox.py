@@ -11,15 +11,15 @@ import pytest
 from roseinfer import LLM, SamplingParams
 from roseinfer.engine.engine import Update
 from roseinfer.engine_client import child as module
-from roseinfer.engine_client.child import NumberedListener, Outbox
-from roseinfer.engine_client.protocol import Part
-from roseinfer.engine_client.subprocess_client import Pulse, receive
+from roseinfer.engine_client.child import RemoteListener, ReportSender
+from roseinfer.engine_client.protocol import OutputDelta
+from roseinfer.engine_client.subprocess_client import Heartbeat, receive_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WAIT_S = 20.0
-PULSE = Pulse(3, True, None)
+PULSE = Heartbeat(3, True, None)
 
 
 class Desk:
@@ -27,17 +27,17 @@ class Desk:
 
     def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
         self.engine = LLM("tiny", kv_cache_tokens=256, max_length=64).engine
-        self.outbox = Outbox(theirs, self.engine, lambda: PULSE)
+        self.outbox = ReportSender(theirs, self.engine, lambda: PULSE)
         self._ours = ours
 
-    def listener(self, number: int) -> NumberedListener:
-        listener = NumberedListener(self.outbox, number=number)
+    def listener(self, number: int) -> RemoteListener:
+        listener = RemoteListener(self.outbox, number=number)
         listener.request = self.engine.submit("a", SamplingParams())
-        listener.request.begun_at = listener.request.first_at = 0.0
+        listener.request.started_at = listener.request.first_token_at = 0.0
         self.outbox.open[number] = listener
         return listener
 
-    def put(self, listener: NumberedListener, *tokens: int) -> None:
+    def put(self, listener: RemoteListener, *tokens: int) -> None:
         assert listener.request is not None
         updates = [Update(listener.request, token, chr(token)) for token in tokens]
         self.outbox.put([(listener, update) for update in updates])
@@ -46,8 +46,8 @@ class Desk:
         """Wait for so many tokens of all texts together."""
         found: dict[int, list[int]] = {}
         while sum(map(len, found.values())) < count:
-            for number, *packed in receive(self._ours).parts:
-                part = Part(*packed)
+            for number, *to_tuple in receive_message(self._ours).parts:
+                part = OutputDelta(*to_tuple)
                 assert part.text == "".join(map(chr, part.tokens))
                 found.setdefault(number, []).extend(part.tokens)
         return found
@@ -55,7 +55,7 @@ class Desk:
 
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.setattr(module, "_GLANCE_S", 1000.0)  # so that nothing is sent by chance
+    monkeypatch.setattr(module, "_STATS_POLL_S", 1000.0)  # so that nothing is sent by chance
     before = threading.enumerate()
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -87,11 +87,11 @@ def test_every_token_comes_once_and_in_order(desk: Desk) -> None:
 def test_it_shows_that_it_runs_while_nothing_happens(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GLANCE_S", 0.01)
-    desk.outbox.look()
-    first, *later = [receive(desk._ours) for _ in range(3)]
-    assert first.figures is not None
-    assert [(each.parts, each.figures, each.pulse) for each in later] == [([], None, PULSE)] * 2
+    monkeypatch.setattr(module, "_STATS_POLL_S", 0.01)
+    desk.outbox.wake()
+    first, *later = [receive_message(desk._ours) for _ in range(3)]
+    assert first.stats is not None
+    assert [(each.parts, each.stats, each.pulse) for each in later] == [([], None, PULSE)] * 2
 
 
 def test_a_part_is_not_sent_while_something_is_added_to_it(
@@ -100,16 +100,16 @@ def test_a_part_is_not_sent_while_something_is_added_to_it(
     """A part that was packed before would be forgotten with what came after that."""
     sending = threading.Event()
 
-    class Slow(Part):
+    class Slow(OutputDelta):
         def add(self, update: Update) -> None:
             if self.tokens:
                 sending.wait(0.3)  # by then it would have been packed
             super().add(update)
 
-        def packed(self) -> tuple[Any, ...]:
+        def to_tuple(self) -> tuple[Any, ...]:
             sending.set()
-            return super().packed()
+            return super().to_tuple()
 
-    monkeypatch.setattr(module, "Part", Slow)
+    monkeypatch.setattr(module, "OutputDelta", Slow)
     desk.put(desk.listener(7), *b"abc")
     assert desk.sent(3) == {7: [*b"abc"]}

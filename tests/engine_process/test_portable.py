@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from roseinfer.engine_client.protocol import portable
+from roseinfer.engine_client.protocol import to_picklable_error
 from roseinfer.errors import RequestTooLarge
 
 
@@ -30,19 +30,19 @@ def raised(error: BaseException) -> BaseException:
 
 def test_one_of_ours_stays_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     error = raised(RequestTooLarge("too large"))
-    assert portable(error) is error
+    assert to_picklable_error(error) is error
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("error", [Panic("secret"), Stubborn("sec", "ret"), KeyboardInterrupt()])
 def test_one_that_cannot_go_is_told_and_is_an_exception(error: BaseException) -> None:
-    found = pickle.loads(pickle.dumps(portable(raised(error))))
+    found = pickle.loads(pickle.dumps(to_picklable_error(raised(error))))
     assert isinstance(found, RuntimeError)
     assert str(found) == f"{type(error).__name__}: {error}"
 
 
 def test_where_it_was_raised_is_said_here_but_not_what(capfd: pytest.CaptureFixture[str]) -> None:
-    assert type(portable(raised(KeyError("secret")))) is KeyError
+    assert type(to_picklable_error(raised(KeyError("secret")))) is KeyError
     said = capfd.readouterr().err
     assert "KeyError" in said
     assert "test_portable.py" in said

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer.cli.model_options import Parser
-from roseinfer.config import Launched
-from roseinfer.engine_client.in_process import InProcess
+from roseinfer.config import TorchrunRank
+from roseinfer.engine_client.in_process import InProcessClient
 from roseinfer.server import serve
-from roseinfer.server.serve import served_engine
+from roseinfer.server.serve import open_engine_client
 from tests.python_process import run_python
 from tests.server.load import metrics_of
 from tests.server.serve_process import PATIENCE, serving
@@ -180,11 +180,11 @@ def test_what_the_engine_refuses_is_said_in_a_line(capfd: pytest.CaptureFixture[
 
 
 def test_under_torchrun_it_stays_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launched, "from_env", classmethod(lambda cls: cls(0, 1)))
+    monkeypatch.setattr(TorchrunRank, "from_env", classmethod(lambda cls: cls(0, 1)))
     parser = Parser()
     serve.add_options(parser)
-    with served_engine(parser.parse_args(["--device", "cpu"]), "test") as engine:
-        assert isinstance(engine, InProcess)
+    with open_engine_client(parser.parse_args(["--device", "cpu"]), "test") as engine:
+        assert isinstance(engine, InProcessClient)
         engine.close()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer.engine_client.standard_streams import MOST_HELD, QueuedOutput, queued_streams
+from roseinfer.engine_client.standard_streams import MAX_QUEUED_BYTES, QueuedOutput, queued_streams
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def pipe() -> Iterator[Pipe]:
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nobody_and_lines_are_counted(pipe: Pipe) -> None:
-    count = 3 * MOST_HELD // len(LINE)
+    count = 3 * MAX_QUEUED_BYTES // len(LINE)
     for _ in range(count):
         assert pipe.output.write(LINE) == len(LINE)
-    assert pipe.output._held <= MOST_HELD
+    assert pipe.output._queued_bytes <= MAX_QUEUED_BYTES
     kept = count - pipe.output._dropped
     assert 0 < kept < count
     assert pipe.lines(20) == [LINE] * 20
@@ -86,7 +86,7 @@ def test_what_waits_is_written_at_the_end_if_somebody_reads_it(pipe: Pipe) -> No
 def test_the_end_waits_for_no_reader(pipe: Pipe) -> None:
     pipe.output.write(LINE * 200)
     pipe.output.end(time.monotonic() + 0.05)
-    assert pipe.output._held
+    assert pipe.output._queued_bytes
 
 
 def test_lines_that_a_device_does_not_take_are_told_by_another_output(
@@ -98,7 +98,7 @@ def test_lines_that_a_device_does_not_take_are_told_by_another_output(
     for _ in range(5):
         output.write(b"lost\n")
     why = os.strerror(errno.EBADF).encode()
-    said = b"output: %s; lines are dropped until it takes them again\n" % why
+    said = b"output: %s; lines are dropped until writing succeeds again\n" % why
     assert pipe.lines(1) == [said]
     end = time.monotonic() + PATIENCE
     while output._dropped < 5:

@@ -18,18 +18,18 @@ import openai
 import pytest
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.engine.request import BlockNeeds, RequestRoom
+from roseinfer.engine.request import BlockRequirements, RequestLimits
 from roseinfer.engine_client import subprocess_client
-from roseinfer.engine_client.protocol import Facts, Part
+from roseinfer.engine_client.protocol import EngineInfo, OutputDelta
 from roseinfer.engine_client.subprocess_client import (
-    Add,
-    EngineChild,
-    OtherProcess,
-    Pulse,
-    Report,
+    AddRequest,
+    EngineProcess,
+    EngineReport,
+    Heartbeat,
     RestartLimit,
-    framed,
-    receive,
+    SubprocessClient,
+    frame_message,
+    receive_message,
 )
 from roseinfer.engine_thread import EngineThread, Listener
 from roseinfer.errors import EngineRestarting, EngineStopped, StepFailed
@@ -42,13 +42,15 @@ from tests.server.test_ends import await_status, client_of, status_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from roseinfer.engine_client.protocol import Texts
+    from roseinfer.engine_client.protocol import RequestGroup
     from tests.engine_process.conftest import Driven
     from tests.server.serve_process import Serving
 
 NOTHING: Any = None
-FACTS = Facts(None, NOTHING, RequestRoom(BlockNeeds(16), 8, 64, by_max_length=False), 1, None)
-RUNS = Pulse(1, True, None)
+FACTS = EngineInfo(
+    None, NOTHING, RequestLimits(BlockRequirements(16), 8, 64, limited_by_max_length=False), 1, None
+)
+RUNS = Heartbeat(1, True, None)
 SHORT = SamplingParams(max_new_tokens=1)
 
 
@@ -56,17 +58,17 @@ SHORT = SamplingParams(max_new_tokens=1)
 class Played:
     """Processes that do nothing, and the ends of their links, where a test plays the engine."""
 
-    children: list[EngineChild] = field(default_factory=list)
+    children: list[EngineProcess] = field(default_factory=list)
     links: list[socket.socket] = field(default_factory=list)
 
-    def start(self) -> EngineChild:
+    def start(self) -> EngineProcess:
         ours, theirs = socket.socketpair()
         theirs.settimeout(PATIENCE)
         self.links.append(theirs)
-        self.children.append(EngineChild(subprocess.Popen(["sleep", "600"]), ours))
+        self.children.append(EngineProcess(subprocess.Popen(["sleep", "600"]), ours))
         return self.children[-1]
 
-    def start_one_that_ends(self) -> EngineChild:
+    def start_one_that_ends(self) -> EngineProcess:
         child = self.start()
         child.process.kill()
         self.links[-1].close()
@@ -89,15 +91,15 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
 
 
 def engine_of(
-    played: Played, start: Callable[[], EngineChild] | None = None, **limit: Any
-) -> OtherProcess:
+    played: Played, start: Callable[[], EngineProcess] | None = None, **limit: Any
+) -> SubprocessClient:
     restart = start or played.start
-    return OtherProcess(
+    return SubprocessClient(
         played.start(), FACTS, "test", restart, RestartLimit(**{"delay_s": 0.001} | limit)
     )
 
 
-async def error_of(texts: Texts) -> BaseException | None:
+async def error_of(texts: RequestGroup) -> BaseException | None:
     ((_, part),) = await asyncio.wait_for(texts.next(), PATIENCE)
     return part.error
 
@@ -108,8 +110,8 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def refused(engine: OtherProcess) -> Awaitable[BaseException | None]:
-    texts = engine.texts()
+def refused(engine: SubprocessClient) -> Awaitable[BaseException | None]:
+    texts = engine.open_group()
     texts.add(PROMPT, SHORT)
     return error_of(texts)
 
@@ -130,7 +132,7 @@ def test_restarts_are_bounded_and_come_later_and_later(monkeypatch: pytest.Monke
 
     clock = Clock()
     monkeypatch.setattr(subprocess_client, "time", clock)
-    limit = RestartLimit(most=5, within_s=600.0, delay_s=1.0)
+    limit = RestartLimit(most=5, window_s=600.0, delay_s=1.0)
     assert [limit.next_delay() for _ in range(7)] == [0, 1, 2, 4, 8, None, None]
     clock.now += 599.0
     assert limit.next_delay() is None
@@ -144,7 +146,7 @@ def test_one_that_ends_at_each_start_is_given_up(
     async def serve() -> None:
         engine = engine_of(played, played.start_one_that_ends, most=3)
         await engine.open()
-        texts = engine.texts()
+        texts = engine.open_group()
         texts.add(PROMPT, LONG)
         checked = asyncio.ensure_future(engine.check_guide(NOTHING))
         await asyncio.sleep(0)
@@ -159,14 +161,14 @@ def test_one_that_ends_at_each_start_is_given_up(
         assert str(error) == f"{loading}: {limit}"
         engine.close()
 
-    first = "test: the process of the engine has ended by SIGKILL: starting it again"
-    loading = "the process of the engine ended by SIGKILL as it loaded"
-    limit = "it was started again 3 times within 600 s, which is the limit: restart the server"
+    first = "test: the engine's process ended by SIGKILL: restarting it"
+    loading = "the engine's process ended by SIGKILL while it loaded the model"
+    limit = "it was restarted 3 times within 600 s, which is the limit; restart the server"
     asyncio.run(serve())
     assert capsys.readouterr().err.splitlines() == [
         first,
-        f"test: {loading}: starting it again in 0.001 s",
-        f"test: {loading}: starting it again in 0.002 s",
+        f"test: {loading}: restarting it in 0.001 s",
+        f"test: {loading}: restarting it in 0.002 s",
         f"test: {loading}: {limit}",
     ]
 
@@ -180,35 +182,35 @@ def test_nothing_of_an_earlier_process_reaches_a_text_of_a_later_one(played: Pla
         await until(lambda: engine._transport)
         transport: Any = engine._transport
         hearing = transport.get_protocol()
-        texts = engine.texts()
+        texts = engine.open_group()
         texts.add(PROMPT, LONG)
-        (order,) = await asyncio.to_thread(receive, played.links[0])
-        played.links[0].sendall(framed(report(order.number, "old")))
+        (order,) = await asyncio.to_thread(receive_message, played.links[0])
+        played.links[0].sendall(frame_message(report(order.number, "old")))
         ((_, part),) = await texts.next()
         assert part.text == "old"
         played.children[0].process.kill()
         assert isinstance(await error_of(texts), EngineRestarting)
         assert engine.restarting
-        assert engine.figures.running == 0
+        assert engine.stats.running == 0
         await until(lambda: len(played.links) == 2)
-        texts.leave()
-        new = engine.texts()
-        played.links[1].sendall(framed(FACTS))
+        texts.cancel()
+        new = engine.open_group()
+        played.links[1].sendall(frame_message(FACTS))
         await until(lambda: not engine.restarting)
         new.add(PROMPT, SHORT)
-        orders = await asyncio.to_thread(receive, played.links[1])
+        orders = await asyncio.to_thread(receive_message, played.links[1])
         number = orders[0].number
-        assert orders == [Add(number, PROMPT, SHORT)]
+        assert orders == [AddRequest(number, PROMPT, SHORT)]
         assert number != order.number
-        hearing.data_received(framed(report(number, "old")))
-        played.links[1].sendall(framed(report(number, "new")))
+        hearing.data_received(frame_message(report(number, "old")))
+        played.links[1].sendall(frame_message(report(number, "new")))
         ((_, part),) = await asyncio.wait_for(new.next(), PATIENCE)
         assert part.text == "new"
         assert engine.restarts == 1
         engine.close()
 
-    def report(number: int, text: str) -> Report:
-        return Report([(number, *Part(1, text, [1]).packed())], None, RUNS, [])
+    def report(number: int, text: str) -> EngineReport:
+        return EngineReport([(number, *OutputDelta(1, text, [1]).to_tuple())], None, RUNS, [])
 
     asyncio.run(serve())
 
@@ -221,31 +223,31 @@ def test_an_engine_that_stops_in_a_process_that_runs_is_replaced_too(
     async def serve() -> None:
         engine = engine_of(played)
         await engine.open()
-        texts = engine.texts()
+        texts = engine.open_group()
         texts.add(PROMPT, LONG)
         texts.add(PROMPT, LONG)
         first, second = (
-            order.number for order in await asyncio.to_thread(receive, played.links[0])
+            order.number for order in await asyncio.to_thread(receive_message, played.links[0])
         )
         failed = StepFailed(ValueError("secret"))
         parts = [
-            (first, *Part(1, error=failed).packed()),
-            (second, *Part(1, error=EngineStopped("it stopped")).packed()),
+            (first, *OutputDelta(1, error=failed).to_tuple()),
+            (second, *OutputDelta(1, error=EngineStopped("it stopped")).to_tuple()),
         ]
-        report = Report(parts, None, Pulse(9, False, "it stopped, with a secret"), [])
-        played.links[0].sendall(framed(report))
+        report = EngineReport(parts, None, Heartbeat(9, False, "it stopped, with a secret"), [])
+        played.links[0].sendall(frame_message(report))
         errors: dict[int, BaseException | None] = {}
         while len(errors) < 2:
             found = await asyncio.wait_for(texts.next(), PATIENCE)
             errors |= {at: part.error for at, part in found}
         assert str(errors[0]) == str(failed)
         assert type(errors[1]) is EngineRestarting
-        assert str(errors[1]) == "it stopped, with a secret: it is started again"
+        assert str(errors[1]) == "it stopped, with a secret: it is restarting; try again later"
         await until(lambda: len(played.children) == 2)
         engine.close()
 
     asyncio.run(serve())
-    assert capsys.readouterr().err == "test: the engine has stopped: starting it again\n"
+    assert capsys.readouterr().err == "test: the engine has stopped: restarting it\n"
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["while it loads", "before it begins"])
@@ -315,11 +317,13 @@ def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.Monk
     def after(seconds: float, rounds: int | None = None, *, busy: bool = True) -> float:
         clock.now += seconds
         if rounds is not None:
-            engine.hear(played.children[0], Report([], None, Pulse(rounds, busy, None), []))
+            engine.handle_report(
+                played.children[0], EngineReport([], None, Heartbeat(rounds, busy, None), [])
+            )
         return engine.stalled_s
 
     assert after(1000) == 0  # idle
-    texts = engine.texts()
+    texts = engine.open_group()
     texts.add(PROMPT, LONG)
     assert after(9) == 9  # not a word
     assert after(50, 0) == 0
@@ -329,9 +333,9 @@ def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.Monk
     assert after(3, 2) == 0
     assert after(4, 2, busy=False) == 0
     assert after(2, 2) == 2
-    texts.leave()
+    texts.cancel()
     assert after(100) == 0
-    engine.texts().add(PROMPT, LONG)
+    engine.open_group().add(PROMPT, LONG)
     assert after(1) == 1
 
 
@@ -346,7 +350,7 @@ def test_a_step_that_hangs_is_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
         return step()
 
     class Reads:
-        gone = False
+        is_closed = False
 
         def put(self, news: Any) -> bool:
             ended.extend(each for _, each in news if each.finish_reason is not None)
@@ -354,10 +358,10 @@ def test_a_step_that_hangs_is_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(llm.engine, "step", hang)
     thread, ended = EngineThread(llm), list[Any]()
-    assert (thread.busy, thread.stopped) == (False, None)
-    thread.submit(Listener(Reads()), "a", SHORT, llm.engine.text_for(SHORT), None)
+    assert (thread.busy, thread.stop_reason) == (False, None)
+    thread.submit(Listener(Reads()), "a", SHORT, llm.engine.new_completion_text(SHORT), None)
     assert begun.wait(PATIENCE)
-    rounds = thread.rounds
+    rounds = thread.num_iterations
     assert thread.busy
     goes_on.set()
     end = time.monotonic() + PATIENCE
@@ -365,22 +369,22 @@ def test_a_step_that_hangs_is_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     thread.close()
-    assert thread.rounds > rounds
-    assert thread.stopped == "the engine was closed"
+    assert thread.num_iterations > rounds
+    assert thread.stop_reason == "the engine was closed"
 
 
 def test_a_text_that_waits_for_its_reader_is_no_stall(driven: Driven) -> None:
     async def paused() -> None:
-        texts = driven.engine.texts()
+        texts = driven.engine.open_group()
         texts.add(PROMPT, LONG)
-        await until(lambda: driven.engine.figures.running)
-        await until(lambda: not driven.engine.figures.running)
+        await until(lambda: driven.engine.stats.running)
+        await until(lambda: not driven.engine.stats.running)
         rounds = driven.engine._rounds
         assert rounds > 0
         before = driven.engine._progress_at
         await until(lambda: driven.engine._progress_at > before + 1.5)  # later messages say it
         assert driven.engine._open
-        texts.leave()
+        texts.cancel()
 
     driven.run(paused())
 
@@ -410,7 +414,9 @@ def test_a_process_that_is_stopped_fails_probes_until_it_goes_on(supervised: Ser
             status, told = ask(supervised.port, "/ready")
             assert status == 503
             reason = json.loads(told)["reason"]
-            assert re.fullmatch(r"the engine has work, and has done no step for \d+ s", reason)
+            assert re.fullmatch(
+                r"the engine is stalled: it has work, but no step for \d+ s", reason
+            )
         finally:
             os.kill(child, signal.SIGCONT)
         for path in ("health", "ready"):
@@ -440,12 +446,14 @@ def test_an_engine_that_is_killed_ends_streams_at_once_and_is_started_again(
         os.kill(child, signal.SIGKILL)
         killed = time.monotonic()
         for stream in streams:
-            with pytest.raises(openai.APIError, match="the engine has ended by SIGKILL") as ended:
+            with pytest.raises(
+                openai.APIError, match="the engine's process ended by SIGKILL"
+            ) as ended:
                 list(stream)
             assert ended.value.code == "engine_restarting"
         assert time.monotonic() - killed < SOON
         assert ask(supervised.port, "/health") == (200, b'{"alive":true}')
-        told = b'{"ready":false,"reason":"the engine is started again"}'
+        told = b'{"ready":false,"reason":"the engine is restarting"}'
         assert ask(supervised.port, "/ready") == (503, told)
         with pytest.raises(openai.InternalServerError) as refusal:
             client.completions.create(**body)
@@ -456,5 +464,5 @@ def test_an_engine_that_is_killed_ends_streams_at_once_and_is_started_again(
         assert figure(supervised, restarts) == 1
         assert not runs(child)
         assert child_of(supervised) != child
-    said = "roseinfer serve: the process of the engine has ended by SIGKILL: starting it again\n"
+    said = "roseinfer serve: the engine's process ended by SIGKILL: restarting it\n"
     assert supervised.said.count(said) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from roseinfer import LLM
 from roseinfer.engine_client import child
-from roseinfer.engine_client.protocol import Facts
-from roseinfer.engine_client.subprocess_client import EngineChild, framed
+from roseinfer.engine_client.protocol import EngineInfo
+from roseinfer.engine_client.subprocess_client import EngineProcess, frame_message
 from roseinfer.errors import ConfigError
 
 
@@ -23,16 +23,16 @@ class Breaks:
 
 
 def test_one_that_cannot_be_sent() -> None:
-    facts = Facts.of(LLM("tiny", device="cpu", kv_cache_tokens=64))
-    assert child._as_sent(facts)
-    with pytest.raises(ConfigError, match=r"tokenizer cannot go .*lambda.*AsyncLLM"):
-        child._as_sent(replace(facts, tokenizer=lambda: None))
+    info = EngineInfo.of(LLM("tiny", device="cpu", kv_cache_tokens=64))
+    assert child._as_sent(info)
+    with pytest.raises(ConfigError, match=r"tokenizer: cannot be sent .*lambda.*AsyncLLM"):
+        child._as_sent(replace(info, tokenizer=lambda: None))
 
 
 def test_one_that_cannot_be_made_again() -> None:
     process: Any = None  # nobody asks how it ended
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(framed(Breaks()))
+        theirs.sendall(frame_message(Breaks()))
         with pytest.raises(ConfigError, match=r"ValueError: .*no number.*AsyncLLM"):
-            EngineChild(process, ours).loaded()
+            EngineProcess(process, ours).wait_until_loaded()

@@ -40,7 +40,7 @@ Row = tuple[int, int, int]
 """A token, its position, and what its logits' bits add up to."""
 POSITIONS = 1024
 NUM_REQUESTS = 20
-BY_SIZE = (AttentionPath.PROMPTS, AttentionPath.ROWS, EnginePath.PAIRED)
+BY_SIZE = (AttentionPath.PREFILL_CUDA, AttentionPath.APPEND_AND_ATTEND_CUDA, EnginePath.PAIRED_GEMM)
 """The kernels that take a size, and a GPU of compute capability 9."""
 _HEADS = {"llama": (8, 2), "gpt2": (4, 4), "mixtral": (8, 2)}
 _NETWORKS: dict[str, tuple[Any, Any]] = {
@@ -97,8 +97,8 @@ def rows_computed(llm: LLM) -> Iterator[set[Row]]:
 
     What a model tries in caches of its own is none of the requests'.
     """
-    model: Any = llm.engine.sessions.model
-    kv = llm.engine.sessions.attention.kv
+    model: Any = llm.engine.sequence_runner.model
+    kv = llm.engine.sequence_runner.attention.kv
     compute, seen = model.logits, set[Row]()
     found: list[torch.Tensor] = []
     width = model.shape.vocab_size
@@ -129,9 +129,9 @@ def rows_computed(llm: LLM) -> Iterator[set[Row]]:
 def at_every_size() -> Iterator[None]:
     """Let the kernels that take a size run without it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paired, "_FEWEST_TILES", 1)
-        patch.setattr(prefill_attention, "_FEWEST_TILES", 0)
-        patch.setattr(decode_attention, "_FEWEST_PROGRAMS", 1)
+        patch.setattr(paired, "_MIN_TILES", 1)
+        patch.setattr(prefill_attention, "_MIN_TILES", 0)
+        patch.setattr(decode_attention, "_MIN_PROGRAMS", 1)
         yield
 
 

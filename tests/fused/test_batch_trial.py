@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from roseinfer.models.fused_checks import same_bits_in_any_batch
+from roseinfer.models.fused_checks import is_batch_invariant
 
 
 class Rows:
@@ -33,14 +33,14 @@ class Rows:
             wrong[self._wrong_row, 1] += 2**-20
         for layer in range(2):
             key = (wrong if self._wrong_layer == layer else made)[:, None]
-            attention.attend_new(layer, made.view(-1, 1, 2), key, made.view(-1, 1, 2))
+            attention.store_and_attend(layer, made.view(-1, 1, 2), key, made.view(-1, 1, 2))
         made = wrong if self._wrong_layer is None else made
         return made if last_rows is None else made[last_rows]
 
 
 def test_sizes_up_to_the_largest_batch_are_tried() -> None:
     model: Any = Rows()
-    assert same_bits_in_any_batch(model, 300)
+    assert is_batch_invariant(model, 300)
     assert {1, 2, 16, 17, 65, 128, 257, 300} <= set(model.sizes)
     assert max(model.sizes) == 300
 
@@ -50,17 +50,17 @@ def test_sizes_up_to_the_largest_batch_are_tried() -> None:
 )
 def test_a_row_that_differs_in_its_last_bit_is_found(size: int, row: int) -> None:
     model: Any = Rows(wrong_from=size, wrong_row=row)
-    assert not same_bits_in_any_batch(model, 2112)
+    assert not is_batch_invariant(model, 2112)
 
 
 def test_some_logits_of_the_largest_batches_are_compared() -> None:
     model: Any = Rows(wrong_from=4000, wrong_row=62)
-    assert not same_bits_in_any_batch(model, 4000)
-    assert same_bits_in_any_batch(model, 3999)
+    assert not is_batch_invariant(model, 4000)
+    assert is_batch_invariant(model, 3999)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_any_row_whose_keys_differ_is_found(layer: int) -> None:
     """Logits are rounded, and a layer's difference may be gone in those of the rows looked at."""
     model: Any = Rows(wrong_from=1000, wrong_row=501, wrong_layer=layer)
-    assert not same_bits_in_any_batch(model, 2112)
+    assert not is_batch_invariant(model, 2112)

@@ -39,7 +39,7 @@ def test_nothing_is_computed_for_tokens_that_nobody_asks_for(
     assert engine.path_counts[AttentionPath.DECODE_TRITON] == 1
 
     _, other = made(kin, device)
-    monkeypatch.setattr(TritonAttention, "ends_alone", lambda *_: False)
+    monkeypatch.setattr(TritonAttention, "can_attend_last_tokens", lambda *_: False)
     same_sessions, all_logits = other.prefill(PROMPTS)
     assert other.path_counts[AttentionPath.CHUNK_TRITON] == layers
     assert_close(logits, all_logits)
@@ -52,8 +52,8 @@ def test_nothing_is_computed_for_tokens_that_nobody_asks_for(
 @pytest.mark.parametrize("kin", KIN)
 def test_all_is_computed_where_each_token_is_asked_for(device: str, kin: str) -> None:
     model, engine = made(kin, device)
-    sessions = [engine.empty(list(prompt)) for prompt in PROMPTS]
-    logits = engine.extend(sessions, in_full={2})
+    sessions = [engine.new_cached_sequence(list(prompt)) for prompt in PROMPTS]
+    logits = engine.extend(sessions, with_all_logits={2})
     every = [PROMPTS[0], PROMPTS[1], *(PROMPTS[2][: end + 1] for end in range(len(PROMPTS[2])))]
     assert_close(logits, by_transformers(model, every))
     assert engine.path_counts[AttentionPath.CHUNK_TRITON] == engine.model.shape.num_layers
@@ -64,7 +64,9 @@ def test_all_is_computed_where_each_token_is_asked_for(device: str, kin: str) ->
 def test_a_backend_may_attend_from_all(
     device: str, kin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AttentionBackend, "ends_alone", lambda _, rows: rows is not None)
+    monkeypatch.setattr(
+        AttentionBackend, "can_attend_last_tokens", lambda _, rows: rows is not None
+    )
     model, made_for = made(kin, device)
     engine = SequenceRunner(made_for.model, made_for.kv, attention="reference")
     _, logits = engine.prefill(PROMPTS)
@@ -77,6 +79,6 @@ def test_one_token_each_in_front_of_prompts(device: str) -> None:
     sessions, _ = engine.prefill(PROMPTS[:2])
     for session in sessions:
         session.token_ids.append(11)
-    sessions.append(engine.empty(list(PROMPTS[2])))
+    sessions.append(engine.new_cached_sequence(list(PROMPTS[2])))
     logits = engine.extend(sessions)
     assert_close(logits, by_transformers(model, [each.token_ids for each in sessions]))

@@ -12,15 +12,15 @@ from torch.nn.functional import silu
 
 from roseinfer.kernels.triton import experts as visits_module
 from roseinfer.kernels.triton.experts import (
-    MOST_ROWS,
-    choose_experts,
-    visit_gated,
-    visit_weighed,
-    visits_of,
+    MAX_ROWS,
+    expert_down,
+    expert_gate_up,
+    route_rows,
+    select_experts,
 )
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.triton.experts import Visits
+    from roseinfer.kernels.triton.experts import ExpertRouting
 
 FAR = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 every_dtype = pytest.mark.parametrize("dtype", FAR, ids=str)
@@ -35,20 +35,20 @@ def chosen(rows: int, experts: int, most: int) -> torch.Tensor:
 
 
 @every_dtype
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("experts", "most"), [(4, 2), (60, 6), (128, 8), (5, 5), (1, 1)])
 def test_the_likeliest_are_chosen(
-    device: str, experts: int, most: int, shared: bool, dtype: torch.dtype
+    device: str, experts: int, most: int, renormalize: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(experts)
     parts = torch.randint(-12, 12, (3, 9, experts), device=device) / 4  # nothing to round
-    got, weights = choose_experts(parts, parts.to(dtype), most, dtype, shared=shared)
+    got, weights = select_experts(parts, parts.to(dtype), most, dtype, renormalize=renormalize)
     logits = parts.sum(0).to(dtype)
     want = logits.float().softmax(-1)
     top = want.topk(most, -1).values
     torch.testing.assert_close(want.gather(1, got.long()), top, atol=1e-6, rtol=1e-5)
     assert all(len({*row}) == most for row in got.tolist())
-    counts = top / top.sum(-1, keepdim=True) if shared else top
+    counts = top / top.sum(-1, keepdim=True) if renormalize else top
     assert weights.dtype is dtype
     far = torch.finfo(dtype).eps  # the interpreter cuts off where a GPU rounds
     torch.testing.assert_close(weights.float(), counts.to(dtype).float(), atol=1e-6, rtol=far)
@@ -60,9 +60,9 @@ def test_a_row_of_no_numbers_chooses_experts_that_there_are(
     device: str, bad: str, where: slice
 ) -> None:
     parts = torch.randn(1, 3, 5, device=device)
-    alone, _ = choose_experts(parts, parts, 4, torch.float32, shared=True)
+    alone, _ = select_experts(parts, parts, 4, torch.float32, renormalize=True)
     parts[0, 1, where] = float(bad)
-    found, _ = choose_experts(parts, parts, 4, torch.float32, shared=True)
+    found, _ = select_experts(parts, parts, 4, torch.float32, renormalize=True)
     assert all({*row} < {*range(5)} and len({*row}) == 4 for row in found.tolist())
     assert torch.equal(found[[0, 2]], alone[[0, 2]])
 
@@ -70,7 +70,7 @@ def test_a_row_of_no_numbers_chooses_experts_that_there_are(
 # ---------------------------------------------------------------------- who goes where
 
 
-def tiles_of(visits: Visits) -> list[tuple[int, list[int]]]:
+def tiles_of(visits: ExpertRouting) -> list[tuple[int, list[int]]]:
     """Return the expert of every tile that there is, and its visits."""
     return [
         (expert, visits.order[begin:end].tolist())
@@ -90,9 +90,9 @@ def test_every_visit_is_in_one_tile_of_its_expert(
     if crowded:
         found = torch.arange(most, dtype=torch.int32).expand(rows, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(visits_module, "MOST_ROWS", 0)
+        patch.setattr(visits_module, "MAX_ROWS", 0)
         patch.setattr(visits_module, "_TILE_R", 4)
-        tiles = tiles_of(visits_of(found, experts))
+        tiles = tiles_of(route_rows(found, experts))
     every = [visit for _, visits in tiles for visit in visits]
     assert sorted(every) == [*range(rows * most)]
     for expert, visits in tiles:
@@ -111,25 +111,25 @@ class Layer:
         around = torch.full((rows + 2, WIDTH + 2), float("nan"), device=device, dtype=dtype)
         around[1:-1, :WIDTH] = torch.randn(rows, WIDTH)
         self.x = around[1:-1, :WIDTH]
-        self.gates_and_ups = torch.randn(experts, 2 * INNER, WIDTH, device=device) / WIDTH**0.5
+        self.gate_up_weight = torch.randn(experts, 2 * INNER, WIDTH, device=device) / WIDTH**0.5
         self.down = torch.randn(experts, WIDTH, INNER, device=device) / INNER**0.5
-        self.gates_and_ups, self.down = self.gates_and_ups.to(dtype), self.down.to(dtype)
+        self.gate_up_weight, self.down = self.gate_up_weight.to(dtype), self.down.to(dtype)
         self.experts = chosen(rows, experts, most).to(device)
         self.weights = torch.rand(rows, most, device=device)
         self.far = FAR[dtype]
         idle = torch.ones(experts, dtype=torch.bool, device=device)
         idle[self.experts.flatten().long()] = False
-        self.gates_and_ups[idle] = float("nan")
+        self.gate_up_weight[idle] = float("nan")
         self.down[idle] = float("nan")
 
     def parts(self) -> torch.Tensor:
-        visits = visits_of(self.experts, len(self.down))
-        inner = visit_gated(self.x, self.gates_and_ups, visits)
-        return visit_weighed(inner, self.down, self.weights, visits)
+        visits = route_rows(self.experts, len(self.down))
+        inner = expert_gate_up(self.x, self.gate_up_weight, visits)
+        return expert_down(inner, self.down, self.weights, visits)
 
     def truth(self) -> torch.Tensor:
         x, at = self.x.double(), self.experts.long()
-        both = torch.einsum("rw,rmow->rmo", x, self.gates_and_ups.double()[at])
+        both = torch.einsum("rw,rmow->rmo", x, self.gate_up_weight.double()[at])
         gates, ups = both.chunk(2, -1)
         out = torch.einsum("rmo,rmwo->mrw", silu(gates) * ups, self.down.double()[at])
         return out * self.weights.double().T[..., None]
@@ -138,7 +138,7 @@ class Layer:
 @every_dtype
 @pytest.mark.parametrize(
     ("rows", "experts", "most"),
-    [(1, 4, 2), (3, 40, 3), (17, 40, 2), (MOST_ROWS, 5, 3), (MOST_ROWS + 1, 5, 3), (70, 90, 1)],
+    [(1, 4, 2), (3, 40, 3), (17, 40, 2), (MAX_ROWS, 5, 3), (MAX_ROWS + 1, 5, 3), (70, 90, 1)],
 )
 def test_rows_visit_their_experts(
     device: str, rows: int, experts: int, most: int, dtype: torch.dtype

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.checks import alike
+from roseinfer.models.checks import is_close
 from roseinfer.models.families import fused_family
-from roseinfer.models.fused_checks import _OneText, agrees_with_its_modules
+from roseinfer.models.fused_checks import _SingleSequenceAttention, matches_modules
 from roseinfer.models.loading import load
 from roseinfer.models.tiny import tiny_gpt2
 from tests.engine.families import scaled_up
@@ -65,7 +65,7 @@ def test_an_adapter_is_not_left_out(
 ) -> None:
     with pytest.raises(ConfigError, match="fused_model=True: the fused kernels for"):
         LLM(adapted(device, name), device=device, fused_model=True)
-    monkeypatch.setattr(EngineConfig, "wants", lambda _, switch, __: switch == "fused_model")
+    monkeypatch.setattr(EngineConfig, "is_enabled", lambda _, switch, __: switch == "fused_model")
     with caplog.at_level(logging.WARNING):
         loaded = load(adapted(device, name), EngineConfig(), device=device)
     assert EnginePath.FUSED not in loaded.model.paths
@@ -97,15 +97,15 @@ def family_with_experts(model: Any) -> Any:
 def test_near_ties_between_experts_decide_nothing(device: str) -> None:
     """Left to themselves, the modules send some token to another expert, and part from there."""
     fused = family_with_experts(many_experts(device))
-    assert agrees_with_its_modules(fused)
+    assert matches_modules(fused)
     exact = family_with_experts(many_experts("cpu").float())
     rounded = family_with_experts(many_experts("cpu"))
     tokens, positions = torch.arange(4) + 1, torch.arange(4)
     alone = [
-        CausalModel.logits(each, tokens, positions, None, _OneText(each.traits))
+        CausalModel.logits(each, tokens, positions, None, _SingleSequenceAttention(each.traits))
         for each in (exact, rounded)
     ]
-    assert not alike(alone[0].bfloat16(), alone[1])
+    assert not is_close(alone[0].bfloat16(), alone[1])
 
 
 @pytest.mark.parametrize("wrong", ["the router", "gates", "what comes out", "weights"])
@@ -115,9 +115,9 @@ def test_experts_that_are_wrong_are_not_near_ties(device: str, wrong: str) -> No
     own = layer.mlp
     changed = {
         "the router": {"router": own.router.roll(1, 0)},
-        "gates": {"gates_and_ups": own.gates_and_ups.roll(1, 0)},
+        "gates": {"gate_up_weight": own.gate_up_weight.roll(1, 0)},
         "what comes out": {"down": own.down.roll(1, 0)},
-        "weights": {"shared": not own.shared},
+        "weights": {"renormalize": not own.renormalize},
     }
     fused._layers[2] = replace(layer, mlp=replace(own, **changed[wrong]))
-    assert not agrees_with_its_modules(fused)
+    assert not matches_modules(fused)

@@ -11,7 +11,7 @@ import transformers
 
 from roseinfer import LLM, EnginePath
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.families import fused_family, gpt2, register
+from roseinfer.models.families import fused_family, gpt2, register_family
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
 from tests.fused.runners import assert_close, by_transformers, fused
@@ -39,7 +39,7 @@ def test_more_rows_than_are_read_for_once(
     device: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(gpt2, "MOST_ROWS", most)
+    monkeypatch.setattr(gpt2, "MAX_ROWS", most)
     network = tiny("gpt2", device)
     _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
     assert_close(logits, by_transformers(network, PROMPTS))
@@ -96,17 +96,17 @@ def test_other_models_do_not_fit(device: str) -> None:
 def test_another_family_registers_itself(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roseinfer.models.families._FAMILIES", {})
 
-    @register("LlamaForCausalLM")
+    @register_family("LlamaForCausalLM")
     class Family(CausalModel):
         paths = (EnginePath.FUSED,)
 
         @staticmethod
-        def fits(model: Any) -> bool:
+        def is_supported(model: Any) -> bool:
             return bool(model.config.hidden_act == "silu")
 
     network = deepcopy(tiny("llama", device))
     assert fused_family(variant()) is None
     llm = LLM(network, device=device, fused_model=True, kv_cache_tokens=64)
-    assert type(llm.engine.sessions.model) is Family
+    assert type(llm.engine.sequence_runner.model) is Family
     network.config.hidden_act = "relu"
     assert fused_family(network) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer import SamplingBatch, SamplingParams
-from roseinfer.kernels.triton.greedy import advance_to_likeliest
+from roseinfer.kernels.triton.greedy import argmax_and_advance
 from roseinfer.sampling.logprobs import rows_without_a_distribution
 
 INF, NAN = float("inf"), float("nan")
@@ -15,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 def advance(logits: torch.Tensor, lengths: torch.Tensor, active: torch.Tensor) -> list[list[int]]:
     """Return what was chosen, and the tokens to go on with."""
     chosen, tokens = torch.full((2, len(logits)), -7, device=logits.device)
-    advance_to_likeliest(logits, chosen, tokens, lengths, active)
+    argmax_and_advance(logits, chosen, tokens, lengths, active)
     return [chosen.tolist(), tokens.tolist()]
 
 
@@ -24,7 +24,7 @@ def check(logits: torch.Tensor) -> list[int]:
     rows = len(logits)
     greedy = SamplingBatch.of([SamplingParams(temperature=0)] * rows, [0] * rows, logits.device)
     nowhere = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    want = greedy.choose(logits, nowhere)
+    want = greedy.sample_tokens(logits, nowhere)
     want = torch.where(rows_without_a_distribution(logits), -1, want)
     chosen, tokens = advance(logits, nowhere.clone(), nowhere)
     assert chosen == want.tolist()

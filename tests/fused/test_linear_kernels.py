@@ -7,18 +7,18 @@ import torch
 from torch.nn.functional import gelu as torch_gelu
 
 from roseinfer.kernels.triton.linear import (
-    cut_evenly,
     gelu,
     linear,
-    linear_in_parts,
-    multiply_in_parts,
-    num_parts,
+    num_k_splits,
+    split_k_linear,
+    split_k_matmul,
+    splits_evenly,
 )
 from roseinfer.kernels.triton.streamed import (
-    linear_gated,
-    multiply_gated,
+    silu_and_mul,
+    stream_gate_up,
     stream_linear,
-    stream_linear_in_parts,
+    stream_linear_split_k,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -111,9 +111,9 @@ def test_the_same_activation_behind_a_product_of_many_rows(device: str, dtype: t
 @every_dtype
 def test_many_rows_in_the_same_parts(device: str, dtype: torch.dtype) -> None:
     layer = Layer(device, 20, 768, 70, dtype=dtype)
-    parts = num_parts(768, 70, 1)
-    assert (parts, cut_evenly(768, parts), cut_evenly(700, 2)) == (6, True, False)
-    few, many = (f(layer.x, layer.weight, parts) for f in (linear_in_parts, multiply_in_parts))
+    parts = num_k_splits(768, 70, 1)
+    assert (parts, splits_evenly(768, parts), splits_evenly(700, 2)) == (6, True, False)
+    few, many = (f(layer.x, layer.weight, parts) for f in (split_k_linear, split_k_matmul))
     assert few.shape == many.shape == (6, 20, 70)
     torch.testing.assert_close(many, few, atol=1e-5, rtol=1e-5)
 
@@ -123,8 +123,8 @@ def test_many_rows_in_the_same_parts(device: str, dtype: torch.dtype) -> None:
 def test_odd_sizes(device: str, inputs: int, outputs: int, transposed: bool) -> None:
     layer = Layer(device, 2, inputs, outputs, transposed=transposed)
     layer.check(linear(layer.x, layer.weight), layer.truth)
-    parts = num_parts(inputs, outputs, 2)
-    layer.check(linear_in_parts(layer.x, layer.weight, parts).sum(0), layer.truth)
+    parts = num_k_splits(inputs, outputs, 2)
+    layer.check(split_k_linear(layer.x, layer.weight, parts).sum(0), layer.truth)
 
 
 @pytest.mark.parametrize("outputs", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1])
@@ -138,7 +138,7 @@ def test_a_vocabulary(device: str, outputs: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_parts_add_up(device: str, rows: int, dtype: torch.dtype) -> None:
     layer = Layer(device, rows, 300, 70, dtype=dtype)
-    parts = linear_in_parts(layer.x, layer.weight, num_parts(300, 70, rows))
+    parts = split_k_linear(layer.x, layer.weight, num_k_splits(300, 70, rows))
     assert parts.dtype == torch.float32, "they are still to be added"
     assert len(parts) > 1
     layer.check(parts.sum(0), layer.truth)
@@ -149,9 +149,9 @@ def test_parts_of_any_number_of_tiles(
     device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part has as many tiles as the launcher allows, and the last tile is not full."""
-    monkeypatch.setattr("roseinfer.kernels.triton.linear._PROGRAMS_WANTED", 1)
+    monkeypatch.setattr("roseinfer.kernels.triton.linear._TARGET_PROGRAMS", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
-    parts = linear_in_parts(layer.x, layer.weight, num_parts(tiles * 128 - 5, 20, 2))
+    parts = split_k_linear(layer.x, layer.weight, num_k_splits(tiles * 128 - 5, 20, 2))
     assert len(parts) >= tiles / 4
     layer.check(parts.sum(0), layer.truth)
 
@@ -169,7 +169,7 @@ def test_a_streamed_layer(device: str, rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("inputs", [1024, 1300])
 def test_a_streamed_layer_in_parts(device: str, inputs: int, dtype: torch.dtype) -> None:
     layer = Layer(device, 17, inputs, 70, dtype=dtype, transposed=True)
-    parts = stream_linear_in_parts(layer.x, layer.weight.T)
+    parts = stream_linear_split_k(layer.x, layer.weight.T)
     assert (len(parts), parts.dtype) == (2, torch.float32)
     layer.check(parts.sum(0), layer.truth)
 
@@ -178,7 +178,7 @@ def test_a_streamed_layer_in_parts(device: str, inputs: int, dtype: torch.dtype)
 def test_a_streamed_layer_of_odd_sizes(device: str, inputs: int, outputs: int) -> None:
     layer = Layer(device, 2, inputs, outputs, transposed=True)
     layer.check(stream_linear(layer.x, layer.weight.T), layer.truth)
-    layer.check(stream_linear_in_parts(layer.x, layer.weight.T).sum(0), layer.truth)
+    layer.check(stream_linear_split_k(layer.x, layer.weight.T).sum(0), layer.truth)
 
 
 @every_dtype
@@ -186,7 +186,7 @@ def test_a_streamed_layer_of_odd_sizes(device: str, inputs: int, outputs: int) -
 def test_gates_and_ups(device: str, rows: int, dtype: torch.dtype) -> None:
     layer = Layer(device, rows, 300, 160, dtype=dtype, transposed=True)
     gates, ups = layer.truth.chunk(2, 1)
-    layer.check(linear_gated(layer.x, layer.weight.T), torch.nn.functional.silu(gates) * ups)
+    layer.check(stream_gate_up(layer.x, layer.weight.T), torch.nn.functional.silu(gates) * ups)
 
 
 @every_dtype
@@ -198,8 +198,8 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(device: str, dtype: torch
     weight = layer.weight.T
     for compute in (
         stream_linear,
-        lambda x, w: stream_linear_in_parts(x, w).transpose(0, 1),
-        linear_gated,
+        lambda x, w: stream_linear_split_k(x, w).transpose(0, 1),
+        stream_gate_up,
     ):
         all_of_them = compute(layer.x, weight)
         for first, count in ((0, 1), (5, 1), (63, 1), (3, 16), (7, 17), (20, 40)):
@@ -212,4 +212,4 @@ def test_more_rows_than_some_axes_of_a_grid_count(device: str) -> None:
         pytest.skip("the interpreter takes a minute, and has no such bound")
     both = torch.randn(70_000, 16, device=device)
     gates, ups = both.chunk(2, 1)
-    torch.testing.assert_close(multiply_gated(both), torch.nn.functional.silu(gates) * ups)
+    torch.testing.assert_close(silu_and_mul(both), torch.nn.functional.silu(gates) * ups)

@@ -107,7 +107,7 @@ def test_more_rows_than_are_read_for_once(
     device: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(layers, "MOST_ROWS", most)
+    monkeypatch.setattr(layers, "MAX_ROWS", most)
     model = network("qwen2", device)
     _, logits = fused(FusedLlama, device, model).prefill(PROMPTS)
     assert_close(logits, by_transformers(model, PROMPTS))
@@ -124,10 +124,10 @@ def test_products_that_are_added_where_they_are_made(
         added.append(by)
         residual += by[1] * (x @ weight.T)
 
-    monkeypatch.setattr(layers, "MOST_ROWS", 1)
-    monkeypatch.setattr(layers, "cut_evenly", lambda *_: True)
-    monkeypatch.setattr(layers, "adds_product", lambda *_: True)
-    monkeypatch.setattr(layers, "add_product", add)
+    monkeypatch.setattr(layers, "MAX_ROWS", 1)
+    monkeypatch.setattr(layers, "splits_evenly", lambda *_: True)
+    monkeypatch.setattr(layers, "can_add_paired_gemm", lambda *_: True)
+    monkeypatch.setattr(layers, "add_paired_gemm", add)
     model = network(kin, device)
     engine = fused(FusedLlama, device, model)
     engine.model.batch_invariant = True
@@ -147,7 +147,7 @@ def test_products_in_parts(
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
     x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
-    got = layers.in_parts(x, weight, always=always)
+    got = layers.split_k_gemm(x, weight, always=always)
     assert got.shape == (parts, rows, 40)
     far = 2e-5 if dtype is torch.float32 else 3e-2
     want = x.double() @ weight.double().T
@@ -184,7 +184,7 @@ def test_weights_are_stored_once() -> None:
 )
 def test_variants_do_not_fit(settings: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**SHAPE, **settings})
-    assert not FusedLlama.fits(transformers.AutoModelForCausalLM.from_config(config))
+    assert not FusedLlama.is_supported(transformers.AutoModelForCausalLM.from_config(config))
 
 
 def test_a_model_with_experts_that_cuts_queries_off_does_not_fit() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from roseinfer.kernels.triton.norm import (
-    add_behind_rms_norm,
     add_rms_norm,
     embed_rms_norm,
     rms_norm,
+    rms_norm_then_add,
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -57,13 +57,13 @@ def test_what_is_added_is_normed_before(
 ) -> None:
     residual, added, gain = drawn(width, parts, device, dtype)
     want = residual.double() + normed(added.double().sum(0), gain)
-    add_behind_rms_norm(residual, added, gain, EPSILON)
+    rms_norm_then_add(residual, added, gain, EPSILON)
     assert_close(residual, want)
 
 
 def test_rows_that_lie_apart(device: str) -> None:
     """What lies between the rows is neither read nor written."""
-    for add in (add_rms_norm, add_behind_rms_norm):
+    for add in (add_rms_norm, rms_norm_then_add):
         residual, added, gain = drawn(6, 2, device, torch.float32)
         wide = torch.full((5, 20), float("nan"), device=device)
         apart = torch.full((2, 5, 9), float("nan"), device=device)

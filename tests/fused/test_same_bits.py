@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from roseinfer import LLM, ConfigError, EnginePath, SamplingParams
-from roseinfer.bench.speculation import repeating
+from roseinfer.bench.speculation import make_repetitive
 from roseinfer.kernels.cuda.decode_attention import RowSizes
 from roseinfer.kernels.cuda.paired import PairedSizes
 from roseinfer.kernels.cuda.prefill_attention import PromptSizes
-from roseinfer.kernels.cuda.streamed import Tiles
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
-from roseinfer.kernels.cuda.toolchain import loaded
+from roseinfer.kernels.cuda.streamed import GemmTiles
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
+from roseinfer.kernels.cuda.toolchain import compile_and_load
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.triton import decode_attention
 from roseinfer.models import fused_checks, loading
@@ -87,8 +87,8 @@ def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
         pytest.skip("this is about a GPU")
     paths = Counter[str]()
     assert list(same_bits.differing(same_bits.model_of(kin), MIXES, 1, paths)) == []
-    if has_warpgroups(torch.device("cuda", 0), torch.bfloat16):
-        without = set() if kin == "llama" else {EnginePath.PAIRED}  # its MLP is none for pairs
+    if supports_wgmma(torch.device("cuda", 0), torch.bfloat16):
+        without = set() if kin == "llama" else {EnginePath.PAIRED_GEMM}  # its MLP is none for pairs
         assert {path for path in same_bits.BY_SIZE if paths[path]} == {*same_bits.BY_SIZE} - without
 
 
@@ -114,7 +114,10 @@ def test_drafted_texts_and_their_log_probabilities(device: str, kin: str) -> Non
     told = []
     for speculation in (None, "ngram"):
         llm = LLM(
-            repeating(same_bits.model_of(kin)), device=device, **EXACT, speculation=speculation
+            make_repetitive(same_bits.model_of(kin)),
+            device=device,
+            **EXACT,
+            speculation=speculation,
         )
         outputs = llm.generate(REPEATING, TOLD, progress=False)
         told.append([(each.token_ids, each.logprobs) for each in outputs])
@@ -185,7 +188,7 @@ BY_WARPGROUPS: dict[str, tuple[type, str, str]] = {
         "further(rows, (k ^ 1) * 32), b = further(weights, (k ^ 1) * 32)",
     ),
     "few rows: another order": (
-        Tiles,
+        GemmTiles,
         "k % 4 * 32,\n                                        rows + k / 4 * OF_ROWS + k % 4 * 32",
         "(k ^ 1) % 4 * 32,\n                 rows + k / 4 * OF_ROWS + (k ^ 1) % 4 * 32",
     ),
@@ -195,9 +198,9 @@ BY_WARPGROUPS: dict[str, tuple[type, str, str]] = {
 
 @pytest.fixture
 def compiled_anew() -> Iterator[None]:
-    loaded.cache_clear()
+    compile_and_load.cache_clear()
     yield
-    loaded.cache_clear()
+    compile_and_load.cache_clear()
 
 
 @on_a_gpu
@@ -207,7 +210,7 @@ def test_wrong_arithmetic_of_warpgroups_is_found(
     device: str, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trials that a model is put to when it is loaded, which may find it too, are left out."""
-    if device != "cuda" or not has_warpgroups(torch.device("cuda", 0), torch.bfloat16):
+    if device != "cuda" or not supports_wgmma(torch.device("cuda", 0), torch.bfloat16):
         pytest.skip("this is about a GPU with warpgroups")
     sizes, find, replace = BY_WARPGROUPS[bug]
     source: Any = sizes.source  # type: ignore[attr-defined]
@@ -218,7 +221,7 @@ def test_wrong_arithmetic_of_warpgroups_is_found(
         return text.replace(find, replace)
 
     monkeypatch.setattr(sizes, "source", wrong)
-    for trial in ("same_bits_in_any_batch", "agrees_with_its_modules"):
+    for trial in ("is_batch_invariant", "matches_modules"):
         monkeypatch.setattr(loading, trial, lambda *_: True)
     paths = Counter[str]()
     assert any(same_bits.differing(same_bits.model_of("llama"), MIXES, 2, paths)), paths
@@ -240,19 +243,19 @@ def test_products_that_depend_on_the_rows_are_refused(
     if device != "cuda":
         pytest.skip("this is about a GPU")
     network = same_bits.model_of("llama")
-    settle: Any = loading._settle_batch_invariance
+    settle: Any = loading._decide_batch_invariance
     llm = LLM(network, device=device, kv_cache_tokens=64)
     assert llm.batch_invariant
-    fused = llm.engine.sessions.model
+    fused = llm.engine.sequence_runner.model
     fused.batch_invariant = False
-    assert not fused_checks.same_bits_in_any_batch(fused, 2112), "products of more than 512 rows"
-    monkeypatch.setattr(loading, "same_bits_in_any_batch", lambda *_: False)
-    with pytest.raises(ConfigError, match="batch_invariant=True: matrix products of torch"):
+    assert not fused_checks.is_batch_invariant(fused, 2112), "products of more than 512 rows"
+    monkeypatch.setattr(loading, "is_batch_invariant", lambda *_: False)
+    with pytest.raises(ConfigError, match="batch_invariant=True: torch's GEMMs"):
         settle(fused, llm.config.__class__(batch_invariant=True))
     with caplog.at_level("WARNING"):
         llm = LLM(network, device=device, kv_cache_tokens=64)
     assert not llm.batch_invariant
-    assert "matrix products of torch" in caplog.text
+    assert "torch's GEMMs" in caplog.text
 
 
 @pytest.mark.parametrize("chosen", [None, False])
@@ -270,6 +273,6 @@ def test_a_model_without_kernels_refuses_it(device: str) -> None:
 
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 def test_a_cpu_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="batch_invariant=True: the kernels keep one order"):
+    with pytest.raises(ConfigError, match="batch_invariant=True: the kernels have one order"):
         LLM("tiny", device="cpu", fused_model=True, batch_invariant=True)
     assert not LLM("tiny", device="cpu", kv_cache_tokens=64).batch_invariant

@@ -58,6 +58,6 @@ def test_tokens_are_the_likeliest(device: str, kin: str) -> None:
         assert shortfall(exact, prompt, output.token_ids) < FAR[model.dtype]
     counts = llm.engine.path_counts
     assert counts[EnginePath.FUSED]
-    assert counts[EnginePath.LIKELIEST]
+    assert counts[EnginePath.FUSED_ARGMAX]
     assert counts[EnginePath.CHUNKED]
     assert counts[EnginePath.PREFIX_HIT]

@@ -100,7 +100,7 @@ def second_token(model: Any, device: str, **config: Any) -> ByteStep:
     config = {"kv_cache_tokens": 512, "block_size": 16, "prefix_cache": False, **config}
     config["pad_head"] = False  # the weights of a padded head are no parameter of the model
     engine = LLM(model, device=device, **config).engine
-    kv = engine.sessions.kv
+    kv = engine.sequence_runner.kv
     running: list[Any] = []
 
     def begin() -> None:
@@ -108,13 +108,13 @@ def second_token(model: Any, device: str, **config: Any) -> ByteStep:
             engine.cancel(request)
         prompts = [[*range(1, length + 1)] for length in CONTEXTS]
         running[:] = [engine.submit(prompt, _LONG) for prompt in prompts]
-        while not all(request.session.stored >= request.prompt_length for request in running):
+        while not all(request.sequence.num_stored >= request.prompt_length for request in running):
             engine.step()
 
     def context_bytes() -> int:
         one = kv.keys[:, 0, :, 0]
         token = 2 * one.numel() * one.element_size()
-        stored: int = sum(request.session.stored for request in running)
+        stored: int = sum(request.sequence.num_stored for request in running)
         return token * stored
 
     step = Step(engine.step, len(CONTEXTS), begin)

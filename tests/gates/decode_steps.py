@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roseinfer.engine.engine import Engine
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.sequence import CachedSequence
 
 REQUESTS = 3
 PROMPTS = [[first + 1, 2, 3] for first in range(REQUESTS)]
@@ -27,7 +27,7 @@ _LONG = SamplingParams(temperature=0, max_new_tokens=90, ignore_eos=True)
 
 def counters(engine: Engine) -> Mapping[str, int]:
     """All that the engine counts itself."""
-    kv = engine.sessions.kv
+    kv = engine.sequence_runner.kv
     return {**kv.work_counts, **kv.path_counts, **engine.path_counts}
 
 
@@ -50,7 +50,7 @@ def boundary(family: str, device: str, **config: Any) -> Step:
         for request in running:
             engine.cancel(request)
         running[:] = _submit(engine)
-        while running[0].session.stored < block:
+        while running[0].sequence.num_stored < block:
             engine.step()
 
     return Step(engine.step, REQUESTS, come_to_the_end_of_a_block, lambda: counters(engine))
@@ -59,9 +59,9 @@ def boundary(family: str, device: str, **config: Any) -> Step:
 def copy_on_write(family: str, device: str, **config: Any) -> Step:
     """A step in which every sequence writes into a block that another one holds too."""
     engine = _warm(family, device, block_size=8, **config)
-    sessions = engine.sessions
-    held: list[InferenceSession] = []
-    forks: list[InferenceSession] = []
+    sessions = engine.sequence_runner
+    held: list[CachedSequence] = []
+    forks: list[CachedSequence] = []
 
     def share() -> None:
         for session in held:
@@ -89,7 +89,10 @@ def _warm(family: str, device: str, **config: Any) -> Engine:
     """An engine that has built all that its steps find ready."""
     config = {"kv_cache_tokens": 512, "prefix_cache": False, **config}
     engine = LLM(tiny(family, device), device=device, **config).engine
-    for ring in (engine.sessions.staging, engine.sessions.kv._mover._staging):
+    for ring in (
+        engine.sequence_runner.staging,
+        engine.sequence_runner.kv._append_executor._staging,
+    ):
         for length, columns in _SHAPES:
             for _ in range(_RING):
                 ring.stage([[0] * length] * columns)

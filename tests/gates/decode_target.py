@@ -47,8 +47,8 @@ def _on_gpu() -> dict[str, Any]:
     source = ModelSource("gpt2", random_weights=True, device=None, dtype=None)
     llm = source.llm({"prefix_cache": False})
     target = _target(llm, requests=64)
-    if importlib.util.find_spec("roseinfer.bench.driving"):
-        from roseinfer.bench.driving import memory_floor
+    if importlib.util.find_spec("roseinfer.bench.driver"):
+        from roseinfer.bench.driver import memory_floor
 
         stored = 64 * (_PROMPT + _TOKENS // 2)
         target["floor_seconds"] = memory_floor(source.skeleton(), llm).seconds(1, stored)
@@ -66,7 +66,7 @@ def _target(llm: LLM, requests: int) -> dict[str, Any]:
         engine.step()
 
     def path_counts() -> Mapping[str, int]:
-        counted = Counter(engine.path_counts) + Counter(engine.sessions.kv.path_counts)
+        counted = Counter(engine.path_counts) + Counter(engine.sequence_runner.kv.path_counts)
         return {str(getattr(path, "value", path)): times for path, times in counted.items()}
 
     return {"step": step, "tokens": requests, "path_counts": path_counts}

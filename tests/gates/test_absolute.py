@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.paired import Plan, Timings, exceeded, measure_alone, update
+from pytest_roseinfer.gates.paired import Plan, Timings, describe_excess, measure_alone, update
 from tests.gates.simulated import READY, SimulatedWorker, quiet
 
 if TYPE_CHECKING:
@@ -31,22 +31,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_it_is_quiet_within_the_tolerance_and_trips_beyond(file: Path) -> None:
-    assert exceeded(timings(1099), file, TEST) == ""
-    assert exceeded(timings(500), file, TEST) == ""
+    assert describe_excess(timings(1099), file, TEST) == ""
+    assert describe_excess(timings(500), file, TEST) == ""
     said = f"a step on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12% more; "
-    assert exceeded(timings(1120), file, TEST).startswith(said)
+    assert describe_excess(timings(1120), file, TEST).startswith(said)
 
 
 def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
-    with pytest.raises(CannotCompare, match="no time of this step on NVIDIA L4, it names NVIDIA H"):
-        exceeded(timings(1000, "NVIDIA L4"), file, TEST)
-    with pytest.raises(CannotCompare, match="it names no GPU"):
-        exceeded(timings(1000), file, "test_speed.py::test_other")
+    with pytest.raises(CannotCompare, match="no time of this step on NVIDIA L4, only on NVIDIA H"):
+        describe_excess(timings(1000, "NVIDIA L4"), file, TEST)
+    with pytest.raises(CannotCompare, match="only on no GPU"):
+        describe_excess(timings(1000), file, "test_speed.py::test_other")
     file.unlink()
     with pytest.raises(
-        CannotCompare, match=r"^--roseinfer-tpot: .*json is not there; .* writes it"
+        CannotCompare, match=r"^--roseinfer-tpot: .*json does not exist; .* writes it"
     ):
-        exceeded(timings(1000), file, TEST)
+        describe_excess(timings(1000), file, TEST)
 
 
 def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tpot.json"
     file.write_text(text)
     with pytest.raises(CannotCompare, match=file.name):
-        exceeded(timings(1000), file, TEST)
+        describe_excess(timings(1000), file, TEST)
     assert file.read_text() == text
 
 

@@ -332,7 +332,7 @@ def test_a_step_that_does_not_repeat_itself_has_no_number() -> None:
 
 
 def test_a_step_without_a_call_of_its_own_has_none() -> None:
-    with pytest.raises(CannotCompare, match="no call of elsewhere: packages="):
+    with pytest.raises(CannotCompare, match="no call of elsewhere; set packages="):
         measure_work(Step(busy, 1), OwnCode(["elsewhere"]), "cpu")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.paired import Look, Plan
+from pytest_roseinfer.gates.paired import InterimAnalysis, Plan
 from tests.gates import experiment
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def test_it_compares_real_processes() -> None:
     """Twice the work, which no machine is busy enough to hide, in as few series as can tell."""
-    plan = Plan(looks=(Look(5, 0.05), Look(20, 0.05)), rounds=2)
+    plan = Plan(interim_analyses=(InterimAnalysis(5, 0.05), InterimAnalysis(20, 0.05)), rounds=2)
     (comparison,) = experiment.comparisons(1, 100, plan)
     assert comparison.verdict.value == "SLOWER"
     assert comparison.ratio > 1.5  # a machine that is busy makes more of it

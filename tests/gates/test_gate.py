@@ -67,7 +67,7 @@ def test_a_worker_hands_over_what_its_controller_judges(
         Sum.of(worker).add(saw)
         assert finish(worker) is pytest.ExitCode.OK
         assert not worker.judged
-        gate.take_over(controller, worker.workeroutput)
+        gate.merge_worker_output(controller, worker.workeroutput)
     assert finish(controller) is pytest.ExitCode.TESTS_FAILED
     assert Sum.of(controller).problems == ["5 is too much"]
     assert (tmp_path / "summary").read_text() == "sum: 5\n5 is too much\n"

@@ -16,9 +16,9 @@ from pytest_roseinfer.gates.bytes_moved import (
     UNKNOWN,
     ByteRecorder,
     StepMemory,
-    counting_replays,
     measure_bytes,
-    noting_captures,
+    record_captures,
+    record_replays,
 )
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.step_work import Launch, Step, compiled_launches
@@ -44,7 +44,7 @@ def recorded(step: Callable[[], object], device: str = "cpu") -> ByteRecorder:
 
 def moved(step: Callable[[], object]) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for by, _, amount in recorded(step).moves:
+    for by, _, amount in recorded(step).accesses:
         assert isinstance(amount, int)
         counts[by] += amount
     return dict(counts)
@@ -117,14 +117,14 @@ def test_an_operation_moves_what_its_arguments_say(name: str, inference: bool) -
 
 
 def test_what_lies_on_another_device_is_not_counted() -> None:
-    assert recorded(lambda: ONES + ONES, "cuda").moves == []
+    assert recorded(lambda: ONES + ONES, "cuda").accesses == []
 
 
 def test_operations_that_nothing_is_known_of_are_named() -> None:
     sparse = TABLE.to_sparse()
     found = recorded(lambda: sparse * 2)
     assert dict(found.not_counted) == {"aten::mul": 1}
-    assert found.moves == []
+    assert found.accesses == []
 
 
 # ------------------------------------------------------------------------------------ kernels
@@ -166,15 +166,15 @@ def interpreted(device: str) -> None:
 def test_a_kernel_that_declares_nothing_is_named() -> None:
     found = recorded(sum_rows)
     assert dict(found.not_counted) == {"_sum_rows": 1}
-    assert found.moves == []
+    assert found.accesses == []
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_kernel_moves_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sum_rows.fn, "moves", _moved_of_rows, raising=False)
+    monkeypatch.setattr(_sum_rows.fn, "traffic", _moved_of_rows, raising=False)
     assert moved(sum_rows) == {"_sum_rows": 4 * 4 + 8 * 2 + 4 * 2}
-    monkeypatch.setattr(_sum_rows.fn, "moves", lambda _: {"TILE": 4})
-    with pytest.raises(CannotCompare, match="_sum_rows declares what it moves of 'TILE', which is"):
+    monkeypatch.setattr(_sum_rows.fn, "traffic", lambda _: {"TILE": 4})
+    with pytest.raises(CannotCompare, match="_sum_rows: declares traffic of 'TILE', which is"):
         recorded(sum_rows)
 
 
@@ -228,7 +228,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
 
 def replayed(graph: Graph) -> ByteRecorder:
     recorder = ByteRecorder("cpu")
-    with recorder, counting_replays(recorder):
+    with recorder, record_replays(recorder):
         graph.replay()
     return recorder
 
@@ -237,9 +237,9 @@ def replayed(graph: Graph) -> ByteRecorder:
 def test_a_replay_moves_what_was_captured_with_the_lengths_of_now(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sum_rows.fn, "moves", _moved_of_rows, raising=False)
+    monkeypatch.setattr(_sum_rows.fn, "traffic", _moved_of_rows, raising=False)
     lengths = torch.tensor([0, 0])
-    with noting_captures():
+    with record_captures():
         graph.capture_begin()
         _sum_rows[(2,)](NUMBERS, lengths, OUT, TILE=4)
         torch.add(ONES, ONES, out=OUT)
@@ -248,7 +248,7 @@ def test_a_replay_moves_what_was_captured_with_the_lengths_of_now(
     for filled in (4, 2):
         lengths.fill_(filled)
         amounts = Counter[str]()
-        for by, _, amount in replayed(graph).moves:
+        for by, _, amount in replayed(graph).accesses:
             assert isinstance(amount, int)
             amounts[by] += amount
         assert amounts == {"_sum_rows": 4 * 2 * filled + 8 * 2 + 4 * 2, "add": 2 * WIDTH}
@@ -260,7 +260,7 @@ def test_a_graph_that_was_captured_before_is_named(graph: Graph) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_graph_passes_on_what_is_not_counted(graph: Graph) -> None:
-    with noting_captures():
+    with record_captures():
         graph.capture_begin()
         sum_rows()
         graph.capture_end()
@@ -297,19 +297,22 @@ def test_a_step_is_shared_out_among_weights_cache_and_all_else(tied: bool) -> No
         "keys_and_values": rows + 3 * 16,
         "activations": (16 + rows) + (16 + rows) + 16 + (16 + 2 * rows) + (rows + logits),
     }
-    assert found.least == {
+    assert found.min_bytes == {
         "weights": table + (0 if tied else rows),
         "keys_and_values": 48,
         "activations": 32,
     }
     *_, cache, rest = found.in_words()
-    assert rest.startswith("  all else: 304 bytes, 9.50 times the least of 32")
-    assert cache == "  keys and values: 80 bytes, 1.67 times the least of 48"
+    assert rest.startswith("  all else: 304 bytes, 9.50 times the minimum of 32")
+    assert cache == "  keys and values: 80 bytes, 1.67 times the minimum of 48"
 
 
 def test_a_step_that_reads_no_weights_compares_nothing() -> None:
     memory = StepMemory([torch.ones(3)], [], lambda: 0)
-    with pytest.raises(CannotCompare, match="reads any of weights=; what was not counted: nothing"):
+    with pytest.raises(
+        CannotCompare,
+        match="weights=: no counted operation reads any of them; not counted: nothing",
+    ):
         measure_bytes(Step(lambda: ONES + 1, 1), memory, "cpu")
 
 
@@ -322,7 +325,7 @@ def test_a_cache_that_is_replaced_compares_nothing() -> None:
         cache[0] = torch.cat([cache[0][:2], NEW[:1]])
         (cache[0] * ONES).sum()
 
-    said = r"0 bytes, 0\.00 times the least of 24, and .* replaces tensors that cache= names"
+    said = r"0 bytes, 0\.00 times the minimum of 24, and .* replaces tensors of cache="
     with pytest.raises(CannotCompare, match=said):
         measure_bytes(Step(step, 1), memory, "cpu")
 
@@ -355,5 +358,5 @@ def test_contexts_that_grow_compare_nothing() -> None:
         length[0] += 1
         (TABLE[: length[0]] * ONES).sum()
 
-    with pytest.raises(CannotCompare, match=r"(?s)values, mul: 16 and 24.*before= has to bring"):
+    with pytest.raises(CannotCompare, match=r"(?s)values, mul: 16 and 24.*before= must restore"):
         measure_bytes(Step(step, 1), StepMemory(ONES, [TABLE], lambda: 0), "cpu")

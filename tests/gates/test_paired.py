@@ -16,26 +16,26 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.paired import (
     UNBOUNDED,
     Comparison,
+    InterimAnalysis,
     Interval,
-    Look,
     Plan,
     Progress,
     Timings,
     Verdict,
+    describe_progress,
     median_interval,
     paired_ratio,
-    so_far,
     verdict_of,
 )
 from pytest_roseinfer.gates.paired import compare as compare_sides
-from pytest_roseinfer.gates.timing_report import Timed
+from pytest_roseinfer.gates.timing_report import TimedComparison
 from pytest_roseinfer.gates.worker_process import (
     Ready,
     Side,
     WorkerProcess,
     cpus_for,
     pairs_side_by_side,
-    started_ahead,
+    start_ahead,
 )
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, pairs_of, quiet
 
@@ -74,17 +74,17 @@ def test_what_both_sides_meet_cancels() -> None:
 
 
 def test_a_comparison_ends_as_soon_as_it_is_sure() -> None:
-    assert len(compare(quiet(), 1.0).ratios) == Plan().looks[0].series
+    assert len(compare(quiet(), 1.0).ratios) == Plan().interim_analyses[0].series
     noisy = compare(Machine(1, process_noise=0.2), 1.0)
     assert noisy.verdict is Verdict.UNDECIDED
-    assert len(noisy.ratios) == Plan().looks[-1].series
+    assert len(noisy.ratios) == Plan().interim_analyses[-1].series
 
 
 def test_the_budget_ends_one_that_is_undecided_but_never_the_first_look() -> None:
     hours = iter(range(0, 10**9, 3600))
     comparison = compare(Machine(1, process_noise=0.2), 1.0, clock=lambda: float(next(hours)))
     assert comparison.verdict is Verdict.UNDECIDED
-    assert len(comparison.ratios) == Plan().looks[0].series
+    assert len(comparison.ratios) == Plan().interim_analyses[0].series
 
 
 def ending_by(seconds: float, *, a_series_takes: float) -> Comparison:
@@ -101,12 +101,12 @@ def ending_by(seconds: float, *, a_series_takes: float) -> Comparison:
 
 def test_a_hard_end_is_kept_to() -> None:
     comparison = ending_by(20, a_series_takes=3)
-    assert (len(comparison.ratios), comparison.seconds, comparison.missed_look) == (6, 18, 13)
+    assert (len(comparison.ratios), comparison.seconds, comparison.missed_analysis) == (6, 18, 13)
     assert comparison.verdict is Verdict.UNDECIDED
     assert comparison.interval == UNBOUNDED
-    said = Timed("test", "there", comparison, 0.02).in_words()
+    said = TimedComparison("test", "there", comparison, 0.02).in_words()
     assert said == (
-        "test: UNDECIDED after 6 series and 18 s: that is too short for an interval, which takes "
+        "test: UNDECIDED after 6 series and 18 s: too short for an interval, which needs "
         "13 series, about 39 s here"
     )
 
@@ -114,7 +114,7 @@ def test_a_hard_end_is_kept_to() -> None:
 def test_a_hard_end_does_not_end_what_is_clear_before() -> None:
     comparison = ending_by(39, a_series_takes=3)
     assert comparison.verdict is Verdict.SAME
-    assert comparison.missed_look == 0
+    assert comparison.missed_analysis == 0
 
 
 def test_a_hard_end_waits_for_the_first_series() -> None:
@@ -125,8 +125,8 @@ def test_a_comparison_that_takes_long_says_how_far_it_is() -> None:
     said: list[str] = []
     progress = Progress(said.append, itertools.count().__next__)
     compare_sides(Plan(), pairs_of(quiet(), 1.5), progress=progress)
-    assert said[0] == "2 series, a look after 13: here / there 1.500 (2 s)"
-    assert said[-1] == "12 series, a look after 13: here / there 1.500 (12 s)"
+    assert said[0] == "2 series, next analysis after 13: here / there 1.500 (2 s)"
+    assert said[-1] == "12 series, next analysis after 13: here / there 1.500 (12 s)"
     assert len(said) == 3
     said.clear()
     compare_sides(Plan(), pairs_of(quiet(), 1.5), progress=Progress(said.append, lambda: 0.0))
@@ -134,8 +134,10 @@ def test_a_comparison_that_takes_long_says_how_far_it_is() -> None:
 
 
 def test_progress_has_an_interval_as_soon_as_there_is_one() -> None:
-    assert so_far([1.0] * 12, Look(13, 0.0002)).endswith("here / there 1.000")
-    assert so_far([1.0] * 13, Look(20, 0.0006)).endswith("here / there 1.000, in 1.000 to 1.000")
+    assert describe_progress([1.0] * 12, InterimAnalysis(13, 0.0002)).endswith("here / there 1.000")
+    assert describe_progress([1.0] * 13, InterimAnalysis(20, 0.0006)).endswith(
+        "here / there 1.000, in 1.000 to 1.000"
+    )
 
 
 def test_a_doubt_about_the_clock_makes_any_verdict_undecided() -> None:
@@ -146,9 +148,9 @@ def test_a_doubt_about_the_clock_makes_any_verdict_undecided() -> None:
 
 
 def test_errors_of_all_looks_add_up_to_the_promise() -> None:
-    looks = Plan().looks
-    assert sum(look.error for look in looks) <= 1 / 200
-    for look in looks:  # each can be decided at
+    interim_analyses = Plan().interim_analyses
+    assert sum(look.error for look in interim_analyses) <= 1 / 200
+    for look in interim_analyses:  # each can be decided at
         assert median_interval([1.0] * look.series, look.error) == Interval(1.0, 1.0)
 
 
@@ -162,11 +164,11 @@ def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
 
     machine = quiet()
     compare_sides(Plan(), start)
-    assert len(started) == 2 * Plan().looks[0].series
+    assert len(started) == 2 * Plan().interim_analyses[0].series
     assert all(worker.stopped for worker in started)
     started.clear()
     compare_sides(Plan(series_per_process=5), start)
-    assert len(started) == 2 * math.ceil(Plan().looks[0].series / 5)
+    assert len(started) == 2 * math.ceil(Plan().interim_analyses[0].series / 5)
 
 
 def test_pairs_that_start_together_are_ready_before_one_is_measured() -> None:
@@ -188,7 +190,7 @@ def test_pairs_that_start_together_are_ready_before_one_is_measured() -> None:
         events.append(f"start {number}")
         return Noting(quiet(), 1e-3), Noting(quiet(), 1e-3)
 
-    with started_ahead(start, 2) as take:
+    with start_ahead(start, 2) as take:
         assert events == []
         first = take(0)
         assert events == ["start 0", "start 1", *["ready"] * 4]
@@ -216,7 +218,7 @@ def test_pairs_that_nobody_took_are_stopped_where_one_breaks() -> None:
         started.extend((kind(quiet(), 1e-3), kind(quiet(), 1e-3)))
         return started[-2], started[-1]
 
-    with pytest.raises(CannotCompare, match="no weights"), started_ahead(start, 2) as take:
+    with pytest.raises(CannotCompare, match="no weights"), start_ahead(start, 2) as take:
         take(0)
     assert [worker.stopped for worker in started] == [True] * 4
 
@@ -309,11 +311,13 @@ def test_the_same_values_give_the_same_interval() -> None:
 
 
 def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
-    comparison = compare(Machine(1), 1.0, replace(Plan(), looks=Plan().looks[-1:]))
-    assert len(comparison.ratios) == Plan().looks[-1].series
+    comparison = compare(
+        Machine(1), 1.0, replace(Plan(), interim_analyses=Plan().interim_analyses[-1:])
+    )
+    assert len(comparison.ratios) == Plan().interim_analyses[-1].series
     half = (comparison.interval.high - comparison.interval.low) / 2
-    timed = Timed("test", "here", comparison, 0.02, noise_floor=True)
-    assert f"of {0.02 + half:.1%} is found every other time" in timed.in_words()
+    timed = TimedComparison("test", "here", comparison, 0.02, noise_floor=True)
+    assert f"of {0.02 + half:.1%} is found half of the time" in timed.in_words()
     doubted = replace(timed, comparison=replace(comparison, doubt="it was hot"))
     assert doubted.in_words().endswith(": it was hot")
 

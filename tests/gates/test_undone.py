@@ -36,8 +36,8 @@ def measured(step: Step) -> StepWork:
 def worse(now: Step, was: Step) -> str:
     """What the gate has to say about ``now``; it must be something."""
     verdict = judge(measured(now), measured(was), ())
-    assert verdict.worse
-    return "\n".join(verdict.worse + verdict.less)
+    assert verdict.increases
+    return "\n".join(verdict.increases + verdict.decreases)
 
 
 def of_engine(name: str, policy: AppendPolicy = TORCH) -> Step:
@@ -53,7 +53,7 @@ SWITCHES = {
         "steady",
         replace(TORCH, batched=False),
         [
-            f"roseinfer.kv.calls.PerLayerCalls.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.calls.PerLayerMixin.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),
@@ -75,7 +75,7 @@ SWITCHES = {
         "boundary",
         replace(TORCH, batched_rollover=False),
         [
-            f"roseinfer.kv.calls.PerLayerCalls.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.calls.PerLayerMixin.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),
@@ -101,9 +101,9 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(planning, "commit", commit)
     verdict = judge(measured(of_engine("steady")), was, ())
-    said = "\n".join(verdict.worse + verdict.less)
+    said = "\n".join(verdict.increases + verdict.decreases)
     assert f"roseinfer.kv.pool.KVBlockInfo.__init__: {CALLS}, baseline 0" in said, said
-    others = [line for line in verdict.worse if not line.startswith(("Python calls", "    "))]
+    others = [line for line in verdict.increases if not line.startswith(("Python calls", "    "))]
     assert others == []
 
 
@@ -113,15 +113,15 @@ def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.Mon
         return STEPS["steady"]("gpt2", "cpu", paged_attention=True, append_policy=TORCH)
 
     was = measured(step())
-    real = TritonAttention._table
+    real = TritonAttention._block_table
 
     def forgetful(attention: TritonAttention, lists: Any, group: int) -> torch.Tensor:
-        attention._tables.clear()
+        attention._block_tables.clear()
         return real(attention, lists, group)
 
-    monkeypatch.setattr(TritonAttention, "_table", forgetful)
+    monkeypatch.setattr(TritonAttention, "_block_table", forgetful)
     verdict = judge(measured(step()), was, ())
-    said = "\n".join(verdict.worse + verdict.less)
+    said = "\n".join(verdict.increases + verdict.decreases)
     assert f"table_rows: {LAYERS * REQUESTS}, baseline {REQUESTS}" in said, said
 
 
@@ -217,4 +217,4 @@ def test_a_graph_that_is_used_no_more_fails_with_nothing_in_its_place(
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda _: None)
     graph = Graph(print)
     verdict = judge(measured(Step(lambda: len(()), 1)), measured(Step(graph.replay, 1)), ())
-    assert "CUDA graph replays, replays: 0, baseline 1" in verdict.worse
+    assert "CUDA graph replays, replays: 0, baseline 1" in verdict.increases

@@ -43,7 +43,7 @@ def grown(now: StepBytes, was: StepBytes) -> Mapping[str, Mapping[str, str]]:
     """Return the groups whose sum rose; of each, what is named for it with both counts."""
     found: dict[str, dict[str, str]] = {}
     title = ""
-    for line in judge(now.work, was.work, ()).worse:
+    for line in judge(now.work, was.work, ()).increases:
         name, _, counts = line.strip().partition(": ")
         if line.startswith("    "):
             found[title][name] = counts
@@ -67,7 +67,7 @@ def test_the_whole_cache_copied_is_named(
     paged: ByteStep, as_it_is: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel reads a copy of all blocks, as of a cache that is brought into order first."""
-    singly = TritonAttention._singly
+    singly = TritonAttention._attend_decodes
 
     def copying(self: Any, *args: Any) -> torch.Tensor:
         kv = self.kv
@@ -78,7 +78,7 @@ def test_the_whole_cache_copied_is_named(
         finally:
             del kv.caches
 
-    monkeypatch.setattr(TritonAttention, "_singly", copying)
+    monkeypatch.setattr(TritonAttention, "_attend_decodes", copying)
     found = grown(measured(paged), as_it_is)
     whole = LAYERS * sum(cache.nbytes for cache in paged.cache)
     assert found[CACHE] == {"clone": f"{whole}, baseline 0"}
@@ -104,12 +104,12 @@ def test_contexts_read_to_the_length_of_the_longest_are_named(
 def test_a_copy_of_the_new_keys_is_named(
     paged: ByteStep, as_it_is: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend_new = TritonAttention.attend_new
+    store_and_attend = TritonAttention.store_and_attend
 
     def copying(self: Any, layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
-        return attend_new(self, layer, query, key.clone(), value)
+        return store_and_attend(self, layer, query, key.clone(), value)
 
-    monkeypatch.setattr(TritonAttention, "attend_new", copying)
+    monkeypatch.setattr(TritonAttention, "store_and_attend", copying)
     found = grown(measured(paged), as_it_is)
     copies = 2 * LAYERS * len(CONTEXTS) * HEADS * HEAD_DIM * SIZE
     assert found == {ELSE: {"clone": f"{copies}, baseline 0"}}

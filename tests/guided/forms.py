@@ -97,7 +97,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def engine(device: str, **config: Any) -> LLM:
     """An engine whose cache is full of NaN."""
     llm = LLM("tiny", device=device, **(ROOM | config))
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     for cache in (kv.keys, kv.values):
         cache.fill_(float("nan"))
     return llm

@@ -15,13 +15,13 @@ import numpy as np
 
 from roseinfer import BadArgument, Guide, byte_tokenizer
 from roseinfer.guided.compiler import GuideCompiler
-from roseinfer.guided.grammar import LARGEST_EXACT
+from roseinfer.guided.grammar import MAX_EXACT_INTEGER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 VOCABULARY = 257
-_NEAR = (0, 1, 9, 10, 99, 1 << 31, 1 << 32, 1 << 52, LARGEST_EXACT, 1 << 60, 1 << 63, 1 << 64)
+_NEAR = (0, 1, 9, 10, 99, 1 << 31, 1 << 32, 1 << 52, MAX_EXACT_INTEGER, 1 << 60, 1 << 63, 1 << 64)
 _STEPS = 20
 
 
@@ -33,7 +33,7 @@ def new_compiler(cpu_seconds: float = 0.3, memory_mb: int = 128) -> GuideCompile
 
 def allows(compiler: GuideCompiler, guide: Guide, text: str) -> bool:
     """Tell if a text has a form."""
-    matcher: Any = compiler.progress(guide)._matcher
+    matcher: Any = compiler.new_matcher(guide)._matcher
     taken = matcher.try_consume_tokens(list(text.encode()))
     return bool(taken == len(text) and matcher.is_accepting())
 
@@ -138,17 +138,17 @@ def drawn_guide(rng: random.Random) -> Guide:
 def attempt(compiler: GuideCompiler, guide: Guide) -> str:
     """Compile a guide and begin a text, and return how that ended."""
     try:
-        progress = compiler.progress(guide)
+        progress = compiler.new_matcher(guide)
     except BadArgument as error:
         words = ("processor time", "of memory", "crashed", "are exact")
         return next((word for word in words if word in str(error)), "refused")
     row = np.zeros((VOCABULARY + 31) // 32, np.uint32)
     for _ in range(_STEPS):
-        progress.fill(row)
-        if progress.gave_up:
+        progress.fill_bitmask(row)
+        if progress.has_failed:
             return "too hard to follow"
         bits = [at for at in range(256) if int(row[at // 32]) >> at % 32 & 1]
-        if not bits or progress.take(bits[len(bits) // 2]):
+        if not bits or progress.accept_token(bits[len(bits) // 2]):
             break
     return "followed"
 
@@ -157,7 +157,7 @@ def check_bounds(compiler: GuideCompiler, schema: dict[str, Any]) -> bool:
     """Compare what a schema of whole numbers allows with its bounds, unless it is refused."""
     guide = Guide(json_schema=schema)
     try:
-        compiler.progress(guide)
+        compiler.new_matcher(guide)
     except BadArgument:
         return False
     low = max(schema.get("minimum", -(1 << 70)), schema.get("exclusiveMinimum", -(1 << 70)) + 1)

@@ -63,7 +63,7 @@ def test_each_gets_what_it_gets_alone(device: str, setting: str) -> None:
         assert (output.text, output.finish_reason) == (want.text, want.finish_reason)
     counts = llm.engine.path_counts
     assert bool(counts[EnginePath.GUIDED]) == bool(SETTINGS[setting].get("resident_decode"))
-    assert counts[EnginePath.RESUMED] > 0 or "hardly any room" not in setting
+    assert counts[EnginePath.RECOMPUTED] > 0 or "hardly any room" not in setting
 
 
 def test_kernels_choose_among_what_is_allowed(device: str) -> None:
@@ -75,7 +75,7 @@ def test_kernels_choose_among_what_is_allowed(device: str) -> None:
     want = together(engine(device, resident_decode=False), [[1, 2, 3], [4]], params)
     assert [each.token_ids for each in found] == [each.token_ids for each in want]
     counts = llm.engine.path_counts
-    assert counts[EnginePath.LIKELIEST] >= counts[EnginePath.GUIDED] > 0
+    assert counts[EnginePath.FUSED_ARGMAX] >= counts[EnginePath.GUIDED] > 0
 
 
 @pytest.mark.parametrize("resident", [False, True])

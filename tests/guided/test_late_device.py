@@ -18,7 +18,7 @@ EVERY_OTHER = [None, *FORMS.values()]
 
 def late_engine(queue: DeviceQueue, *, resident: bool) -> LLM:
     llm = engine("cpu", resident_decode=resident, run_ahead=3, max_batch_size=5)
-    sessions, slots = llm.engine.sessions, llm.engine._runner._resident
+    sessions, slots = llm.engine.sequence_runner, llm.engine._runner._resident
     network: Any = sessions.model._model
     queue.on_device(sessions.kv.keys, sessions.kv.values)
     queue.on_device(*network.parameters(), *network.buffers())
@@ -26,10 +26,12 @@ def late_engine(queue: DeviceQueue, *, resident: bool) -> LLM:
         rows = slots.slots.rows
         queue.on_device(rows._rows, rows.tokens, slots.steps.tokens)
         guided = SamplingParams(guide=FORMS["words"].guide, presence_penalty=1.0)
-        assert slots.takes(guided, sessions.model.shape.vocab_size)
+        assert slots.supports(guided, sessions.model.shape.vocab_size)
         guides: Any = slots.steps.guides
         penalties: Any = slots.steps.penalties
-        queue.on_device(guides.allowed, penalties.rows, penalties.tallies, penalties._none)
+        queue.on_device(
+            guides.token_bitmasks, penalties.rows, penalties.token_counts, penalties._no_penalties
+        )
     return llm
 
 

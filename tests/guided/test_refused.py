@@ -12,7 +12,7 @@ import pytest
 from roseinfer import LLM, BadArgument, ConfigError, Guide, SamplingParams, tiny_gpt2
 from roseinfer.guided import compiler
 from roseinfer.guided.grammar import compile_guide
-from roseinfer.guided.guide import LONGEST_GUIDE
+from roseinfer.guided.guide import MAX_GUIDE_CHARACTERS
 from tests.engine.continuations import END, one
 from tests.engine.served_streams import collect, serving, tokens_of
 from tests.guided.forms import engine, together
@@ -35,7 +35,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": []}, "must be one or more texts in a list"),
     ({"choice": ["a", ""]}, "none of them empty"),
     ({"choice": [1]}, "more texts in a list"),
-    ({"regex": "a" * (LONGEST_GUIDE + 1)}, f"at most {LONGEST_GUIDE}"),
+    ({"regex": "a" * (MAX_GUIDE_CHARACTERS + 1)}, f"at most {MAX_GUIDE_CHARACTERS}"),
     ({"choice": ["a" * 1000] * 66}, "66000 characters"),
 ]
 
@@ -63,12 +63,12 @@ UNFIT: list[tuple[Guide, str]] = [
     (Guide(json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
     (Guide(json_schema={"$ref": "https://example.org/schema"}), "example.org"),
     (Guide(json_schema={"allOf": [{"type": "string"}, {"type": "null"}]}), "Unsatisfiable"),
-    (Guide(json_schema={"$ref": "#"}), "no text is of this form"),
+    (Guide(json_schema={"$ref": "#"}), "no text matches it"),
     (Guide(regex="(a"), "unclosed group"),
     (Guide(regex="(a?){1000}a{1000}"), "too many expressions"),
     (Guide(json_schema={"type": "string", "pattern": "a?" * 30_000}), "too many expressions"),
     (Guide(regex="(?=a)b"), "look-around"),
-    (Guide(grammar="begin: 'a'"), "cannot be followed"),
+    (Guide(grammar="begin: 'a'"), "cannot be compiled"),
 ]
 
 
@@ -84,7 +84,7 @@ def test_a_reason_is_short_and_depth_does_no_harm(device: str) -> None:
         Guide(grammar="start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
     ]
     for output in together(llm, [[1]] * 4, [SamplingParams(guide=guide) for guide in hard]):
-        assert "this form of text cannot be followed: " in str(output.error)
+        assert "the constraint cannot be compiled: " in str(output.error)
         assert len(str(output.error)) < 600
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_made_a_grammar_fails_alone(device: str, guide: Guide, sa
     llm = engine(device)
     refused, free = together(llm, [[1], [2]], [SamplingParams(guide=guide), FREE])
     assert refused.finish_reason == "error"
-    assert "this form of text cannot be followed: " in str(refused.error)
+    assert "the constraint cannot be compiled: " in str(refused.error)
     assert said in str(refused.error)
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
@@ -105,7 +105,7 @@ def test_a_guide_that_becomes_too_hard_ends_its_own_text(device: str, resident: 
     hard = SamplingParams(guide=Guide(regex=pattern), max_new_tokens=30)
     broken, free = together(llm, [[1], [2]], [hard, FREE])
     assert broken.finish_reason == "error"
-    assert str(broken.error).startswith("the form of this text is too hard to follow: ")
+    assert str(broken.error).startswith("the guide is too complex at this token: ")
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
 
@@ -127,7 +127,7 @@ def test_a_stream_with_such_a_guide_is_told_why(device: str) -> None:
 def test_without_a_tokenizer_there_are_no_guides(device: str) -> None:
     llm = LLM(tiny_gpt2(device).model, device=device, dtype="float32", kv_cache_tokens=256)
     output = one(llm, [1, 2], SamplingParams(guide=Guide(json_object=True)))
-    assert output.error == "texts of a form need a tokenizer, and this model came without one"
+    assert output.error == "guides need a tokenizer, and this model has none; give a tokenizer"
 
 
 def test_grammars_are_made_once_and_not_all_are_kept(
@@ -140,7 +140,7 @@ def test_grammars_are_made_once_and_not_all_are_kept(
         return compile_guide(guide, tokenizer)
 
     monkeypatch.setattr(compiler, "compile_guide", counted)
-    monkeypatch.setattr(compiler, "_MOST_KEPT", 3)
+    monkeypatch.setattr(compiler, "_MAX_CACHED_GRAMMARS", 3)
     llm = engine(device)
     guides = [Guide(choice=(word,)) for word in "abcd"]
     params = [SamplingParams(guide=guides[at]) for at in (0, 1, 2, 0, 3, 0, 1, 1)]
@@ -169,7 +169,6 @@ def test_where_it_is_missing_one_is_told_what_installs_it(
     params = SamplingParams(guide=Guide(json_object=True))
     refused, free = together(llm, [[1], [2]], [params, FREE])
     assert free.error is None
-    assert (
-        "texts of a form need llguidance, which is not installed: pip install '.[guided]'"
-        in str(refused.error)
+    assert "guides need llguidance, which is not installed: run pip install '.[guided]'" in str(
+        refused.error
     )

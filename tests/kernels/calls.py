@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from roseinfer.kernels.exchange import Exchange
+from roseinfer.kernels.exchange import AllReduceBuffers
 from roseinfer.kernels.triton import (
     append,
     clone,
@@ -23,8 +23,8 @@ from roseinfer.kernels.triton import (
     rope,
     streamed,
 )
-from roseinfer.kernels.triton.experts import visits_of
-from roseinfer.layer_traits import Rotation
+from roseinfer.kernels.triton.experts import route_rows
+from roseinfer.layer_traits import RotaryEmbedding
 from tests.attention.layer_traits import traits_of
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
     function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
 
 
-def rotate(*gains: int, together: bool = False, of: str = "both") -> None:
+def rotate(*gains: int, norm_across_heads: bool = False, of: str = "both") -> None:
     """Three tokens, a part of whose heads of 20 does not turn."""
     qkv = numbers(3, 4 + 2 + 2, 20)
     angles = numbers(80, 12), numbers(80, 12)
-    query_gain, key_gain = map(numbers, gains) if gains else (None, None)
-    rotation = Rotation(*angles, query_gain, key_gain, 1e-6, together)
+    query_norm_weight, key_norm_weight = map(numbers, gains) if gains else (None, None)
+    rotation = RotaryEmbedding(*angles, query_norm_weight, key_norm_weight, 1e-6, norm_across_heads)
     query, key = (qkv[:, :4], qkv[:, 4:6]) if of == "both" else (None, qkv[:, 4:6])
     rope.rotate(query, key, index(7, 2, 0), rotation)
 
@@ -76,7 +76,7 @@ def attend(*, new: bool, more: Sequence[str] = (), turn: int = 0) -> torch.Tenso
     lists = tables([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
     traits = traits_of(more, 4, 20, str(torch.get_default_device()), window=39)
     if new:
-        rotation = Rotation(*numbers(2, 80, turn, dtype=torch.float16)) if turn else None
+        rotation = RotaryEmbedding(*numbers(2, 80, turn, dtype=torch.float16)) if turn else None
         return decode_attention.append_and_attend(
             query, key, value, k_cache, v_cache, lists, lengths, traits, rotation
         )
@@ -92,7 +92,7 @@ def attend_in_parts(*, new: bool) -> torch.Tensor:
 def combine() -> None:
     """Two parts of one context and one of another, and what was seen of their own tokens."""
     largest, weights = numbers(2, 2 * 4 * 3).exp()
-    decode_attention.combine_parts(
+    decode_attention.merge_parts(
         numbers(2 * 4 * 3, 20), largest, weights, index(130, 5),
         numbers(2, 4, 20, dtype=torch.float16), 3, 0, 32, 1, appends=False,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
 
 def choose() -> None:
     rows = 3
-    greedy.advance_to_likeliest(
+    greedy.argmax_and_advance(
         numbers(rows, 3000), index(0, 0, 0), index(0, 0, 0), index(4, 5, 6), index(1, 0, 1)
     )
 
@@ -126,13 +126,13 @@ def copy_between_pools() -> None:
     clone.launch_clone(*small, *large, index(1, 3), index(4, 5))
 
 
-def exchanged(rows: int, width: int) -> Exchange:
+def exchanged(rows: int, width: int) -> AllReduceBuffers:
     """Return what the last of two ranks has, to which the other has sent its numbers already."""
     most, peers = rows + 2, torch.zeros(2 * 2 * (rows + 2) * width, dtype=torch.int64)
     _WRITTEN_TO[:] = [peers]
     inbox = torch.zeros(2, 2, most, width, dtype=torch.int64)
     inbox[1, 0] = 1 << 32  # 0.0, in the first round
-    return Exchange(
+    return AllReduceBuffers(
         1, 2, 1, most, inbox, torch.tensor([peers.data_ptr(), inbox.data_ptr()]),
         torch.zeros(most, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
@@ -145,9 +145,9 @@ _WRITTEN_TO: list[torch.Tensor] = []
 def visit(rows: int, num_experts: int) -> None:
     """Two experts for each row."""
     chosen = torch.rand(rows, num_experts).argsort(-1)[:, :2].to(torch.int32)
-    visits = visits_of(chosen, num_experts)
-    inner = experts.visit_gated(numbers(rows, 70), numbers(num_experts, 2 * 40, 70), visits)
-    experts.visit_weighed(inner, numbers(num_experts, 30, 40), numbers(rows, 2), visits)
+    visits = route_rows(chosen, num_experts)
+    inner = experts.expert_gate_up(numbers(rows, 70), numbers(num_experts, 2 * 40, 70), visits)
+    experts.expert_down(inner, numbers(num_experts, 30, 40), numbers(rows, 2), visits)
 
 
 def layer_norm() -> torch.nn.LayerNorm:
@@ -178,7 +178,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "append and attend": (lambda: attend(new=True), ["_decode_kernel"]),
     "append, rotate and attend": (lambda: attend(new=True, turn=12), ["_decode_kernel"]),
     "attend in a window": (
-        lambda: attend(new=False, more=["window", "cap", "slopes"]),
+        lambda: attend(new=False, more=["window", "softcap", "slopes"]),
         ["_decode_kernel"],
     ),
     "append and attend in a window": (
@@ -193,7 +193,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "combine": (combine, ["_combine_kernel"]),
     "chunks": (attend_to_chunks, ["_chunk_kernel"]),
     "chunks in a window": (
-        lambda: attend_to_chunks(["window", "cap", "sinks", "slopes"]),
+        lambda: attend_to_chunks(["window", "softcap", "sinks", "slopes"]),
         ["_chunk_kernel"],
     ),
     "linear": (
@@ -206,7 +206,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "activation": (lambda: linear.gelu(numbers(3, 70)), ["_gelu_kernel"]),
     "linear in parts": (
-        lambda: linear.linear_in_parts(numbers(3, 300), numbers(300, 40), 3),
+        lambda: linear.split_k_linear(numbers(3, 300), numbers(300, 40), 3),
         ["_parts_kernel"],
     ),
     "norm": (
@@ -244,7 +244,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["_norm_kernel"],
     ),
     "norm by the root mean square behind": (
-        lambda: norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        lambda: norm.rms_norm_then_add(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_behind_kernel"],
     ),
     "embed by the root mean square": (
@@ -256,14 +256,14 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["_streamed_kernel"],
     ),
     "streamed in parts": (
-        lambda: streamed.stream_linear_in_parts(numbers(3, 1090), numbers(40, 1090)),
+        lambda: streamed.stream_linear_split_k(numbers(3, 1090), numbers(40, 1090)),
         ["_streamed_kernel"],
     ),
-    "gated": (lambda: streamed.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
-    "gated at once": (lambda: streamed.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
+    "gated": (lambda: streamed.stream_gate_up(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
+    "gated at once": (lambda: streamed.silu_and_mul(numbers(3, 80)), ["_multiply_kernel"]),
     "choose experts": (
-        lambda: experts.choose_experts(
-            numbers(2, 3, 20), numbers(1), 3, torch.float32, shared=True
+        lambda: experts.select_experts(
+            numbers(2, 3, 20), numbers(1), 3, torch.float32, renormalize=True
         ),
         ["_choose_kernel"],
     ),
@@ -274,7 +274,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "rotate keys": (lambda: rotate(of="keys"), ["_rotate_kernel"]),
     "norm and rotate": (lambda: rotate(20, 20), ["_rotate_kernel"]),
     "norm together and rotate": (
-        lambda: rotate(80, 40, together=True),
+        lambda: rotate(80, 40, norm_across_heads=True),
         ["_rotate_kernel"],
     ),
     "choose": (choose, ["_strip_kernel", "_advance_kernel"]),

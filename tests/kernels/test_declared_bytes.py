@@ -35,7 +35,7 @@ def test_every_kernel_is_among_them() -> None:
 
 def test_a_declaration_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     function = linear._whole_kernel.fn
-    right = function.moves
-    monkeypatch.setattr(function, "moves", lambda given: right(given) | {"weight": 70 * 40 * 2})
+    right = function.traffic
+    monkeypatch.setattr(function, "traffic", lambda given: right(given) | {"weight": 70 * 40 * 2})
     found = touched_by(CALLS["linear"][0])
     assert found.differing == ["_whole_kernel touches 11200 bytes of weight, and declares 5600"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.kernels.runtime import KernelLauncher, is_interpreted, why_unusable
+from roseinfer.kernels.runtime import KernelLauncher, is_interpreted, unusable_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +125,6 @@ def test_both_ways_write_the_same_bits(device: str) -> None:
 
 
 def test_where_kernels_can_run() -> None:
-    assert (why_unusable(torch.device("cpu")) == "") == is_interpreted()
-    assert why_unusable(torch.device("cuda")) == ""
-    assert "Triton compiles nothing for meta" in why_unusable(torch.device("meta"))
+    assert (unusable_reason(torch.device("cpu")) == "") == is_interpreted()
+    assert unusable_reason(torch.device("cuda")) == ""
+    assert "Triton compiles nothing for meta" in unusable_reason(torch.device("meta"))

@@ -1,8 +1,8 @@
-"""A cache whose layers share block lists in groups, beside one with a list per layer.
+"""Twins of a cache with layer groups and a cache with one block list per layer.
 
-The grouped one plans once and writes per layer; the other appends one token to one layer at
-a time. Blocks are taken in the plan's order (every row's first token, then each row's
-rest), so block indices agree and the tensors can be compared whole.
+The grouped cache plans once and writes per layer; the other appends one token to one layer at a
+time. Blocks are allocated in the plan's order (every row's first token, then each row's rest), so
+block indices agree and the tensors can be compared whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS = 4
 
 
 class GroupTwins:
-    """Sequences in the layers of one group: ``lists`` of the group, ``slow_lists[layer]``."""
+    """Sequences in the layers of one group: ``lists`` of the group, and ``slow_lists[layer]``."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class GroupTwins:
         return self.fast.plan_append(self.layers.start, lists, counts)
 
     def append(self, rows: Sequence[int], counts: Sequence[int] | None = None) -> AppendPlan:
-        """One step of both caches: one plan and a write per layer here, single tokens there."""
+        """Do one step in both caches: a plan and a write per layer, and single tokens."""
         plan = self.plan(rows, counts)
         for layer in self.layers:
             total = len(rows) if counts is None else sum(counts)
@@ -86,7 +86,7 @@ class GroupTwins:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """Append the same tokens one by one: first every row's first, then each row's others."""
+        """Append the same tokens one by one: every row's first, then each row's others."""
         starts = [sum(counts[:index]) for index in range(len(rows))]
         order = [(row, start) for row, start in zip(rows, starts, strict=True)]
         for row, start, count in zip(rows, starts, counts, strict=True):
@@ -95,7 +95,7 @@ class GroupTwins:
             self.slow.append_token(layer, self.slow_lists[layer][row], key[token], value[token])
 
     def check(self) -> None:
-        """Same bits everywhere; and block for block the same lists, holders and lengths."""
+        """Assert equal bits everywhere, and equal lists, refcounts and lengths of all blocks."""
         assert_same_bits(self.fast.keys, self.slow.keys, "keys")
         assert_same_bits(self.fast.values, self.slow.values, "values")
         for layer in self.layers:
@@ -105,6 +105,6 @@ class GroupTwins:
 
 
 def facts(kv: KVBlockManager, block_ids: list[int]) -> list[tuple[int, int, int, int]]:
-    """Return the index, start, length and holders of every block of a list."""
+    """Return the index, start, length and refcount of every block of a list."""
     infos = [(kv.block_info(block), kv.refcount(block)) for block in block_ids]
     return [(info.block_index, info.start, info.length, held) for info, held in infos]

@@ -1,9 +1,9 @@
-"""Two caches told one history, and every bit of them compared.
+"""Twins: two caches that run one history, compared bit for bit.
 
-``Twins`` holds a cache that is given batches and one that is given the same tokens one at a
-time. Both start out poisoned with the same bits, different in every element and NaNs among
-them, so that a write that lands in a wrong slot, is missing, or goes through floating-point
-arithmetic shows up wherever it happens.
+``Twins`` has a cache that appends batches and one that appends the same tokens one at a time. Both
+start out poisoned with the same bits, different in every element and NaNs among them, so that a
+write that is missing, goes to a wrong slot, or passes through floating-point arithmetic is
+detected wherever it happens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> KVBlockManager:
-    """A small poisoned cache."""
+    """Make a small poisoned cache."""
     shape: dict[str, Any] = SIZES | sizes
     kv = KVBlockManager(device=device, dtype=dtype, policy=policy, **shape)
     poison(kv.keys, seed=1)
@@ -54,7 +54,7 @@ def int_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def poison(cache: torch.Tensor, seed: int) -> None:
-    """Fill with a walk through all bit patterns: an odd stride visits each one once."""
+    """Fill with all bit patterns in turn: an odd stride visits each one once."""
     width = 8 * cache.dtype.itemsize
     words = torch.arange(cache.numel(), dtype=torch.int64) * 0x9E3779B1 + seed * 0x61C88647
     words &= (1 << width) - 1
@@ -64,12 +64,12 @@ def poison(cache: torch.Tensor, seed: int) -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers, so that NaN equals itself and -0.0 does not equal 0.0."""
+    """Return the tensor as integers, so that NaN equals itself and -0.0 differs from 0.0."""
     return tensor.detach().cpu().contiguous().view(int_dtype(tensor.dtype))
 
 
 def random_words(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Numbers of any bit pattern: NaNs with payloads, infinities, denormals, both zeros."""
+    """Return random bit patterns: NaNs with payloads, infinities, denormals, both zeros."""
     width = 8 * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     low, high = -(1 << (width - 1)), 1 << (width - 1)
@@ -79,7 +79,7 @@ def random_words(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.T
 
 @dataclass(frozen=True)
 class Metadata:
-    """Everything the cache says about its blocks."""
+    """All metadata of a cache's blocks."""
 
     free: tuple[int, ...]
     refcounts: tuple[int, ...]
@@ -97,7 +97,7 @@ class Metadata:
 
 
 def block_ids_of(kv: KVBlockManager) -> Iterable[int]:
-    """Return every id except those of the scratch blocks."""
+    """Return every block id except those of the scratch blocks."""
     groups = kv.num_layers // kv.layers_per_group
     for group in range(groups):
         first = group * kv.max_blocks_per_layer
@@ -106,7 +106,7 @@ def block_ids_of(kv: KVBlockManager) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole of a cache: every bit, all metadata, all counters."""
+    """Snapshot of a whole cache: every bit, all metadata, all counters."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -126,7 +126,7 @@ class Snapshot:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "tensor") -> None:
-    """Equal to the last bit; the message says where the first differences are."""
+    """Assert bit equality; the message has the indices of the first differences."""
     got = actual if actual.dtype in (torch.int16, torch.int32) else bits(actual)
     want = expected if expected.dtype in (torch.int16, torch.int32) else bits(expected)
     assert got.shape == want.shape, f"{name}: shape {got.shape} instead of {want.shape}"
@@ -135,14 +135,14 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "
 
 
 def assert_same_cache(fast: KVBlockManager, slow: KVBlockManager) -> None:
-    """Every block of every layer, used or not, and all that is known about the blocks."""
+    """Assert that all blocks of all layers, used or not, and their metadata are equal."""
     assert_same_bits(fast.keys, slow.keys, "keys")
     assert_same_bits(fast.values, slow.values, "values")
     assert Metadata.of(fast) == Metadata.of(slow)
 
 
 class Twins:
-    """One history told to two caches: to ``fast`` by batches, to ``slow`` token by token."""
+    """One history in two caches: in ``fast`` by batches, in ``slow`` token by token."""
 
     layer = 1
 
@@ -164,13 +164,13 @@ class Twins:
             self.start(length)
 
     def token(self, *batch: int) -> torch.Tensor:
-        """Random bits for ``[*batch, heads, head_dim]``, never the same twice."""
+        """Return random bits of shape ``[*batch, heads, head_dim]``, never the same twice."""
         shape = (*batch, self.fast.num_heads, self.fast.head_dim)
         words = random_words(shape, self.fast.dtype, self._seeds.getrandbits(40))
         return words.to(self.fast.device)
 
     def start(self, length: int) -> int:
-        """A sequence of ``length`` tokens, appended one by one to both; returns its row."""
+        """Append a sequence of ``length`` tokens one by one to both; return its row."""
         self.fast_lists.append([])
         self.slow_lists.append([])
         row = len(self.fast_lists) - 1
@@ -181,7 +181,7 @@ class Twins:
         return row
 
     def fork(self, row: int) -> int:
-        """Another sequence that shares all of ``row``'s blocks; returns its row."""
+        """Fork ``row`` into a sequence that shares all of its blocks; return the fork's row."""
         for kv, lists in ((self.fast, self.fast_lists), (self.slow, self.slow_lists)):
             kv.incref_blocks(lists[row])
             lists.append(list(lists[row]))
@@ -209,6 +209,6 @@ class Twins:
         return Counter(self.fast.path_counts) - before
 
     def check(self) -> None:
-        """The lists, the metadata and every bit are the same."""
+        """Assert that lists, metadata and every bit are the same."""
         assert self.fast_lists == self.slow_lists
         assert_same_cache(self.fast, self.slow)

@@ -1,7 +1,7 @@
-"""The kernels called on their own: caches of any layout, and what they should hold after.
+"""Direct calls of the append kernels: caches of any layout, and their expected contents.
 
-A layout carves keys and values out of one flat buffer. Buffers are compared whole, so a
-write into the gaps between the two, or into the other one, is seen too.
+A layout carves keys and values out of one flat buffer. Buffers are compared whole, so a write into
+the gaps between the two, or into the other one, is detected too.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def apart(flat: torch.Tensor, shape: Shape) -> Pair:
-    """One contiguous cache behind the other."""
+    """Place one contiguous cache after the other."""
     keys, values = flat[: 2 * numel(shape)].view(2, *shape)
     return keys, values
 
 
 def interleaved(flat: torch.Tensor, shape: Shape) -> Pair:
-    """``kv[:, 0]`` and ``kv[:, 1]`` of ``[blocks, 2, heads, tokens, head_dim]``."""
+    """Return ``kv[:, 0]`` and ``kv[:, 1]`` of ``[blocks, 2, heads, tokens, head_dim]``."""
     *outer, blocks, heads, tokens, dims = shape
     both = flat[: 2 * numel(shape)].view(*outer, blocks, 2, heads, tokens, dims)
     return both.select(-4, 0), both.select(-4, 1)
 
 
 def token_major(flat: torch.Tensor, shape: Shape) -> Pair:
-    """Tokens before heads in memory."""
+    """Place tokens before heads in memory."""
     *outer, heads, tokens, dims = shape
     keys, values = flat[: 2 * numel(shape)].view(2, *outer, tokens, heads, dims).transpose(-2, -3)
     return keys, values
 
 
 def unlike(flat: torch.Tensor, shape: Shape) -> Pair:
-    """Keys contiguous, values with their last dimension slowest: no stride in common."""
+    """Make keys contiguous and the last dimension of values slowest: no stride in common."""
     *outer, heads, tokens, dims = shape
     keys = flat[: numel(shape)].view(shape)
     values = flat[numel(shape) : 2 * numel(shape)].view(*outer, dims, tokens, heads)
@@ -54,7 +54,7 @@ def unlike(flat: torch.Tensor, shape: Shape) -> Pair:
 
 
 def padded(flat: torch.Tensor, shape: Shape) -> Pair:
-    """Off 16-byte boundaries, with gaps after every token and between elements of values."""
+    """Start off 16-byte boundaries, with gaps after tokens and between elements of values."""
     *outer, dims = shape
     rows = numel(shape) // dims
     keys = flat[1 : 1 + rows * (dims + 3)].view(*outer, dims + 3)[..., :dims]
@@ -63,7 +63,7 @@ def padded(flat: torch.Tensor, shape: Shape) -> Pair:
 
 
 def off_by_one(flat: torch.Tensor, shape: Shape) -> Pair:
-    """Like ``apart``, with the same strides, but no longer on 16-byte boundaries."""
+    """Use the strides of ``apart``, but start off 16-byte boundaries."""
     return apart(flat[1:], shape)
 
 
@@ -110,7 +110,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where tokens go: input row, block and position of each."""
+    """Destinations of tokens: input row, block and position of each."""
 
     rows: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -131,7 +131,7 @@ def index(numbers: tuple[int, ...], device: Any, dtype: torch.dtype = torch.int6
 
 
 def arguments(kernel: str, caches: Pair, inputs: Pair, **given: Any) -> dict[str, Any]:
-    """Return the arguments of a kernel's wrapper, ``given`` in place of the usual ones."""
+    """Return the arguments of a kernel's wrapper, with ``given`` replacing the defaults."""
     slots, device = KERNELS[kernel], caches[0].device
     usual: dict[str, Any] = {
         "k_cache_layer": caches[0],
@@ -156,7 +156,7 @@ def run(kernel: str, caches: Pair, inputs: Pair, **given: Any) -> None:
 
 
 def new_tokens(caches: Caches, dtype: torch.dtype | None = None, rows: int = NUM_ROWS) -> Pair:
-    """Random bits for keys and, others, for values."""
+    """Return random bits for keys, and different ones for values."""
     _, heads, _, dims = caches.shape
     dtype = dtype or caches.flat.dtype
     shape = (rows, heads, dims)
@@ -165,7 +165,7 @@ def new_tokens(caches: Caches, dtype: torch.dtype | None = None, rows: int = NUM
 
 
 def after_slow_append(caches: Caches, inputs: Pair, slots: Slots) -> Caches:
-    """Return a copy of the caches into which the tokens were put one by one."""
+    """Return a copy of the caches to which the tokens were written one by one."""
     expected = caches.copy()
     for cache, new in zip(expected.pair, inputs, strict=True):
         for row, block, position in zip(slots.rows, slots.blocks, slots.positions, strict=True):
@@ -174,7 +174,7 @@ def after_slow_append(caches: Caches, inputs: Pair, slots: Slots) -> Caches:
 
 
 def assert_appends(kernel: str, caches: Caches, inputs: Pair, **given: Any) -> None:
-    """The kernel leaves the whole buffer as the slow append does."""
+    """Assert that the kernel leaves the whole buffer as the slow append does."""
     expected = after_slow_append(caches, inputs, KERNELS[kernel])
     run(kernel, caches.pair, inputs, **given)
     caches.assert_same(expected)

@@ -1,4 +1,4 @@
-"""Recording what a call did: tensor operations, bytecodes, objects made."""
+"""Records of what a call did: tensor operations, bytecodes, objects made."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every tensor operation dispatched, and every kernel launched, inside the block.
+    """Recorder of tensor operations dispatched, and kernels launched, within the context.
 
-    What Triton's interpreter does to run a kernel is not the engine's doing and is left out.
+    Operations by which Triton's interpreter runs a kernel are not recorded.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,23 +49,23 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(called == name for called, _ in self.calls)
 
     def beyond(self, *expected: str) -> set[str]:
-        """Operations that are neither views nor among ``expected``."""
+        """Return the operations that are neither views nor among ``expected``."""
         return {name for name, _ in self.calls} - {"select", "slice", *expected}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel was handed."""
+    """Arguments of a kernel launch."""
 
     tensors: list[torch.Tensor]
     scalars: list[int]
 
 
 def count_steps(call: Callable[[], object]) -> int:
-    """Python bytecodes executed by ``call`` and all it calls, plus the C functions entered.
+    """Count Python bytecodes executed by ``call`` and all it calls, plus C functions entered.
 
-    A clock would say the same with noise. C functions count as one step however much they
-    do, so what they are handed has to be watched separately.
+    A clock would measure the same with noise. A C function counts as one step however much it
+    does, so its arguments have to be watched separately.
     """
     steps = 0
 
@@ -81,8 +81,8 @@ def count_steps(call: Callable[[], object]) -> int:
         steps += event == "c_call"
 
     before, collects = (sys.gettrace(), sys.getprofile()), gc.isenabled()
-    gc.disable()  # what others left is tidied up by steps that are not the call's
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 wants to know before tracing starts
+    gc.disable()  # so that no garbage of other tests is collected during the call
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 needs it set before tracing starts
     sys.setprofile(profile)
     sys.settrace(trace)
     try:
@@ -97,7 +97,7 @@ def count_steps(call: Callable[[], object]) -> int:
 
 @contextmanager
 def block_records_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Yield a list that grows by every ``KVBlockInfo`` built in the meantime."""
+    """Yield a list to which every ``KVBlockInfo`` built within the context is appended."""
     made: list[object] = []
     build = pool.KVBlockInfo
 

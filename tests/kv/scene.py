@@ -1,4 +1,4 @@
-"""A cache that holds some of everything, and calls that it must refuse without a trace."""
+"""A cache with sequences of all kinds, and calls that it must refuse without side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scene:
     free_id: int = 0
 
     def tokens(self, *batch: int) -> torch.Tensor:
-        """Zeros would be hard to see in a cache of zeros; this one is poisoned."""
+        """Return tokens of zeros, which show in a poisoned cache."""
         return self.kv.keys.new_zeros(*batch, self.kv.num_heads, self.kv.head_dim)
 
     @property
@@ -42,11 +42,11 @@ class Scene:
 
     @property
     def elsewhere(self) -> str:
-        """A device the cache is not on, present on every machine."""
+        """Return a device that every machine has and the cache is not on."""
         return "cpu" if self.kv.device.type == "cuda" else "meta"
 
     def append(self, lists: Any, key: Any = None, value: Any = None, layer: int = 0) -> Call:
-        """The arguments of an ``append_token_batch``, valid but for what is given."""
+        """Return a call of ``append_token_batch``, valid except for the arguments passed."""
         key = self.tokens(len(lists)) if key is None else key
         value = self.tokens(len(lists)) if value is None else value
         return self.kv.append_token_batch, layer, lists, key, value
@@ -83,7 +83,7 @@ class Refused:
 
 
 def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
-    """Make the call; compare the cache, the scene's lists and the arguments' before and after."""
+    """Make the call; assert that cache, scene lists and arguments are unchanged."""
     function, *arguments = case.call(scene)
     lists = copy.deepcopy((scene.lists, block_lists(arguments)))
     before = Snapshot.of(scene.kv)
@@ -95,7 +95,7 @@ def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
 
 
 def block_lists(arguments: list[Any]) -> list[Any]:
-    """Return those of a call's arguments that hold block ids."""
+    """Return the arguments of a call that contain block ids."""
     return [given for given in arguments if isinstance(given, (list, tuple))]
 
 

@@ -1,4 +1,4 @@
-"""Arguments the append kernels' wrappers refuse, with nothing written."""
+"""Arguments that the append kernels' wrappers refuse without writing."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_an_index_elsewhere(device: str, kernel: str, name: str) -> None:
 @pytest.mark.parametrize("past", ["below", "above"])
 @pytest.mark.parametrize("at", [0, 2, -1])
 def test_an_index_out_of_range(device: str, kernel: str, name: str, past: str, at: int) -> None:
-    """Whichever row it stands in: all are looked at."""
+    """All rows are checked, whichever has the bad index."""
     bound = BOUNDS[name]
     bad = good_index(kernel, name, device)
     bad[at] = -1 if past == "below" else bound

@@ -1,4 +1,4 @@
-"""``kv_append_triton`` and its two specialisations on their own."""
+"""Direct calls of ``kv_append_triton`` and its two specialisations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_caches_of_any_strides(
 def test_inputs_of_any_strides(
     device: str, kernel: str, layout: Callable[[torch.Tensor, Shape], Pair]
 ) -> None:
-    """The layouts of caches, read as inputs; keys and values may differ in strides."""
+    """The cache layouts, used for inputs; keys and values may differ in strides."""
     caches = Caches.build(device, CACHE_SHAPE)
     key, value = Caches.build(device, (1, 5, 3, 5), layout).pair
     assert_appends(kernel, caches, (key[0], value[0]))
@@ -118,7 +118,7 @@ def test_indices_of_both_widths_in_one_call(device: str, kernel: str, narrow: st
 
 @every_kernel
 def test_indices_that_are_views(device: str, kernel: str) -> None:
-    """A column of a table, and a slice that starts off a 16-byte boundary."""
+    """A table column, and a slice that starts off a 16-byte boundary."""
     caches, slots = Caches.build(device, CACHE_SHAPE), KERNELS[kernel]
     table = torch.stack([index(slots.blocks, device), index(slots.blocks, device) * 0], dim=1)
     given = {"block_idx": table[:, 0]}
@@ -149,7 +149,7 @@ def test_another_dtype_is_cast_as_torch_casts(
 
 
 def special_words(dtype: torch.dtype) -> torch.Tensor:
-    """Quiet and signalling NaNs with payloads, infinities, -0.0, the smallest denormal."""
+    """Return quiet and signalling NaNs with payloads, infinities, -0.0, the least denormal."""
     words: dict[torch.dtype, list[int]] = {
         torch.float32: [0x7FC00001, 0x7F800001, -0x400001, -0x7FFFFF, -(2**31), 1, 0x7F800000],
         torch.float16: [0x7E01, 0x7C01, -0x1FF, -0x3FF, -(2**15), 1, 0x7C00],
@@ -224,7 +224,7 @@ def test_gather_may_use_a_row_twice_and_leave_rows_out(device: str) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 17])
 def test_full_batch_at_any_position(device: str, position: int) -> None:
-    """Numbers that a compiler likes to specialise on: 1 and multiples of 16."""
+    """Positions that Triton specialises on: 1 and multiples of 16."""
     caches = Caches.build(device, (6, 3, 18, 5))
     inputs = new_tokens(caches)
     expected = caches.copy()
@@ -239,7 +239,7 @@ def test_full_batch_at_any_position(device: str, position: int) -> None:
 def test_unaligned_tensors_after_aligned_ones_of_the_same_form(
     device: str, kernel: str, shifted: str
 ) -> None:
-    """A kernel compiled for aligned addresses reads 16 bytes at once and may not be reused."""
+    """A kernel compiled for aligned addresses reads 16 bytes at once and must not be reused."""
     shape, slots = (6, 4, 4, 64), KERNELS[kernel]
     caches = Caches.build(device, shape, dtype=torch.float16)
     assert_appends(kernel, caches, new_tokens(caches))
@@ -254,7 +254,7 @@ def test_unaligned_tensors_after_aligned_ones_of_the_same_form(
 
 @every_kernel
 def test_calls_of_different_kinds_one_after_the_other(device: str, kernel: str) -> None:
-    """A kernel remembered from one launch must not be used for another kind of argument."""
+    """A kernel cached by one launch must not be reused for another kind of argument."""
     slots = KERNELS[kernel]
     for dtype in (*DTYPES, *DTYPES):
         for layout in LAYOUTS.values():

@@ -1,4 +1,4 @@
-"""Block ids that mean nothing, or not what the caller thinks: refused, nothing changed."""
+"""Invalid, freed or foreign block ids are refused without side effects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BAD_IDS = {
         r"block 25 does not belong to layer 0.* 1 to 23",
     ),
     "scratch": (lambda _: SCRATCH, r"block 0 is layer 0's scratch block"),
-    "freed": (lambda scene: scene.free_id, r"block 4 of layer 0 is free: nobody holds it"),
-    "never_used": (lambda _: NEVER_USED, r"block 20 of layer 0 is free: nobody holds it"),
+    "freed": (lambda scene: scene.free_id, r"block 4 of layer 0 is free: no sequence holds it"),
+    "never_used": (lambda _: NEVER_USED, r"block 20 of layer 0 is free: no sequence holds it"),
 }
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -80,7 +80,7 @@ HOLDABLE = {name: BAD_IDS[name] for name in BAD_IDS if name not in ("freed", "ne
 @pytest.mark.parametrize(("bad", "words"), HOLDABLE.values(), ids=HOLDABLE)
 @pytest.mark.parametrize("at", [0, 1])
 def test_in_a_list_to_free(device: str, bad: object, words: str, at: int) -> None:
-    """Nothing may be freed before the bad id is met, wherever in the list it stands."""
+    """No block is freed before the bad id is found, wherever in the list it is."""
 
     def call(scene: Scene) -> Call:
         ids = list(scene.partial)
@@ -114,7 +114,7 @@ def test_sharing_a_freed_block(device: str) -> None:
     def call(scene: Scene) -> Call:
         return scene.kv.incref_blocks, [*scene.partial, scene.free_id]
 
-    case = Refused(call, BadBlock, "block 4 of layer 0 is free: nobody holds it")
+    case = Refused(call, BadBlock, "block 4 of layer 0 is free: no sequence holds it")
     assert_refused(set_up(device, AppendPolicy()), case)
 
 
@@ -151,7 +151,7 @@ def test_freeing_more_often_than_held(device: str, ids: object, words: str) -> N
 
 
 def test_freeing_as_often_as_held_in_one_call(device: str) -> None:
-    """The limit itself is fine: both holders may let go at once."""
+    """The limit itself is valid: both references may be released at once."""
     scene = set_up(device, AppendPolicy())
     free = scene.kv.num_free_blocks(0)
     scene.kv.free_blocks(0, scene.shared + scene.sharing)
@@ -163,7 +163,7 @@ def test_freeing_as_often_as_held_in_one_call(device: str) -> None:
 def test_two_lists_on_a_partial_block_that_one_holds(
     device: str, policy: AppendPolicy, first: bool
 ) -> None:
-    """Both would write the same slot: ``incref_blocks`` was forgotten."""
+    """Both rows would write the same slot, since ``incref_blocks`` was not called."""
 
     def call(scene: Scene) -> Call:
         lists = [scene.partial, list(scene.partial)]
@@ -186,7 +186,7 @@ def test_three_lists_on_a_partial_block_that_two_hold(device: str, policy: Appen
 @every_policy
 @pytest.mark.parametrize("name", ["partial", "full", "shared"])
 def test_the_same_list_twice(device: str, policy: AppendPolicy, name: str) -> None:
-    """Whatever the list ends in; that the lists are equal alone is no fault."""
+    """Refused whatever the list ends in; two equal lists are valid."""
 
     def call(scene: Scene) -> Call:
         ids = getattr(scene, name)
@@ -206,7 +206,7 @@ def test_the_same_empty_list_twice(device: str) -> None:
 
 
 def test_a_list_that_is_not_one_sequence(device: str) -> None:
-    """Reading on behind a partial block would read what was never stored."""
+    """Reading past a partial block would read tokens that were never stored."""
 
     def call(scene: Scene) -> Call:
         return scene.kv.gather_sequence, 0, scene.partial + scene.full

@@ -1,4 +1,4 @@
-"""Tensors, lists and numbers that do not fit: refused, nothing changed."""
+"""Invalid tensors, lists and numbers are refused without side effects."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_write_of_a_tensor_on_another_device(device: str) -> None:
 def test_a_block_list_that_is_no_list(
     device: str, policy: AppendPolicy, row: int, wrong: object
 ) -> None:
-    """A list of another type could not be changed in place; the row is named."""
+    """A list of another type could not be changed in place; the error names the row."""
 
     def call(scene: Scene) -> Call:
         lists: list[object] = [scene.full]
@@ -189,7 +189,7 @@ def test_a_layer_that_does_not_exist(device: str, call: Any, layer: int) -> None
 
 @pytest.mark.parametrize("total_len", [-1, 3, 4, 100])
 def test_reading_more_than_is_stored(device: str, total_len: int) -> None:
-    """A block has room for 4 tokens, and stale ones behind the 2 that are stored."""
+    """A block has room for 4 tokens, with stale ones after the 2 that are stored."""
 
     def call(scene: Scene) -> Call:
         return scene.kv.gather_sequence, 0, scene.partial, total_len

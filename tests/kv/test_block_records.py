@@ -1,4 +1,4 @@
-"""``KVBlockInfo``: what it says, and that it is changed in place instead of being rebuilt."""
+"""Block records (``KVBlockInfo``) are right, and changed in place, not rebuilt."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_in_place_appends_keep_the_record_and_make_none(
 def test_a_new_block_makes_one_record(
     device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the absence of new records above means something."""
+    """The recorder used above does detect new records."""
     twins = Twins(device, policy, lengths=(BLOCK_SIZE, BLOCK_SIZE))
     key, value = twins.token(2), twins.token(2)
     with block_records_made(monkeypatch) as made:

@@ -1,4 +1,4 @@
-"""Several tokens per sequence in one plan: chunked prefill and reserving ahead."""
+"""Plans of several tokens per sequence: chunked prefill and reserving ahead."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_chunks_that_do_not_fit_take_nothing(device: str, order: tuple[int, ...]
     [
         ([1], "1 token counts for 2 block lists"),
         ([1, 2, 3], "3 token counts for 2 block lists"),
-        ([1, 0], "row 1: asked to append 0 tokens"),
-        ([-2, 1], "row 0: asked to append -2 tokens"),
+        ([1, 0], "row 1: cannot append 0 tokens"),
+        ([-2, 1], "row 0: cannot append -2 tokens"),
     ],
 )
 def test_bad_counts(device: str, counts: list[int], words: str) -> None:

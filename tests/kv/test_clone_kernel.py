@@ -1,4 +1,4 @@
-"""``kv_clone_triton`` on its own: whole blocks, every layer, all copies at once."""
+"""Direct calls of ``kv_clone_triton``: whole blocks, every layer, all copies at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_copy = pytest.mark.parametrize(("source", "target"), COPIES.values(), ids=
 
 
 def after_copies(caches: Caches, source: tuple[int, ...], target: tuple[int, ...]) -> Caches:
-    """Every block is read before any is written."""
+    """Copy the blocks in torch, reading every block before any is written."""
     expected = caches.copy()
     old = caches.copy().pair
     for new_cache, old_cache in zip(expected.pair, old, strict=True):
@@ -80,12 +80,12 @@ def test_any_head_dim_and_number_of_heads(device: str, heads: int, head_dim: int
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 7, 200), (2, 3, 16, 16, 16), (1, 3, 1, 1, 4097)])
 def test_blocks_larger_than_one_program_copies(device: str, shape: Shape) -> None:
-    """The last program's part is ragged, or exactly full."""
+    """The last program's share is partial, or exactly full."""
     assert_clones(Caches.build(device, shape, dtype=torch.float16), (1,), (2,))
 
 
 def test_unaligned_caches_after_aligned_ones_of_the_same_form(device: str) -> None:
-    """A kernel compiled for aligned addresses reads 16 bytes at once and may not be reused."""
+    """A kernel compiled for aligned addresses reads 16 bytes at once and must not be reused."""
     for layout in (apart, off_by_one):
         assert_clones(Caches.build(device, (2, 4, 2, 4, 64), layout, torch.float16), (1,), (3,))
 
@@ -112,7 +112,7 @@ def test_indices_of_either_width(device: str, dtypes: tuple[torch.dtype, torch.d
 
 
 def test_swapped_caches_do_not_go_unnoticed(device: str) -> None:
-    """Copying keys into values would be seen: the two hold different bits."""
+    """Copying keys to values would be detected: their bits differ."""
     caches = Caches.build(device, SHAPE)
     expected = after_copies(caches, (1,), (4,))
     keys, values = caches.pair
@@ -135,11 +135,11 @@ def good(caches: Caches) -> dict[str, Any]:
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "target_twice": (
         lambda g: {"target": g["target"] * 0},
-        "target names a block twice",
+        "target has a block twice",
     ),
     "target_twice_among_others": (
         lambda g: {"source": g["source"].repeat(2), "target": g["target"].repeat(2)},
-        "target names a block twice",
+        "target has a block twice",
     ),
     "source_above": (lambda g: {"source": g["source"] + 4}, r"source must lie in 0\.\.5"),
     "source_below": (lambda g: {"source": g["source"] - 2}, r"source must lie in 0\.\.5"),

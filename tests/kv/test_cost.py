@@ -1,7 +1,7 @@
-"""Cost in counts, not in seconds: linear in the batch, blind to everything else.
+"""Cost of appends in steps, not seconds: linear in the batch, independent of all else.
 
-Steps are bytecodes plus C functions entered. What a C function does with a list is not in
-that count; it is watched by lists and numbers that count or forbid being looked at.
+Steps are bytecodes plus C functions entered. Work that a C function does on a list is not in that
+count; it is measured by lists and numbers that count or forbid accesses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_SIZE = 4
 
 
 def small(device: str, max_blocks: int, policy: AppendPolicy | None = None) -> KVBlockManager:
-    """Next to no data, so that metadata is all there is."""
+    """Make a cache with next to no data, so that metadata dominates."""
     return KVBlockManager(
         num_layers=1,
         num_heads=1,
@@ -39,47 +39,51 @@ def small(device: str, max_blocks: int, policy: AppendPolicy | None = None) -> K
 
 
 class Watched(list[Any]):
-    """A list that counts the items looked at."""
+    """List that counts the items accessed."""
 
-    looked_at = 0
+    num_accesses = 0
 
     def __getitem__(self, index: Any) -> Any:
-        self.looked_at += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+        self.num_accesses += (
+            len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+        )
         return super().__getitem__(index)
 
     def __iter__(self) -> Iterator[Any]:
-        self.looked_at += len(self)
+        self.num_accesses += len(self)
         return super().__iter__()
 
     def __contains__(self, item: object) -> bool:
-        self.looked_at += len(self)
+        self.num_accesses += len(self)
         return super().__contains__(item)
 
     def count(self, value: Any) -> int:
-        self.looked_at += len(self)
+        self.num_accesses += len(self)
         return super().count(value)
 
     def index(self, *args: Any) -> int:
-        self.looked_at += len(self)
+        self.num_accesses += len(self)
         return super().index(*args)
 
     def pop(self, *args: Any) -> Any:
-        """Taking from anywhere but the end moves all that follow."""
-        self.looked_at += 1 if not args or args[0] in (-1, len(self) - 1) else len(self)
+        """Pop an item, counting all that follow it, which are moved."""
+        self.num_accesses += 1 if not args or args[0] in (-1, len(self) - 1) else len(self)
         return super().pop(*args)
 
 
 def measure(pool: BlockPool, call: Callable[[], object]) -> tuple[int, int]:
-    """Steps of a call, and items of the pool's lists that it looked at."""
-    lists = [Watched(pool.infos), Watched(pool.refcounts), Watched(pool._recycled)]
-    pool.infos, pool.refcounts, pool._recycled = lists
+    """Return the steps of a call, and the items of the pool's lists that it accessed."""
+    lists = [Watched(pool.infos), Watched(pool.refcounts), Watched(pool._freed_indices)]
+    pool.infos, pool.refcounts, pool._freed_indices = lists
     steps = count_steps(call)
-    return steps, sum(each.looked_at for each in lists)
+    return steps, sum(each.num_accesses for each in lists)
 
 
 def take_all(pool: BlockPool) -> list[int]:
-    """Every block of the pool, as the ids a caller would hold."""
-    return [pool.first_id + pool.take(start=i, length=0).block_index for i in range(pool.num_free)]
+    """Allocate every block of the pool; return their ids."""
+    return [
+        pool.first_id + pool.allocate(start=i, length=0).block_index for i in range(pool.num_free)
+    ]
 
 
 def test_building_a_pool_takes_the_same_steps_and_bytes_whatever_its_size() -> None:
@@ -92,13 +96,13 @@ def test_building_a_pool_takes_the_same_steps_and_bytes_whatever_its_size() -> N
         assert pool.num_free == size - 1
         return steps, taken
 
-    for _ in range(40):  # Python makes room for attributes by what it has seen of a class
+    for _ in range(40):  # Python sizes attribute storage by earlier instances of a class
         build(10)
     assert build(10_000) == build(MILLION)
 
 
 def test_a_cache_of_a_million_blocks_is_built_in_under_two_seconds(device: str) -> None:
-    torch.empty(1, device=device)  # a GPU's context is not the cache's cost
+    torch.empty(1, device=device)  # so that the CUDA context is not counted
     begin = time.perf_counter()
     kv = small(device, MILLION)
     seconds = time.perf_counter() - begin
@@ -109,13 +113,14 @@ def test_a_cache_of_a_million_blocks_is_built_in_under_two_seconds(device: str) 
 def cost_of_taking_one(in_use: int) -> tuple[int, int]:
     pool = BlockPool(layer=0, first_id=0, size=MILLION, block_size=16)
     for _ in range(in_use):
-        pool.take(start=0, length=0)
-    return measure(pool, lambda: pool.take(start=0, length=0))
+        pool.allocate(start=0, length=0)
+    return measure(pool, lambda: pool.allocate(start=0, length=0))
 
 
 def test_a_million_blocks_in_use_take_at_most_200_bytes_each() -> None:
-    """Counting the ids in the callers' lists as well."""
-    assert cost_of_taking_one(1000) == cost_of_taking_one(10)  # or the next line takes for ever
+    """The limit includes the ids in the callers' lists."""
+    # If this failed, the next line would take far too long.
+    assert cost_of_taking_one(1000) == cost_of_taking_one(10)
     pool = BlockPool(layer=0, first_id=MILLION, size=MILLION, block_size=16)
     tracemalloc.start()
     ids = take_all(pool)
@@ -128,7 +133,7 @@ def test_a_million_blocks_in_use_take_at_most_200_bytes_each() -> None:
 
 
 class Untouchable(int):
-    """An id in the middle of a list: an append has no business looking at it."""
+    """Id in the middle of a list, which an append must not read."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise AssertionError(f"looked at id {int.__repr__(self)}, which is not the last")
@@ -143,7 +148,7 @@ def append_one(kv: KVBlockManager, lists: list[list[int]]) -> Callable[[], None]
 
 
 def measure_long_list(device: str, blocks_before: int, last_length: int, holders: int) -> int:
-    """Steps of an append to a list of ``blocks_before`` ids and one more block."""
+    """Return the steps of an append to a list of ``blocks_before`` ids and one more block."""
     kv = small(device, 64)
     last: list[int] = []
     kv.plan_append(0, [last], [last_length])
@@ -167,7 +172,7 @@ def test_an_append_does_not_look_back_along_the_sequence(
 
 
 def test_planning_copies_no_block_list(device: str) -> None:
-    """A copy of a long list would show in the memory taken, if not in the steps."""
+    """A copy of a long list would show in allocated memory, if not in steps."""
 
     def peak(blocks_before: int) -> int:
         kv = small(device, 64)
@@ -184,10 +189,10 @@ def test_planning_copies_no_block_list(device: str) -> None:
 
 
 def measure_used_pool(device: str, used: int, freed: int) -> tuple[int, int]:
-    """Steps, and pool items looked at, of a mixed append when many blocks were used before."""
+    """Return steps and pool items accessed of a mixed append to a much-used pool."""
     kv = small(device, 50_000)
     pool = kv._pools[0]
-    crowd = [pool.take(start=0, length=BLOCK_SIZE).block_index for _ in range(used)]
+    crowd = [pool.allocate(start=0, length=BLOCK_SIZE).block_index for _ in range(used)]
     kv.free_blocks(0, crowd[:freed])
     lists: list[list[int]] = [[], [], [], [], []]
     kv.plan_append(0, lists, [1, BLOCK_SIZE, 2, 3, 1])
@@ -204,13 +209,13 @@ def measure_used_pool(device: str, used: int, freed: int) -> tuple[int, int]:
 def test_an_append_does_not_notice_how_many_blocks_were_used(
     device: str, few: tuple[int, int], many: tuple[int, int]
 ) -> None:
-    steps, looked_at = measure_used_pool(device, *few)
-    assert looked_at > 5
-    assert measure_used_pool(device, *many) == (steps, looked_at)
+    steps, num_accesses = measure_used_pool(device, *few)
+    assert num_accesses > 5
+    assert measure_used_pool(device, *many) == (steps, num_accesses)
 
 
 def measure_batch(device: str, policy: AppendPolicy, batch: int, kind: str) -> int:
-    """Steps of one append by ``batch`` sequences that all meet the same thing."""
+    """Return the steps of one append by ``batch`` sequences of the same condition."""
     kv = small(device, 3 * batch + 2, policy)
     lists: list[list[int]] = [[] for _ in range(batch)]
     starts = {"in_place": 1, "uneven": 1, "rollover": BLOCK_SIZE, "copy_on_write": 2}
@@ -239,7 +244,7 @@ def measure_batch(device: str, policy: AppendPolicy, batch: int, kind: str) -> i
 def test_steps_grow_linearly_up_to_4096_sequences(
     device: str, kind: str, policy: AppendPolicy
 ) -> None:
-    """Exactly: each further sequence costs what the one before it did."""
+    """Linear exactly: each further sequence adds the same cost."""
     steps = {batch: measure_batch(device, policy, batch, kind) for batch in (256, 1024, 4096)}
     per_row = (steps[1024] - steps[256]) / 768
     assert per_row > 10
@@ -247,7 +252,7 @@ def test_steps_grow_linearly_up_to_4096_sequences(
 
 
 def test_quadratic_work_would_be_seen() -> None:
-    """The comparison above fails if every row is searched among the rows before it."""
+    """The comparison above fails if each row is searched for among the previous rows."""
 
     def quadratic(batch: int) -> Callable[[], None]:
         def work() -> None:
@@ -265,7 +270,7 @@ def test_quadratic_work_would_be_seen() -> None:
 def test_a_reader_of_the_whole_list_would_be_seen() -> None:
     watched = Watched(range(1000))
     assert 999 in watched
-    assert watched.looked_at == 1000
+    assert watched.num_accesses == 1000
     with pytest.raises(AssertionError, match="looked at id 7"):
         sum([Untouchable(7)])
     with pytest.raises(AssertionError, match="looked at id 7"):

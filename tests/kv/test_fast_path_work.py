@@ -1,7 +1,7 @@
-"""The fast paths save operations, as is seen from those they dispatch.
+"""Operations dispatched by the fast paths, which save some.
 
-Identity: no gather, the caller's keys are used as they come. One position for all: the
-position is a number and no tensor holds it.
+Identity: no gather, the caller's keys are used directly. Constant position: the position is a
+number, and no tensor of positions exists.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ triton_or_torch = pytest.mark.parametrize("triton", [True, False], ids=["triton"
 
 
 def uploads(device: str) -> int:
-    """Copies that bring the indices to the device; on a CPU they are there already."""
+    """Return the number of index uploads per plan: none on a CPU."""
     return int(device == "cuda")
 
 
 def record_append(twins: Twins, operations: Operations, path: Path) -> tuple[int, int]:
-    """Append one token to all; the addresses of the key and value handed in."""
+    """Append one token to all; return the addresses of the key and value passed."""
     key, value = twins.token(len(twins.fast_lists)), twins.token(len(twins.fast_lists))
     before = twins.fast.path_counts[path]
     with operations:
@@ -74,7 +74,7 @@ def test_identity_selects_nothing(
 
 
 def test_a_gather_does_select(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that its absence above means something."""
+    """The recorder used above does detect a gather."""
     twins = Twins(device, AppendPolicy(triton=False, identity=False), lengths=EVEN)
     operations = Operations(monkeypatch)
     record_append(twins, operations, Path.TORCH_GATHER)
@@ -108,19 +108,19 @@ def test_only_the_indices_a_path_reads_are_staged(
     twins = Twins(device, AppendPolicy(triton=triton, identity=identity), lengths=lengths)
     plan = twins.fast.plan_append(twins.layer, twins.fast_lists)
     assert plan.path is paths[triton]
-    assert plan.staged is not None
-    assert len(plan.staged.columns) == columns
+    assert plan.staged_indices is not None
+    assert len(plan.staged_indices.columns) == columns
 
 
 @triton_or_torch
 def test_index_buffers_are_the_same_call_after_call(device: str, triton: bool) -> None:
-    """Steady state allocates no index tensor: the ring's storages come round again."""
+    """In steady state no index tensor is allocated: the ring's buffers are reused."""
     twins = Twins(device, AppendPolicy(triton=triton), lengths=EVEN, max_blocks_per_layer=128)
 
     def staged_storages(kv: KVBlockManager) -> set[int]:
         storages = set()
         for _ in range(80):
-            staged = kv.plan_append(twins.layer, twins.fast_lists).staged
+            staged = kv.plan_append(twins.layer, twins.fast_lists).staged_indices
             assert staged is not None
             storages.add(staged.columns[0].untyped_storage().data_ptr())
         return storages

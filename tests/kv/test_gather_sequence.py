@@ -1,4 +1,4 @@
-"""Reading a sequence back, against plain Python lists of the tokens that went in."""
+"""Reading a sequence back, compared with Python lists of the appended tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from roseinfer import KVBlockManager
 
 
-class Told:
-    """A sequence together with the tokens it was given."""
+class ReferenceSequence:
+    """Sequence, and the tokens appended to it."""
 
     def __init__(self, kv: KVBlockManager, length: int) -> None:
         self.kv = kv
@@ -27,7 +27,7 @@ class Told:
             kv.append_token(0, self.ids, key, value)
 
     def assert_read(self, total_len: int | None) -> None:
-        """``[heads, tokens, head_dim]``, the first ``total_len`` tokens, to the bit."""
+        """Assert that the first ``total_len`` tokens read back bit for bit."""
         keys, values = self.kv.gather_sequence(0, self.ids, total_len)
         assert_same_bits(keys, self.keys[:total_len].transpose(0, 1), "keys")
         assert_same_bits(values, self.values[:total_len].transpose(0, 1), "values")
@@ -36,21 +36,21 @@ class Told:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 3, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
 def test_all_of_a_sequence(device: str, dtype: torch.dtype, length: int) -> None:
-    Told(build(device, dtype=dtype), length).assert_read(None)
+    ReferenceSequence(build(device, dtype=dtype), length).assert_read(None)
 
 
 @pytest.mark.parametrize("total_len", range(2 * BLOCK_SIZE + 2))
 def test_the_first_tokens_of_a_sequence(device: str, total_len: int) -> None:
-    Told(build(device), 2 * BLOCK_SIZE + 1).assert_read(total_len)
+    ReferenceSequence(build(device), 2 * BLOCK_SIZE + 1).assert_read(total_len)
 
 
 def test_blocks_in_the_order_of_the_list(device: str) -> None:
     """Recycled blocks come in any order of their indices."""
     kv = build(device)
-    Told(kv, 1)
-    old = Told(kv, 3 * BLOCK_SIZE)
+    ReferenceSequence(kv, 1)
+    old = ReferenceSequence(kv, 3 * BLOCK_SIZE)
     kv.free_blocks(0, old.ids)
-    new = Told(kv, 3 * BLOCK_SIZE)
+    new = ReferenceSequence(kv, 3 * BLOCK_SIZE)
     assert new.ids == old.ids[::-1]
     new.assert_read(None)
 
@@ -65,8 +65,8 @@ def test_a_sequence_of_nothing(device: str, total_len: int | None) -> None:
 
 def test_what_was_read_is_a_copy(device: str) -> None:
     kv = build(device)
-    told = Told(kv, 3)
-    keys, values = kv.gather_sequence(0, told.ids)
+    sequence = ReferenceSequence(kv, 3)
+    keys, values = kv.gather_sequence(0, sequence.ids)
     keys.zero_()
     values.zero_()
-    told.assert_read(None)
+    sequence.assert_read(None)

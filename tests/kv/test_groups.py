@@ -1,4 +1,4 @@
-"""Layers that share a block list: one plan per step, one write per layer."""
+"""Layer groups: one plan per step, one write per layer."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_calls_for_one_layer_alone_are_refused_in_a_group(device: str) -> None:
     twins = GroupTwins(device, lengths=(1,))
     key = twins.tokens(1)
     before = Snapshot.of(twins.fast)
-    refused = pytest.raises(BadArgument, match="2 layers share a block list: use plan_append")
+    words = r"2 layers share a block list \(layers_per_group, windows\); use plan_append"
+    refused = pytest.raises(BadArgument, match=words)
     with refused:
         twins.fast.append_token(2, twins.lists[0], key[0], key[0])
     with refused:
@@ -134,7 +135,7 @@ def test_a_plan_for_nothing_writes_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_plans_serve_single_layers_too(device: str, triton: bool) -> None:
-    """The classic arrangement is the case of one layer per group."""
+    """One layer per group, the default, is a special case."""
     kv = build(device, AppendPolicy(triton=triton))
     twin = build(device, AppendPolicy(triton=False))
     key, value = kv.keys.new_ones(3, 3, 5), kv.keys.new_zeros(3, 3, 5)

@@ -29,7 +29,7 @@ histories = st.lists(st.one_of(appends, appends, appends, forks, frees, prompts)
 
 
 class History(Twins):
-    """Five sequences whose owner forgets nothing."""
+    """History of five sequences in twin caches."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device, lengths=[0] * SEQUENCES, max_blocks_per_layer=10)
@@ -45,7 +45,7 @@ class History(Twins):
             self.step_prompt(what, how)
 
     def step_append(self, rows: list[int], policy: AppendPolicy) -> None:
-        """A batch that does not fit must leave no trace; the twin then stays as it is."""
+        """Append a batch; one that does not fit must leave both caches unchanged."""
         self.fast.policy = policy
         before = Snapshot.of(self.fast)
         try:
@@ -90,7 +90,7 @@ def test_every_history_ends_where_append_token_ends(
 
 
 def free_everything(twins: Twins) -> None:
-    """No block is lost: each is free or held by a list."""
+    """Free all sequences; assert that no block leaks."""
     for row in range(SEQUENCES):
         twins.free(row)
     assert twins.fast.num_free_blocks(twins.layer) == twins.fast.max_blocks_per_layer - 1
@@ -99,7 +99,7 @@ def free_everything(twins: Twins) -> None:
 
 @pytest.mark.parametrize("rows", [[0, 1], [1, 0]])
 def test_a_history_that_runs_out_of_blocks(device: str, rows: list[int]) -> None:
-    """Random histories may or may not get there; this one does."""
+    """A history that is sure to run out, which random ones may not."""
     twins = History(device)
     for _ in range(40):
         twins.step("append", rows, COMBINATIONS[0])

@@ -1,4 +1,4 @@
-"""Inputs in another dtype, layout or autograd state than the cache: alike on every path."""
+"""Inputs of another dtype, layout or autograd state give the same cache on every path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def twins_for(device: str, path: Path, dtype: torch.dtype = torch.float32) -> Tw
 
 
 def awkward_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Halfway cases of rounding, numbers beyond float16 and below its smallest, both zeros."""
+    """Return halfway cases of rounding, overflows and underflows of float16, both zeros."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
     flat = numbers.view(-1)
@@ -76,7 +76,7 @@ def batch_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_a_wider_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A slice out of a fused projection: unaligned start, gaps between rows."""
+    """Return a slice of a fused projection: unaligned start, gaps between rows."""
     wide = tensor.new_zeros(tensor.shape[0], tensor.shape[1], 2 * tensor.shape[2] + 1)
     wide[:, :, 1 : 1 + tensor.shape[2]] = tensor
     return wide[:, :, 1 : 1 + tensor.shape[2]]
@@ -87,7 +87,7 @@ def every_other_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_head_for_all(tensor: torch.Tensor) -> torch.Tensor:
-    """Stride 0: grouped keys expanded without a copy."""
+    """Expand one head to all without a copy, by stride 0."""
     return tensor[:, :1].expand_as(tensor)
 
 
@@ -99,7 +99,7 @@ LAYOUTS = (transposed, batch_last, from_a_wider_tensor, every_other_row, one_hea
 def test_strided_inputs(
     device: str, path: Path, key_layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """The value has strides of its own: a mistake of one for the other would show."""
+    """Key and value have different strides, so that swapping them is detected."""
     twins = twins_for(device, path)
     key, value = key_layout(twins.token(3)), twins.token(3)
     assert key.stride() != value.stride()
@@ -110,7 +110,7 @@ def test_strided_inputs(
 
 @every_write
 def test_inputs_that_require_grad(device: str, path: Path) -> None:
-    """The cache takes the numbers and does not become part of the graph."""
+    """The cache copies the numbers and does not become part of the autograd graph."""
     twins = twins_for(device, path)
     key, value = twins.token(3).requires_grad_(), twins.token(3).requires_grad_()
     assert twins.append(None, key, value)[path] == WRITES[path].times

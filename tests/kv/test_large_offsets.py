@@ -1,7 +1,7 @@
 """Offsets of 2**31 elements and more, where 32-bit arithmetic would wrap.
 
-The tensors are a few elements strewn over eight gigabytes of which almost none are ever
-touched. They begin in the middle, so that an offset wrapped to a negative number still falls
+The tensors are a few elements scattered over eight gigabytes, almost none of which are ever
+touched. They begin in the middle, so that an offset that wraps to a negative number is still
 inside: the test then fails instead of crashing.
 """
 
@@ -49,7 +49,7 @@ def arena(device: str) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Strewn:
-    """Return a view of the arena that reaches ``FAR`` in one dimension."""
+    """Views of the arena that span ``FAR`` in one dimension."""
 
     view: torch.Tensor
     axis: int
@@ -62,7 +62,7 @@ class Strewn:
         return cls(arena.as_strided(shape, strides, start), axis)
 
     def places(self) -> torch.Tensor:
-        """Offsets in the arena of the first, last and last but one index along the axis."""
+        """Return the arena offsets of the first, last and last but one index along the axis."""
         offsets = torch.tensor(self.view.storage_offset())
         for axis, (size, stride) in enumerate(
             zip(self.view.shape, self.view.stride(), strict=True)
@@ -74,7 +74,7 @@ class Strewn:
         return offsets.flatten()
 
     def wrapped_places(self) -> torch.Tensor:
-        """Return where 32-bit offsets would find the same elements."""
+        """Return the arena offsets at which 32-bit arithmetic would put the same elements."""
         start = int(self.view.storage_offset())
         relative = self.places() - start
         return torch.remainder(relative + 2**31, 2**32) - 2**31 + start
@@ -85,7 +85,7 @@ def distinct(offsets: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Random bits in all places that a right or a wrapped write can reach."""
+    """Check of all elements that a right or a wrapped write can reach, filled with random bits."""
 
     def __init__(self, arena: torch.Tensor, *strewn: Strewn) -> None:
         places = [s.places() for s in strewn] + [s.wrapped_places() for s in strewn]
@@ -139,7 +139,7 @@ def test_appending_far_from_the_start_of_the_cache(
 
 
 def append_twice(kernel: str, caches: Pair, tokens: Pair, block: int, position: int) -> None:
-    """Row 0 to the last block, row 1 to the one before."""
+    """Append row 0 to the last block and row 1 to the one before it."""
     device = caches[0].device
     given = {"block_idx": index((block, block - 1), device)}
     if kernel == "full_batch":
@@ -203,7 +203,7 @@ def test_cloning_over_a_distance(
 
 @pytest.mark.parametrize("name", CLONES)
 def test_elements_within_reach_do_not_coincide(arena: torch.Tensor, name: str) -> None:
-    """A wrapped offset would land elsewhere than a right one, or the tests above show nothing."""
+    """Wrapped and right offsets differ, without which the tests above could not fail."""
     (keys, values) = strewn_caches(arena, CLONES[name], AXES[name])
     right = torch.cat([keys.places(), values.places()])
     assert len(distinct(right)) == len(right)

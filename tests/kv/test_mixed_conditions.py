@@ -1,4 +1,4 @@
-"""One batch whose rows meet every condition, under every policy that splits it."""
+"""A batch whose rows meet every condition, under every policy that splits it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = {
 
 
 def mixed(device: str, policy: AppendPolicy) -> Twins:
-    """Six rows: fresh, in place, full, full and shared, partial and shared, in place."""
+    """Make six rows: fresh, in place, full, full and shared, partial and shared, in place."""
     twins = Twins(device, policy, lengths=(0, 2, BLOCK_SIZE, BLOCK_SIZE, 2, 3))
     twins.fork(3)
     twins.fork(4)
@@ -87,7 +87,7 @@ def test_every_condition_in_one_batch(
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in ROUTES.values()], ids=ROUTES)
 def test_the_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> None:
-    """All eight sequences go on: the other holders of shared blocks take part too."""
+    """All eight sequences continue, including the other holders of shared blocks."""
     twins = mixed(device, policy)
     append_mixed(twins)
     reached = sum((twins.append() for _ in range(BLOCK_SIZE + 1)), Counts())
@@ -108,7 +108,7 @@ def test_the_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> Non
 def test_rows_take_blocks_in_their_order(
     device: str, policy: AppendPolicy, order: tuple[int, ...]
 ) -> None:
-    """Whichever rows go through ``append_token``, each gets the block of its turn."""
+    """Blocks are allocated in row order, whichever rows go through ``append_token``."""
     twins = mixed(device, policy)
     counts = twins.append(order)
     assert counts[Condition.ROLLOVER] == counts[Condition.COPY_ON_WRITE] == 1
@@ -117,7 +117,7 @@ def test_rows_take_blocks_in_their_order(
 
 @pytest.mark.parametrize("policy", [AppendPolicy(batched_rollover=False), AppendPolicy()])
 def test_a_batch_of_new_sequences_only(device: str, policy: AppendPolicy) -> None:
-    """If rollover is not batched, no row remains in the batch, and the batch writes nothing."""
+    """If rollover is not batched, the batch has no rows left and writes nothing."""
     twins = Twins(device, policy, lengths=(0, 0, 0))
     counts = twins.append()
     write = (Path.TRITON_FULL_BATCH, 1) if policy.batched_rollover else (Path.PER_TOKEN, 3)

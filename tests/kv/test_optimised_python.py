@@ -1,4 +1,4 @@
-"""``python -O`` strips assertions, and no check of the cache is one."""
+"""The cache's checks work under ``python -O``, which strips assertions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_code(loader, name):
 SourceFileLoader.get_code = get_code
 exec(compile({code!r}, "<stripped>", "exec", optimize=1))
 """
-"""Code and the modules it imports, compiled as ``python -O`` does."""
+"""Program that compiles code and the modules it imports as ``python -O`` does."""
 REFUSALS = """
     import torch
     from roseinfer import *

@@ -1,4 +1,4 @@
-"""Where a pool runs dry, at any row and for any reason, all of the call happens or nothing."""
+"""A call that runs out of blocks, at any row and for any reason, has no side effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def leave_free(kv: KVBlockManager, blocks: int) -> None:
-    """Take all but ``blocks`` of layer 0's."""
+    """Allocate all blocks of layer 0 except ``blocks``."""
     taking = kv.num_free_blocks(0) - blocks
     if taking:
         kv.plan_append(0, [[]], [taking * BLOCK_SIZE])
@@ -31,7 +31,7 @@ def scene_with(device: str, policy: AppendPolicy, free: int) -> Scene:
 
 
 def assert_short(scene: Scene, call: Callable[[Scene], Call], needed: int) -> None:
-    """The call is refused; the error says what was needed and what there was."""
+    """Assert that the call is refused with the numbers of needed and free blocks."""
     free = scene.kv.num_free_blocks(0)
     words = f"layer 0 has {free} free blocks and {needed} are needed.*max_blocks_per_layer"
     error = assert_refused(scene, Refused(call, OutOfBlocks, words))
@@ -40,7 +40,7 @@ def assert_short(scene: Scene, call: Callable[[Scene], Call], needed: int) -> No
 
 
 def needing_three(scene: Scene, order: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
-    """Four rows: in place, rollover, copy-on-write, and a new sequence."""
+    """Make four rows: in place, rollover, copy-on-write, and a new sequence."""
     lists = [scene.partial, scene.full, scene.shared, []]
     return [lists[row] for row in order]
 
@@ -48,7 +48,7 @@ def needing_three(scene: Scene, order: tuple[int, ...] = (0, 1, 2, 3)) -> list[l
 @every_policy
 @pytest.mark.parametrize("free", [0, 1, 2])
 def test_at_a_later_row_of_a_batch(device: str, policy: AppendPolicy, free: int) -> None:
-    """The first ``free`` rows that need a block would still have got one."""
+    """The first ``free`` rows that need a block could still get one."""
     scene = scene_with(device, policy, free)
     assert_short(scene, lambda scene: scene.append(needing_three(scene)), needed=3)
 
@@ -70,7 +70,7 @@ def test_a_batch_that_fits_exactly(device: str, policy: AppendPolicy) -> None:
 
 @every_policy
 def test_at_a_copy_on_write(device: str, policy: AppendPolicy) -> None:
-    """The old block keeps both its holders."""
+    """The old block keeps both its references."""
     scene = scene_with(device, policy, 0)
     assert_short(scene, lambda scene: scene.append([scene.shared]), needed=1)
     assert scene.kv.refcount(scene.shared[0]) == 2
@@ -108,7 +108,7 @@ def test_in_place_appends_go_on_in_a_full_pool(device: str, policy: AppendPolicy
 
 
 def test_in_a_plan_of_several_tokens(device: str) -> None:
-    """Counting the blocks of the tails, not only those of the first tokens."""
+    """The needed blocks include those after each row's first token."""
 
     def call(scene: Scene) -> Call:
         lists = [scene.partial, scene.shared, []]

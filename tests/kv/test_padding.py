@@ -1,4 +1,4 @@
-"""Padding rows: a list that is None writes nothing but the scratch block and owns nothing."""
+"""Padding rows (None as a list) write only to the scratch block and hold no block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def appended(device: str, policy: AppendPolicy, *, padded: bool) -> tuple[KVBlockManager, Any]:
-    """Append to a fresh, a partial, a full and a shared list, with padding between them or not."""
+    """Append to a fresh, a partial, a full and a shared list, with or without padding."""
     kv = build(device, policy=policy)
     torch.manual_seed(0)
     shape = (1, kv.num_heads, kv.block_size + 1, kv.head_dim)

@@ -1,4 +1,4 @@
-"""Which path a policy and the shape of a write lead to, and that the cache goes there."""
+"""Paths chosen by policy and shape of a write, and taken by the cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ THRESHOLDS = [
 def test_thresholds_count_the_tokens_of_the_write(
     device: str, settings: dict[str, int], batch: int, even: bool, path: Path
 ) -> None:
-    """The cache itself appends, so the policy is known to reach the choice."""
+    """The cache itself appends, which shows that its policy determines the choice."""
     policy = AppendPolicy(**settings)  # type: ignore[arg-type]  # switches and numbers alike
     lengths = [2] * batch if even else [1 + row % 3 for row in range(batch)]
     twins = Twins(device, policy, lengths=lengths)

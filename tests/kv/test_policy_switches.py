@@ -1,4 +1,4 @@
-"""Every combination of the policy's switches ends in the same bits and the same block ids."""
+"""All combinations of the policy's switches give the same bits and block ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMBINATIONS = [
 
 
 def short_history(twins: Twins) -> Counts:
-    """Fresh rows, a shared partial block, shared full blocks, a freed and reused one."""
+    """Run fresh rows, a shared partial block, shared full blocks, a freed and reused one."""
     reached = twins.append([0, 1])
     twins.fork(0)
     reached += twins.append([0, 1, 2])
@@ -52,7 +52,7 @@ def test_every_combination_ends_where_append_token_ends(device: str, policy: App
 
 
 def reached_although_off(policy: AppendPolicy, reached: Counts) -> set[Path]:
-    """Paths that ran although a switch forbids them."""
+    """Return the paths that ran although a switch forbids them."""
     forbidden: set[Path] = set()
     if not policy.batched:
         forbidden |= set(Path) - {Path.PER_TOKEN}
@@ -70,7 +70,7 @@ def reached_although_off(policy: AppendPolicy, reached: Counts) -> set[Path]:
 
 
 def test_the_history_fills_blocks_and_leaves_partial_ones(device: str) -> None:
-    """The history on which the combinations are compared is not trivial."""
+    """The history by which the combinations are compared is not trivial."""
     twins = Twins(device, lengths=(0, 0))
     reached = short_history(twins)
     lengths = [twins.fast.block_info(ids[-1]).length for ids in twins.fast_lists]
@@ -80,7 +80,7 @@ def test_the_history_fills_blocks_and_leaves_partial_ones(device: str) -> None:
 
 
 def test_the_policy_may_change_between_calls(device: str) -> None:
-    """One cache goes through all policies, a step each, and so along all its write paths."""
+    """One cache uses all policies, one step each, and so all its write paths."""
     twins = Twins(device, lengths=(2, 2, 2), max_blocks_per_layer=64)
     reached = Counts()
     for policy in COMBINATIONS:

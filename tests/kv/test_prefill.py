@@ -1,4 +1,4 @@
-"""A whole prompt at once, against the same prompt token by token."""
+"""Storing a whole prompt at once, compared with the same prompt token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def prompt(kv: KVBlockManager, length: int, seed: int) -> torch.Tensor:
-    """``[1, heads, tokens, head_dim]`` of random bits."""
+    """Return random bits of shape ``[1, heads, tokens, head_dim]``."""
     shape = (1, kv.num_heads, length, kv.head_dim)
     return random_words(shape, kv.dtype, seed).to(kv.device)
 
@@ -86,7 +86,7 @@ def test_an_empty_prompt_takes_no_block(device: str, policy: AppendPolicy) -> No
 
 @every_policy
 def test_a_prompt_laid_out_token_first(device: str, policy: AppendPolicy) -> None:
-    """A model's projection leaves its output so: ``[1, tokens, heads, head_dim]``, transposed."""
+    """A model's projection returns ``[1, tokens, heads, head_dim]``, here transposed."""
     fast, slow = build(device, policy), build(device)
     key = prompt(fast, 6, 1).transpose(1, 2).contiguous().transpose(1, 2)
     value = prompt(fast, 6, 2).transpose(2, 3).contiguous().transpose(2, 3)

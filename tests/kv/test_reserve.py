@@ -1,4 +1,4 @@
-"""Slots given out to a writer that finds them by itself, and those it did not use taken back."""
+"""Reserving slots for a writer without a plan, and truncating the unused ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def grouped(device: str, *lengths: int) -> tuple[KVBlockManager, list[list[int]]]:
-    """A cache whose four layers share lists in pairs, and lists of the second pair."""
+    """Make a cache whose four layers share lists in pairs, and lists of the second pair."""
     kv = build(device, num_layers=4, layers_per_group=2)
     lists: list[list[int]] = [[] for _ in lengths]
     for block_ids, length in zip(lists, lengths, strict=True):
@@ -30,7 +30,7 @@ def grouped(device: str, *lengths: int) -> tuple[KVBlockManager, list[list[int]]
 
 @every_policy
 def test_the_books_are_those_of_a_plan(device: str, policy: AppendPolicy) -> None:
-    """Rows of every kind, some of several blocks; nothing is written but the copies."""
+    """Rows of every condition, some of several blocks; only block copies are written."""
     counts = [1, BLOCK_SIZE, 2, 3 * BLOCK_SIZE, 5]
     reserved, planned = set_up(device, policy), set_up(device, policy)
     for scene in (reserved, planned):
@@ -84,7 +84,7 @@ REFUSED = {
     "no tokens": Refused(
         lambda scene: (scene.kv.reserve, 0, [scene.partial, scene.full], [1, 0]),
         BadArgument,
-        "row 1: asked to append 0 tokens; at least 1 is needed",
+        "row 1: cannot append 0 tokens; num_tokens must be 1 or more",
     ),
     "too few counts": Refused(
         lambda scene: (scene.kv.reserve, 0, [scene.partial, scene.full], [1]),
@@ -97,7 +97,7 @@ REFUSED = {
     "a free block": Refused(
         lambda scene: (scene.kv.reserve, 0, [scene.partial, [scene.free_id]], [1, 1]),
         BadBlock,
-        "is free: nobody holds it",
+        "is free: no sequence holds it",
     ),
     "another layer's": Refused(
         lambda scene: (scene.kv.reserve, 0, [scene.partial, scene.other_layer], [1, 1]),
@@ -127,7 +127,7 @@ REFUSED = {
     "cut a free block": Refused(
         lambda scene: (scene.kv.truncate, 0, [*scene.full, scene.free_id], 1),
         BadBlock,
-        "is free: nobody holds it",
+        "is free: no sequence holds it",
     ),
     "not one sequence": Refused(
         lambda scene: (scene.kv.truncate, 0, [*scene.partial, *scene.full], 3),
@@ -144,7 +144,7 @@ def test_a_call_that_is_refused_changes_nothing(device: str, case: Refused) -> N
 
 @pytest.mark.parametrize("length", range(2 * BLOCK_SIZE + 2))
 def test_cut_to_any_length(device: str, length: int) -> None:
-    """Blocks with nothing left are free; no bit of the cache changes."""
+    """Blocks without tokens left are free; no bit of the cache changes."""
     kv, (mine, other) = grouped(device, 2 * BLOCK_SIZE + 1, 2)
     was, others = facts(kv, mine), facts(kv, other)
     free, before = kv.num_free_blocks(2), bits(kv.keys).clone()
@@ -170,7 +170,7 @@ def test_whole_blocks_that_others_hold_are_let_go(device: str) -> None:
 
 
 def test_a_shared_block_can_stay_as_it_is(device: str) -> None:
-    """Nothing of it is cut off."""
+    """It is kept whole."""
     kv, (mine,) = grouped(device, BLOCK_SIZE + 1)
     kv.incref_blocks(mine)
     before = Metadata.of(kv)
@@ -180,7 +180,7 @@ def test_a_shared_block_can_stay_as_it_is(device: str) -> None:
 
 @pytest.mark.parametrize("more", range(1, 2 * BLOCK_SIZE + 1))
 def test_what_was_not_written_goes_back(device: str, more: int) -> None:
-    """Room that was taken back leaves no trace; appending goes on where the tokens end."""
+    """Released room leaves no trace; appending continues after the kept tokens."""
     kv, lists = grouped(device, 3)
     twin, twin_lists = grouped(device, 3)
     kv.reserve(2, lists, [more])

@@ -1,8 +1,7 @@
-"""Shortcuts that a glance at a few rows would take wrongly.
+"""Conditions of shortcuts that must be checked on all rows, not on a few.
 
-Whether a batch is the identity and whether its position is constant are facts about all
-rows; each test puts the exception where a check of first, last or neighbouring rows would
-not look.
+Identity and constant position are properties of all rows of a batch; each test puts the exception
+where a check of first, last or neighbouring rows would miss it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def test_one_row_at_another_position(
 @pytest.mark.parametrize("odd", ODD_ONES)
 @pytest.mark.parametrize("triton", [True, False])
 def test_one_row_leaves_the_batch(device: str, odd: int, triton: bool) -> None:
-    """Its neighbours must not slide into its place, above all when it is a middle row."""
+    """Its neighbours must not move to its index, above all when it is a middle row."""
     policy = AppendPolicy(batched_copy_on_write=False, triton=triton)
     twins = Twins(device, policy, lengths=[2] * len(ODD_ONES))
     twins.fork(odd)
@@ -58,7 +57,7 @@ def test_several_middle_rows_leave_the_batch(device: str, triton: bool) -> None:
 
 @pytest.mark.parametrize("order", list(permutations(range(4), 3)))
 def test_a_permuted_subset_of_the_sequences(device: str, order: tuple[int, ...]) -> None:
-    """Neither the sequences' age nor their block ids say which input row is theirs."""
+    """A sequence's input row does not follow from its age or its block ids."""
     twins = Twins(device, AppendPolicy(), lengths=(1, 2, 2, 3))
     assert twins.append(order)[Path.TRITON_IDENTITY_POS] == 1
     twins.check()
@@ -79,7 +78,7 @@ def test_a_permuted_batch_at_one_position(
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_one_position_in_different_blocks_of_the_list(device: str, triton: bool) -> None:
-    """Sequences of different length whose next tokens share a position take the scalar."""
+    """Sequences of different length whose next tokens share a position use the scalar path."""
     twins = Twins(device, AppendPolicy(triton=triton), lengths=(1, 1 + BLOCK_SIZE, 1))
     path = Path.TRITON_FULL_BATCH if triton else Path.TORCH_SCALAR
     assert twins.append()[path] == 1

@@ -35,7 +35,7 @@ def test_copy_on_write() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_append_kernels(kernel: str) -> None:
-    """First here, then there: what was compiled for one GPU is not launched on the other."""
+    """A kernel compiled for one GPU is not launched on the other."""
     for device in ("cuda:0", SECOND, "cuda:0"):
         caches = Caches.build(device, CACHE_SHAPE)
         assert_appends(kernel, caches, new_tokens(caches))

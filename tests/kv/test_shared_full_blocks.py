@@ -1,4 +1,4 @@
-"""Two lists that share a full block each get a block of their own, and nothing is copied."""
+"""Lists that share a full block get a new block each, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_gets_its_own_block_and_the_full_one_stays_shared(
 def test_the_token_lands_at_position_0_and_nothing_else_changes(
     device: str, policy: AppendPolicy
 ) -> None:
-    """A copied block would carry the full one's other positions along."""
+    """A copied block would contain the full block's other positions."""
     twins = two_lists_on_one_full_block(device, policy)
     key, value = twins.token(2), twins.token(2)
     expected_keys, expected_values = twins.fast.keys.clone(), twins.fast.values.clone()
@@ -83,7 +83,7 @@ def test_no_copy_is_counted_dispatched_or_launched(
 def test_a_partial_block_is_copied(
     device: str, monkeypatch: pytest.MonkeyPatch, policy: AppendPolicy
 ) -> None:
-    """The same steps on a block with room do dispatch or launch a copy."""
+    """The same steps on a partial block do dispatch or launch a copy."""
     twins = Twins(device, policy, lengths=(BLOCK_SIZE - 1,))
     twins.fork(0)
     key, value = twins.token(2), twins.token(2)

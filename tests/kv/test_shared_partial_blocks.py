@@ -1,7 +1,7 @@
 """Several sequences that share a partial block, some or all of them in one batch.
 
-All holders but the last must copy, the last may write in place, and no copy may see what
-another row of the same batch wrote.
+All holders except the last must copy, the last may write in place, and no copy may contain a token
+that another row of the same batch wrote.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_two_holders(device: str, policy: AppendPolicy, rows: tuple[int, ...]) -
 def test_two_families_in_one_batch(
     device: str, policy: AppendPolicy, chosen: tuple[int, ...]
 ) -> None:
-    """Rows 0, 2, 4 share one block and rows 1, 3 another; one sequence stays out."""
+    """Rows 0, 2, 4 share one block and rows 1, 3 another; one sequence is not in the batch."""
     twins = Twins(device, policy, lengths=(2, 3))
     for row in (0, 1, 0):
         twins.fork(row)

@@ -1,4 +1,4 @@
-"""Things that are easy to get away with, and are refused or kept tidy all the same."""
+"""Edge cases that would often do no harm, and are refused or handled all the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_plan_of_another_cache_is_refused(device: str) -> None:
 
 def test_a_long_prompt_does_not_swell_the_ring(device: str) -> None:
     kv = build(device, policy=TORCH, block_size=128, max_blocks_per_layer=100, head_dim=1)
-    staging = kv._mover._staging
+    staging = kv._append_executor._staging
     capacity = staging._capacity
     prompt = torch.arange(12_000, device=device).view(1, 1, -1, 1).expand(1, kv.num_heads, -1, 1)
     ids = kv.register_prefill_layer(0, prompt.float(), -prompt.float())

@@ -1,4 +1,4 @@
-"""Index buffers are reused, and no plan that may still be written ever reads another's."""
+"""Reused index buffers: no plan that may still be written reads another's indices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.kv.harness import Snapshot, build
 
 RING = 64
 cuda: Any = torch.cuda
-"""Untyped, as some of what is used of it is."""
+"""``torch.cuda`` as Any, since parts of it are untyped."""
 POLICIES = {"triton": AppendPolicy(), "torch": AppendPolicy(triton=False)}
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def numbered(kv: KVBlockManager, numbers: list[int]) -> torch.Tensor:
-    """Tokens that can be told apart: every element of one is its number."""
+    """Return distinguishable tokens: every element of one is its number."""
     column = torch.tensor(numbers, dtype=kv.dtype).to(kv.device)
     return column[:, None, None].expand(-1, kv.num_heads, kv.head_dim)
 
 
 def stored_numbers(kv: KVBlockManager, block_ids: list[int]) -> list[int]:
-    """The numbers of a sequence's tokens; its values hold their negatives."""
+    """Return the numbers of a sequence's tokens; assert that values are their negatives."""
     keys, values = kv.gather_sequence(0, block_ids)
     assert torch.equal(keys, -values)
     assert torch.equal(keys, keys[:1, :, :1].expand_as(keys))
@@ -74,7 +74,7 @@ class Step:
 def test_a_ring_full_of_plans_is_written_correctly(
     device: str, policy: AppendPolicy, order: int
 ) -> None:
-    """As many plans are outstanding as may be, all with columns of positions."""
+    """The most plans allowed are outstanding, all with columns of positions."""
     steps = Steps(build(device, policy, max_blocks_per_layer=64), starts=[0, 1, 3])
     plans = [steps.plan() for _ in range(RING)]
     for step in plans[::order]:
@@ -112,7 +112,7 @@ def test_plans_outlive_the_growth_of_the_buffers(device: str, policy: AppendPoli
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_a_buffer_serves_columns_of_changing_number_and_length(device: str, triton: bool) -> None:
-    """Round after round a slot meets other batches and other paths than the last time."""
+    """In each round a buffer serves other batches and paths than in the previous one."""
     steps = Steps(build(device, max_blocks_per_layer=250), starts=[2, 2, 2, 3])
     dice = random.Random(1)
     for _ in range(4 * RING + 7):
@@ -126,13 +126,13 @@ def test_a_buffer_serves_columns_of_changing_number_and_length(device: str, trit
 @pytest.mark.parametrize("rows", [84, 85, 86, 127, 128, 129, 255, 256, 257])
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_batches_that_just_fit_into_the_buffers(device: str, rows: int, columns: int) -> None:
-    """With one, two or three columns; the row beside the batch stays as it is."""
+    """With one, two or three columns; a sequence outside the batch does not change."""
     policy = AppendPolicy(triton=False, identity=columns < 3, scalar_position=columns < 2)
     kv = build(device, policy, max_blocks_per_layer=2 * rows + 4, num_heads=1, head_dim=1)
     steps = Steps(kv, starts=[1] * (rows + 1))
     first, second = steps.plan(range(rows)), steps.plan(range(rows))
-    assert first.plan.staged is not None
-    assert len(first.plan.staged.columns) == columns
+    assert first.plan.staged_indices is not None
+    assert len(first.plan.staged_indices.columns) == columns
     second.write()
     first.write()
     steps.check()
@@ -150,7 +150,7 @@ def test_a_plan_is_good_for_63_later_ones(device: str, policy: AppendPolicy) -> 
 
 @every_policy
 def test_a_plan_older_than_the_ring_is_refused(device: str, policy: AppendPolicy) -> None:
-    """And says why: writing it would go where another plan's tokens belong."""
+    """The error has the reason: its indices are another plan's by now."""
     steps = Steps(build(device, policy, max_blocks_per_layer=64), starts=[0, 1])
     oldest = steps.plan()
     for _ in range(RING):
@@ -164,7 +164,7 @@ def test_a_plan_older_than_the_ring_is_refused(device: str, policy: AppendPolicy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU copies no indices")
 @every_policy
 def test_plans_far_ahead_of_the_gpu(device: str, policy: AppendPolicy) -> None:
-    """The device sleeps while the host plans on: no buffer may be refilled under its copy."""
+    """While the device sleeps, no buffer may be refilled before its copy is done."""
     num_steps, starts = 4000, [0, 1, 5, 9]
     steps = Steps(build(device, policy, block_size=16, max_blocks_per_layer=1100), starts)
     keys = numbered(steps.kv, list(range(4 * num_steps))).view(num_steps, 4, 3, 5)
@@ -179,7 +179,7 @@ def test_plans_far_ahead_of_the_gpu(device: str, policy: AppendPolicy) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU copies no indices")
 def test_planning_does_not_wait_for_the_gpu(device: str) -> None:
-    """A quarter of the ring is planned and written while the device is known to be busy."""
+    """A quarter of the ring is planned and written while the device is busy."""
     steps = Steps(build(device, max_blocks_per_layer=64), [0, 1])
     key = numbered(steps.kv, [7, 8])
     for _ in range(RING):  # compiled and warm

@@ -1,8 +1,8 @@
-"""On a machine on which Triton is wanted and cannot run, torch writes, and a warning says so.
+"""Where Triton is on but cannot run, torch operations write and a warning is issued.
 
-A cache on the CPU without the interpreter is such a machine anywhere, so these tests need
-no guard on one that has a GPU. They run in processes of their own, since whether kernels
-are interpreted is settled when they are imported.
+A cache on the CPU without the interpreter is such a case on any machine, so these tests run also
+where a GPU exists. They run in subprocesses, since interpretation of kernels is decided when they
+are imported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ print(first.gather_sequence(0, a)[0].flatten().tolist())
 
 
 def told(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``show`` printed, and the lines after it."""
+    """Return the output of ``show``, and the lines after it."""
     lines = run_python(MACHINES[machine] + CACHE + code, warm=True).splitlines()
     return json.loads(lines[0]), lines[1:]
 
@@ -102,7 +102,7 @@ show(warned, kv, small)
 
 @every_machine
 def test_nothing_is_said_where_triton_was_not_wanted(machine: str) -> None:
-    """Switched off: not a word. A batch below its threshold: no count."""
+    """Switched off: no warning. A batch below the threshold: no count."""
     report, _ = told(QUIET, machine)
     assert report["warned"] == []
     assert not any(Condition.TRITON_UNAVAILABLE in counts for counts in report["counts"])
@@ -134,6 +134,6 @@ else:
 
 @every_machine
 def test_the_warning_made_an_error_leaves_nothing_half_done(machine: str) -> None:
-    """With warnings as errors, all of an append happens or none of it."""
+    """With warnings as errors, an append is done whole or not at all."""
     (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS, warm=True).splitlines()
     assert outcome in ("done", "refused, nothing changed")

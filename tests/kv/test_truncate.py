@@ -1,4 +1,4 @@
-"""Lists cut where others hold their blocks, and many at once: all of them, or none."""
+"""Truncating lists with shared blocks, and many lists at once: all of them, or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 def shared(
     device: str, length: int, holders: int, policy: AppendPolicy | None = None, *, blocks: int = 16
 ) -> tuple[KVBlockManager, list[list[int]]]:
-    """A cache whose four layers share lists in pairs, and lists with the same blocks."""
+    """Make a cache whose four layers share lists in pairs, and lists with the same blocks."""
     kv = build(
         device,
         policy or AppendPolicy(),
@@ -45,7 +45,7 @@ def shared(
 def test_a_shared_block_that_is_cut_is_copied(
     device: str, policy: AppendPolicy, length: int
 ) -> None:
-    """The other list, and every bit of its blocks, stays; what is kept reads back alike."""
+    """The other list and its blocks do not change; kept tokens read back the same."""
     kv, (mine, yours) = shared(device, 2 * BLOCK_SIZE, 2, policy)
     was, tokens = facts(kv, yours), [kv.gather_sequence(layer, yours) for layer in (2, 3)]
     kv.truncate(2, mine, length)
@@ -90,7 +90,7 @@ def test_what_a_list_gives_back_makes_room_for_its_copy(device: str) -> None:
 def test_no_copy_writes_to_a_block_that_another_reads(
     device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one list copies is given back by the next, and is where the third has its copy."""
+    """A block copied by one list and freed by the next is reused for the third's copy."""
     kv, (mine, yours) = shared(device, BLOCK_SIZE, 2, policy, blocks=5)
     first: list[int] = []
     third = torch.rand(BLOCK_SIZE, kv.num_heads, kv.head_dim, device=device)
@@ -99,13 +99,13 @@ def test_no_copy_writes_to_a_block_that_another_reads(
     kv.incref_blocks(second)
     kept = [kv.gather_sequence(2, each)[0][:, :1] for each in (mine, first)]
     again, copies = yours[0], []
-    copy_shared = kv._mover.copy_shared
+    copy_shared_blocks = kv._append_executor.copy_shared_blocks
 
     def noted(plan: AppendPlan) -> None:
         copies.append((plan.copy_from, plan.copy_to))
-        copy_shared(plan)
+        copy_shared_blocks(plan)
 
-    monkeypatch.setattr(kv._mover, "copy_shared", noted)
+    monkeypatch.setattr(kv._append_executor, "copy_shared_blocks", noted)
     kv.truncate_batch(2, [mine, yours, first], [1, 0, 1])
     assert first == [again]
     assert len(copies) == 2
@@ -138,7 +138,7 @@ REFUSED = {
     "a list twice": Refused(
         lambda scene: (scene.kv.truncate_batch, 0, [scene.shared, scene.shared], [1, 1]),
         BadArgument,
-        "the same list object cannot be cut twice",
+        "the same list object is given twice",
     ),
     "a block that is held once, twice": Refused(
         lambda scene: (scene.kv.truncate_batch, 0, [scene.full, list(scene.full)], [1, 0]),

@@ -1,4 +1,4 @@
-"""Layers of one window share lists; what left it is given back, and all groups share a pool."""
+"""Layers grouped by window: blocks that leave it are freed, and groups share a pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, BadBlock, KVBlockManager, OutOfBlocks
-from roseinfer.kv.groups import LayerGroup, by_window
+from roseinfer.kv.groups import LayerGroup, group_layers_by_window
 
 SIZE = 4
 ALL = None
@@ -23,7 +23,7 @@ def cache(*windows: int | None, blocks: int = 20, device: str = "cpu", **more: A
 
 
 def append(kv: KVBlockManager, lists: list[list[int]], count: int, begin: int = 0) -> None:
-    """Append tokens whose keys are their positions, plus a hundred for each layer."""
+    """Append tokens whose keys are their positions plus a hundred per layer."""
     plans = kv.plan_groups([lists], [count])
     for layer in range(kv.num_layers):
         key = torch.arange(begin, begin + count, device=kv.device).float() + 100 * layer
@@ -39,7 +39,7 @@ def read(kv: KVBlockManager, lists: list[list[int]], layer: int) -> list[float]:
 
 
 def slide(kv: KVBlockManager, lists: list[list[int]], stored: int) -> list[int]:
-    """Return how many blocks each group gave back."""
+    """Free the blocks that left their windows; return how many, per group."""
     pairs = zip(kv.groups, lists, strict=True)
     return [len(kv.give_back(group.layers[0], own, stored)) for group, own in pairs]
 
@@ -54,7 +54,7 @@ def slide(kv: KVBlockManager, lists: list[list[int]], stored: int) -> list[int]:
     ],
 )
 def test_groups_of_one_window_are_of_the_rarest_ones_size(windows: Any, groups: Any) -> None:
-    assert by_window(windows) == [LayerGroup(*each) for each in groups]
+    assert group_layers_by_window(windows) == [LayerGroup(*each) for each in groups]
 
 
 def test_a_pool_for_all_groups_and_a_plane_for_each_layer_of_one(device: str) -> None:
@@ -70,7 +70,7 @@ def test_a_pool_for_all_groups_and_a_plane_for_each_layer_of_one(device: str) ->
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9])
 def test_what_the_next_token_sees_stays(device: str, window: int) -> None:
-    """A block is given back when the next token sees none of it, and not before."""
+    """A block is freed when the next token attends to none of it, and not before."""
     kv = cache(window, ALL, device=device)
     lists: list[list[int]] = [[], []]
     for stored in range(1, 20):
@@ -85,7 +85,7 @@ def test_what_the_next_token_sees_stays(device: str, window: int) -> None:
 
 
 def test_what_is_given_back_is_another_ones(device: str) -> None:
-    """A pool for one long text alone: it goes on as long as its window has room."""
+    """In a pool too small for it, a long sequence continues while its window fits."""
     kv = cache(6, blocks=3, device=device)
     lists: list[list[int]] = [[]]
     for stored in range(1, 40):
@@ -127,12 +127,12 @@ def test_a_cut_behind_what_was_given_back(device: str, length: int) -> None:
     assert slide(kv, lists, 11) == [2, 0]
     if length == 9:
         before = [list(own) for own in lists]
-        with pytest.raises(BadArgument, match="was given back when it left the window of 3"):
+        with pytest.raises(BadArgument, match="were freed when they left the window of 3"):
             kv.truncate_groups([lists], [length])
         assert lists == before
         return
     if length == 8:
-        with pytest.raises(BadArgument, match="truncate to 8: what the next token would see"):
+        with pytest.raises(BadArgument, match="truncate to 8: the next token would attend to"):
             kv.truncate(0, lists[0], length)
         return
     kv.truncate_groups([lists], [length])
@@ -150,7 +150,7 @@ def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str)
         kv.incref_blocks(own)
     assert slide(kv, second, 7) == [1, 0]
     assert kv.num_free_blocks(0) == 0
-    with pytest.raises(BadArgument, match="was given back"):
+    with pytest.raises(BadArgument, match="were freed when"):
         kv.truncate_groups([second], [3])
     with pytest.raises(OutOfBlocks):
         kv.truncate_groups([second], [6])
@@ -158,7 +158,7 @@ def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str)
 
 
 def test_a_sequence_is_cut_in_all_groups_before_the_next(device: str) -> None:
-    """Else the copies of the first group would take what the third sequence gives back there."""
+    """Else the first group's copies would use blocks that the third sequence frees there."""
     kv = cache(3, ALL, blocks=7, device=device)
     first: list[list[int]] = [[], []]
     third: list[list[int]] = [[], []]
@@ -200,5 +200,5 @@ def test_windows_that_make_no_sense(more: dict[str, Any], message: str) -> None:
 
 def test_calls_of_one_layer_alone_are_refused(device: str) -> None:
     kv = cache(3, ALL, device=device)
-    with pytest.raises(BadArgument, match="moves one layer alone"):
+    with pytest.raises(BadArgument, match="appends to one layer"):
         kv.append_token(0, [], torch.zeros(1, 2), torch.zeros(1, 2))

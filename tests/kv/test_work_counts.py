@@ -1,4 +1,4 @@
-"""The cache counts its own work, call by call."""
+"""The cache's counters of its own work, call by call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every path against ``append_token``, over dtypes and head sizes.
+"""Every write path compared with ``append_token``, over dtypes and head sizes.
 
-The counters are compared as a whole: a case that ended up on another path than the one it
-is about, or on one more than that, fails.
+Counters are compared as a whole: a case that took another path than its own, or an additional one,
+fails.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_clone_ends_where_append_token_ends(
 
 @every_write
 def test_a_batch_larger_than_any_tile_of_tokens(device: str, path: Path) -> None:
-    """Several programs, the last of them not full."""
+    """Several programs, the last of them partly filled."""
     case = WRITES[path]
     lengths = [case.lengths[row % 3] for row in range(131)]
     twins = Twins(device, case.policy, max_blocks_per_layer=140, lengths=lengths)
@@ -122,7 +122,7 @@ def test_blocks_of_one_token_are_full_as_soon_as_they_are_opened(
 
 @pytest.mark.parametrize("path", WRITES)
 def test_a_long_run_of_batches_stays_together(device: str, path: Path) -> None:
-    """Twelve steps cross every block boundary several times, at different moments per row."""
+    """Twelve steps cross block boundaries several times, at different steps per row."""
     case = WRITES[path]
     twins = Twins(device, case.policy, lengths=case.lengths)
     reached = sum(twins.append()[path] for _ in range(12))

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _program(gates: bool, planted: Sequence[str]) -> EmulatedProgram:
     sizes = SMALL[gates]
-    text = with_planted(sizes.source(machine=False), _PLANTED, planted)
+    text = with_planted(sizes.source(with_machine=False), _PLANTED, planted)
     with tempfile.TemporaryDirectory() as folder:
         return emulated(sizes, Path(folder), text, flags=FLAGS)
 

@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "reads",
             "key",
             "append in order",
-            "_move_tokens",
+            "_copy_tokens",
             "k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)",
             """
             k = tl.load(
@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "writes",
             "v_cache",
             "append",
-            "_move_tokens",
+            "_copy_tokens",
             """
             tl.store(
                 v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d),
@@ -145,7 +145,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "reads",
             "tables",
             "chunks",
-            "_stored",
+            "_load_tokens",
             "blocks = tl.load(table + tokens // BLOCK, inside, other=0).to(tl.int64)",
             "blocks = tl.load(table + tokens // BLOCK).to(tl.int64)",
         ),

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _program(strips: int, planted: Sequence[str]) -> EmulatedProgram:
     tiles = tiles_for(_MOST_ROWS, strips)
-    text = with_planted(tiles.source(machine=False), _PLANTED, planted)
+    text = with_planted(tiles.source(with_machine=False), _PLANTED, planted)
     with tempfile.TemporaryDirectory() as folder:
         return emulated(tiles, Path(folder), text, flags=FLAGS)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.cuda.whole_step import WholeStep, source
+from roseinfer.kernels.cuda.whole_step import Megakernel, source
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
 from tests.persistent.emulated import EmulatedProgram
 from tests.persistent.rigs import small_rig, small_sizes
@@ -28,7 +28,7 @@ _PLANTED = {
 
 
 def main(argv: Sequence[str]) -> None:
-    text = with_planted(source(machine=False), _PLANTED, argv)
+    text = with_planted(source(with_machine=False), _PLANTED, argv)
     _make_steps(text, small_sizes(16), biased=False)
     _make_steps(text, small_sizes(48, turn=16, normed=True), biased=True)
     print(ALL_RIGHT)
@@ -39,7 +39,7 @@ def _make_steps(text: str, sizes: StepSizes, *, biased: bool) -> None:
         program = EmulatedProgram(sizes, Path(folder), text=text, flags=FLAGS)
     for length in _LENGTHS:
         rig = small_rig(sizes, length, biased=biased)
-        step = WholeStep(sizes, rig.weights, rig.caches, length + 1, program)
+        step = Megakernel(sizes, rig.weights, rig.caches, length + 1, program)
         step.logits(torch.tensor([7]), torch.tensor([length]), rig.table())
 
 

@@ -12,10 +12,10 @@ _STEPS = "roseinfer.decode.step"
 _PENALTIES = "roseinfer.decode.slots"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
-_FLIGHT = "roseinfer.engine.flight"
+_FLIGHT = "roseinfer.engine.in_flight"
 _DECODE = "roseinfer.kernels.triton.decode_attention"
 _GPT2 = "roseinfer.models.families.gpt2"
-_LIKELIEST = "roseinfer.kernels.triton.greedy"
+_GREEDY = "roseinfer.kernels.triton.greedy"
 _HEAD = "roseinfer.models.loading"
 
 
@@ -37,7 +37,7 @@ MUTANTS = (
         "The device is not told of the block that a resident sequence was given.",
         _RESIDENT,
         "ResidentDecode._reserve",
-        "self.slots.touch(each.slot)",
+        "self.slots.mark_new_blocks(each.slot)",
         "pass",
     ),
     _mutant(
@@ -45,8 +45,8 @@ MUTANTS = (
         "The row of a sequence that left points to the first block of the cache.",
         _ROWS,
         "SlotRows.__init__",
-        "self.padding = [*SlotFields(), *[SCRATCH] * (width * groups)]",
-        "self.padding = [*SlotFields(), *[SCRATCH + 1] * (width * groups)]",
+        "self.num_padding_rows = [*SlotFields(), *[SCRATCH] * (width * groups)]",
+        "self.num_padding_rows = [*SlotFields(), *[SCRATCH + 1] * (width * groups)]",
         ("6", "S15"),
     ),
     _mutant(
@@ -66,12 +66,12 @@ MUTANTS = (
         "The slot of a request that ended before its last token stays active on the device.",
         _RUNNER,
         "StepRunner.withdraw",
-        "self.give_up_slot(request)",
+        "self.release_request_slot(request)",
         """
         left = request.resident
-        self.give_up_slot(request)
+        self.release_request_slot(request)
         if self._resident is not None and left is not None:
-            self._resident.slots._changed.pop(left.slot, None)
+            self._resident.slots._dirty_rows.pop(left.slot, None)
         """,
         ("12",),
     ),
@@ -140,7 +140,7 @@ MUTANTS = (
         "A slot keeps its penalties when its sequence leaves.",
         _PENALTIES,
         "SlotPenalties.end",
-        "self.rows[slot].copy_(self._none)",
+        "self.rows[slot].copy_(self._no_penalties)",
         "pass",
     ),
     _mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
         "told-of-others-tokens",
         "What a resident step tells is read as if its requests stood in the first slots.",
         _FLIGHT,
-        "Flight.land",
+        "TokensInFlight.iter_tokens",
         "own = told[row * each : (row + 1) * each] if request.params.logprobs else None",
         """
         at = self.requests.index(request)
@@ -174,31 +174,33 @@ MUTANTS = (
         "entered-with-anothers-token",
         "Of a prefill, the first tokens go to those who become resident, whosever they are.",
         _RUNNER,
-        "StepRunner._enter",
+        "StepRunner._assign_slots",
         """
-        residents = self._resident.enter(
+        residents = self._resident.add_sequences(
             [
-                Entrant(
+                NewResident(
                     request.session,
                     request.params,
                     request.seed,
-                    request.full_length - 1,
+                    request.max_total_length - 1,
                     request.prompt_length,
                     request.guide,
                 )
                 for _, request in entering
             ],
-            chosen if len(own_rows) == len(chosen) else self._sessions.picked(chosen, own_rows),
+            chosen
+            if len(own_rows) == len(chosen)
+            else self._sequence_runner.picked(chosen, own_rows),
         )
         """,
         """
-        residents = self._resident.enter(
+        residents = self._resident.add_sequences(
             [
-                Entrant(
+                NewResident(
                     request.session,
                     request.params,
                     request.seed,
-                    request.full_length - 1,
+                    request.max_total_length - 1,
                     request.prompt_length,
                     request.guide,
                 )
@@ -222,8 +224,8 @@ MUTANTS = (
         "A resident step draws with the noise of the position of the token it stores.",
         _STEPS,
         "RowSteps._choose",
-        "chosen = batch.choose(logits, lengths + 1, tally)",
-        "chosen = batch.choose(logits, lengths, tally)",
+        "chosen = batch.sample_tokens(logits, lengths + 1, tally)",
+        "chosen = batch.sample_tokens(logits, lengths, tally)",
     ),
     _mutant(
         "block-taken-a-token-late",
@@ -246,8 +248,12 @@ MUTANTS = (
         "More sequences are given a block early than there are blocks for.",
         _RESIDENT,
         "ResidentDecode._due",
-        "most = min(-(-len(residents) // _SOON), early_blocks // len(self._kv.groups))",
-        "most = -(-len(residents) // _SOON)",
+        """
+        most = min(
+            -(-len(residents) // _EARLY_BLOCK_TOKENS), early_blocks // len(self._kv.groups)
+        )
+        """,
+        "most = -(-len(residents) // _EARLY_BLOCK_TOKENS)",
     ),
     _mutant(
         "left-a-step-early",
@@ -255,11 +261,11 @@ MUTANTS = (
         _RUNNER,
         "StepRunner._launch_residents",
         """
-        if coming == request.full_length:
+        if coming == request.max_total_length:
             ...
         """,
         """
-        if coming == request.full_length - 1:
+        if coming == request.max_total_length - 1:
             ...
         """,
     ),
@@ -267,7 +273,7 @@ MUTANTS = (
         "in-flight-for-ever",
         "Tokens that were read still count as on their way.",
         _FLIGHT,
-        "Flight.land",
+        "TokensInFlight.iter_tokens",
         """
         if request.finish_reason is None:
             request.in_flight -= 1
@@ -282,7 +288,7 @@ MUTANTS = (
         "token-behind-the-end",
         "What a step that was launched before an end brings is given to the request all the same.",
         _FLIGHT,
-        "Flight.land",
+        "TokensInFlight.iter_tokens",
         """
         for request, row in zip(self.requests, self.rows, strict=True):
             if request.finish_reason is None:
@@ -300,10 +306,10 @@ MUTANTS = (
         "Tokens are copied to a buffer that another step's tokens are still in.",
         _READBACK,
         "Readback.start",
-        "return Arrival(buffer, count, self._buffers.append)",
+        "return PendingReadback(buffer, count, self._buffers.append)",
         """
         self._buffers.append(buffer)
-        return Arrival(buffer, count, lambda _: None)
+        return PendingReadback(buffer, count, lambda _: None)
         """,
     ),
     _mutant(
@@ -318,7 +324,7 @@ MUTANTS = (
         "captured-on-live-rows",
         "Graphs are captured on the rows of sequences that live, whose blocks are written to.",
         _ROWS,
-        "SlotRows.emptied",
+        "SlotRows.all_padding",
         "self._rows.zero_()",
         "",
         rows=("30",),
@@ -329,7 +335,7 @@ MUTANTS = (
         "tokens-lost-to-a-capture",
         "After a graph was captured, sequences go on from what was computed meanwhile.",
         _ROWS,
-        "SlotRows.emptied",
+        "SlotRows.all_padding",
         "self.tokens.copy_(tokens)",
         "",
         rows=("30",),
@@ -339,7 +345,7 @@ MUTANTS = (
     _mutant(
         "likeliest-stays-where-it-is",
         "The kernel that ends a greedy step chooses a token and goes on from the same position.",
-        _LIKELIEST,
+        _GREEDY,
         "_advance_kernel",
         "tl.store(lengths + row * l_r, length + tl.load(active + row * a_r))",
         "tl.store(lengths + row * l_r, length)",
@@ -347,7 +353,7 @@ MUTANTS = (
     _mutant(
         "likeliest-not-handed-on",
         "The kernel that ends a greedy step hands on the token before the one that it chose.",
-        _LIKELIEST,
+        _GREEDY,
         "_advance_kernel",
         "tl.store(tokens + row, tl.where(usable, token, 0))",
         "tl.store(tokens + row, tl.where(usable, tl.maximum(token - 1, 0), 0))",

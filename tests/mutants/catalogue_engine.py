@@ -54,7 +54,7 @@ MUTANTS = (
         "evicted-and-still-found",
         "A block that was evicted stays in the map and is handed out after it was reused.",
         _PREFIXES,
-        "PrefixCache._take_out",
+        "PrefixCache._remove_subtree",
         "del self._entries[each.key]",
         "",
         ("2",),
@@ -63,17 +63,17 @@ MUTANTS = (
         "evicted-under-its-user",
         "A prefix that a request was given can be evicted as if nobody used it.",
         _PREFIXES,
-        "PrefixCache._hold",
+        "PrefixCache._acquire",
         """
-        entry.users += 1
+        entry.num_holders += 1
         if entry in self.unused:
             del self.unused[entry]
-            self.num_unused -= self._num_blocks(entry)
+            self.num_evictable_blocks -= self._num_blocks(entry)
         """,
         """
-        if entry.users > 0 and entry in self.unused:
+        if entry.num_holders > 0 and entry in self.unused:
             del self.unused[entry]
-            self.num_unused -= self._num_blocks(entry)
+            self.num_evictable_blocks -= self._num_blocks(entry)
         """,
         ("13",),
     ),
@@ -81,7 +81,7 @@ MUTANTS = (
         "matched-without-a-reference",
         "A request is given a prefix's blocks and no reference on them.",
         _PREFIXES,
-        "PrefixCache._hold",
+        "PrefixCache._acquire",
         "self.kv.incref_blocks([entry.block_ids[group] for group in groups])",
         "",
         ("13", "S1"),
@@ -91,8 +91,8 @@ MUTANTS = (
         "The partial last block of a sequence counts as full when it is matched.",
         _PREFIXES,
         "PrefixCache._add",
-        "entry = Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)",
-        "entry = Entry(parent, tokens, hashed, parent.end + self.kv.block_size, block_ids)",
+        "entry = PrefixEntry(parent, tokens, hashed, parent.end + len(tokens), block_ids)",
+        "entry = PrefixEntry(parent, tokens, hashed, parent.end + self.kv.block_size, block_ids)",
         ("7",),
     ),
     _mutant(
@@ -128,7 +128,7 @@ MUTANTS = (
         "cancelled-and-kept-whole",
         "A prompt that is cancelled between two chunks leaves what it has room for to be found.",
         _SUPPLY,
-        "BlockSupply.give_back",
+        "RequestBlockAllocator.give_back",
         "session.cut(self._kv, len(session.token_ids))",
         """
         if 0 < session.stored < request.prompt_length:
@@ -146,22 +146,22 @@ MUTANTS = (
         """
         if entry is None:
             entry = self._add(tip, block, hashed, session)
-            entry.users = 1
+            entry.num_holders = 1
             held.inserted.append(entry)
         elif not entry.continues(tip, block):
             return
         else:
-            self._complete(entry, session, held)
+            self._fill_missing_blocks(entry, session, held)
         """,
         """
         if entry is None:
             entry = self._add(tip, block, hashed, session)
-            entry.users = 1
+            entry.num_holders = 1
             held.inserted.append(entry)
         elif not entry.continues(tip, block):
             return
         else:
-            self._complete(entry, session, held)
+            self._fill_missing_blocks(entry, session, held)
         if entry not in held.inserted:
             held.inserted.append(entry)
         """,
@@ -180,8 +180,8 @@ MUTANTS = (
         "hits-counted-as-free",
         "The blocks of a matched prefix still count among those that can be freed.",
         _SCHEDULER,
-        "PromptShare._admit",
-        "held = before - self.supply.available",
+        "PrefillBudget._admit",
+        "held = before - self.block_allocator.available",
         "held = 0",
         ("3",),
     ),
@@ -189,8 +189,8 @@ MUTANTS = (
         "copy-of-a-matched-tail-not-counted",
         "A partial block that was matched is taken for the request's own to write to.",
         _SUPPLY,
-        "BlockSupply.start",
-        "request.found = session.stored = session.room = found",
+        "RequestBlockAllocator.start",
+        "request.num_cached_tokens = session.stored = session.room = found",
         """
         request.found = session.stored = found
         session.room = len(session.block_lists[0]) * self._kv.block_size
@@ -201,7 +201,7 @@ MUTANTS = (
         "progress-kept-without-its-blocks",
         "A preempted request goes on where it was, though its blocks are gone.",
         _SEQUENCE,
-        "InferenceSession.rewind",
+        "CachedSequence.free_all_blocks",
         "self.stored = self.room = 0",
         "self.room = 0",
         ("23",),
@@ -210,8 +210,8 @@ MUTANTS = (
         "preempted-with-its-blocks",
         "A preempted request waits and keeps its blocks.",
         _SCHEDULER,
-        "Scheduler._set_aside",
-        "self._supply.give_back(request)",
+        "Scheduler._preempt",
+        "self._block_allocator.release_blocks(request)",
         "",
         ("23",),
     ),
@@ -228,7 +228,7 @@ MUTANTS = (
         "A request that ends or is cancelled gives nothing back.",
         _SCHEDULER,
         "Scheduler.remove",
-        "self._supply.give_back(request)",
+        "self._block_allocator.release_blocks(request)",
         "",
         ("12", "20"),
     ),
@@ -236,7 +236,7 @@ MUTANTS = (
         "ended-twice",
         "A request that ends gives its prefix back a second time.",
         _SUPPLY,
-        "BlockSupply.give_back",
+        "RequestBlockAllocator.give_back",
         "in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]",
         """
         in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]
@@ -249,8 +249,8 @@ MUTANTS = (
         "refused-with-its-prefix",
         "A prompt that is not admitted after all keeps what it was given of the prefix cache.",
         _SCHEDULER,
-        "PromptShare._admit",
-        "self.supply.give_back(request)",
+        "PrefillBudget._admit",
+        "self.block_allocator.release_blocks(request)",
         "",
         ("13",),
     ),
@@ -259,7 +259,7 @@ MUTANTS = (
         "A request waits for a block to copy a shared one to, also when nobody shares it any more.",
         _SCHEDULER,
         "Scheduler.next_step",
-        "self.waiting[0].waits_for = 0",
+        "self.waiting[0].min_available_blocks = 0",
         "pass",
         ("3",),
     ),
@@ -267,7 +267,7 @@ MUTANTS = (
         "decode-without-looking-for-blocks",
         "Requests decode without a look at whether there are blocks for all of them.",
         _SCHEDULER,
-        "Scheduler._decoding",
+        "Scheduler._schedule_decodes",
         """
         if session.stored >= session.room:
             ...
@@ -282,16 +282,24 @@ MUTANTS = (
         "unused-prefixes-stay",
         "A step that needs blocks does not evict the prefixes that were counted as free.",
         _SUPPLY,
-        "BlockSupply.ensure",
-        "self._prefixes.evict(max(missing, self._prefixes.num_unused // _EVICTED_AT_ONCE))",
-        "self._prefixes.evict(max(missing - 1, self._prefixes.num_unused // _EVICTED_AT_ONCE))",
+        "RequestBlockAllocator.ensure",
+        """
+        self._prefixes.evict(
+            max(missing, self._prefixes.num_evictable_blocks // _EVICTION_DIVISOR)
+        )
+        """,
+        """
+        self._prefixes.evict(
+            max(missing - 1, self._prefixes.num_evictable_blocks // _EVICTION_DIVISOR)
+        )
+        """,
         ("3",),
     ),
     _mutant(
         "parameters-of-an-earlier-batch",
         "The sampling parameters of a batch are kept when other requests make up the next.",
         _CHOICE,
-        "TokenChoice._sampling_batch",
+        "TokenSampler._sampling_batch",
         """
         if self._sampling is None or self._sampling[0] != requests:
             ...
@@ -306,7 +314,7 @@ MUTANTS = (
         "seed-of-the-row",
         "A request's draws depend on its place in the batch.",
         _CHOICE,
-        "TokenChoice._sampling_batch",
+        "TokenSampler._sampling_batch",
         """
         batch = SamplingBatch.of(
             [request.params for request in requests],
@@ -327,9 +335,9 @@ MUTANTS = (
         "penalty-for-new-tokens-only",
         "The repetition penalty forgets the prompt.",
         _CHOICE,
-        "TokenChoice._tally",
-        "own = tally_of(request.session.token_ids, request.prompt_length)",
-        "own = tally_of(request.token_ids, 0)",
+        "TokenSampler._tally",
+        "own = count_prompt_and_output(request.sequence.token_ids, request.prompt_length)",
+        "own = count_prompt_and_output(request.token_ids, 0)",
     ),
     _mutant(
         "positions-from-the-chunk",
@@ -378,8 +386,8 @@ MUTANTS = (
         "Beside requests that decode, a prompt's queries are taken from the first rows.",
         _BATCH,
         "TritonAttention.attend",
-        "behind = query[batch.singles :]",
-        "behind = query[: len(query) - batch.singles]",
+        "behind = query[batch.num_decodes :]",
+        "behind = query[: len(query) - batch.num_decodes]",
     ),
     _mutant(
         "newest-token-unseen",
@@ -448,9 +456,9 @@ MUTANTS = (
         "In resident decode without kernels, more than 4 query heads to a KV head are dealt out.",
         _REFERENCE,
         "append_and_attend_reference",
-        "unused = _hidden(distance, traits)[:, None, :, None]",
+        "unused = _attention_mask(distance, traits)[:, None, :, None]",
         """
-        unused = _hidden(distance, traits)[:, None, :, None]
+        unused = _attention_mask(distance, traits)[:, None, :, None]
         if query.shape[1] > 4 * k_cache.shape[1]:
             dealt = query.view(len(query), -1, k_cache.shape[1], query.shape[2])
             query = dealt.transpose(1, 2).reshape(query.shape)
@@ -462,13 +470,13 @@ MUTANTS = (
         _DECODE,
         "_decode_kernel",
         """
-        top, total, sums = see_tile(
+        top, total, sums = update_softmax(
             q, k, v, stored[None, :], distance, top, total, sums, scale, cap, slopes, heads, real,
             True, CAPPED, SLOPED,
         )
         """,
         """
-        top, total, sums = see_tile(
+        top, total, sums = update_softmax(
             q, k, v, stored[None, :], distance, top, total, sums, 1.0, cap, slopes, heads, real,
             True, CAPPED, SLOPED,
         )

@@ -46,28 +46,28 @@ MUTANTS = (
         "only-row-visits-the-first-experts",
         "A row that is alone visits the first experts, whichever it chose.",
         _VISITS,
-        "visits_of_tile",
+        "load_tile_routing",
         "expert = tl.load(experts + tile)",
         "expert = tile",
     ),
     _of_many_rows(
         "last-visit-of-a-tile-dropped",
         "Of many rows the last that visits an expert is left out.",
-        "visits_of_tile",
+        "load_tile_routing",
         "visits = tl.load(order + v, v < last, other=-1).to(tl.int32)",
         "visits = tl.load(order + v, v < last - 1, other=-1).to(tl.int32)",
     ),
     _of_many_rows(
         "tile-of-the-expert-in-front",
         "Of many rows the first that visit an expert go to the one in front of it.",
-        "visits_of",
+        "route_rows",
         "of = torch.searchsorted(ends_of_tiles, at, right=True)",
         "of = torch.searchsorted(ends_of_tiles, at)",
     ),
     _of_many_rows(
         "visits-of-few-rows-in-many",
         "More rows than a tile has are looked through in one tile.",
-        "visits_of",
+        "route_rows",
         """
         if rows <= MOST_ROWS:
             ...

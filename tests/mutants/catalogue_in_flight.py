@@ -9,7 +9,7 @@ _READBACK = "roseinfer.decode.readback"
 QUEUED = "tests.mutants.queued_manager:QueuedManager"
 QUEUED_ENGINE = "tests.mutants.queued_engine:QueuedEngine"
 _WAIT = (
-    "            self._half_left[entered].synchronize()  # at once, where it was never recorded\n"
+    "            self._half_events[entered].synchronize()  # at once, where it was never recorded\n"
 )
 
 MUTANTS = (
@@ -17,8 +17,8 @@ MUTANTS = (
         "index-buffer-filled-early",
         "An index buffer is filled again though the device may not have copied it.",
         _STORAGE,
-        "IndexStaging._next_slot",
-        "self._half_left[entered].synchronize()",
+        "IndexStaging._next_buffer",
+        "self._half_events[entered].synchronize()",
         "",
         targets=(QUEUED,),
     ),
@@ -26,14 +26,14 @@ MUTANTS = (
         "half-a-ring-marked-on-entry",
         "Half of the index buffers count as copied that were when the first of them was filled.",
         _STORAGE,
-        "IndexStaging._next_slot",
+        "IndexStaging._next_buffer",
         """
-        self._half_left[1 - entered].record(self._transfers.stream())
-        self._half_left[entered].synchronize()
+        self._half_events[1 - entered].record(self._transfers.stream())
+        self._half_events[entered].synchronize()
         """,
         """
-        self._half_left[entered].synchronize()
-        self._half_left[entered].record(self._transfers.stream())
+        self._half_events[entered].synchronize()
+        self._half_events[entered].record(self._transfers.stream())
         """,
         targets=(QUEUED,),
     ),
@@ -41,7 +41,7 @@ MUTANTS = (
         "tokens-read-before-they-land",
         "The host does not wait for the tokens of a step that is in flight.",
         _READBACK,
-        "Arrival.wait",
+        "PendingReadback.wait",
         """
         if done is not None:
             done.synchronize()

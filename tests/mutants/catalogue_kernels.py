@@ -12,7 +12,7 @@ MUTANTS = (
         "append-offsets-of-32-bits",
         "The append kernels multiply block index and stride in 32 bits.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         """
         rows = rows.to(tl.int64)[:, None, None]
         blocks = blocks.to(tl.int64)[:, None, None]
@@ -44,7 +44,7 @@ MUTANTS = (
         _APPEND,
         "_identity_pos_kernel",
         """
-        _move_tokens(
+        _copy_tokens(
             k_cache, v_cache, key, value,
             tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
             kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
@@ -53,7 +53,7 @@ MUTANTS = (
         )
         """,
         """
-        _move_tokens(
+        _copy_tokens(
             k_cache, v_cache, key, value,
             tokens, blocks,
             tl.load(positions.to(tl.pointer_type(tl.int32)) + tokens, exist, other=0), exist,
@@ -152,7 +152,7 @@ MUTANTS = (
         "last-stride-ignored",
         "The append kernels take the last dimension of new keys to be contiguous.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         "k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)",
         "k = tl.load(key + (rows * k_r + heads * k_h + dims), inside)",
         rows=("16",),
@@ -161,7 +161,7 @@ MUTANTS = (
         "head-mask-missing",
         "The append kernels write heads that do not exist when their number is no power of two.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         "inside = (heads < H) & (dims < D) & exist[:, None, None]",
         "inside = (dims < D) & exist[:, None, None]",
         rows=("17",),
@@ -170,7 +170,7 @@ MUTANTS = (
         "head-size-mask-missing",
         "The append kernels write past a head whose size is no power of two.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         "inside = (heads < H) & (dims < D) & exist[:, None, None]",
         "inside = (heads < H) & exist[:, None, None]",
         rows=("9",),
@@ -179,7 +179,7 @@ MUTANTS = (
         "token-mask-missing",
         "The append kernels write the rows that fill up a tile, to block 0.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         "inside = (heads < H) & (dims < D) & exist[:, None, None]",
         "inside = (heads < H) & (dims < D) & (exist | True)[:, None, None]",
         rows=("6",),
@@ -282,7 +282,7 @@ MUTANTS = (
         _APPEND,
         "_gather_kernel",
         """
-        _move_tokens(
+        _copy_tokens(
             k_cache, v_cache, key, value,
             tl.load(rows + tokens, exist, other=0), blocks,
             tl.load(positions + tokens, exist, other=0), exist,
@@ -292,7 +292,7 @@ MUTANTS = (
         )
         """,
         """
-        _move_tokens(
+        _copy_tokens(
             k_cache, v_cache, key, value,
             tokens, blocks,
             tl.load(positions + tokens, exist, other=0), exist,
@@ -308,7 +308,7 @@ MUTANTS = (
         "keys-stored-as-values",
         "The append kernels write the new keys to both caches.",
         _APPEND,
-        "_move_tokens",
+        "_copy_tokens",
         """
         tl.store(
             v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside

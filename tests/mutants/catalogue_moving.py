@@ -35,7 +35,7 @@ MUTANTS = (
         "staged-columns-swapped",
         "The torch gather reads positions where rows are staged, and rows where positions are.",
         _STORAGE,
-        "DataMover.write",
+        "AppendExecutor.write",
         "block_idx, pos, rows = columns",
         "block_idx, rows, pos = columns",
     ),
@@ -43,7 +43,7 @@ MUTANTS = (
         "only-keys-gathered",
         "The torch gather picks the rows of the keys and takes the first values.",
         _STORAGE,
-        "DataMover.write",
+        "AppendExecutor.write",
         "key, value = key.index_select(0, rows), value.index_select(0, rows)",
         "key, value = key.index_select(0, rows), value[: len(rows)]",
         rows=("31", "34"),
@@ -53,16 +53,16 @@ MUTANTS = (
         "only-keys-converted",
         "Values keep the caller's dtype: some paths convert, others raise after the commit.",
         _STORAGE,
-        "DataMover.write",
-        "key, value = storage.as_stored(key), storage.as_stored(value)",
-        "key = storage.as_stored(key)",
+        "AppendExecutor.write",
+        "key, value = storage.to_cache_dtype(key), storage.to_cache_dtype(value)",
+        "key = storage.to_cache_dtype(key)",
         rows=("28",),
     ),
     Mutant(
         "keys-and-values-swapped",
         "The torch vector path writes keys to the values and values to the keys.",
         _STORAGE,
-        "DataMover.write",
+        "AppendExecutor.write",
         "storage.write_vector(layer, columns[0], columns[1], key, value)",
         "storage.write_vector(layer, columns[0], columns[1], value, key)",
         rows=("34",),
@@ -71,7 +71,7 @@ MUTANTS = (
         "only-the-first-layer-copied",
         "Copy-on-write in a group of layers copies the first layer's block alone.",
         _STORAGE,
-        "DataMover.copy_shared",
+        "AppendExecutor.copy_shared_blocks",
         "layers = range(plan.layer, plan.layer + self._layers_per_group)",
         "layers = range(plan.layer, plan.layer + 1)",
         rows=("8",),
@@ -81,7 +81,7 @@ MUTANTS = (
         "policy-fixed-at-first",
         "Replacing the policy of a live cache has no effect.",
         _STORAGE,
-        "DataMover.use",
+        "AppendExecutor.set_policy",
         "self.policy = policy",
         """
         self.__dict__.setdefault("policy", policy)
@@ -91,7 +91,7 @@ MUTANTS = (
         "gather-counted-as-vector",
         "The torch gather is counted under the torch vector path's name.",
         _STORAGE,
-        "DataMover.write",
+        "AppendExecutor.write",
         "self._counts[path] += 1",
         "self._counts[Path.TORCH_VECTOR if path is Path.TORCH_GATHER else path] += 1",
     ),
@@ -114,8 +114,8 @@ MUTANTS = (
         "The ring of index buffers has one: the next plan overwrites a plan not yet written.",
         _STORAGE,
         "",
-        "_SLOTS = 64",
-        "_SLOTS = 1",
+        "_NUM_RING_BUFFERS = 64",
+        "_NUM_RING_BUFFERS = 1",
         targets=(GROUPED,),
     ),
     Mutant(
@@ -124,11 +124,11 @@ MUTANTS = (
         _STORAGE,
         "IndexStaging.check",
         """
-        if staged.ticket is not None and self._tickets - staged.ticket >= self._slots:
+        if staged.stage_count is not None and self._stage_count - staged.stage_count >= self._slots:
             ...
         """,
         """
-        if staged.ticket is not None and self._tickets < staged.ticket:
+        if staged.stage_count is not None and self._stage_count < staged.stage_count:
             ...
         """,
     ),
@@ -136,13 +136,13 @@ MUTANTS = (
         "buffers-never-grow",
         "A long append overflows its index buffer.",
         _STORAGE,
-        "IndexStaging._next_slot",
+        "IndexStaging._next_buffer",
         """
-        if size + _SPARE > self._capacity:
+        if size + _ALIGNMENT_MARGIN > self._capacity:
             ...
         """,
         """
-        if self._capacity < _SPARE:
+        if self._capacity < _ALIGNMENT_MARGIN:
             ...
         """,
     ),
@@ -151,9 +151,9 @@ MUTANTS = (
         "The torch vector path adds the new token to nought times what the slot held: NaN.",
         _STORAGE,
         "KVStorage.write_vector",
-        "self._key_slots[layer].index_put_((block_idx, pos), key)",
+        "self._key_token_views[layer].index_put_((block_idx, pos), key)",
         """
-        slots = self._key_slots[layer]
+        slots = self._key_token_views[layer]
         slots.index_put_((block_idx, pos), slots[block_idx, pos] * 0 + key)
         """,
         rows=("5",),
@@ -186,7 +186,7 @@ MUTANTS = (
         "values-of-another-layer-copied",
         "The Triton copy-on-write finds the values of the first layers, not of the group's.",
         _STORAGE,
-        "DataMover.copy_shared",
+        "AppendExecutor.copy_shared_blocks",
         "caches = storage.keys[first:end], storage.values[first:end]",
         "caches = storage.keys[first:end], storage.values[: len(layers)]",
         rows=("8",),

@@ -45,7 +45,7 @@ MUTANTS = (
         "Blocks that nobody holds do not go back to the pool.",
         _POOL,
         "BlockPool.drop",
-        "self._recycled.append(index)",
+        "self._freed_indices.append(index)",
         "pass",
     ),
     Mutant(
@@ -53,8 +53,8 @@ MUTANTS = (
         "A freed block enters the free list twice and is handed to two sequences.",
         _POOL,
         "BlockPool.drop",
-        "self._recycled.append(index)",
-        "self._recycled += [index, index]",
+        "self._freed_indices.append(index)",
+        "self._freed_indices += [index, index]",
         rows=("12",),
     ),
     Mutant(
@@ -70,7 +70,7 @@ MUTANTS = (
         "capacity-off-by-one",
         "The capacity check lets through a batch that needs one block more than is free.",
         _POOL,
-        "BlockPool.require",
+        "BlockPool.require_free_blocks",
         """
         if needed > self.num_free:
             ...
@@ -85,7 +85,7 @@ MUTANTS = (
         "last-block-never-used",
         "The capacity check refuses a batch that needs exactly what is free.",
         _POOL,
-        "BlockPool.require",
+        "BlockPool.require_free_blocks",
         """
         if needed > self.num_free:
             ...
@@ -99,7 +99,7 @@ MUTANTS = (
         "release-counts-a-block-once",
         "Freeing a list is checked as if each block occurred in it once.",
         _POOL,
-        "BlockPool.check_release",
+        "BlockPool.check_decref",
         """
         for block_id, times in Counter(block_ids).items():
             ...
@@ -131,13 +131,13 @@ MUTANTS = (
         _MANAGER,
         "KVBlockManager.free_blocks",
         """
-        pool.check_release(block_ids)
+        pool.check_decref(block_ids)
         for block_id in block_ids:
             pool.drop(block_id - pool.first_id)
         """,
         """
         for block_id in block_ids:
-            pool.check_release([block_id])
+            pool.check_decref([block_id])
             pool.drop(block_id - pool.first_id)
         """,
         rows=("12", "27"),
@@ -147,7 +147,7 @@ MUTANTS = (
         "Freeing trusts the list: another layer's block, or one that is free, corrupts the books.",
         _MANAGER,
         "KVBlockManager.free_blocks",
-        "pool.check_release(block_ids)",
+        "pool.check_decref(block_ids)",
         "",
         rows=("12", "27"),
     ),
@@ -179,7 +179,7 @@ MUTANTS = (
         "reference-dropped-before-the-copy",
         "Copy-on-write of a single token lets go of the shared block before it has a new one.",
         _PER_LAYER,
-        "PerLayerCalls.append_token",
+        "PerLayerMixin.append_token",
         """
         info = pool.take(start=last.start, length=last.length)
         storage.copy_block(layer_idx, last.block_index, info.block_index)

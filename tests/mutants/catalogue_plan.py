@@ -13,7 +13,7 @@ MUTANTS = (
         "rollover-copies-the-full-block",
         "A row whose full block is shared gets a copy of it instead of an empty block.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "new = pool.take(start=len(block_ids) * pool.block_size, length=0)",
         """
         new = pool.take(start=len(block_ids) * pool.block_size, length=0)
@@ -27,7 +27,7 @@ MUTANTS = (
         "rollover-drops-the-full-block",
         "A row that goes on after a shared full block gives up its hold on that block.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "new = pool.take(start=len(block_ids) * pool.block_size, length=0)",
         """
         new = pool.take(start=len(block_ids) * pool.block_size, length=0)
@@ -40,7 +40,7 @@ MUTANTS = (
         "shared-full-block-written-to",
         "A shared full block is copied on write, and the token goes past the copy's end.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         """
         if position == block_size:
             ...
@@ -55,7 +55,7 @@ MUTANTS = (
         "last-sharer-copies-too",
         "Of the rows that share a block every one copies it, the last one too.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         """
         if holders > 1 and holders - leaving.get(index, 0) > 1:
             ...
@@ -70,7 +70,7 @@ MUTANTS = (
         "second-sharer-writes-in-place",
         "Once one row has copied a shared block, the next writes to it whoever else holds it.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         "leaving[index] = leaving.get(index, 0) + 1",
         "leaving[index] = holders",
         rows=("1",),
@@ -79,7 +79,7 @@ MUTANTS = (
         "copy-on-write-keeps-its-hold",
         "Copy-on-write does not give up its hold on the shared block.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "pool.drop(old.block_index)",
         "",
         rows=("1",),
@@ -88,7 +88,7 @@ MUTANTS = (
         "copy-on-write-drops-twice",
         "Copy-on-write gives up two holds on the shared block.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "pool.drop(old.block_index)",
         """
         pool.drop(old.block_index)
@@ -100,7 +100,7 @@ MUTANTS = (
         "copy-not-entered-in-the-list",
         "After copy-on-write the list still names the shared block, which freeing drops again.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "block_ids[-1] = pool.first_id + new.block_index",
         "",
         rows=("1",),
@@ -109,7 +109,7 @@ MUTANTS = (
         "copied-the-wrong-way",
         "Copy-on-write copies the new block over the shared one.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         """
         plan.copy_from.append(old.block_index)
         plan.copy_to.append(new.block_index)
@@ -124,12 +124,12 @@ MUTANTS = (
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
         _PER_LAYER,
-        "PerLayerCalls.append_token_batch",
-        "seen = planning.survey(pool, block_ids_list, None)",
+        "PerLayerMixin.append_token_batch",
+        "seen = planning.analyze_append(pool, block_ids_list, None)",
         """
         free, pool.num_free = pool.num_free, 1 << 60
         try:
-            seen = planning.survey(pool, block_ids_list, None)
+            seen = planning.analyze_append(pool, block_ids_list, None)
         finally:
             pool.num_free = free
         """,
@@ -141,11 +141,15 @@ MUTANTS = (
         "A plan takes blocks before it is known that there are enough.",
         _MANAGER,
         "KVBlockManager.plan_append",
-        "plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), num_tokens)",
+        """
+        plan = self._commit(
+            pool, planning.analyze_append(pool, block_ids_list, num_tokens), num_tokens
+        )
+        """,
         """
         free, pool.num_free = pool.num_free, 1 << 60
         try:
-            seen = planning.survey(pool, block_ids_list, num_tokens)
+            seen = planning.analyze_append(pool, block_ids_list, num_tokens)
         finally:
             pool.num_free = free
         plan = self._commit(pool, seen, num_tokens)
@@ -156,9 +160,9 @@ MUTANTS = (
         "tail-not-counted",
         "Only each row's first token is looked at when blocks are counted.",
         _PLAN,
-        "Survey.blocks_needed",
-        "return len(self.needs_block) - self.padding + self.tail_blocks",
-        "return len(self.needs_block) - self.padding",
+        "AppendAnalysis.blocks_needed",
+        "return len(self.new_block_rows) - self.num_padding_rows + self.tail_blocks",
+        "return len(self.new_block_rows) - self.num_padding_rows",
         rows=("26",),
     ),
     Mutant(
@@ -189,7 +193,7 @@ MUTANTS = (
         "only-row-0-validated",
         "Only the first row's block is checked to be this layer's and held.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         """
         if not 0 < index < used or not refcounts[index]:
             ...
@@ -204,7 +208,7 @@ MUTANTS = (
         "one-list-in-two-rows",
         "A list that occurs twice in a batch is not noticed: both rows write one slot.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         "_check_rows_are_distinct(seen)",
         "",
         rows=("35",),
@@ -241,7 +245,7 @@ MUTANTS = (
         "padding-writes-a-real-block",
         "Padding rows write to the block that was taken last instead of the scratch block.",
         _PLAN,
-        "_open_blocks",
+        "_allocate_row_blocks",
         "new = KVBlockInfo(pool.layer, SCRATCH, 0, 0)",
         "new = KVBlockInfo(pool.layer, len(pool.infos) - 1, 0, 0)",
         rows=("6",),
@@ -250,16 +254,16 @@ MUTANTS = (
         "padding-needs-a-block",
         "Padding rows are counted as needing a block, so that a batch that fits is refused.",
         _PLAN,
-        "Survey.blocks_needed",
-        "return len(self.needs_block) - self.padding + self.tail_blocks",
-        "return len(self.needs_block) + self.tail_blocks",
+        "AppendAnalysis.blocks_needed",
+        "return len(self.new_block_rows) - self.num_padding_rows + self.tail_blocks",
+        "return len(self.new_block_rows) + self.tail_blocks",
         rows=("6",),
     ),
     Mutant(
         "padding-moves-the-others",
         "In a padded batch every row goes to the position of the first real one.",
         _PLAN,
-        "_look",
+        "_analyze_rows",
         """
         for row in padding:
             ...
@@ -274,16 +278,16 @@ MUTANTS = (
         "shared-rollover-counted-as-plain",
         "A rollover after a shared block is counted as one after a block of its own.",
         _PLAN,
-        "_look",
-        "seen.needs_block[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER",
-        "seen.needs_block[row] = Condition.ROLLOVER",
+        "_analyze_rows",
+        "seen.new_block_rows[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER",
+        "seen.new_block_rows[row] = Condition.ROLLOVER",
     ),
     Mutant(
         "in-place-counted-for-all",
         "Every row is counted as written in place, whatever it met besides.",
         _MANAGER,
         "KVBlockManager._commit",
-        "in_place = len(seen.positions) - len(seen.needs_block)",
+        "in_place = len(seen.positions) - len(seen.new_block_rows)",
         "in_place = len(seen.positions)",
     ),
 )

@@ -47,7 +47,7 @@ MUTANTS = (
         "rows-as-wide-as-the-shortest",
         "Rows are given as many blocks as the shortest sequence has.",
         _ROWS,
-        "TokenRows._width_of",
+        "MultiTokenDecode._table_width",
         "return max(len(each.session.block_lists[0]) for each in spans)",
         "return min(len(each.session.block_lists[0]) for each in spans)",
     ),
@@ -55,7 +55,7 @@ MUTANTS = (
         "rows-of-several-groups-as-wide-as-one",
         "Rows are given no blocks of the second group of layers.",
         _ROWS,
-        "TokenRows._width_of",
+        "MultiTokenDecode._table_width",
         """
         if self._rows.groups > 1:
             ...

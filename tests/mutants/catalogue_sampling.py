@@ -6,9 +6,9 @@ from tests.mutants.mutant import ENGINE, Mutant
 
 _NUCLEUS = "roseinfer.sampling.logits"
 _PENALTIES = "roseinfer.sampling.logits"
-_TOLD = "roseinfer.sampling.logprobs"
+_LOGPROB_FIELDS = "roseinfer.sampling.logprobs"
 _ENGINE = "roseinfer.engine.engine"
-_TEXT = "roseinfer.text.request_text"
+_TEXT = "roseinfer.text.completion_text"
 _BYTES = "roseinfer.text.detokenizer"
 
 
@@ -31,7 +31,7 @@ MUTANTS = (
         _NUCLEUS,
         "sorted_logits",
         "weights = scaled.exp()",
-        "weights = (below / temperature.clamp(min=_SMALLEST)).exp()",
+        "weights = (below / temperature.clamp(min=_MIN_TEMPERATURE)).exp()",
     ),
     _mutant(
         "min-p-of-one",
@@ -46,8 +46,8 @@ MUTANTS = (
         "The temperature is taken twice.",
         _NUCLEUS,
         "sorted_logits",
-        "scaled = below / temperature.clamp(min=_SMALLEST)",
-        "scaled = below / temperature.clamp(min=_SMALLEST) ** 2",
+        "scaled = below / temperature.clamp(min=_MIN_TEMPERATURE)",
+        "scaled = below / temperature.clamp(min=_MIN_TEMPERATURE) ** 2",
     ),
     _mutant(
         "penalty-rewards-the-unlikely",
@@ -61,7 +61,7 @@ MUTANTS = (
         "prompt-counted-as-text",
         "Presence and frequency penalties are taken for tokens of the prompt too.",
         _PENALTIES,
-        "tally_of",
+        "count_prompt_and_output",
         """
         for token in token_ids[prompted:]:
             ...
@@ -82,7 +82,7 @@ MUTANTS = (
     _mutant(
         "logprob-of-the-first-token",
         "The log-probability that is told is that of the first token of the vocabulary.",
-        _TOLD,
+        _LOGPROB_FIELDS,
         "log_probabilities",
         "return scores.log_softmax(-1).gather(-1, tokens)",
         "return scores.log_softmax(-1).gather(-1, torch.zeros_like(tokens))",
@@ -90,7 +90,7 @@ MUTANTS = (
     _mutant(
         "likeliest-told-by-their-bits",
         "The likeliest tokens are told as if the bits of negative numbers were in order too.",
-        _TOLD,
+        _LOGPROB_FIELDS,
         "likeliest",
         "ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)",
         "ordered = bits.to(torch.int64)",
@@ -99,7 +99,7 @@ MUTANTS = (
         "prompt-told-without-its-beginning",
         "The prefix cache gives a request the beginning of a prompt that is to be told of.",
         "roseinfer.engine.request",
-        "BlockSupply.start",
+        "RequestBlockAllocator.start",
         "tokens = session.token_ids[:1] if request.wants_prompt else session.token_ids",
         "tokens = session.token_ids",
     ),
@@ -110,18 +110,18 @@ MUTANTS = (
         "Engine._take",
         """
         if stopped or complete:
-            return self._last(request, token, text, FinishReason.STOP)
+            return self._final_update(request, token, text, FinishReason.STOP)
         """,
         """
-        if complete or (stopped and length == request.full_length):
-            return self._last(request, token, text, FinishReason.STOP)
+        if complete or (stopped and length == request.max_total_length):
+            return self._final_update(request, token, text, FinishReason.STOP)
         """,
     ),
     _mutant(
         "held-back-for-ever",
         "What was held back because it could begin a stop string is never shown.",
         _TEXT,
-        "RequestText.finish",
+        "CompletionText.finish",
         "text += self._stops.flush()",
         "self._stops.flush()",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, Mutant
 
 _ROWS = "roseinfer.decode.step"
-_FLIGHT = "roseinfer.engine.flight"
+_FLIGHT = "roseinfer.engine.in_flight"
 _RUNNER = "roseinfer.engine.runner"
 _SPECULATION = "roseinfer.engine.speculation"
 _SEQUENCE = "roseinfer.kv.sequence"
@@ -20,7 +20,7 @@ MUTANTS = (
         "last-draft-taken-unseen",
         "Of drafts of which all others are right the last is accepted, whatever it is.",
         _FLIGHT,
-        "Flight._verify",
+        "TokensInFlight._verify",
         "wrong = (at for at, draft in enumerate(drafts) if tokens[first + at] != draft)",
         "wrong = (at for at, draft in enumerate(drafts[:-1]) if tokens[first + at] != draft)",
     ),
@@ -28,7 +28,7 @@ MUTANTS = (
         "rolled-back-one-short",
         "The cache keeps one token of those that are rolled back.",
         _SEQUENCE,
-        "InferenceSession.roll_back",
+        "CachedSequence.roll_back",
         "self.cut(kv, most)",
         """
         kept, self.stored = min(self.stored, most), min(self.stored, most + 1)
@@ -56,7 +56,7 @@ MUTANTS = (
         "drafts-at-one-position",
         "All rows of a request's drafts have the position of the first.",
         _ROWS,
-        "TokenRows._upload",
+        "MultiTokenDecode._upload",
         "flat += [len(tokens) + length - session.stored, *fields._replace(length=length)]",
         "flat += [len(tokens) + length - session.stored, *fields._replace(length=session.stored)]",
     ),
@@ -64,7 +64,7 @@ MUTANTS = (
         "rows-of-the-step-before",
         "Rows that a step does not need keep the drafts of the step before, and store them again.",
         _ROWS,
-        "TokenRows._upload",
+        "MultiTokenDecode._upload",
         """
         for row in range(self._taken, before):
             ...
@@ -78,10 +78,10 @@ MUTANTS = (
         "drafts-in-one-groups-blocks",
         "Drafts go to the blocks of the first group of layers in every group.",
         _ROWS,
-        "TokenRows._upload",
-        "table = rows.table_of(session, width)",
+        "MultiTokenDecode._upload",
+        "table = rows.padded_block_table(session, width)",
         """
-        table = rows.table_of(
+        table = rows.padded_block_table(
             type(session)(session.block_lists[:1] * len(session.block_lists)), width
         )
         """,

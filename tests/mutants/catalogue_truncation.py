@@ -14,7 +14,7 @@ MUTANTS = (
         "truncated-and-still-held",
         "Blocks that are cut off leave the list and are never free.",
         _TRUNCATION,
-        "Cuts.commit",
+        "TruncationBatch.commit",
         "pool.drop(block_id - pool.first_id)",
         "pass",
         ("S11",),
@@ -23,7 +23,7 @@ MUTANTS = (
         "truncated-under-others",
         "A block that is cut off a list is free, whoever else holds it.",
         _TRUNCATION,
-        "Cuts.commit",
+        "TruncationBatch.commit",
         "pool.drop(block_id - pool.first_id)",
         """
         pool.refcounts[block_id - pool.first_id] = 1
@@ -34,7 +34,7 @@ MUTANTS = (
         "truncated-and-still-counted",
         "The fill count of the last block stays as it was.",
         _TRUNCATION,
-        "_cut_last",
+        "_truncate_last_block",
         "last.length = cut",
         "",
         ("S11",),
@@ -43,7 +43,7 @@ MUTANTS = (
         "truncated-a-block-short",
         "A block of which a part is kept is given back, and the tokens in it are lost.",
         _TRUNCATION,
-        "blocks_kept",
+        "split_length",
         "return -(-length // pool.block_size), length % pool.block_size",
         "return length // pool.block_size, 0",
         ("S11",),
@@ -52,7 +52,7 @@ MUTANTS = (
         "truncated-a-block-long",
         "A cut at the end of a block keeps the one behind it.",
         _TRUNCATION,
-        "blocks_kept",
+        "split_length",
         "return -(-length // pool.block_size), length % pool.block_size",
         "return length // pool.block_size + 1, length % pool.block_size",
         ("S11",),
@@ -61,7 +61,7 @@ MUTANTS = (
         "truncated-in-place-though-shared",
         "A shared block is cut in place: others lose its end, and the list writes into it.",
         _TRUNCATION,
-        "_cut_last",
+        "_truncate_last_block",
         """
         if pool.refcounts[last.block_index] == 1:
             ...
@@ -78,7 +78,7 @@ MUTANTS = (
         "KVBlockManager.truncate_batch",
         """
         for plan in cuts.commit():
-            self._mover.copy_shared(plan)
+            self._append_executor.copy_shared_blocks(plan)
         """,
         "cuts.commit()",
     ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "truncated-with-both-references",
         "The list keeps its reference on the shared block that it has a copy of.",
         _TRUNCATION,
-        "_cut_last",
+        "_truncate_last_block",
         "pool.drop(last.block_index)",
         "",
     ),
@@ -94,7 +94,7 @@ MUTANTS = (
         "truncated-without-a-look-for-blocks",
         "A batch is cut without a look at whether there is a block for every copy.",
         _TRUNCATION,
-        "Cuts.require_room",
+        "TruncationBatch.require_copy_blocks",
         """
         if free < 0:
             ...
@@ -109,7 +109,7 @@ MUTANTS = (
         "refused-though-room-is-given-back",
         "Blocks that are cut off do not count as room for the copies.",
         _TRUNCATION,
-        "Cuts.require_room",
+        "TruncationBatch.require_copy_blocks",
         "free += leaving[info.block_index] == pool.refcounts[info.block_index]",
         "leaving[info.block_index] == pool.refcounts[info.block_index]",
         rows=("3",),

@@ -62,7 +62,7 @@ MUTANTS = (
         "given-back-and-still-listed",
         "Blocks are given back, and the scratch block takes their places in a copy of the list.",
         _GROUP_CALLS,
-        "GroupCalls.give_back",
+        "LayerGroupMixin.give_back",
         "at = group.first_seen(stored) // self.block_size - 1",
         """
         at = group.first_seen(stored) // self.block_size - 1
@@ -73,9 +73,9 @@ MUTANTS = (
         "need-of-the-neediest-group",
         "A pool that groups share is asked for the blocks of the group that needs most.",
         _GROUP_CALLS,
-        "GroupCalls.plan_groups",
-        "self._pools[0].require(sum(seen.blocks_needed for seen in surveys))",
-        "self._pools[0].require(max(seen.blocks_needed for seen in surveys))",
+        "LayerGroupMixin.plan_groups",
+        "self._pools[0].require_free_blocks(sum(seen.blocks_needed for seen in surveys))",
+        "self._pools[0].require_free_blocks(max(seen.blocks_needed for seen in surveys))",
     ),
     _of_a_cache(
         "cut-to-what-was-given-back",
@@ -95,7 +95,7 @@ MUTANTS = (
         "given-back-of-the-wrong-group",
         "Lists are counted by windows, not by groups: another list's blocks are given back.",
         _SUPPLY,
-        "BlockSupply.note_stored",
+        "RequestBlockAllocator.publish_stored_blocks",
         """
         for at, group in self._windows:
             ...
@@ -109,7 +109,7 @@ MUTANTS = (
         "hit-with-a-gap",
         "A prefix is found though the first block that the next token sees in it is gone.",
         _PREFIXES,
-        "PrefixCache._seen_whole",
+        "PrefixCache._longest_complete_prefix",
         """
         if all(gap <= begin for gap, begin in zip(gaps, begins, strict=True)):
             ...
@@ -123,8 +123,8 @@ MUTANTS = (
         "lent-and-counted-as-unused",
         "A block that completes a prefix can be evicted while the sequence that has it lives.",
         _PREFIXES,
-        "PrefixCache._complete",
-        "self._lent.add(own[group])",
+        "PrefixCache._fill_missing_blocks",
+        "self._borrowed_blocks.add(own[group])",
         "",
     ),
     _of_attention(
@@ -147,15 +147,15 @@ MUTANTS = (
         "sink-lost-where-tokens-are-stored",
         "The sinks take no weight in a kernel that stores the new token.",
         _DECODE,
-        "_take_own",
+        "_append_own_token",
         """
-        return own_token(
+        return init_softmax(
             tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
             CAPPED, SLOPED, SINKING,
         )
         """,
         """
-        return own_token(
+        return init_softmax(
             tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
             CAPPED, SLOPED, SINKING and not APPENDS,
         )
@@ -195,7 +195,7 @@ MUTANTS = (
         "slopes-in-powers-of-e",
         "Scores are made for powers of two, and what distance takes off them for those of e.",
         _SCORES,
-        "shape_scores",
+        "transform_scores",
         "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS",
         "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32)",
     ),
@@ -208,7 +208,7 @@ MUTANTS = (
         scores = scores.masked_fill(hidden, float("-inf"))
         """,
         """
-        scores = scores.masked_fill(hidden, -(traits.cap or float("inf")))
+        scores = scores.masked_fill(hidden, -(traits.softcap or float("inf")))
         """,
     ),
     _of_attention(
@@ -216,7 +216,7 @@ MUTANTS = (
         "Of what left a window only the weights are zero, and zero times NaN is NaN.",
         _REFERENCE,
         "append_and_attend_reference",
-        "unused = _hidden(distance, traits)[:, None, :, None]",
+        "unused = _attention_mask(distance, traits)[:, None, :, None]",
         "unused = (distance < 0)[:, None, :, None]",
     ),
 )

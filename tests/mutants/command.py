@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
-from pytest_roseinfer.plugin.reference import NoPage
+from pytest_roseinfer.plugin.reference import PageError
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from roseinfer.cli.model_options import Parser
-from roseinfer.progress import counting
+from roseinfer.progress import track_progress
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, SHRINK, Job, Task
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_targets(asked)
         if asked.write_docs:
             report.require_page(Path(asked.write_docs))
-    except NoPage as error:
+    except PageError as error:
         print(f"--write-docs: {error}", file=sys.stderr)
         return 2
     except KeyError as error:
@@ -173,7 +173,7 @@ def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], 
     start = time.perf_counter()
     todo = sum(len(job.tasks) for job in jobs)
     outcomes: list[Outcome] = []
-    with counting(todo, what, "tasks") as done:
+    with track_progress(todo, what, "tasks") as done:
         for outcome in run(jobs, processes=processes):
             outcomes.append(outcome)
             done()

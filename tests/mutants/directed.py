@@ -108,23 +108,23 @@ def capture_beside_the_living() -> None:
     """Their blocks stay as they are, and they go on as if nothing had been."""
     from roseinfer import LLM, SamplingParams
     from roseinfer.decode.graphs import StepKind
-    from roseinfer.decode.step import Entrant, ResidentDecode
+    from roseinfer.decode.step import NewResident, ResidentDecode
 
     greedy = SamplingParams(temperature=0)
 
     def decoded(*, captured: bool) -> list[list[int]]:
         llm = LLM("tiny", device="cpu", block_size=4, kv_cache_tokens=64)
-        sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
+        sessions, kv = llm.engine.sequence_runner, llm.engine.sequence_runner.kv
         decode = ResidentDecode(sessions.model, sessions.attention, 4, graphs=False)
         begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
-        living = decode.enter(
-            [Entrant(each, greedy, 0, 64, len(each.token_ids)) for each in begun],
+        living = decode.add_sequences(
+            [NewResident(each, greedy, 0, 64, len(each.token_ids)) for each in begun],
             logits.argmax(-1),
         )
         tokens = [decode.launch(living, 0).wait()]
         if captured:
             before = [cache[:, 1:].clone() for cache in (kv.keys, kv.values)]
-            with decode.slots.rows.emptied():
+            with decode.slots.rows.all_padding():
                 decode.steps.step(4, StepKind(greedy=True))
             for cache, was in zip((kv.keys, kv.values), before, strict=True):
                 assert torch.equal(cache[:, 1:], was), "a block of a live sequence was written to"
@@ -135,19 +135,19 @@ def capture_beside_the_living() -> None:
 
 def experts_of_many_rows() -> None:
     """Each row gets what it gets among few."""
-    from roseinfer.kernels.triton.experts import visit_gated, visit_weighed, visits_of
+    from roseinfer.kernels.triton.experts import expert_down, expert_gate_up, route_rows
 
     torch.manual_seed(0)
     num_rows, few, num_experts, most, width, inner = 100, 10, 4, 3, 24, 16
     experts = torch.rand(num_rows, num_experts).argsort(-1)[:, :most].to(torch.int32)
     x, weights = torch.randn(num_rows, width), torch.rand(num_rows, most)
-    gates_and_ups = torch.randn(num_experts, 2 * inner, width)
+    gate_up_weight = torch.randn(num_experts, 2 * inner, width)
     down = torch.randn(num_experts, width, inner)
 
     def together(rows: slice) -> torch.Tensor:
-        visits = visits_of(experts[rows], num_experts)
-        between = visit_gated(x[rows], gates_and_ups, visits)
-        return visit_weighed(between, down, weights[rows], visits)
+        visits = route_rows(experts[rows], num_experts)
+        between = expert_gate_up(x[rows], gate_up_weight, visits)
+        return expert_down(between, down, weights[rows], visits)
 
     wanted = [together(slice(at, at + few)) for at in range(0, num_rows, few)]
     found = together(slice(num_rows))

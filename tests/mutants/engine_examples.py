@@ -71,7 +71,7 @@ def a_seed_is_reproducible() -> None:
 
 def a_cancelled_request_frees_its_blocks() -> None:
     llm = _llm(prefix_cache=False)
-    kv = llm.engine.sessions.kv
+    kv = llm.engine.sequence_runner.kv
     free = kv.num_free_blocks(0)
     request = llm.engine.submit(LONG, GREEDY)
     llm.engine.step()

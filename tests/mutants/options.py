@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from roseinfer.bench.cases import whole
+from roseinfer.bench.cases import int_at_least
 from tests.mutants.jobs import PROFILE
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these bugs (default: all)")
     parser.add_argument("--list", action="store_true", help="name the bugs and do nothing else")
     parser.add_argument(
-        "--seeds", type=whole(1), default=10, help="searches of each bug (default: 10)"
+        "--seeds", type=int_at_least(1), default=10, help="searches of each bug (default: 10)"
     )
     parser.add_argument(
         "--profile",
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="one seed each, compared with nothing")
     parser.add_argument(
         "--jobs",
-        type=whole(1),
+        type=int_at_least(1),
         default=os.cpu_count() or 1,
         help="processes at a time (default: one for each CPU)",
     )
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--false-alarms",
-        type=whole(1),
+        type=int_at_least(1),
         metavar="SEEDS",
         help="instead, run the dev profile with so many seeds on targets without a planted bug",
     )

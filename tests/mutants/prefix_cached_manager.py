@@ -1,7 +1,8 @@
 """This distribution's prefix cache on its block manager, driven without a model.
 
-It does what the scheduler and the runner do with a ``BlockSupply``, so that bugs there show in
-histories of milliseconds. These are internals of the engine: users have them through ``LLM``.
+It does what the scheduler and the runner do with a ``RequestBlockAllocator``, so that bugs there
+show in histories of milliseconds. These are internals of the engine: users have them through
+``LLM``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pytest_roseinfer.capabilities.cache_data import CacheSpec, Ledger
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
 from roseinfer import OutOfBlocks, SamplingParams
 from roseinfer.engine import prefix_cache
-from roseinfer.engine.request import BlockSupply, Request
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.engine.request import Request, RequestBlockAllocator
+from roseinfer.kv.sequence import CachedSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,9 @@ class PrefixCachedManager(KVCacheAdapter):
         self.shown.make(replace(spec, options=_KERNELS_OFF))
         self.kv = self.shown.manager
         self.prefix_cache = prefix_cache.PrefixCache(self.kv)
-        self.supply = BlockSupply(self.kv, self.prefix_cache, withdraw=lambda _: None)
+        self.block_allocator = RequestBlockAllocator(
+            self.kv, self.prefix_cache, withdraw=lambda _: None
+        )
         self.requests: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
 
@@ -82,12 +85,12 @@ class PrefixCachedManager(KVCacheAdapter):
 
     def match_prefix(self, said: Sequence[int]) -> int:
         """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
-        unused = [*self.prefix_cache.unused]
+        unused = [*self.prefix_cache.evictable_entries]
         request = self.started(said)
         self.give_back(request)
         for entry in unused:  # nothing was used
-            self.prefix_cache.unused.move_to_end(entry)
-        return request.found
+            self.prefix_cache.evictable_entries.move_to_end(entry)
+        return request.num_cached_tokens
 
     def look_up(self, said: Sequence[int]) -> object:
         return list(said)
@@ -95,8 +98,8 @@ class PrefixCachedManager(KVCacheAdapter):
     def begin_with(self, found: Any, seq: int) -> int:
         self.requests[seq] = request = self.started(found)
         self.count_found(request)
-        del request.session.token_ids[request.found :]
-        return request.found
+        del request.sequence.token_ids[request.num_cached_tokens :]
+        return request.num_cached_tokens
 
     # ----------------------------------------------------------------------------- writes
 
@@ -107,7 +110,7 @@ class PrefixCachedManager(KVCacheAdapter):
         requests = [self.requests.get(seq) or self.started([]) for seq in seqs]
         self.take_blocks(requests, counts)
         for request, said in zip(requests, self.row_tokens, strict=True):
-            request.session.token_ids += said
+            request.sequence.token_ids += said
         self.requests.update(zip(seqs, requests, strict=True))
         self.store(requests, counts, key, value)
 
@@ -122,9 +125,9 @@ class PrefixCachedManager(KVCacheAdapter):
         """Store what is not found of a prompt, chunk by chunk."""
         self.admit(request)
         self.count_found(request)
-        while request.pending:
-            stored = request.session.stored
-            count = min(request.pending, _CHUNK)
+        while request.num_unstored:
+            stored = request.sequence.num_stored
+            count = min(request.num_unstored, _CHUNK)
             chunk = slice(stored, stored + count)
             self.take_blocks([request], [count])
             self.store([request], [count], key[:, chunk], value[:, chunk])
@@ -135,24 +138,33 @@ class PrefixCachedManager(KVCacheAdapter):
 
         Where all but the copy of a tail that was found has room, nothing is to be found.
         """
-        before = self.supply.available
-        whole = self.supply.needed(request.session, request.pending)
+        before = self.block_allocator.available
+        whole = self.block_allocator.count_needed_blocks(request.sequence, request.num_unstored)
         self.start(request)
-        held = before - self.supply.available
-        if held + self.supply.needed(request.session, request.pending) <= before:
+        held = before - self.block_allocator.available
+        if (
+            held + self.block_allocator.count_needed_blocks(request.sequence, request.num_unstored)
+            <= before
+        ):
             return
         self.give_back(request)
         if whole > before:
             raise OutOfBlocks(needed=whole, free=before, where="the cache")
-        self.supply.drop_prefixes()
+        self.block_allocator.clear_prefix_cache()
         self.start(request)
 
     def take_blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Make sure that there are blocks for a step."""
-        needed = sum(map(self.supply.needed, (each.session for each in requests), counts))
-        if needed > self.supply.available:
-            raise OutOfBlocks(needed=needed, free=self.supply.available, where="the cache")
-        self.supply.ensure(needed)
+        needed = sum(
+            map(
+                self.block_allocator.count_needed_blocks,
+                (each.sequence for each in requests),
+                counts,
+            )
+        )
+        if needed > self.block_allocator.available:
+            raise OutOfBlocks(needed=needed, free=self.block_allocator.available, where="the cache")
+        self.block_allocator.ensure(needed)
 
     def store(
         self,
@@ -162,28 +174,28 @@ class PrefixCachedManager(KVCacheAdapter):
         value: torch.Tensor,
     ) -> None:
         """Store the next tokens of requests, and offer what they filled to the prefix cache."""
-        lists = [request.session.block_lists for request in requests]
+        lists = [request.sequence.block_lists for request in requests]
         plans = self.kv.plan_groups(lists, counts)
         for layer in range(self.spec.num_layers):
             self.kv.write(plans[self.kv.group_of(layer)], layer, key[layer], value[layer])
         for request, count in zip(requests, counts, strict=True):
-            session = request.session
-            session.stored += count
-            session.room = len(session.block_lists[0]) * self.kv.block_size
+            session = request.sequence
+            session.num_stored += count
+            session.token_capacity = len(session.block_lists[0]) * self.kv.block_size
             with self.hashing():
-                self.supply.note_stored(request)
+                self.block_allocator.publish_stored_blocks(request)
 
     # --------------------------------------------------------------------------- requests
 
     def request(self, token_ids: Sequence[int]) -> Request:
-        session = InferenceSession([[] for _ in self.shown.first_layers], list(token_ids))
+        session = CachedSequence([[] for _ in self.shown.first_layers], list(token_ids))
         return Request(
             id=0,
             params=SamplingParams(),
             seed=0,
             prompt_length=len(token_ids),
-            most_tokens=1,
-            session=session,
+            max_generated_tokens=1,
+            sequence=session,
             text=None,
         )
 
@@ -194,11 +206,11 @@ class PrefixCachedManager(KVCacheAdapter):
 
     def start(self, request: Request) -> None:
         with self.hashing():
-            self.supply.start(request)
+            self.block_allocator.reuse_prefix(request)
 
     def give_back(self, request: Request) -> None:
         with self.hashing():
-            self.supply.give_back(request)
+            self.block_allocator.release_blocks(request)
 
     def preempt(self, seq: int) -> None:
         self.give_back(self.requests[seq])
@@ -209,7 +221,7 @@ class PrefixCachedManager(KVCacheAdapter):
     # ------------------------------------------------------------------------ looking on
 
     def count_found(self, request: Request) -> None:
-        full, tail = divmod(request.found, self.kv.block_size)
+        full, tail = divmod(request.num_cached_tokens, self.kv.block_size)
         self.counts["block_found"] += bool(full)
         self.counts["tail_found"] += bool(tail)
 
@@ -218,7 +230,7 @@ class PrefixCachedManager(KVCacheAdapter):
 
     def lists(self) -> ReadManager:
         """Return the manager with the block lists as they are now."""
-        sessions = {seq: request.session for seq, request in self.requests.items()}
+        sessions = {seq: request.sequence for seq, request in self.requests.items()}
         self.shown.lists = {seq: session.block_lists for seq, session in sessions.items()}
         return self.shown
 
@@ -240,7 +252,7 @@ class PrefixCachedManager(KVCacheAdapter):
         group, first = self.kv.group_of(layer), self.shown.first_id(layer)
         held = Counter(books.refcounts)
         held.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
-        unused = [entry.block_ids[group] - first for entry in self.prefix_cache.unused]
+        unused = [entry.block_ids[group] - first for entry in self.prefix_cache.evictable_entries]
         refcounts = {block: count for block, count in held.items() if count}
         free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
@@ -267,20 +279,22 @@ class WindowedPrefixes(PrefixCachedManager):
     def lists(self) -> ReadManager:
         shown = super().lists()
         assert isinstance(shown, WindowedManager)
-        shown.lengths = Counter({seq: own.session.stored for seq, own in self.requests.items()})
+        shown.lengths = Counter(
+            {seq: own.sequence.num_stored for seq, own in self.requests.items()}
+        )
         return shown
 
     def ledger(self, layer: int) -> Ledger:
         books, kept, unused = self.shown.ledger(layer), Counter[int](), []
         for entry in self.prefix_cache._entries.values():
             kept.update(entry.block_ids)
-            if entry in self.prefix_cache.unused:
-                lent = self.prefix_cache._lent
+            if entry in self.prefix_cache.evictable_entries:
+                lent = self.prefix_cache._borrowed_blocks
                 unused += [each for each in entry.block_ids if each and each not in lent]
-        unused += [entry.block_ids[group] for entry, group in self.prefix_cache._loose]
+        unused += [entry.block_ids[group] for entry, group in self.prefix_cache._evictable_blocks]
         held = {block: count - kept[block] for block, count in books.refcounts.items()}
         refcounts = {block: count for block, count in held.items() if count}
-        num_free = self.kv.num_free_blocks(layer) + self.prefix_cache.num_unused
+        num_free = self.kv.num_free_blocks(layer) + self.prefix_cache.num_evictable_blocks
         return Ledger(refcounts, [*books.free, *unused], books.total, unused, num_free=num_free)
 
 

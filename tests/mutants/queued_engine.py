@@ -23,7 +23,7 @@ _KERNELS = {
     AttentionPath.APPEND_AND_ATTEND.value,
     AttentionPath.CHUNK_TRITON.value,
     EnginePath.FUSED.value,
-    EnginePath.LIKELIEST.value,
+    EnginePath.FUSED_ARGMAX.value,
 }
 _CALLS = "calls_a_step"
 
@@ -50,16 +50,16 @@ class QueuedEngine(RoseinferEngine):
         self._queue = queue = DeviceQueue()
         with late_transfers(queue, _RING):
             super().make(replace(mix, options=options))
-        sessions, resident = self.engine.sessions, self.engine._runner._resident
+        sessions, resident = self.engine.sequence_runner, self.engine._runner._resident
         network = sessions.model._model
         queue.on_device(sessions.kv.keys, sessions.kv.values)
         queue.on_device(*network.parameters(), *network.buffers())
         if resident is not None:
             rows = resident.slots.rows
             queue.on_device(rows._rows, rows.tokens, resident.steps.tokens)
-            resident.takes(SamplingParams(presence_penalty=1.0), sessions.model.shape.vocab_size)
+            resident.supports(SamplingParams(presence_penalty=1.0), sessions.model.shape.vocab_size)
             penalties: Any = resident.steps.penalties
-            queue.on_device(penalties.rows, penalties.tallies, penalties._none)
+            queue.on_device(penalties.rows, penalties.token_counts, penalties._no_penalties)
 
     def step(self) -> None:
         with QueuedTorch(self._queue):

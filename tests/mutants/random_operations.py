@@ -72,7 +72,7 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
     texts = _texts(rng) if "use_tokens" in target.abilities else ()
     writer = _Writer(rng, target, Oracle.of(target, spec, texts))
     for _ in range(_STEPS):
-        writer.take(rng.choice(writer.moves())())
+        writer.take(rng.choice(writer.draw_options())())
     while writer.waiting:
         writer.take(Fill())
     return History(spec, tuple(writer.steps), finite=rng.random() < 0.5, texts=texts)
@@ -98,7 +98,7 @@ class _Writer:
     waiting: list[set[int]] = field(default_factory=list)
     names: int = 0
 
-    def moves(self) -> list[Callable[[], Operation]]:
+    def draw_options(self) -> list[Callable[[], Operation]]:
         can = self.target.abilities
         offered: list[tuple[str, Callable[[], Operation]]] = [
             ("append", self._append),
@@ -109,8 +109,10 @@ class _Writer:
             ("set_options", lambda: SetOptions(_options(self.rng, self.target))),
             ("look_up", lambda: LookUp(self._new(), self._count())),
         ]
-        if self.oracle.promised:
-            offered.append(("begin_with", lambda: BeginWith(self.rng.choice(self.oracle.promised))))
+        if self.oracle.pending_seqs:
+            offered.append(
+                ("begin_with", lambda: BeginWith(self.rng.choice(self.oracle.pending_seqs)))
+            )
         if self._live():
             offered += [
                 ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),

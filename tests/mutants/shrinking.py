@@ -37,7 +37,7 @@ def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> F
             for name in tests.shipped():
                 tally.check = name.removeprefix("test_")
                 if example := _failing(getattr(tests, name)):
-                    return Found(tally.check, f"{size_of(example)}\n{example.words()}")
+                    return Found(tally.check, f"{size_of(example)}\n{example.describe()}")
     return None
 
 

@@ -41,16 +41,16 @@ def _steps_to_find(mutant: Mutant | None, copy: Path, most: int) -> str:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Divergence
-    from pytest_roseinfer.suite.exhaustive import Walked, beginnings, walk
+    from pytest_roseinfer.suite.exhaustive import WalkCounts, empty_histories, walk
 
     targets = [name for name in MANAGERS if mutant is None or name in mutant.targets]
     for steps in range(min(SHORTEST, most), most + 1):
         for name in targets:
             adapter = load_target(name)
             assert issubclass(adapter, KVCacheAdapter)
-            for beginning in beginnings(adapter, KERNELS_OFF):
+            for beginning in empty_histories(adapter, KERNELS_OFF):
                 try:
-                    for _ in walk(adapter, beginning, steps, Walked()):
+                    for _ in walk(adapter, beginning, steps, WalkCounts()):
                         pass
                 except Divergence as found:
                     return str(found.history.size)

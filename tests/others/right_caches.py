@@ -25,7 +25,7 @@ import pytest
 
 from pytest_roseinfer import FastPath, conformance, settings
 from pytest_roseinfer.adapters.load_target import load_target
-from pytest_roseinfer.capabilities.cache_data import OWN_CONDITIONS
+from pytest_roseinfer.capabilities.cache_data import HARNESS_CONDITIONS
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.others.fetch import FOLDER, PROJECTS
@@ -71,7 +71,7 @@ def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
 
     class FastPaged(_paged()):  # type: ignore[misc]
         paths: Mapping[str, FastPath] = {"new_blocks": FastPath(equals="row_by_row")}
-        conditions = tuple(OWN_CONDITIONS)
+        conditions = tuple(HARNESS_CONDITIONS)
 
         def make(self, spec: CacheSpec) -> None:
             super().make(spec)
@@ -132,17 +132,17 @@ def _nano_vllm() -> type[Any]:
 
 RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "tutorial: list": lambda: _meeting(_printed(list_cache(), "ListCache"), "last_position"),
-    "tutorial: paged": lambda: _meeting(_paged(), *OWN_CONDITIONS),
+    "tutorial: paged": lambda: _meeting(_paged(), *HARNESS_CONDITIONS),
     "tutorial: engine": _tutorial_engine,
     "how-to: engine": _how_to_engine,
     "transformers: DynamicCache": partial(
         _shipped, "dynamic_cache:DynamicCacheAdapter", *_OF_TRANSFORMERS
     ),
     "transformers: PagedAttentionCache": partial(
-        _shipped, "paged_attention_cache:PagedAttentionCacheAdapter", *OWN_CONDITIONS
+        _shipped, "paged_attention_cache:PagedAttentionCacheAdapter", *HARNESS_CONDITIONS
     ),
     "transformers: forks": partial(
-        _shipped, "paged_attention_cache:ForkedPagedAttentionCacheAdapter", *OWN_CONDITIONS
+        _shipped, "paged_attention_cache:ForkedPagedAttentionCacheAdapter", *HARNESS_CONDITIONS
     ),
     "nano-vllm: BlockManager": _nano_vllm,
     "roseinfer: PerLayerManager": partial(_shipped, "roseinfer_kv:PerLayerManager"),
@@ -150,8 +150,8 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "roseinfer: WindowedManager": partial(_shipped, "roseinfer_kv:WindowedManager"),
     "fast path, of few": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
     "fast path, of hardly any": partial(with_fast_path, 5, (4, 5, 8, 16)),
-    "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *OWN_CONDITIONS),
-    "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *OWN_CONDITIONS),
+    "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *HARNESS_CONDITIONS),
+    "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *HARNESS_CONDITIONS),
 }
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance
-from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
 from tests import warm_process
 from tests.others.fetch import FOLDER
@@ -70,6 +70,6 @@ def test_where_it_is_missing_the_adapter_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "nanovllm", raising=False)
-    monkeypatch.setattr(without_its_top, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"nanovllm is not there: clone .*nano-vllm"):
+    monkeypatch.setattr(partial_import, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"nanovllm is not installed: clone .*nano-vllm"):
         NanoVllmAdapter().make(CacheSpec())

@@ -26,7 +26,7 @@ def test_a_red_run_is_told(
 ) -> None:
     never = right_caches.with_fast_path(100, (4, 5))
     monkeypatch.setattr(right_caches, "RIGHT", {"never": lambda: never})
-    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 100)
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)
     assert right_caches.main(["--runs", "1", "nev"]) == 1
     said = capsys.readouterr().out
     assert "never, seed 0: red (" in said

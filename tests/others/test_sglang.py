@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
-from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter, sglang
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import beginning_about, scripts_about
@@ -122,6 +122,6 @@ def test_where_it_is_missing_the_adapter_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
-    monkeypatch.setattr(without_its_top, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"sglang is not there: unpack its wheel"):
+    monkeypatch.setattr(partial_import, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"sglang is not installed: unpack its wheel"):
         SglangAdapter().make(CacheSpec())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
-from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.vllm_kv import VllmAdapter, WindowsVllmAdapter
 from tests.others.fetch import FOLDER
 from tests.others.planted import plant
@@ -99,6 +99,6 @@ def test_where_it_is_missing_the_adapter_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    monkeypatch.setattr(without_its_top, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"vllm is not there: run python -m .* vllm"):
+    monkeypatch.setattr(partial_import, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"vllm is not installed: run python -m .* vllm"):
         VllmAdapter().make(CacheSpec())

@@ -44,7 +44,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
     def start_rank(folder: Path, rank: int, size: int) -> Any:
         def run() -> None:
             try:
-                follower.follow_in(folder, rank, size)
+                follower.run_follower(folder, rank, size)
             except BaseException as error:
                 started[rank - 1].error.append(error)
 

@@ -20,5 +20,5 @@ def made(device: torch.device, model: str) -> Any:
 def made_with_room(device: torch.device, model: str, leader: int, room: int) -> Any:
     """Make a model; in any process but the leader's, leave so many bytes for a cache."""
     if os.getpid() != leader:
-        loading._MOST_ON_CPU = room
+        loading._MAX_CPU_CACHE_BYTES = room
     return made(device, model)

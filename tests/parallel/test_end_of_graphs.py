@@ -117,7 +117,7 @@ def test_those_of_a_capture_that_failed_end_at_once(group: Group) -> None:
         raise RuntimeError("it waits for the host")
 
     ranks = Ranks(0, 1, None, CPU)
-    rows: Any = SimpleNamespace(ranks=ranks, emptied=threading.Lock)
+    rows: Any = SimpleNamespace(ranks=ranks, all_padding=threading.Lock)
     made: Any = SimpleNamespace(reset=group.reset)
     graphs = StepGraphs(step, rows, Counter())
     with pytest.MonkeyPatch.context() as patched:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from roseinfer import EnginePath
-from roseinfer.distributed import memory
-from roseinfer.distributed.memory import open_inboxes
-from roseinfer.kernels.exchange import Exchange
+from roseinfer.distributed import peer_memory
+from roseinfer.distributed.peer_memory import open_peer_buffers
+from roseinfer.kernels.exchange import AllReduceBuffers
 from roseinfer.kernels.triton.norm import add_rms_norm
 from roseinfer.models.causal import CausalModel
 from tests.python_process import run_python
@@ -48,8 +48,8 @@ _SERVED = """
         shared = LLM(partial(made, model=model), **sizes, **ways)
         assert texts(shared) == alone, (model, texts(shared), alone)
         counts = shared.engine.path_counts
-        print(model, counts[EnginePath.EXCHANGED], counts[EnginePath.FUSED])
-        shared.ranks.links.close()
+        print(model, counts[EnginePath.FUSED_ALL_REDUCE], counts[EnginePath.FUSED])
+        shared.ranks.rank_connections.close()
     sys.stdout.flush()
     os._exit(0)
 """
@@ -67,13 +67,13 @@ def test_texts_are_those_of_one_process() -> None:
 ROWS, WIDTH, MOST = 3, 40, 5
 
 
-def exchanges(ranks: int, together: int = 1) -> list[Exchange]:
+def exchanges(ranks: int, together: int = 1) -> list[AllReduceBuffers]:
     """Make what all ranks have of an exchange, in this process."""
     size = 2, ranks, MOST, WIDTH // together
     boxes = [torch.zeros(size, dtype=torch.int64) for _ in range(ranks)]
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     return [
-        Exchange(
+        AllReduceBuffers(
             rank, ranks, together, MOST, boxes[rank], addresses,
             torch.zeros(MOST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
         )
@@ -87,7 +87,7 @@ def words_of(numbers: torch.Tensor, stamp: int, together: int = 1) -> torch.Tens
     return of_a_word.view(torch.int32).long() & 0xFFFFFFFF | stamp << 32
 
 
-def send(to: Exchange, rank: int, numbers: torch.Tensor, stamp: int) -> None:
+def send(to: AllReduceBuffers, rank: int, numbers: torch.Tensor, stamp: int) -> None:
     """Write what another rank sends in a round."""
     to.inbox[stamp & 1, rank, : len(numbers)] = words_of(numbers, stamp, to.together)
 
@@ -104,7 +104,7 @@ def drawn(ranks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def added(
-    exchange: Exchange, own: torch.Tensor, dtype: torch.dtype = torch.float32
+    exchange: AllReduceBuffers, own: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return the residual stream, which was 0."""
     residual, gain = torch.zeros(ROWS, WIDTH, dtype=dtype), torch.ones(WIDTH, dtype=dtype)
@@ -122,7 +122,7 @@ def in_order(parts: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> t
 
 def rounds(
     ranks: int,
-    change: Callable[[Exchange, int], Exchange | None] = lambda *_: None,
+    change: Callable[[AllReduceBuffers, int], AllReduceBuffers | None] = lambda *_: None,
     dtype: torch.dtype = torch.float32,
     together: int = 1,
 ) -> list[bool]:
@@ -187,20 +187,20 @@ def test_what_is_sent_lies_in_the_others_inboxes() -> None:
     assert first.rounds.tolist() == [1] * ROWS + [0] * (MOST - ROWS)
 
 
-def _misses_a_rank(own: Exchange, stamp: int) -> None:
+def _misses_a_rank(own: AllReduceBuffers, stamp: int) -> None:
     own.inbox[stamp & 1, 0].zero_()
 
 
-def _other_place(own: Exchange, stamp: int) -> None:
+def _other_place(own: AllReduceBuffers, stamp: int) -> None:
     own.inbox[:] = own.inbox.flip(0) if stamp % 2 else own.inbox
 
 
-def _other_order(own: Exchange, stamp: int) -> Exchange:  # noqa: ARG001
+def _other_order(own: AllReduceBuffers, stamp: int) -> AllReduceBuffers:  # noqa: ARG001
     """Add up what the last rank has before what the others have."""
     return replace(own, rank=0, inbox=own.inbox.roll(1, 1))
 
 
-BUGS: dict[str, Callable[[Exchange, int], Exchange | None]]
+BUGS: dict[str, Callable[[AllReduceBuffers, int], AllReduceBuffers | None]]
 BUGS = {"a rank": _misses_a_rank, "the place": _other_place, "the order": _other_order}
 
 
@@ -230,7 +230,7 @@ def test_a_kernel_waits_for_the_stamp_of_its_round() -> None:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     _other, own = exchanges(2)
-    memory._ender(own.gone)()
+    peer_memory._exchange_aborter(own.gone)()
     added(own, drawn(2)[1])
     assert own.rounds.tolist()[:ROWS] == [1] * ROWS
 
@@ -243,29 +243,29 @@ class _Alone:
     def __init__(self) -> None:
         self.on_abort: list[Any] = []
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         return number
 
-    def share(self, x: torch.Tensor) -> None:
+    def broadcast(self, x: torch.Tensor) -> None:
         """Have what one has."""
 
 
 def test_words_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = _Alone()
-    opened = open_inboxes(ranks, 16)
+    opened = open_peer_buffers(ranks, 16)
     assert opened is not None
     assert opened.own.tolist() == [0] * 16
-    write = memory._write
-    monkeypatch.setattr(memory, "_write", lambda where, at, word: write(where, at, word + 1))
-    assert open_inboxes(ranks, 16) is None
+    write = peer_memory._write
+    monkeypatch.setattr(peer_memory, "_write", lambda where, at, word: write(where, at, word + 1))
+    assert open_peer_buffers(ranks, 16) is None
 
 
 def test_more_rows_than_find_room_are_added_up_by_messages() -> None:
     """The ranks' own sum takes them, and nothing is counted."""
-    small = replace(exchanges(2)[0], most_rows=4)
+    small = replace(exchanges(2)[0], max_rows=4)
     model: Any = SimpleNamespace(exchange=small)
     attention: Any = SimpleNamespace(path_counts=Counter())
-    assert CausalModel.exchange_of(model, 5, attention) is None
+    assert CausalModel.all_reduce_for(model, 5, attention) is None
     assert not attention.path_counts
-    assert CausalModel.exchange_of(model, 4, attention) is small
-    assert attention.path_counts == {EnginePath.EXCHANGED: 1}
+    assert CausalModel.all_reduce_for(model, 4, attention) is small
+    assert attention.path_counts == {EnginePath.FUSED_ALL_REDUCE: 1}

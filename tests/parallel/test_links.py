@@ -12,7 +12,7 @@ import torch
 
 from roseinfer import RanksFailed
 from roseinfer.distributed import ranks
-from roseinfer.distributed.ranks import FollowingRank, Links
+from roseinfer.distributed.ranks import FollowingRank, RankConnections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,9 +40,9 @@ class _Waiting:
         own, self.other = Pipe()
         self.process = _Process()
         started: list[Any] = [self.process]
-        self.links = Links([own], started)
+        self.rank_connections = RankConnections([own], started)
         self.begun, self.go_on, self.told = (threading.Event() for _ in range(3))
-        self.links.on_failure += [self._wait, self.told.set]
+        self.rank_connections.on_failure += [self._wait, self.told.set]
 
     def _wait(self) -> None:
         self.begun.set()
@@ -61,14 +61,14 @@ def waiting() -> Iterator[_Waiting]:
 def test_a_step_that_broke_off_raises_at_once(waiting: _Waiting) -> None:
     failures: list[RanksFailed] = []
 
-    def break_off() -> None:
-        failures.append(waiting.links.break_off(MemoryError("no room")))
+    def mark_failed() -> None:
+        failures.append(waiting.rank_connections.mark_failed(MemoryError("no room")))
 
-    thread = threading.Thread(target=break_off, daemon=True)
+    thread = threading.Thread(target=mark_failed, daemon=True)
     thread.start()
     thread.join(_SECONDS)
     assert waiting.begun.wait(_SECONDS)
-    assert [str(failure) for failure in failures] == ["a step broke off: MemoryError: no room"]
+    assert [str(failure) for failure in failures] == ["a step failed: MemoryError: no room"]
 
 
 def test_all_are_told_that_a_rank_has_ended(waiting: _Waiting) -> None:
@@ -76,7 +76,7 @@ def test_all_are_told_that_a_rank_has_ended(waiting: _Waiting) -> None:
     assert waiting.told.wait(_SECONDS)
     assert waiting.process.waited.wait(_SECONDS)
     with pytest.raises(RanksFailed, match="rank 1 has ended"):
-        waiting.links.require()
+        waiting.rank_connections.require_alive()
 
 
 def test_the_end_of_a_rank_that_broke_down_is_waited_for(waiting: _Waiting) -> None:
@@ -84,8 +84,8 @@ def test_the_end_of_a_rank_that_broke_down_is_waited_for(waiting: _Waiting) -> N
     assert waiting.begun.wait(_SECONDS)
     waiting.other.close()
     assert waiting.process.waited.wait(_SECONDS)
-    with pytest.raises(RanksFailed, match="rank 1 broke down: no room"):
-        waiting.links.require()
+    with pytest.raises(RanksFailed, match="rank 1 failed: no room"):
+        waiting.rank_connections.require_alive()
 
 
 class _Event:
@@ -111,12 +111,12 @@ def test_a_rank_that_is_let_go_ends_what_the_leader_waits_for(
     rank = FollowingRank.__new__(FollowingRank)
     rank._leader, rank.device = link, torch.device("cuda", 1)
     leader.send_bytes(pickle.dumps(None))
-    assert rank.hear() is None
+    assert rank.receive_command() is None
     assert _Event.asked == 2
     monkeypatch.setattr(ranks, "_FINISH_S", 0.05)
     monkeypatch.setattr(_Event, "query", lambda _: False)
     leader.send_bytes(pickle.dumps(None))
-    assert rank.hear() is None
+    assert rank.receive_command() is None
     leader.close()
-    assert rank.hear() is None
+    assert rank.receive_command() is None
     assert _Event.asked == 2

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MIXES = 40 if every_test() else 10
-_SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.CAPPED)
+_SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.SOFTCAP)
 
 
 class SharedEngine(roseinfer_engine.RoseinferEngine):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roseinfer import LLM
-from roseinfer.distributed.orders import Tell
+from roseinfer.distributed.orders import ReportState
 from roseinfer.models import loading
 from tests.parallel.made import made, made_with_room
 from tests.parallel.test_shares import PARAMS, PROMPTS, SIZES
@@ -55,7 +55,7 @@ class Pair:
     def of_rank_1(self, what: str) -> Any:
         """Ask its process what it has."""
         assert self.shared.ranks is not None
-        (found,) = self.shared.ranks.ask(Tell(what))
+        (found,) = self.shared.ranks.query_ranks(ReportState(what))
         return found
 
 
@@ -68,19 +68,19 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     more = {"tensor_parallel_size": 2, "kv_cache_tokens": None}
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(ROOT)  # the other process imports the module of ``made`` from there
-        patched.setattr(loading, "_MOST_ON_CPU", leaders)
+        patched.setattr(loading, "_MAX_CPU_CACHE_BYTES", leaders)
         by_each = partial(made_with_room, model=model, leader=os.getpid(), room=other)
         shared = LLM(by_each, **config | more)
     assert shared.ranks is not None
-    (process,) = shared.ranks.links.started
+    (process,) = shared.ranks.rank_connections.child_processes
     yield Pair(model, alone, shared)
     assert process.poll() is None
-    shared.ranks.links.close()
+    shared.ranks.rank_connections.close()
     process.wait(20)
 
 
 def test_there_are_as_many_blocks_as_the_rank_with_less_memory_has_room_for(pair: Pair) -> None:
-    kv = pair.shared.engine.sessions.kv
+    kv = pair.shared.engine.sequence_runner.kv
     assert kv.max_blocks_per_layer == _TOKENS // SIZES["block_size"] + 1  # one is scratch
     keys, values = pair.of_rank_1("caches")
     assert keys.shape == values.shape == kv.keys.shape
@@ -96,7 +96,7 @@ def test_tables_are_equal_on_all_ranks_after_every_step(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[Any] = []
-    attention = pair.shared.engine.sessions.attention
+    attention = pair.shared.engine.sequence_runner.attention
     prepare = attention.prepare
 
     def noted(batch: Any) -> None:
@@ -116,7 +116,7 @@ def test_tables_are_equal_on_all_ranks_after_every_step(
 
 
 def test_the_shares_of_the_cache_are_the_whole_after_every_step(pair: Pair) -> None:
-    whole, own = pair.alone.engine.sessions.kv, pair.shared.engine.sessions.kv
+    whole, own = pair.alone.engine.sequence_runner.kv, pair.shared.engine.sequence_runner.kv
     for _ in pair.steps():
         others = pair.of_rank_1("caches")
         for kind, mine, theirs in zip(

@@ -26,7 +26,7 @@ from roseinfer import (
 from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
 from roseinfer.config import EngineConfig
 from roseinfer.distributed import processes
-from roseinfer.distributed.processes import started_early
+from roseinfer.distributed.processes import prestarted_ranks
 from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.parallel.followers import in_threads
@@ -56,8 +56,8 @@ def llms() -> Iterator[list[LLM]]:
     yield started
     for llm in started:
         assert llm.ranks is not None
-        llm.ranks.links.close()
-        for process in llm.ranks.links.started:
+        llm.ranks.rank_connections.close()
+        for process in llm.ranks.rank_connections.child_processes:
             process.wait(_SECONDS)
 
 
@@ -71,7 +71,7 @@ def llm(llms: list[LLM]) -> LLM:
 
 def other_process(llm: LLM) -> int:
     assert llm.ranks is not None
-    (process,) = llm.ranks.links.started
+    (process,) = llm.ranks.rank_connections.child_processes
     return process.pid
 
 
@@ -140,8 +140,8 @@ from roseinfer.distributed import follower
 def break_down(own, order):
     raise MemoryError("no room for activations")
 
-follower.Follower._do = break_down
-follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+follower.Follower._execute = break_down
+follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -152,7 +152,7 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(processes, "start_rank", start_rank)
     llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
     for _ in range(2):
-        with pytest.raises(RanksFailed, match="rank 1 broke down: MemoryError: no room for activa"):
+        with pytest.raises(RanksFailed, match="rank 1 failed: MemoryError: no room for activa"):
             llm.generate(TEXTS, greedy(), progress=False)
 
 
@@ -162,7 +162,7 @@ from pathlib import Path
 from roseinfer.distributed import follower
 
 setattr(follower, sys.argv[4], lambda *given, **named: os._exit(3))
-follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -170,7 +170,7 @@ follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 @pytest.mark.parametrize(
     ("at", "why"),
     [
-        ("rank_device", "rank 1 cannot begin: it has ended"),
+        ("rank_device", "rank 1 cannot start: it has ended"),
         ("FollowingRank", "rank 1 has ended"),
         ("load", "rank 1 has ended"),
     ],
@@ -191,7 +191,7 @@ _LEADER = """
 import os, sys, time
 from roseinfer import LLM
 llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
-print(llm.ranks.links.started[0].pid, flush=True)
+print(llm.ranks.rank_connections.child_processes[0].pid, flush=True)
 os._exit(9)
 """
 
@@ -245,14 +245,14 @@ def test_ranks_are_started_before_their_leader_imports_torch() -> None:
 import subprocess, sys
 from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
 from roseinfer.distributed import processes as rank_processes
-from roseinfer.distributed.processes import started_early
+from roseinfer.distributed.processes import prestarted_ranks
 
-with started_early(3):
+with prestarted_ranks(3):
     assert "torch" not in sys.modules
-    (meeting,) = rank_processes._early.values()
-    assert [process.poll() for process in meeting.started] == [None, None]
-assert [process.returncode for process in meeting.started] == [-9, -9]
-assert not meeting.folder.exists() and not rank_processes._early
+    (meeting,) = rank_processes._prestarted.values()
+    assert [process.poll() for process in meeting.child_processes] == [None, None]
+assert [process.returncode for process in meeting.child_processes] == [-9, -9]
+assert not meeting.folder.exists() and not rank_processes._prestarted
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -263,13 +263,13 @@ def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
 ) -> None:
     """The command would start them all, only to say that there are fewer GPUs."""
     monkeypatch.setattr(processes, "start_rank", None)
-    with started_early(64):
-        assert not processes._early
-    with pytest.raises(TypeError), started_early(8):
+    with prestarted_ranks(64):
+        assert not processes._prestarted
+    with pytest.raises(TypeError), prestarted_ranks(8):
         pytest.fail("they were started")
 
 
-@pytest.mark.parametrize("begin", [started_early, processes.meeting_of])
+@pytest.mark.parametrize("begin", [prestarted_ranks, processes.take_rendezvous])
 def test_ranks_end_if_one_of_them_cannot_be_started(
     begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,19 +288,19 @@ def test_ranks_end_if_one_of_them_cannot_be_started(
         pytest.fail("they were started")
     assert [process.returncode for process in begun] == [-9, -9]
     assert not folders[0].exists()
-    assert not processes._early
+    assert not processes._prestarted
 
 
 def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[processes.Meeting] = []
-    own = processes.Meeting.open
+    opened: list[processes.Rendezvous] = []
+    own = processes.Rendezvous.open
 
-    def open_one() -> processes.Meeting:
+    def open_one() -> processes.Rendezvous:
         opened.append(own())
         return opened[-1]
 
     ranks = in_threads(monkeypatch)
-    monkeypatch.setattr(processes.Meeting, "open", open_one)
+    monkeypatch.setattr(processes.Rendezvous, "open", open_one)
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     add_settings(parser, EngineConfig)
@@ -308,7 +308,7 @@ def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.Mon
     llm = load_llm(args, "test")
     assert llm.ranks is not None
     (meeting,) = opened
-    assert [*llm.ranks.links.started] == meeting.started
+    assert [*llm.ranks.rank_connections.child_processes] == meeting.child_processes
     assert len(ranks) == 1
     (output,) = llm.generate([TEXTS[1]], greedy(2), progress=False)
     assert len(output.token_ids) == 2

@@ -9,7 +9,14 @@ import pytest
 
 from roseinfer import LLM
 from roseinfer.distributed.follower import Follower
-from roseinfer.distributed.orders import Copies, Forward, Order, PutBlocks, PutRows, PutTokens
+from roseinfer.distributed.orders import (
+    CopyBlocks,
+    Forward,
+    PutBlocks,
+    PutRows,
+    PutTokens,
+    RankCommand,
+)
 from tests.parallel.followers import build, in_threads
 from tests.parallel.test_shares import MODELS, PARAMS, PROMPTS, SIZES, WAYS
 
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _positions_shifted(order: Order) -> Order:
+def _positions_shifted(order: RankCommand) -> RankCommand:
     if isinstance(order, Forward):
         plans = {
             group: replace(plan, positions=[at ^ 1 for at in plan.positions])
@@ -27,18 +34,18 @@ def _positions_shifted(order: Order) -> Order:
     return order
 
 
-def _last_block_of_another(order: Order) -> Order:
+def _last_block_of_another(order: RankCommand) -> RankCommand:
     if isinstance(order, PutBlocks):
         return replace(order, numbers=[max(1, block - 1) for block in order.numbers])
     return order
 
 
-def _without(kind: type[Order]) -> Callable[[Order], Order | None]:
+def _without(kind: type[RankCommand]) -> Callable[[RankCommand], RankCommand | None]:
     return lambda order: None if isinstance(order, kind) else order
 
 
-BUGS: dict[str, Callable[[Order], Order | None]] = {
-    "copies that are not made": _without(Copies),
+BUGS: dict[str, Callable[[RankCommand], RankCommand | None]] = {
+    "copies that are not made": _without(CopyBlocks),
     "tokens stored beside their places": _positions_shifted,
     "rows that are not put": _without(PutRows),
     "new blocks that are not put": _without(PutBlocks),
@@ -57,14 +64,14 @@ def texts(**config: Any) -> list[Any]:
 def test_a_rank_that_does_something_else_is_found(
     bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do = Follower._do
+    do = Follower._execute
 
-    def do_something_else(follower: Follower, order: Order) -> None:
+    def do_something_else(follower: Follower, order: RankCommand) -> None:
         if (changed := BUGS[bug](order)) is not None:
             do(follower, changed)
 
     in_threads(monkeypatch)
-    monkeypatch.setattr(Follower, "_do", do_something_else)
+    monkeypatch.setattr(Follower, "_execute", do_something_else)
     assert texts(tensor_parallel_size=2) != texts()
 
 

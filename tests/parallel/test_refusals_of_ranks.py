@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from roseinfer import LLM, ConfigError, RanksFailed, UnsupportedModel
-from roseinfer.config import Launched
+from roseinfer.config import TorchrunRank
 from roseinfer.distributed import sharding
 from tests.engine.families import CONFIGS, SHAPE, scaled_up
 from tests.parallel.followers import build, in_threads
@@ -35,22 +35,20 @@ def of(config: Callable[[], Any]) -> Any:
 def test_heads_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     why = refused(of(CONFIGS["llama"]), 4, monkeypatch)
     assert why == (
-        "tensor_parallel_size=4: LlamaForCausalLM has 2 heads of keys and values, which do not "
-        "divide"
+        "tensor_parallel_size=4: it must divide the 2 key-value heads of LlamaForCausalLM"
     )
 
 
 def test_a_model_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     bloom = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=4)
     why = refused(of(lambda: bloom), 2, monkeypatch)
-    assert why == (
-        "tensor_parallel_size=2: of plans to share BloomForCausalLM, transformers has none"
-    )
+    assert why == ("tensor_parallel_size=2: transformers has no plan for BloomForCausalLM")
 
 
 def test_a_plan_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     why = refused(of(lambda: transformers.MixtralConfig(**SHAPE)), 2, monkeypatch)
-    assert "of plans to share MixtralForCausalLM, transformers has one that is not" in why
+    assert "transformers has an unsupported plan" in why
+    assert why.endswith(" for MixtralForCausalLM")
     assert "moe_tp_experts" in why
 
 
@@ -59,16 +57,16 @@ def test_a_plan_that_forgets_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     del plan["layers.*.mlp.down_proj"]
     monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
     why = refused(build(transformers.LlamaConfig), 2, monkeypatch)
-    assert why.startswith("tensor_parallel_size=2: LlamaForCausalLM cannot be run in shares: mat1")
+    assert why.startswith("tensor_parallel_size=2: LlamaForCausalLM cannot be run sharded: mat1")
 
 
 def test_results_that_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(shard: Any, x: Any) -> Any:
         return x @ shard.weight.T
 
-    monkeypatch.setattr(sharding.InputShard, "forward", forward)
+    monkeypatch.setattr(sharding.RowParallelLinear, "forward", forward)
     why = refused(build(transformers.LlamaConfig), 2, monkeypatch)
-    assert "in shares, LlamaForCausalLM computes something else than in one piece" in why
+    assert "the sharded LlamaForCausalLM computes other logits than the whole one" in why
 
 
 @pytest.mark.parametrize("switch", ["per_layer_kv", "compile_layers"])
@@ -85,7 +83,7 @@ def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Launched.from_env() is None
+    assert TorchrunRank.from_env() is None
     for name, value in {
         "TORCHELASTIC_RUN_ID": "x",
         "RANK": "1",
@@ -93,9 +91,9 @@ def test_processes_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> Non
         "LOCAL_WORLD_SIZE": "4",
     }.items():
         monkeypatch.setenv(name, value)
-    assert Launched.from_env() == Launched(1, 4)
+    assert TorchrunRank.from_env() == TorchrunRank(1, 4)
     with pytest.raises(ConfigError, match="torchrun started 4 processes: give torchrun --nproc-"):
         LLM("tiny", device="cpu", tensor_parallel_size=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="on several hosts: the ranks of a model are all on one"):
-        Launched.from_env()
+        TorchrunRank.from_env()

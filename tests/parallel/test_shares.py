@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from roseinfer import LLM, RanksFailed, SamplingParams
-from roseinfer.decode.readback import Arrival
-from roseinfer.distributed.orders import Tell
-from roseinfer.kv.storage import DataMover
+from roseinfer.decode.readback import PendingReadback
+from roseinfer.distributed.orders import ReportState
+from roseinfer.kv.storage import AppendExecutor
 from tests.engine.families import POSITIONS, VOCABULARY
 from tests.parallel.followers import build, in_threads
 
@@ -86,8 +86,8 @@ def test_texts_are_those_of_one_process(
     alone = LLM(build(MODELS[model]), **SIZES, **WAYS[way])
     size = 4 if model in ("llama", "gpt2") else 2
     shared = LLM(build(MODELS[model]), tensor_parallel_size=size, **SIZES, **WAYS[way])
-    heads = alone.engine.sessions.kv.num_heads
-    assert shared.engine.sessions.kv.num_heads == heads // size
+    heads = alone.engine.sequence_runner.kv.num_heads
+    assert shared.engine.sequence_runner.kv.num_heads == heads // size
     for _ in range(2):  # the second time with prefixes from the first
         assert texts(shared) == texts(alone)
 
@@ -117,19 +117,19 @@ def test_numbers_that_come_after_a_rank_has_ended_are_not_told(
     """A GPU that waited for it goes on without, and what it computes then is no token."""
     started = in_threads(monkeypatch)
     llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES, **WAYS["resident"])
-    ranks, wait = llm.ranks, Arrival.wait
+    ranks, wait = llm.ranks, PendingReadback.wait
     assert ranks is not None
 
-    def late(arrival: Arrival) -> list[Any]:
-        ranks.links._fail(RanksFailed("rank 1 has ended"))
+    def late(arrival: PendingReadback) -> list[Any]:
+        ranks.rank_connections._fail(RanksFailed("rank 1 has ended"))
         return wait(arrival)
 
-    monkeypatch.setattr(Arrival, "wait", late)
+    monkeypatch.setattr(PendingReadback, "wait", late)
     request = llm.engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(RanksFailed, match="rank 1 has ended"):
         run_to_the_end(llm)
     assert not request.num_generated
-    ranks.links.close()
+    ranks.rank_connections.close()
     started[0].wait()
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_are_let_go_end(monkeypatch: pytest.MonkeyPatch) -> None:
     started = in_threads(monkeypatch)
     llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES)
     assert llm.ranks is not None
-    llm.ranks.links.close()
+    llm.ranks.rank_connections.close()
     started[0].wait()
     assert not started[0].thread.is_alive()
     assert started[0].error == []
@@ -147,22 +147,22 @@ def test_only_copies_that_are_made_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     """Every copy of a shared block is made on both ranks."""
     in_threads(monkeypatch)
     made: list[tuple[int, int]] = []
-    copy_shared = DataMover.copy_shared
+    copy_shared_blocks = AppendExecutor.copy_shared_blocks
 
-    def noted(mover: DataMover, plan: Any) -> None:
+    def noted(mover: AppendExecutor, plan: Any) -> None:
         if plan.copy_to:
             made.append((id(mover), len(plan.copy_to)))
-        copy_shared(mover, plan)
+        copy_shared_blocks(mover, plan)
 
-    monkeypatch.setattr(DataMover, "copy_shared", noted)
+    monkeypatch.setattr(AppendExecutor, "copy_shared_blocks", noted)
     llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, resident_decode=False, **SIZES)
-    runner = llm.engine.sessions
+    runner = llm.engine.sequence_runner
     (session,), _ = runner.prefill([[5, 6, 7, 8, 9]])
     child = runner.fork(session)
     for each in (session, child):
         each.token_ids.append(3)
     runner.extend([session, child])
     assert llm.ranks is not None
-    llm.ranks.ask(Tell("tables"))  # when it answers, it has done all
+    llm.ranks.query_ranks(ReportState("tables"))  # when it answers, it has done all
     assert len({mover for mover, _ in made}) == 2
     assert [count for _, count in made] == [1, 1]

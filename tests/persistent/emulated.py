@@ -49,7 +49,7 @@ class EmulatedProgram:
             (_HERE / f"{name}.h").read_text() for name in ("machine", "copies", "grid")
         )
         code, library = folder / "step.cpp", folder / "step.so"
-        code.write_text("\n".join([machine, copies, text or source(machine=False), grid]))
+        code.write_text("\n".join([machine, copies, text or source(with_machine=False), grid]))
         defines = [f"-D{name}={value}" for name, value in sizes.defines().items()]
         defines.append(f"-DMOST_POLLS={most_polls}")
         always = ["-O2", "-w", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.whole_step import StepLayer, StepSizes, StepWeights
+    from roseinfer.kernels.cuda.whole_step import MegakernelLayer, MegakernelWeights, StepSizes
 
 _LOG2_E = 1.4426950408889634
 
@@ -24,7 +24,7 @@ def _normed(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     return _rounded(_rounded(x * torch.rsqrt(x.square().mean() + epsilon)) * gain.float())
 
 
-def _rotated(heads: Tensor, gain: Tensor | None, layer: StepLayer, position: int) -> Tensor:
+def _rotated(heads: Tensor, gain: Tensor | None, layer: MegakernelLayer, position: int) -> Tensor:
     if layer.rotation is None:
         return heads
     if gain is not None:
@@ -49,7 +49,7 @@ def _attended(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
 
 def step(
     sizes: StepSizes,
-    weights: StepWeights,
+    weights: MegakernelWeights,
     caches: Sequence[tuple[Tensor, Tensor]],
     token: int,
     blocks: Sequence[int],
@@ -57,7 +57,7 @@ def step(
 ) -> Tensor:
     """Store a token behind ``length`` others in these blocks, and return its logits."""
     block, place = blocks[length // sizes.block_size], length % sizes.block_size
-    x = _rounded(weights.words[token].float() * weights.embedding_times)
+    x = _rounded(weights.words[token].float() * weights.embedding_multiplier)
     for layer, (keys, values) in zip(weights.layers, caches, strict=True):
         new = layer.qkv.float() @ _normed(x, layer.norm, weights.epsilon)
         if layer.qkv_bias is not None:
@@ -65,19 +65,17 @@ def step(
         heads = _rounded(new).view(-1, sizes.dim)
         q, k, v = heads.tensor_split([sizes.heads, sizes.heads + sizes.kv_heads])
         turn = layer.rotation
-        q = _rotated(q, turn.query_gain if turn else None, layer, length)
-        k = _rotated(k, turn.key_gain if turn else None, layer, length)
+        q = _rotated(q, turn.query_norm_weight if turn else None, layer, length)
+        k = _rotated(k, turn.key_norm_weight if turn else None, layer, length)
         keys[block, :, place], values[block, :, place] = k.to(keys.dtype), v.to(keys.dtype)
         seen_keys, seen_values = (
             cache[list(blocks)].transpose(1, 2).flatten(0, 1)[: length + 1].float()
             for cache in (keys, values)
         )
         attended = _attended(q, seen_keys, seen_values, weights.scale).flatten()
-        x = _rounded(x + layer.out.float() @ attended * weights.added_times)
-        both = _rounded(
-            layer.gates_and_ups.float() @ _normed(x, layer.norm_of_mlp, weights.epsilon)
-        )
+        x = _rounded(x + layer.out.float() @ attended * weights.residual_multiplier)
+        both = _rounded(layer.gate_up_weight.float() @ _normed(x, layer.mlp_norm, weights.epsilon))
         gate, up = both.chunk(2)
         hidden = _rounded(_rounded(torch.nn.functional.silu(gate)) * up)
-        x = _rounded(x + layer.down.float() @ hidden * weights.added_times)
+        x = _rounded(x + layer.down.float() @ hidden * weights.residual_multiplier)
     return (weights.head.float() @ _normed(x, weights.norm, weights.epsilon))[None]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roseinfer.kernels.cuda.whole_step import StepLayer, StepSizes, StepWeights
-from roseinfer.layer_traits import Rotation
+from roseinfer.kernels.cuda.whole_step import MegakernelLayer, MegakernelWeights, StepSizes
+from roseinfer.layer_traits import RotaryEmbedding
 
 _NUM_LAYERS = 2
 NUM_BLOCKS = 300
@@ -26,7 +26,7 @@ def small_sizes(block_size: int, *, turn: int = 32, normed: bool = False) -> Ste
 @dataclass(frozen=True, slots=True)
 class Rig:
     sizes: StepSizes
-    weights: StepWeights
+    weights: MegakernelWeights
     caches: list[tuple[Tensor, Tensor]]
     blocks: list[int]
     length: int
@@ -72,36 +72,36 @@ class _Chance:
 
 def _weights(
     sizes: StepSizes, length: int, chance: _Chance, *, biased: bool, times: float
-) -> StepWeights:
+) -> MegakernelWeights:
     width, attended = sizes.width, sizes.heads * sizes.dim
     rotation = _rotation(sizes, length, chance)
     layers = [
-        StepLayer(
+        MegakernelLayer(
             norm=chance.gain(width),
             qkv=chance.numbers(sizes.qkv, width, spread=width**-0.5),
             qkv_bias=chance.numbers(sizes.qkv, spread=0.5) if biased else None,
             out=chance.numbers(width, attended, spread=attended**-0.5),
-            norm_of_mlp=chance.gain(width),
-            gates_and_ups=chance.numbers(2 * sizes.mlp, width, spread=width**-0.5),
+            mlp_norm=chance.gain(width),
+            gate_up_weight=chance.numbers(2 * sizes.mlp, width, spread=width**-0.5),
             down=chance.numbers(width, sizes.mlp, spread=sizes.mlp**-0.5),
             rotation=rotation if layer == 0 or times == 1.0 else None,
         )
         for layer in range(_NUM_LAYERS)
     ]
     words = chance.numbers(sizes.vocab, width, spread=1.0)
-    return StepWeights(
+    return MegakernelWeights(
         layers, words, words, chance.gain(width), 1e-5, 2 * times, times,
         sizes.dim**-0.5 * 1.4426950408889634,
     )  # fmt: skip
 
 
-def _rotation(sizes: StepSizes, length: int, chance: _Chance) -> Rotation:
+def _rotation(sizes: StepSizes, length: int, chance: _Chance) -> RotaryEmbedding:
     slower = 1e4 ** (torch.arange(0, sizes.turn, 2) / sizes.turn)
     angles = torch.arange(length + 1)[:, None] / slower
     both = torch.cat([angles, angles], 1)
     cosines, sines = (each.to(torch.bfloat16) for each in (both.cos(), both.sin()))
     query, key = (chance.gain(sizes.dim) if sizes.normed else None for _ in range(2))
-    return Rotation(cosines, sines, query, key, epsilon=1e-6)
+    return RotaryEmbedding(cosines, sines, query, key, epsilon=1e-6)
 
 
 def _cache(sizes: StepSizes, blocks: list[int], length: int, loud: int, chance: _Chance) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels.cuda.whole_step import WholeStep
+from roseinfer.kernels.cuda.whole_step import Megakernel
 from tests.persistent import reference
 from tests.persistent.emulated import COMPILER, EmulatedProgram
 from tests.persistent.rigs import small_rig, small_sizes
@@ -38,9 +38,9 @@ def given(rig: Rig, token: int = TOKEN) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor([token]), torch.tensor([rig.length]), rig.table()
 
 
-def run(rig: Rig, program: EmulatedProgram) -> tuple[Tensor, WholeStep]:
+def run(rig: Rig, program: EmulatedProgram) -> tuple[Tensor, Megakernel]:
     """Run the kernel on the rig's caches; return the logits."""
-    step = WholeStep(rig.sizes, rig.weights, rig.caches, MAX_LENGTH, program)
+    step = Megakernel(rig.sizes, rig.weights, rig.caches, MAX_LENGTH, program)
     return step.logits(*given(rig)), step
 
 
@@ -50,7 +50,7 @@ def check(rig: Rig, program: EmulatedProgram) -> None:
     after = rig.copy_of_caches()
     logits, step = run(rig, program)
     assert_nearly(logits, want)
-    assert not step.given_up.any()
+    assert not step.timeouts.any()
     block, place = rig.blocks[rig.length // rig.sizes.block_size], rig.length % rig.sizes.block_size
     for own, wanted, others in zip(rig.caches, before, after, strict=True):
         for cache, want, old in zip(own, wanted, others, strict=True):
@@ -87,13 +87,13 @@ def test_a_launch_takes_no_number_of_the_one_before(
 ) -> None:
     """Another token is stored at the same place, thrice; stamps have all 16 bits in the end."""
     rig = small_rig(small_sizes(16), 70)
-    step = WholeStep(rig.sizes, rig.weights, rig.caches, MAX_LENGTH, program)
-    step._sync[0] = launches
+    step = Megakernel(rig.sizes, rig.weights, rig.caches, MAX_LENGTH, program)
+    step._sync_counters[0] = launches
     for token in 31, 96, TOKEN:
         caches = rig.copy_of_caches()
         want = reference.step(rig.sizes, rig.weights, caches, token, rig.blocks, rig.length)
         assert_nearly(step.logits(*given(rig, token)), want)
-    assert not step.given_up.any()
+    assert not step.timeouts.any()
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -112,10 +112,10 @@ def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, s
     impatient.late, impatient.seed = seed % 3, seed
     logits, step = run(rig, impatient)
     assert logits.isnan().all()
-    assert step.given_up.tolist() == [0, 1]
+    assert step.timeouts.tolist() == [0, 1]
     impatient.late = -1
     again = step.logits(*given(rig))
-    assert step.given_up.tolist() == [0, 1]
+    assert step.timeouts.tolist() == [0, 1]
     want = reference.step(rig.sizes, rig.weights, rig.caches, TOKEN, rig.blocks, rig.length)
     assert_nearly(again, want)
 

@@ -10,8 +10,8 @@ import torch
 
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
 from pytest_roseinfer.gates.step_work import TensorWork
-from roseinfer.bench.trace import declared_bytes
-from roseinfer.kernels.cuda.whole_step import KERNEL, WholeStep
+from roseinfer.bench.trace import record_declared_traffic
+from roseinfer.kernels.cuda.whole_step import KERNEL, Megakernel
 from tests.persistent.rigs import small_rig, small_sizes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Launch:
     def __init__(self, length: int = LENGTH) -> None:
         sizes = small_sizes(BLOCK, turn=16, normed=True)
         self.rig = small_rig(sizes, length, biased=True)
-        self.step = WholeStep(sizes, self.rig.weights, self.rig.caches, 4096, Nothing())
+        self.step = Megakernel(sizes, self.rig.weights, self.rig.caches, 4096, Nothing())
         self.given = torch.tensor([7]), torch.tensor([length]), self.rig.table()
 
     def run(self) -> Tensor:
@@ -47,7 +47,7 @@ class Launch:
 def bytes_of(recorder: ByteRecorder) -> Counter[int]:
     """Return by tensor what the kernel moves."""
     found: Counter[int] = Counter()
-    for move in recorder.moves:
+    for move in recorder.accesses:
         if move.by == KERNEL:
             assert isinstance(move.amount, int)
             found[move.address] += move.amount
@@ -64,12 +64,12 @@ def test_weights_and_context_are_moved_once() -> None:
     for layer in weights.layers:
         assert layer.rotation is not None
         assert layer.qkv_bias is not None
-        both = layer.norm, layer.norm_of_mlp
-        whole = *both, layer.qkv, layer.qkv_bias, layer.out, layer.gates_and_ups, layer.down
+        both = layer.norm, layer.mlp_norm
+        whole = *both, layer.qkv, layer.qkv_bias, layer.out, layer.gate_up_weight, layer.down
         wanted |= {address(each): each.nbytes for each in whole}
         for row in layer.rotation.cosines, layer.rotation.sines:
             wanted[address(row)] = 16 * 2
-        for gain in layer.rotation.query_gain, layer.rotation.key_gain:
+        for gain in layer.rotation.query_norm_weight, layer.rotation.key_norm_weight:
             assert gain is not None
             wanted[address(gain)] = 32 * 2
     for cache in (each for pair in launch.rig.caches for each in pair):
@@ -89,7 +89,7 @@ def test_a_context_counts_when_the_kernel_runs() -> None:
     with ByteRecorder("cpu", captures=True) as recorder:
         launch.run()
     launch.given[1].fill_(0)
-    amounts = [move.settled() for move in recorder.moves]
+    amounts = [move.resolve_amount() for move in recorder.accesses]
     assert sum(move.address == address(launch.given[2]) for move in amounts) == 1
     cache = address(launch.rig.caches[0][0])
     assert [move.amount for move in amounts if move.address == cache] == [2 * 32 * 2]
@@ -109,7 +109,7 @@ def test_a_trace_and_the_gate_say_the_same(length: int) -> None:
     launch = Launch(length)
     with ByteRecorder("cpu") as recorder:
         launch.run()
-    with declared_bytes() as found:
+    with record_declared_traffic() as found:
         launch.run()
     assert found == {KERNEL: bytes_of(recorder).total()}
 

@@ -14,18 +14,18 @@ from roseinfer.attention.backend import ResidentBatch
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda import whole_step as preparing
-from roseinfer.kernels.cuda.toolchain import GpuProgram, compiled
-from roseinfer.kernels.cuda.whole_step import source, why_not_on
-from roseinfer.kernels.triton.norm import rms_norm, warps_of_row
+from roseinfer.kernels.cuda.toolchain import GpuProgram, compile_cached
+from roseinfer.kernels.cuda.whole_step import device_unsupported_reason, source
+from roseinfer.kernels.triton.norm import num_row_warps, rms_norm
 from roseinfer.models.families.llama import FusedLlama
-from roseinfer.models.families.whole_step import LONGEST, StepsInOneKernel
+from roseinfer.models.families.whole_step import MAX_MEGAKERNEL_TOKENS, MegakernelRunner
 from tests.engine.families import attending_widely, scaled_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(why_not_on(torch.device("cuda"))),
+    not torch.cuda.is_available() or bool(device_unsupported_reason(torch.device("cuda"))),
     reason="the kernel of a whole step needs a GPU with tensor maps",
 )
 DEVICE = "cuda"
@@ -96,8 +96,8 @@ def test_rows_are_normed_with_the_bits_of_other_kernels(width: int) -> None:
     """Few of many rows show that a mean is rounded otherwise, if its width is no power of two."""
     torch.manual_seed(width)
     device = torch.device(DEVICE, torch.cuda.current_device())
-    text = "\n".join([*toolchain.machine("machine"), *toolchain.shared(), NORM])
-    cubin = compiled(text, {"WIDTH": width, "NORM_WARPS": warps_of_row(width)}, device)
+    text = "\n".join([*toolchain.machine_sources("machine"), *toolchain.shared_sources(), NORM])
+    cubin = compile_cached(text, {"WIDTH": width, "NORM_WARPS": num_row_warps(width)}, device)
     program = GpuProgram(cubin, "norm_rows", 256, 0, device)
     for scale in (0.15, 1, 5):
         x = (torch.randn(20_000, width, device=device) * scale).bfloat16()
@@ -135,11 +135,11 @@ class Steps:
 
     @torch.inference_mode()
     def step(self, *, whole: bool) -> Tensor:
-        self.model.whole_steps = LONGEST if whole else 0
+        self.model.max_megakernel_tokens = MAX_MEGAKERNEL_TOKENS if whole else 0
         self.attention.prepare(ResidentBatch([self.tables], self.length))
-        before = self.attention.path_counts[EnginePath.WHOLE_STEP]
+        before = self.attention.path_counts[EnginePath.MEGAKERNEL]
         logits = self.model.logits(self.token, self.length, None, self.attention)
-        assert self.attention.path_counts[EnginePath.WHOLE_STEP] == before + whole
+        assert self.attention.path_counts[EnginePath.MEGAKERNEL] == before + whole
         return logits.clone()
 
     def stored(self) -> Tensor:
@@ -194,7 +194,7 @@ def test_another_order_of_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         assert text.count(own) == 1
         text = text.replace(own, other)
     monkeypatch.setattr(preparing, "source", lambda: text)
-    monkeypatch.setattr(StepsInOneKernel, "_gives_same_bits", lambda *_: True)
+    monkeypatch.setattr(MegakernelRunner, "_is_bit_identical", lambda *_: True)
     steps = Steps("norms of heads")
     assert any(differs(steps, length) for length in OF_MANY_PARTS)
 
@@ -229,7 +229,7 @@ def texts(llm: LLM, prompts: list[list[int]], *news: int) -> list[list[int]]:
 @pytest.fixture
 def in_several_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Have no step computed in one kernel, until that is undone."""
-    monkeypatch.setattr(StepsInOneKernel, "logits", lambda *_: None)
+    monkeypatch.setattr(MegakernelRunner, "logits", lambda *_: None)
     return monkeypatch
 
 
@@ -241,14 +241,14 @@ def test_an_engine_alone_and_two_at_a_time(
     settings: dict[str, Any] = {"batch_invariant": batch_invariant, "kv_cache_tokens": 4096}
     several = engine(network(), **settings)
     wanted = [texts(several, [prompt], 80) for prompt in PROMPTS]
-    assert not several.engine.path_counts[EnginePath.WHOLE_STEP]
+    assert not several.engine.path_counts[EnginePath.MEGAKERNEL]
     in_several_kernels.undo()
     engines = [engine(network(), **settings) for _ in range(2)]
     for prompt, want in zip(PROMPTS, wanted, strict=True):
         for llm in engines:
             assert texts(llm, [prompt], 80) == want
     for llm in engines:
-        assert llm.engine.path_counts[EnginePath.WHOLE_STEP] > 200
+        assert llm.engine.path_counts[EnginePath.MEGAKERNEL] > 200
 
 
 def test_after_others_have_left_and_after_a_preemption(
@@ -260,8 +260,8 @@ def test_after_others_have_left_and_after_a_preemption(
     in_several_kernels.undo()
     llm = engine(network(), **few)
     assert texts(llm, PROMPTS, 100, 10, 90) == wanted
-    assert llm.engine.path_counts[EnginePath.WHOLE_STEP]
-    assert llm.engine.path_counts[EnginePath.RESUMED]
+    assert llm.engine.path_counts[EnginePath.MEGAKERNEL]
+    assert llm.engine.path_counts[EnginePath.RECOMPUTED]
 
 
 def test_a_sequence_that_grows_too_long_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +269,10 @@ def test_a_sequence_that_grows_too_long_for_it(monkeypatch: pytest.MonkeyPatch) 
     settings: dict[str, Any] = {"batch_invariant": True, "kv_cache_tokens": 4096}
     whole = engine(network(), **settings)
     wanted = texts(whole, [PROMPTS[0]], 80)
-    monkeypatch.setattr(FusedLlama, "whole_steps", len(PROMPTS[0]) + 30)
+    monkeypatch.setattr(FusedLlama, "max_megakernel_tokens", len(PROMPTS[0]) + 30)
     llm = engine(network(), **settings)
     assert texts(llm, [PROMPTS[0]], 80) == wanted
     counts = llm.engine.path_counts
-    assert whole.engine.path_counts[EnginePath.WHOLE_STEP] > 75
-    assert 30 <= counts[EnginePath.WHOLE_STEP] < 40
+    assert whole.engine.path_counts[EnginePath.MEGAKERNEL] > 75
+    assert 30 <= counts[EnginePath.MEGAKERNEL] < 40
     assert counts[EnginePath.RESIDENT] == whole.engine.path_counts[EnginePath.RESIDENT]

@@ -13,7 +13,7 @@ from roseinfer.kernels.cuda import whole_step as preparing
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.models.families import whole_step
 from roseinfer.models.families.llama import FusedLlama
-from roseinfer.models.families.whole_step import StepsInOneKernel
+from roseinfer.models.families.whole_step import MegakernelRunner
 from tests.engine.families import scaled_up
 from tests.fused.test_served import FAR, shortfall
 from tests.persistent.emulated import COMPILER, EmulatedProgram
@@ -53,7 +53,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EmulatedPr
         multi_processor_count = PROGRAMS
         shared_memory_per_block_optin = ROOM
 
-    monkeypatch.setattr(preparing, "why_not_on", lambda _: "")
+    monkeypatch.setattr(preparing, "device_unsupported_reason", lambda _: "")
     monkeypatch.setattr(preparing, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Device)
     return made
@@ -78,11 +78,11 @@ def test_tokens_are_the_likeliest(emulated: list[EmulatedProgram]) -> None:
         (output,) = llm.generate([first], params)
         assert shortfall(network().float(), first, output.token_ids) < FAR[torch.bfloat16]
     counts = llm.engine.path_counts
-    assert counts[EnginePath.WHOLE_STEP] == counts[EnginePath.RESIDENT] > 3
+    assert counts[EnginePath.MEGAKERNEL] == counts[EnginePath.RESIDENT] > 3
     assert len(emulated) == 1
-    before = counts[EnginePath.WHOLE_STEP]
+    before = counts[EnginePath.MEGAKERNEL]
     llm.generate([second, first], params)
-    assert counts[EnginePath.RESIDENT] > before == counts[EnginePath.WHOLE_STEP]
+    assert counts[EnginePath.RESIDENT] > before == counts[EnginePath.MEGAKERNEL]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
@@ -91,12 +91,12 @@ def test_a_long_sequence_leaves_the_kernel(
     emulated: list[EmulatedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tokens of those that are made are stored while the sequence is short enough."""
-    monkeypatch.setattr(FusedLlama, "whole_steps", len(PROMPT) + 2)
+    monkeypatch.setattr(FusedLlama, "max_megakernel_tokens", len(PROMPT) + 2)
     llm = engine(batch_invariant=False)
     (output,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=6, ignore_eos=True))
     assert shortfall(network().float(), PROMPT, output.token_ids) < FAR[torch.bfloat16]
     counts = llm.engine.path_counts
-    assert (counts[EnginePath.WHOLE_STEP], counts[EnginePath.RESIDENT]) == (2, 5)
+    assert (counts[EnginePath.MEGAKERNEL], counts[EnginePath.RESIDENT]) == (2, 5)
     assert len(emulated) == 1
 
 
@@ -108,9 +108,9 @@ class SeveralKernels:
 
     def logits(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         attention = self._attention
-        before, self._model.whole_steps = self._model.whole_steps, 0
+        before, self._model.max_megakernel_tokens = self._model.max_megakernel_tokens, 0
         logits = self._model.logits(tokens, lengths, None, attention)
-        self._model.whole_steps = before
+        self._model.max_megakernel_tokens = before
         if self._changed == "a logit":
             _next_float(logits[0, 5:6])
         if self._changed == "a stored value":
@@ -129,13 +129,13 @@ def test_where_bits_are_those_of_a_batch_another_bit_is_refused(
     monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     llm = engine(batch_invariant=False)
-    model = llm.engine.sessions.model
+    model = llm.engine.sequence_runner.model
     assert isinstance(model, FusedLlama)
     model.batch_invariant = True
     attended: list[AttentionBackend] = []
-    step = StepsInOneKernel.logits
+    step = MegakernelRunner.logits
 
-    def noting(self: StepsInOneKernel, tokens: Tensor, attention: AttentionBackend) -> Any:
+    def noting(self: MegakernelRunner, tokens: Tensor, attention: AttentionBackend) -> Any:
         attended.append(attention)
         return step(self, tokens, attention)
 
@@ -144,8 +144,8 @@ def test_where_bits_are_those_of_a_batch_another_bit_is_refused(
         on = next(each for each in attended if each.kv.caches(0)[0].data_ptr() == keys.data_ptr())
         return SeveralKernels(model, on, changed)
 
-    monkeypatch.setattr(StepsInOneKernel, "logits", noting)
-    monkeypatch.setattr(whole_step, "prepared", stand_in)
+    monkeypatch.setattr(MegakernelRunner, "logits", noting)
+    monkeypatch.setattr(whole_step, "prepare_megakernel", stand_in)
     (output,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert shortfall(network().float(), PROMPT, output.token_ids) < FAR[torch.bfloat16]
-    assert (llm.engine.path_counts[EnginePath.WHOLE_STEP] > 2) == (changed == "nothing")
+    assert (llm.engine.path_counts[EnginePath.MEGAKERNEL] > 2) == (changed == "nothing")

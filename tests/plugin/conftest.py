@@ -107,7 +107,7 @@ class Project:
 
     def judge_after(self, tries: int) -> None:
         """Let so few examples decide that something is never reached, in a conftest.py."""
-        enough = f"coverage.ENOUGH_TRIES = {tries}"
+        enough = f"coverage.CONCLUSIVE_EXAMPLES = {tries}"
         self.write(conftest=f"from pytest_roseinfer.run import coverage\n\n{enough}\n")
 
     def saved(self, suffix: str) -> Path:

@@ -16,7 +16,7 @@ REASONS = {
     "IgnoresAppends": "expected shape [1, 1, 1], found [0, 1, 1]",
     "WritesNothing": POISONED,
     "PeekSharesMemory": POISONED,
-    "ChangesItsInputs": "the write changed the keys that it was handed",
+    "ChangesItsInputs": "the write changed its input keys",
     "UploadsItsTableLate": "found poison (the block was freed",
     "ClaimsAPathItsRowsRuleOut": (
         "path 'all_rows' was counted, which writes one position for all rows; these rows needed "

@@ -18,7 +18,7 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.capabilities.cache_data import BadCall
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.misuse import Situation, standard_bad_calls
+from pytest_roseinfer.capabilities.misuse import MisuseState, standard_bad_calls
 from pytest_roseinfer.capabilities.payload import Payload
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append
@@ -147,7 +147,7 @@ def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: 
     adapter.append([0, 1], *Payload(spec).all_layers([0, 1]))
     oracle = Oracle(spec.block_size, spec.num_blocks)
     oracle.append([(0, 1), (1, 1)], [0, 1])
-    standard = standard_bad_calls(Situation(adapter, spec, oracle))
+    standard = standard_bad_calls(MisuseState(adapter, spec, oracle))
     words = [bad.words for bad in (*standard, *adapter.bad_calls())]
     assert len(words) >= least
     assert len(set(words)) == len(words)

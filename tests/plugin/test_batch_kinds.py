@@ -24,7 +24,7 @@ from pytest_roseinfer.capabilities.writes import (
 )
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
 from tests.mutants.prefix_cached_manager import PrefixCachedManager, WindowedPrefixes
@@ -118,7 +118,7 @@ def test_a_row_that_began_a_block_behind_shared_ones_shares_them_still() -> None
 
 def test_batches_of_two_rows_are_not_counted() -> None:
     steps = (Append((0, 1)), Append((0, 1, 2)), Append((0, 1, 2)))
-    machine = Machine(ListCache, History(CacheSpec(block_size=4), steps))
+    machine = HistoryRunner(ListCache, History(CacheSpec(block_size=4), steps))
     assert len([*machine.steps()]) == len(steps)
     batches = machine.observer(BatchKinds)
     assert batches
@@ -152,7 +152,7 @@ def test_no_more_sequences_live_than_in_other_histories(adapter: type[KVCacheAda
     @given(histories(adapter, in_batches=True))
     def look(history: History) -> None:
         nonlocal most
-        machine = Machine(adapter, history)
+        machine = HistoryRunner(adapter, history)
         for _ in machine.steps():
             most = max(most, len(machine.oracle.sequences))
 

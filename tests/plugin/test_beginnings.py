@@ -12,8 +12,8 @@ from pytest_roseinfer.oracle.pages import text_token, token_of
 from pytest_roseinfer.oracle.texts import (
     WHOLE,
     Texts,
-    same_behind_another,
-    same_block_behind_another,
+    explain_equal_block,
+    explain_equal_token,
 )
 from tests.plugin.caches.broken_text_caches import (
     DoesNotCompare,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SPEC = CacheSpec(block_size=2, num_blocks=4)
 PARTING = ((0, 0), (0, 1))
-APART = "behind beginnings that first differ at token 1, which is 2 in text 1 and 1 in text 0"
+APART = "after prefixes that first differ at token 1, which is 2 in text 1 and 1 in text 0"
 BY_0 = "; sequence 0 was the first to write it"
 
 
@@ -40,26 +40,26 @@ BY_0 = "; sequence 0 was the first to write it"
             KnowsTheBlockAtItsPlace,
             (Prefill(0, 4), Prefill(1, 4)),
             PARTING,
-            f"text 0, token 2; both say 1, {APART}{BY_0}",
+            f"text 0, token 2; both have token id 1, {APART}{BY_0}",
         ),
         (
             KnowsTheBlockAtItsPlace,
             (Prefill(0, 4), Prefill(1, 2)),
             PARTING,
             "found 4, and only 2 of them may be found now; "
-            f"block 1 says [1, 1] too, from token 2 of text 0 on, {APART}{BY_0}",
+            f"block 1 also has token ids [1, 1], from token 2 of text 0 on, {APART}{BY_0}",
         ),
         (
             KnowsTheBlockAlone,
             (Prefill(0, 4),),
             ((0, 0),),
-            f"; both say 1, as tokens 2 and 0 of their texts{BY_0}",
+            f"; both have token id 1, as tokens 2 and 0 of their texts{BY_0}",
         ),
         (
             LeavesTheNamespaceOut,
             (Prefill(0, 2),),
             ((0, 0), (0, WHOLE, 1)),
-            "found 2, and only 0 of them may be found now; block 0 says [1, 1] too, "
+            "found 2, and only 0 of them may be found now; block 0 also has token ids [1, 1], "
             f"from token 0 of text 0 on, in namespaces 1 and 0{BY_0}",
         ),
         (
@@ -84,12 +84,12 @@ def test_a_block_of_another_beginning_is_told_as_that(
 def test_what_says_something_else_or_stands_in_its_place_is_not_told_so() -> None:
     texts = Texts(PARTING)
     want, same, other = text_token(1, 2), text_token(0, 2), text_token(1, 1)
-    assert same_behind_another(texts, want, same, {}) == f"; both say 1, {APART}"
+    assert explain_equal_token(texts, want, same, {}) == f"; both have token id 1, {APART}"
     for found in (want, other, token_of(0, 2)):
-        assert not same_behind_another(texts, want, found, {})
+        assert not explain_equal_token(texts, want, found, {})
     wanted, stored = [want, text_token(1, 3)], {7: [same, text_token(0, 3)]}
-    assert f"; block 7 says [1, 1] too, from token 2 of text 0 on, {APART}" == (
-        same_block_behind_another(texts, wanted, stored, {})
+    assert f"; block 7 also has token ids [1, 1], from token 2 of text 0 on, {APART}" == (
+        explain_equal_block(texts, wanted, stored, {})
     )
     for held in (wanted, [want], [other, text_token(1, 2)], [token_of(0, 2), token_of(0, 3)], []):
-        assert not same_block_behind_another(texts, wanted, {7: held}, {})
+        assert not explain_equal_block(texts, wanted, {7: held}, {})

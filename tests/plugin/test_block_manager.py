@@ -132,7 +132,7 @@ class FindsNothing(Manager):
 
 @pytest.mark.usefixtures("short_run")
 def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 100)
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)
 
     class FindsSome(adapter(FindsNothing)):  # type: ignore[misc]
         prefixes = adapter(FindsNothing).prefixes.but(finds="some")

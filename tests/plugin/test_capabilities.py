@@ -26,12 +26,12 @@ from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.capabilities.capability import Capability, Observer, Traits, optional
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import Finding, invariant, location_of_block
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move, Operation, register
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, DrawOption, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.pages import Absence, State
 from pytest_roseinfer.plugin import reference
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.plugin.caches.cut_caches import CutCache
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.drawn import drawn
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_roseinfer.capabilities.observation import Observation
-    from pytest_roseinfer.capabilities.operation import Driven, Writer
+    from pytest_roseinfer.capabilities.operation import CacheUnderTest, Writer
 
 
 # Pins: a method, a trait, a part of the oracle, an operation, an invariant and a condition.
@@ -84,12 +84,12 @@ class Pinned(State):
     def absent(self) -> Mapping[int, Absence]:
         return {pin: Absence("pinned", []) for pin in self.pins}
 
-    def freed(self, seq: int) -> None:
+    def on_free(self, seq: int) -> None:
         self.pins.discard(seq)
 
 
 def pinned(oracle: Oracle) -> Pinned:
-    return oracle.begun(Pinned)
+    return oracle.ensure_state(Pinned)
 
 
 @register("Pin")
@@ -100,38 +100,38 @@ class Pin(Operation):
     child: int
 
     needs = frozenset({"pin"})
-    of_tokens = True
+    needs_tokens = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"pin the blocks of sequence {self.seq} as {self.child}"
 
     def uses(self) -> list[int]:
         return [self.seq]
 
-    def begins(self) -> list[int]:
+    def new_seqs(self) -> list[int]:
         return [self.child]
 
-    def changed(self) -> list[int]:
+    def changed_seqs(self) -> list[int]:
         return [self.child]
 
     def change(self, oracle: Oracle) -> None:
         state, pages = pinned(oracle), oracle.sequences[self.seq]
         if state.covers == "full blocks":
             pages = pages[: oracle.length(self.seq) // oracle.block_size]
-        elif unseen := oracle.unseen[self.seq]:
-            oracle.unseen[self.child] = unseen
+        elif unseen := oracle.truncated_on_last[self.seq]:
+            oracle.truncated_on_last[self.child] = unseen
         for page in pages:
             page.holders += 1
         oracle.sequences[self.child] = list(pages)
         state.pins.add(self.child)
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: CacheUnderTest) -> None:
         cache.adapter.pin(self.seq, self.child)
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
+    def draw_options(cls, writer: Writer) -> Iterable[DrawOption]:
         if writer.filled and len(writer.oracle.sequences) < MOST_SEQUENCES:
-            yield Move(75, 4, lambda: cls(writer.pick(writer.filled), *writer.fresh(1)))
+            yield DrawOption(75, 4, lambda: cls(writer.pick(writer.filled), *writer.fresh(1)))
 
 
 @invariant(rank=5, needs=("pin", "ledger"))
@@ -237,7 +237,7 @@ def test_a_right_cache_passes_and_meets_the_condition(adapter: type[PinningCache
         getattr(tests, name)()
     (target,) = coverage.current().targets.values()
     assert target.counts["pin_outlives"] >= 3
-    assert target.checked["pins_hold"] > 100
+    assert target.invariant_checks["pins_hold"] > 100
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_broken_cache_is_found_and_its_history_is_small(
     with pytest.raises(Divergence) as failure:
         getattr(tests, next(iter(tests.shipped())))()
     assert failure.value.what == what
-    assert [step.words() for step in failure.value.history.operations] == steps
+    assert [step.describe() for step in failure.value.history.operations] == steps
     assert "sequence 1 is pinned" in str(failure.value)
 
 
@@ -287,8 +287,8 @@ def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
     def check(history: History) -> None:
         assert History.from_json(history.to_json()) == history
         pins = [step for step in history.operations if isinstance(step, Pin)]
-        assert ("pin the blocks" in history.words()) == bool(pins)
-        machine = Machine(PinningCache, history)
+        assert ("pin the blocks" in history.describe()) == bool(pins)
+        machine = HistoryRunner(PinningCache, history)
         machine.run()
         freed = {step.seq for step in history.operations if isinstance(step, Free)}
         adapter: Any = machine.adapter
@@ -313,7 +313,7 @@ def test_a_condition_is_counted_and_may_be_named() -> None:
 
 
 def test_a_run_does_not_hold_its_cache() -> None:
-    run = Machine(PinningCache, History(CacheSpec(), (Append((0,)),)))
+    run = HistoryRunner(PinningCache, History(CacheSpec(), (Append((0,)),)))
     assert run.observers
     cache = weakref.ref(run.adapter)
     del run
@@ -386,7 +386,7 @@ class TakesMore(PinningCache):
     [
         (PinsAlone, "PinsAlone defines pin and must then define free, table too"),
         (PinsBlocks, r"PinsBlocks.pins is 'blocks': write PinTraits\(...\)"),
-        (Misspells, "Misspells has pni, which nothing asks for: did you mean pin?"),
+        (Misspells, "Misspells has pni, which the harness does not use: did you mean pin?"),
         (
             TakesMore,
             r"TakesMore.pin takes \(seq, pin, how\), and the harness calls pin\(seq, pin\)",

@@ -17,7 +17,7 @@ from pytest_roseinfer import (
     Ledger,
     run_history,
 )
-from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities import return_values
 from pytest_roseinfer.capabilities.writes import Append, Fill, Reserve
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
@@ -134,8 +134,8 @@ class ShowsACopy(PagedCache):
         ),
         (
             ShowsACopy,
-            "arena() returned a copy, another one each time: return views of the tensors that the "
-            "cache itself writes to, which the harness poisons where nobody reads",
+            "arena() returned a new copy each time: return views of the tensors that the cache "
+            "itself writes to, whose free blocks the harness poisons",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_storage_that_is_not_shown_as_it_is_is_told_at_once(
 def test_a_ledger_of_what_can_be_read_once_is_told() -> None:
     once: Any = reversed([1, 2])
     with pytest.raises(TypeError, match=r"whose free is <list_reverseiterator .*>: list block n"):
-        answers.ledger("ledger(0)", Ledger({}, once, 8))
+        return_values.ledger("ledger(0)", Ledger({}, once, 8))
     assert [*once] == [2, 1]
 
 
@@ -182,7 +182,7 @@ class SpoiltByAWrite(Spoiling):
 def test_what_a_bad_call_leads_to_is_told_as_its() -> None:
     with pytest.raises(Divergence) as found:
         run_history(SpoiltByABadCall, History(CacheSpec(), (Append((0,)),)))
-    assert found.value.what == f"behind free of nothing, table(0, 0) returned None: {LIST}"
+    assert found.value.what == f"after free of nothing, table(0, 0) returned None: {LIST}"
 
 
 def test_what_was_wrong_before_is_told() -> None:
@@ -220,22 +220,22 @@ def test_a_reservation_that_is_not_returned_is_told() -> None:
     with pytest.raises(Divergence) as found:
         run_history(cache, history)
     assert found.value.what.startswith("reserve() returned None, and fill(None, key, value) raised")
-    assert found.value.what.endswith(": return from reserve what fill needs")
+    assert found.value.what.endswith(": return the handle that fill needs from reserve")
     assert isinstance(found.value.__cause__, TypeError)
 
 
 def test_a_long_answer_is_cut_short_and_stays_in_one_line() -> None:
     with pytest.raises(TypeError, match=r"^table\(\) returned {.{79}\.\.\.: return") as found:
-        answers.table("table()", {at: np.zeros((2, 2)) for at in range(9)})
+        return_values.table("table()", {at: np.zeros((2, 2)) for at in range(9)})
     assert "\n" not in str(found.value)
 
 
 def test_what_is_as_good_as_the_right_answer_passes() -> None:
     numbers = (np.int64(3), None)
-    assert answers.table("table()", numbers) == [3, None]
-    keys, values = answers.pair("peek()", torch.stack([KEYS, KEYS + 1]))
+    assert return_values.table("table()", numbers) == [3, None]
+    keys, values = return_values.pair("peek()", torch.stack([KEYS, KEYS + 1]))
     assert (keys.shape, values.shape) == (KEYS.shape, KEYS.shape)
-    assert answers.count("match_prefix()", np.int32(2)) == 2
+    assert return_values.count("match_prefix()", np.int32(2)) == 2
 
 
 class AttendsElsewhere(PagedCache):

@@ -11,7 +11,7 @@ import torch
 
 from pytest_roseinfer import EngineAdapter, MixDivergence, Sampling, run_forks, run_mix
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec
-from pytest_roseinfer.capabilities.answers import floats
+from pytest_roseinfer.capabilities.return_values import floats
 from pytest_roseinfer.engines.run import MixRun
 from tests.plugin.engines.drawing_engine import DrawingEngine
 from tests.plugin.engines.small_mixes import asked, mix
@@ -29,7 +29,7 @@ TELLING = Sampling(2, logprobs=True, top_logprobs=1, prompt_logprobs=True)
 DRAWN = RequestMix((RequestSpec((1, 2), TELLING),), options={"batch": 1})
 TOKENS = "return a list of tokens"
 TRUTH = "return True or False"
-HELD = 'return a text, which is "" where nothing is held'
+HELD = 'return a text, which is "" if nothing is held'
 STAGES = "return one of waiting, prefilling, decoding, preempted"
 LOGITS = "return a list of numbers, one for each token, of which there are 8 or more"
 LOGPROBS = "return a list of numbers, one for each token"

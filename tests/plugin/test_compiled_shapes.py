@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.capabilities.attention import _QUERY_HEADS
-from pytest_roseinfer.capabilities.cache_data import Bounds, few_of, few_shapes
+from pytest_roseinfer.capabilities.cache_data import Bounds, choose_shapes, few_of
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import cache_specs, histories
@@ -51,7 +51,7 @@ def test_a_kernel_is_compiled_for_few_shapes_and_for_all_sizes() -> None:
 
 def test_small_shapes_and_large_ones_are_among_the_few() -> None:
     """A tile of a kernel is too small for some, and others are cut off at its end."""
-    shapes = few_shapes(*map(tuple, LISTED), ("float32",), Bounds(3200, 12800))
+    shapes = choose_shapes(*map(tuple, LISTED), ("float32",), Bounds(3200, 12800))
     sizes = sorted(heads * dim for (heads, dim, _), _ in shapes)
     assert sizes[0] == 1
     assert sizes[-1] > 2500

@@ -87,10 +87,10 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     result = project.pytest(UPDATE)
     result.assert_outcomes(passed=1)
     moved = [
-        "test_costs.py::test_decode, decode: 512 bytes, 2.00 times the least of 256",
-        "  weights: 64 bytes, 1.00 times the least of 64",
-        "  keys and values: 128 bytes, 1.00 times the least of 128",
-        "  all else: 320 bytes, 5.00 times the least of 64",
+        "test_costs.py::test_decode, decode: 512 bytes, 2.00 times the minimum of 256",
+        "  weights: 64 bytes, 1.00 times the minimum of 64",
+        "  keys and values: 128 bytes, 1.00 times the minimum of 128",
+        "  all else: 320 bytes, 5.00 times the minimum of 64",
     ]
     result.stdout.fnmatch_lines(moved)
     assert costs(project)["steps"]["test_costs.py::test_decode"]["decode"]["cpu"] == {
@@ -111,7 +111,7 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
             f"decode does more work than its baseline in *{FILE}:",
             "  bytes of all else: 576 a step, 144 a token, baseline 320 a step, 80 a token",
             "      clone: 256, baseline 0",
-            "test_costs.py::test_decode, decode: 768 bytes, 3.00 times the least of 256",
+            "test_costs.py::test_decode, decode: 768 bytes, 3.00 times the minimum of 256",
         ]
     )
 
@@ -132,7 +132,7 @@ def test_bytes_of_a_cache_alone(project: Project) -> None:
     project.write(my_engine=BYTES, test_costs=CACHE_ALONE)
     result = project.pytest(UPDATE)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["  weights: 0 bytes, beside the least of 0"])
+    result.stdout.fnmatch_lines(["  weights: 0 bytes, against the minimum of 0"])
 
 
 def test_steps_that_differ_are_told_what_before_is_for(project: Project) -> None:
@@ -148,7 +148,7 @@ def test_steps_that_differ_are_told_what_before_is_for(project: Project) -> None
     project.write(test_costs=differing)
     result = project.pytest(UPDATE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*before= has to bring each step to the same contexts"])
+    result.stdout.fnmatch_lines(["*before= must restore the same contexts for each step"])
 
 
 OF_MODULES = "weights= must hold torch.nn.Module or torch.Tensor, and not"
@@ -208,7 +208,7 @@ def test_a_workflow_shows_what_was_compared(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     gated.pytest().assert_outcomes(passed=1)
     said = summary.read_text()
-    assert "### roseinfer: work of steps\n\n- 1 did no more than their baselines say\n" in said
+    assert "### roseinfer: work of steps\n\n- 1 did no more than their baselines\n" in said
     assert "does more work" not in said
     change(gated, "range(4)", "range(5)")
     gated.pytest().assert_outcomes(failed=1)
@@ -218,7 +218,7 @@ def test_a_workflow_shows_what_was_compared(
 def test_as_much_work_passes_and_says_nothing_of_an_update(gated: Project) -> None:
     result = gated.pytest("--roseinfer-costs", FILE)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["1 did no more than their baselines say"])
+    result.stdout.fnmatch_lines(["1 did no more than their baselines"])
     result.stdout.no_fnmatch_line(f"*{UPDATE}*")
 
 
@@ -236,7 +236,7 @@ def test_more_work_fails_and_names_it(gated: Project) -> None:
             "  torch operations, sum: 1, baseline 0",
             "  device allocations, tensors: 1, baseline 0",
             "  counters of its own, rows_uploaded: 4, baseline 1",
-            f"If that is meant, {UPDATE} makes it the baseline.",
+            f"If that is intended, write the new baseline with {UPDATE}.",
         ]
     )
     assert "measure_work" not in str(result.stdout), "the way to it leads through the plugin"
@@ -252,7 +252,7 @@ def test_less_work_passes_and_asks_for_an_update(gated: Project) -> None:
         [
             "test_costs.py::test_decode, steady does less:",
             "  less: Python calls: 4 a step, 1 a token, baseline 6 a step, 1.5 a token",
-            f"{UPDATE} makes these their baselines",
+            f"{UPDATE} writes these as the baselines",
         ]
     )
 
@@ -298,11 +298,11 @@ def test_a_test_that_checks_no_step_fails(project: Project) -> None:
 
             def test_twice(roseinfer_costs):
                 roseinfer_costs.checked.add("steady")
-                with pytest.raises(ValueError, match="'steady' already"):
+                with pytest.raises(ValueError, match="already checked a step named 'steady'"):
                     roseinfer_costs.check("steady", print, tokens=1)
 
             def test_no_token(roseinfer_costs):
-                with pytest.raises(ValueError, match="brings 0 tokens"):
+                with pytest.raises(ValueError, match="tokens=0: a decode step"):
                     roseinfer_costs.check("none", print, tokens=0)
                 pytest.skip("it checked none")
         """
@@ -344,4 +344,4 @@ def test_a_library_that_is_not_installed_cannot_be_a_key(project: Project) -> No
     project.write(my_engine=ENGINE, test_costs=test)
     result = project.pytest(UPDATE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*keyed_by names no-such-library, which is not installed*"])
+    result.stdout.fnmatch_lines(["*keyed_by: no-such-library is not installed*"])

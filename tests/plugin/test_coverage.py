@@ -12,7 +12,12 @@ import pytest
 from pytest_roseinfer import CacheSpec, FastPath, settings
 from pytest_roseinfer.report.verdict import TargetVerdict, pairs
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.coverage import ENOUGH_TRIES, REQUIRED_TIMES, Coverage, TargetCoverage
+from pytest_roseinfer.run.coverage import (
+    CONCLUSIVE_EXAMPLES,
+    REQUIRED_TIMES,
+    Coverage,
+    TargetCoverage,
+)
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.fresh_run import fresh_run
 
@@ -36,7 +41,9 @@ def reached(**counts: int) -> TargetCoverage:
     target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["rare"], searched=True)
     target.counts.update(counts)
     target.histories = 10
-    target.tried.update(dict.fromkeys((*target.paths, *target.conditions), ENOUGH_TRIES))
+    target.eligible_examples.update(
+        dict.fromkeys((*target.paths, *target.conditions), CONCLUSIVE_EXAMPLES)
+    )
     return target
 
 
@@ -56,8 +63,9 @@ def dev() -> Iterator[None]:
 def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
     target = reached(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
     assert TargetVerdict(target).problems(require_paths=True) == [
-        f"condition 'rare' was never reached, by none of {ENOUGH_TRIES} histories that could reach "
-        "it: a check that did not run is no pass"
+        f"condition 'rare' was never reached, by none of {CONCLUSIVE_EXAMPLES} histories that "
+        "could reach "
+        "it: a check that did not run is not a pass"
     ]
     assert [row.verdict for row in TargetVerdict(target).rows()] == [
         "equal",
@@ -70,21 +78,23 @@ def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
 @pytest.mark.usefixtures("dev")
 def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
     target = reached(fast=REQUIRED_TIMES - 1)
-    target.aimed = ["faster"]
-    target.tried.update(faster=-1, rare=-ENOUGH_TRIES + 70)
-    target.large["rare"] = 4
+    target.aimed_paths = ["faster"]
+    target.eligible_examples.update(faster=-1, rare=-CONCLUSIVE_EXAMPLES + 70)
+    target.large_counts["rare"] = 4
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert TargetVerdict(target).warnings() == [
-        f"path 'fast' was reached 2 times by {ENOUGH_TRIES} histories that could reach it, and "
-        "should be 3 times: no runs_with says what it needs, so switches cannot be aimed; make "
-        "that a switch of option_choices (a smaller least batch, say) and name it in runs_with, or "
+        f"path 'fast' was reached 2 times by {CONCLUSIVE_EXAMPLES} histories that could reach it, "
+        "of 3 required: its runs_with is empty, so searches cannot aim at it; make its "
+        "requirement a switch of option_choices (such as a smaller minimum batch) and name that "
+        "in runs_with, or "
         "search harder: --roseinfer-profile=ci",
-        f"path 'faster' was not reached by {ENOUGH_TRIES - 1} histories that could reach it, too "
-        f"few for a verdict ({ENOUGH_TRIES}): search harder: --roseinfer-profile=ci",
+        f"path 'faster' was not reached by {CONCLUSIVE_EXAMPLES - 1} histories that could reach "
+        "it, too "
+        f"few for a verdict ({CONCLUSIVE_EXAMPLES}): search harder: --roseinfer-profile=ci",
         "condition 'rare' was reached by large histories alone, 4 times: search harder: "
         "--roseinfer-profile=ci",
     ]
-    target.large["faster"], target.tried["faster"] = 1, 10 * ENOUGH_TRIES
+    target.large_counts["faster"], target.eligible_examples["faster"] = 1, 10 * CONCLUSIVE_EXAMPLES
     assert (
         TargetVerdict(target).problems(require_paths=True) == []
     )  # however many small ones did not
@@ -130,7 +140,7 @@ def test_an_example_counts_for_what_its_switches_allow(
 
     target = TargetCoverage(dict.fromkeys(Switched.paths, "slow"), ["rare"])
     target.note_tried(Switched, options)
-    assert {*target.tried} == tried
+    assert {*target.eligible_examples} == tried
 
 
 def test_what_was_not_searched_is_not_judged() -> None:
@@ -161,8 +171,8 @@ def test_paths_are_counted_with_the_conditions_met_in_the_same_step() -> None:
     target.note({"slow": 1})
     target.note({"fast": 1})
     assert target.counts == {"fast": 3, "slow": 1, "rare": 5}
-    assert target.together["fast"] == {"rare": 1}
-    assert target.together["slow"] == {}
+    assert target.conditions_by_path["fast"] == {"rare": 1}
+    assert target.conditions_by_path["slow"] == {}
 
 
 def test_workers_add_up() -> None:
@@ -170,15 +180,15 @@ def test_workers_add_up() -> None:
     for counts in ({"fast": 2}, {"fast": 1, "rare": 4}):
         part = Coverage()
         part._targets["mine:Cache"] = reached(**counts)
-        part._targets["mine:Cache"].checked.update(read_back=4, attention=0)
+        part._targets["mine:Cache"].invariant_checks.update(read_back=4, attention=0)
         part._targets["mine:Cache"].batches.update(boundary=2, shared=0)
         whole.add(part.to_json())
     target = whole.targets["mine:Cache"]
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
-    assert pairs(+target.checked) == "read_back 8"
+    assert pairs(+target.invariant_checks) == "read_back 8"
     assert pairs(target.batches) == "boundary 4, shared 0"
-    assert target.tried["faster"] == 2 * ENOUGH_TRIES
+    assert target.eligible_examples["faster"] == 2 * CONCLUSIVE_EXAMPLES
 
 
 @pytest.mark.takes_long
@@ -251,8 +261,8 @@ def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
-            "FAILED: --roseinfer-target mine:Cache: no test of this run checked it. Those that do "
-            "are run by pytest --pyargs pytest_roseinfer.suite"
+            "FAILED: --roseinfer-target mine:Cache: no test of this run checked it; its tests "
+            "run with pytest --pyargs pytest_roseinfer.suite"
         ]
     )
     assert project.pytest(target, "--collect-only").ret == pytest.ExitCode.OK

@@ -85,7 +85,7 @@ class NeverSubmits(PagedCache):
 
 @pytest.mark.usefixtures("short_run")
 def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 3)
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 3)
     settings.set_current(settings.Settings(examples=3, seed=1, require_paths=False))
     conformance(NeverSubmits)().test_histories()
     problems = TargetVerdict(coverage.current().of(NeverSubmits)).problems(require_paths=True)
@@ -95,7 +95,7 @@ def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatc
 def test_what_the_device_does_is_saved_and_said() -> None:
     history = History(CacheSpec(), (Append((0,)), RunQueued(2, 1), Read()))
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
-    assert "the device makes the next 2 calls of stream 1" in history.words()
+    assert "the device makes the next 2 calls of stream 1" in history.describe()
 
 
 @pytest.mark.parametrize("broken", [ReusesTheBufferEarly, ReadsBeforeItIsThere])

@@ -27,8 +27,8 @@ from pytest_roseinfer import (
     run_mix,
 )
 from pytest_roseinfer.adapters.validation import refuse_mistakes
-from pytest_roseinfer.capabilities.answers import are_tokens, returns
 from pytest_roseinfer.capabilities.capability import optional
+from pytest_roseinfer.capabilities.return_values import are_tokens, returns
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
     MixObserver,
@@ -87,7 +87,7 @@ def draw_biases(draw: DrawFn, adapter: type[Any], spec: Any) -> Any:
     return change(spec, logit_bias=tuple(draw(biases)), banned=draw(st.one_of(st.none(), tokens)))
 
 
-def words(spec: Any) -> Iterator[str]:
+def describe(spec: Any) -> Iterator[str]:
     for token, bias in spec.sampling.logit_bias:
         yield f"bias {bias} of token {token}"
     if spec.banned is not None:
@@ -124,7 +124,7 @@ BIASES = EngineCapability(
     needs={"biased_tokens": ("logits",)},
     fields=(BiasFields, BanFields),
     draw=draw_biases,
-    words=words,
+    describe=describe,
     settle=settle_ban,
     adjust=add_biases,
     observers=(BiasedTokens,),
@@ -209,7 +209,7 @@ def test_requests_are_drawn_with_its_fields_and_served_right() -> None:
     assert any(each.sampling.logit_bias for each in drawn)
     assert any(each.banned is not None for each in drawn)
     banned = change(for_adapter(BiasedEngine, RequestSpec((1, 2), Sampling(8))), banned=3)
-    assert ", never token 3" in banned.words()
+    assert ", never token 3" in banned.describe()
 
 
 def test_others_have_none_of_its_fields() -> None:
@@ -254,7 +254,7 @@ def test_its_answers_names_and_needs_are_checked() -> None:
         run_mix(Wrong, mix)
     for own, problem in (
         ({"biased": None}, r"Mine.biased was renamed: write biased_tokens\(request\)"),
-        ({"biased_token": words}, "Mine has biased_token, .* did you mean biased_tokens"),
+        ({"biased_token": describe}, "Mine has biased_token, .* did you mean biased_tokens"),
         (
             {"logits": EngineAdapter.logits},
             "defines logprobs and must then define logits",

@@ -270,7 +270,7 @@ def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
         "stopped by 2 characters",
         "seed that ends",
     ):
-        assert words in mix.words()
+        assert words in mix.describe()
 
 
 @pytest.mark.parametrize("field", [each.name for each in fields(Sampling)])
@@ -278,8 +278,8 @@ def test_whatever_a_request_asks_for_is_told(field: str) -> None:
     others: dict[str, Any] = {"stop": ("a\0",), "repetition_penalty": 1.5, "top_p": 0.25}
     plain = Sampling(3, temperature=1.0, top_logprobs=2)
     asked = replace(plain, **{field: others.get(field, 7)})
-    assert RequestSpec((1,), asked).words() != RequestSpec((1,), plain).words()
-    assert "\0" not in RequestSpec((1,), asked).words()
+    assert RequestSpec((1,), asked).describe() != RequestSpec((1,), plain).describe()
+    assert "\0" not in RequestSpec((1,), asked).describe()
 
 
 class TakesAnotherFirst(DrawingEngine):

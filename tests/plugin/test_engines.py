@@ -196,7 +196,7 @@ def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
     trusted = engines.pytest("--roseinfer-replay", str(trace), "--roseinfer-replay-trust")
     assert trusted.ret == pytest.ExitCode.OK
     mended = engines.run_script()
-    assert (mended.stdout, mended.stderr) == ("it ran through: nothing differed\n", "")
+    assert (mended.stdout, mended.stderr) == ("it passed: nothing differed\n", "")
 
 
 def test_it_says_what_a_path_lacks() -> None:

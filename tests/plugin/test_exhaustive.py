@@ -16,7 +16,13 @@ from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 from pytest_roseinfer.suite import exhaustive
-from pytest_roseinfer.suite.exhaustive import Walked, beginnings, every_step, every_texts, walk
+from pytest_roseinfer.suite.exhaustive import (
+    WalkCounts,
+    empty_histories,
+    every_step,
+    every_texts,
+    walk,
+)
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from roseinfer.cli import main
 from tests.plugin.caches import (
@@ -58,10 +64,12 @@ BROKEN = (
 )
 
 
-def walk_all(adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, ...] = ()) -> Walked:
-    walked = Walked()
+def walk_all(
+    adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, ...] = ()
+) -> WalkCounts:
+    walked = WalkCounts()
     options = KERNELS_OFF if "triton" in adapter.option_choices else {}
-    for beginning in beginnings(adapter, options):
+    for beginning in empty_histories(adapter, options):
         history = replace(beginning, operations=steps)
         assert all(each.size == most for each in walk(adapter, history, most, walked))
     return walked
@@ -83,8 +91,8 @@ def test_what_only_an_unread_step_shows_is_found() -> None:
 
 def test_each_history_is_run_once() -> None:
     run: list[Sequence[Operation]] = []
-    walked = Walked()
-    for beginning in beginnings(GroupedManager, KERNELS_OFF):
+    walked = WalkCounts()
+    for beginning in empty_histories(GroupedManager, KERNELS_OFF):
         run += [each.operations for each in walk(GroupedManager, beginning, 3, walked)]
     assert len(run) == len(set(run)) == 26
     assert walked.histories == 33
@@ -201,7 +209,7 @@ def test_all_that_is_shipped_can_be_walked() -> None:
 def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
     """A bad call reads past the end of the newest sequence that has blocks; 1 has none here."""
     steps = (Append((0,)), Append((1,)), Truncate(1, 0))
-    (beginning,) = beginnings(GroupedManager, KERNELS_OFF)
+    (beginning,) = empty_histories(GroupedManager, KERNELS_OFF)
     run_history(GroupedManager, History(beginning.spec, steps))
 
 
@@ -209,8 +217,8 @@ def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
     ("name", "said"),
     [
         ("nowhere:Nothing", "there is no module nowhere"),
-        ("json:JSONDecoder", "no subclass of KVCacheAdapter or EngineAdapter"),
-        (SHIPPED_TARGETS[0], "the adapter of an engine, and must be one of a cache"),
+        ("json:JSONDecoder", "not a subclass of KVCacheAdapter or EngineAdapter"),
+        (SHIPPED_TARGETS[0], "adapter of an engine; --exhaustive needs one of a cache"),
     ],
 )
 def test_a_name_that_leads_to_no_cache_is_no_history_gone_wrong(

@@ -46,7 +46,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     assert shown[1] == "after step 1 of"
     assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=1, block_size=")
     assert shown[3] == "1. append one token to sequences 0, 1"
-    assert shown[4] == ("> < marks what is wrong in layer 0, head 0, K")
+    assert shown[4] == ("> < marks the error in layer 0, head 0, K")
     assert shown[6:8] == ["sequence 0: [>0.0<]", "sequence 1: [1.0]"]
     assert shown[9:11] == ["sequence 0: >0x1<", "sequence 1: 1x1"]
     named = "--roseinfer-target caches.broken_caches:SwapsRows"
@@ -77,7 +77,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
 def test_what_another_test_met_before_is_not_shown_twice(project: Project) -> None:
     said = fail(project, "SwapsRows").stdout.str()
     assert said.count("after step 1 of") == 1
-    first = "All of it is shown by test_it.py::TestIt::test_histories, which met the same."
+    first = "Details: see test_it.py::TestIt::test_histories, which failed in the same way."
     assert said.count(first) == said.count("replay with:") - 1 > 0
     again = project.pytest("test_it.py", *SEARCH, "-k", "permuting")
     assert again.stdout.str().count("after step 1 of") == 1
@@ -131,12 +131,12 @@ def test_an_error_of_the_harness_itself_is_shown_as_it_is(project: Project) -> N
     project.write(
         test_it=TESTED.format(name="SwapsRows")
         + """
-    from pytest_roseinfer.run.machine import Machine
+    from pytest_roseinfer.run.machine import HistoryRunner
 
     def break_down(self):
         raise RuntimeError("a bug of ours")
 
-    Machine.steps = break_down
+    HistoryRunner.steps = break_down
 """
     )
     result = project.pytest("test_it.py", *SEARCH, "-k", "histories")
@@ -148,7 +148,7 @@ def test_a_cache_that_fails_once_is_reported_as_such(project: Project) -> None:
     result.stdout.fnmatch_lines(
         [
             "peek: sequence *",
-            "The same passed when it was tried again: *",
+            "The same example passed when it was tried again: *",
             "replay with: pytest --roseinfer-replay *",
         ]
     )
@@ -167,7 +167,7 @@ def test_a_saved_failure_runs_again_until_it_is_mended(project: Project) -> None
     (folder / "test_it.py").write_text(mended)
     done = project.run_script()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "it ran through: nothing differed\n"
+    assert done.stdout == "it passed: nothing differed\n"
     assert "it was recorded with: peek: sequence 0, " in replay(project, pytest.ExitCode.OK)
 
 
@@ -240,7 +240,7 @@ def test_a_trace_of_before_still_runs(project: Project) -> None:
             "*1. prefill sequence 0 with 3 tokens (inputs fused)",
             "*3. append one token to rows padding, 1, 0",
             "*10. write the 7 tokens of sequence 0 again as 3",
-            "it ran through: nothing differed",
+            "it passed: nothing differed",
         ]
     )
 

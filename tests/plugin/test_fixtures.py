@@ -26,11 +26,11 @@ def roseinfer_device(device: str) -> str:
 def test_they_are_documented(project: Project) -> None:
     shown = project.pytest("--fixtures").stdout.str()
     for name, words in {
-        "roseinfer_device [session scope]": "Where caches under test live",
-        "roseinfer_spec": "The shape of the caches below",
-        "roseinfer_manager": "An empty ``roseinfer.KVBlockManager``",
-        "roseinfer_reference": "one token at a time",
-        "roseinfer_tiny_gpt2 [session scope]": "A small random GPT-2 and its byte-level tokenizer",
+        "roseinfer_device [session scope]": "Device of the caches under test",
+        "roseinfer_spec": "Shape of the fixtures' caches",
+        "roseinfer_manager": "Empty ``roseinfer.KVBlockManager``",
+        "roseinfer_reference": "token by token",
+        "roseinfer_tiny_gpt2 [session scope]": "Small random GPT-2 and its byte-level tokenizer",
     }.items():
         heading, _, text = shown.partition(f"{name} -- ")[2].partition("\n")
         assert "fixtures.py" in heading, name

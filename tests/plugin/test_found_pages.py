@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.prefixes import BeginWith, FoundPages, LookUp
+from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp, PrefixPages
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
@@ -31,8 +31,8 @@ FULL = History(
 
 def taken(length: int = 6) -> Oracle:
     """Return an oracle of pages of 4 in which sequence 0 began with so many tokens."""
-    found = FoundPages()
-    oracle = Oracle(4, 9, states={FoundPages: found}, truncate_copies=True)
+    found = PrefixPages()
+    oracle = Oracle(4, 9, states={PrefixPages: found}, truncate_copies=True)
     oracle.append([(0, length)], oracle.new_tokens([(0, length)]))
     found.begin(0, len(oracle.sequences[0]))
     return oracle
@@ -43,7 +43,7 @@ def test_who_appends_to_what_was_found_needs_a_page() -> None:
     assert oracle.pages_needed([(0, 1)]) == 1
     oracle.capacity = 2
     assert not oracle.fits([(0, 1)])
-    assert not oracle.blocks().append(0, 1)
+    assert not oracle.block_counts().append(0, 1)
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
     assert oracle.pages_needed([(0, 1)]) == 0
     assert oracle.pages_needed([(0, 2)]) == 1
@@ -60,15 +60,15 @@ def test_all_who_share_what_was_found_need_a_page() -> None:
 def test_who_cuts_what_was_found_needs_a_page() -> None:
     oracle = taken(length=8)
     oracle.capacity = 2
-    assert oracle.cuts_fit([(0, 3)])  # the page behind it makes room
-    assert not oracle.cuts_fit([(0, 6)])
-    oracle.cut(0, 3)
+    assert oracle.truncations_fit([(0, 3)])  # the page behind it makes room
+    assert not oracle.truncations_fit([(0, 6)])
+    oracle.truncate(0, 3)
     assert oracle.pages_needed([(0, 1)]) == 0
 
 
 def test_who_was_cut_to_the_end_of_a_page_begins_one_of_its_own() -> None:
     oracle = taken()
-    oracle.cut(0, 4)
+    oracle.truncate(0, 4)
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
     assert oracle.pages_needed([(0, 1)]) == 0
 
@@ -89,12 +89,12 @@ def test_room_without_windows_is_as_counted_block_by_block(cache: type[KVCacheAd
         for step in history.operations:
             for count in (1, oracle.block_size, 2 * oracle.block_size + 1):
                 rows = [(seq, count) for seq in oracle.sequences]
-                blocks = oracle.blocks()
+                blocks = oracle.block_counts()
                 enough = [blocks.append(*row) for row in rows]
                 assert oracle.fits(rows) is all(enough), (step, rows)
                 seen[all(enough)] += bool(rows)
-            assert oracle.pages_free() == oracle.blocks().free[None]
-            step.fitted(oracle).apply(oracle)
+            assert oracle.pages_free() == oracle.block_counts().free[None]
+            step.fill_in_numbers(oracle).apply(oracle)
 
     drawn(cache, 60, 1, compare)
     assert min(seen[True], seen[False]) > 100, seen

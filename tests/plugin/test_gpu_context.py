@@ -52,9 +52,9 @@ def test_the_history_that_broke_it_is_told_as_it_was() -> None:
     tests = conformance(BreaksTheContext)()
     with pytest.raises(Divergence, match="raised RuntimeError: CUDA error") as caught:
         tests.test_histories()
-    assert "the GPU's context is gone" in str(caught.value)
+    assert "the GPU's context is lost" in str(caught.value)
     assert "CUDA_LAUNCH_BLOCKING=1" in str(caught.value)
-    assert "append one token to sequences" in caught.value.history.words().splitlines()[-1]
+    assert "append one token to sequences" in caught.value.history.describe().splitlines()[-1]
     with pytest.raises(GpuLostError, match="run this one in another process"):
         tests.test_permuting_a_batch_permutes_the_result()
 

@@ -50,12 +50,12 @@ TWO = mix(asked(1, 2), asked(3))
 
 
 def test_a_step_in_which_nothing_is_done_is_told() -> None:
-    said = "requests [0, 1] were decoding, and a step brought none of them a token"
+    said = "requests [0, 1] were decoding, and a step generated no token for them"
     assert reason(Dozes, TWO) == said
 
 
 def test_of_several_in_a_row_it_is_told_how_many() -> None:
-    said = "requests [0, 1] were decoding, and 2 steps in a row brought none of them a token"
+    said = "requests [0, 1] were decoding, and 2 steps in a row generated no token for them"
     assert reason(Sleeps, TWO) == said
 
 
@@ -85,6 +85,6 @@ def test_it_cannot_be_said_without_stages() -> None:
     class Silent(ToyAdapter):
         never_idles = True
 
-    said = "Silent.never_idles is True and must be judged by stage: define that too"
+    said = "Silent.never_idles is True, which needs stage: define that too"
     with pytest.raises(TypeError, match=said):
         conformance(Silent)

@@ -237,8 +237,10 @@ def test_a_cache_that_is_not_made_for_so_many_is_told_how_to_say_so(
     with pytest.raises(Difference) as caught:
         search(adapter)
     assert what in caught.value.what
-    (hint,) = (each for each in caught.value.added if each.startswith("This is a large history"))
-    assert f"If {adapter.__name__} is not made for so many" in hint
+    (hint,) = (
+        each for each in caught.value.extra_paragraphs if each.startswith("This is a large history")
+    )
+    assert f"If {adapter.__name__} does not support that" in hint
     assert "most_sequences, most_tokens" in hint
 
 
@@ -298,5 +300,5 @@ def test_what_large_histories_reach_does_not_count() -> None:
 @pytest.mark.parametrize(("name", "said"), [("most_sequences", 4), ("most_tokens", "many")])
 def test_a_bound_that_makes_no_sense_is_refused(name: str, said: object) -> None:
     adapter = type("Bounded", (Cache,), {name: said})
-    with pytest.raises(TypeError, match=rf"Bounded\.{name} is {said!r}: write a number from"):
+    with pytest.raises(TypeError, match=rf"Bounded\.{name} is {said!r}: write a number of"):
         conformance(adapter)

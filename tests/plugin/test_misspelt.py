@@ -19,7 +19,7 @@ def method(self: Any, *given: Any) -> None:
 
 def _refused(name: str, value: object, meant: str, base: type[Any] = ListCache) -> None:
     said = (
-        f"Paged has {name}, which nothing asks for: did you mean {meant}? "
+        f"Paged has {name}, which the harness does not use: did you mean {meant}? "
         "Begin the name with an underscore if it is your own"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):

@@ -58,7 +58,7 @@ def test_a_cache_that_remembers_is_found(adapter: type[KVCacheAdapter], number: 
         conformance(adapter)().test_histories()
     steps = failure.value.history.operations
     freed = {step.seq for step in steps if isinstance(step, Free)}
-    assert freed & set(steps[-1].changed())
+    assert freed & set(steps[-1].changed_seqs())
 
 
 @pytest.mark.many_alike
@@ -82,7 +82,7 @@ def test_every_step_that_begins_a_sequence_takes_such_names(
         freed: dict[int, int] = {}
         oracle = Oracle.of(adapter, history.spec)
         for at, step in enumerate(history.operations):
-            for seq in step.changed():
+            for seq in step.changed_seqs():
                 if seq in freed and seq not in oracle.sequences:
                     kind = type(step).__name__
                     soon[kind] += at - freed[seq] == 1

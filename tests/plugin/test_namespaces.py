@@ -14,7 +14,7 @@ from pytest_roseinfer.capabilities.payload import token_words
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.pages import token_label
-from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
+from pytest_roseinfer.oracle.texts import WHOLE, duplicate_in_namespaces
 from tests.plugin.caches.namespaced_caches import BROKEN, NamespacedCache
 from tests.plugin.caches.paged_cache import PagedCache
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
 SPEC = CacheSpec(block_size=2)
-TWO = in_two_namespaces(((0, 0), (0, 3)))
+TWO = duplicate_in_namespaces(((0, 0), (0, 3)))
 
 
 @pytest.mark.parametrize(("cache", "number"), [*((cache, n) for cache in BROKEN for n in range(3))])
@@ -51,9 +51,9 @@ def test_each_text_lies_in_two_namespaces() -> None:
     assert TWO == ((0, 0), (0, WHOLE, 1), (0, 3), (2, WHOLE, 1))
     oracle = Oracle(2, 9, branches=TWO)
     rows = [(seq, 4) for seq in range(4)]
-    here, there, also_here, also_there = oracle.said(rows)
+    here, there, also_here, also_there = oracle.text_slices(rows)
     assert here.tokens == there.tokens != also_here.tokens == also_there.tokens
-    assert [each.namespace for each in oracle.said(rows)] == [0, 1, 0, 1]
+    assert [each.namespace for each in oracle.text_slices(rows)] == [0, 1, 0, 1]
     oracle.append(rows, oracle.new_tokens(rows))
     assert not set(oracle.tokens(0)) & set(oracle.tokens(1))
     assert oracle.tokens(0)[:3] == oracle.tokens(2)[:3]
@@ -64,13 +64,13 @@ def test_a_fork_lies_where_its_parent_does() -> None:
     oracle = Oracle(2, 9, branches=TWO)
     oracle.append([(1, 3)], oracle.new_tokens([(1, 3)]))
     oracle.fork(1, 2)
-    assert oracle.said([(2, 1)])[0].namespace == 1
+    assert oracle.text_slices([(2, 1)])[0].namespace == 1
 
 
 def test_a_history_says_and_saves_its_namespaces() -> None:
     history = History(SPEC, (Prefill(0, 3), Prefill(1, 3), Append((0, 1))), texts=TWO)
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
-    assert "text 1 begins as text 0 and is equal to it, but lies in namespace 1" in history.words()
+    assert "text 1 is equal to text 0, but has namespace 1" in history.describe()
     run_history(NamespacedCache, history)
     token = Oracle(2, 9, branches=TWO).text_tokens(3, 4)[3]
     assert token_words(token) == "text 2 in namespace 1, token 3"

@@ -82,7 +82,7 @@ MISTAKES = {
     "--roseinfer-profile=nigthly": "--roseinfer-profile nigthly: choose one of dev, ci, nightly; "
     "did you mean nightly?",
     "--roseinfer-report=out.txt": "--roseinfer-report out.txt: the name must end in .json or .html",
-    "--roseinfer-target=nowhere": "'nowhere' is no target: expected package.module:Class",
+    "--roseinfer-target=nowhere": "'nowhere' is not a target: expected package.module:Class",
     "--roseinfer-target=no.where:Cache": "no.where:Cache: there is no module no.where",
     "--roseinfer-target=broken:Cache": "broken:Cache: ZeroDivisionError: division by zero",
     "--roseinfer-target=brokem:Cache": "there is no module brokem; did you mean broken?",
@@ -90,14 +90,14 @@ MISTAKES = {
     "pytest_roseinfer.targets.roseinfer_kw; did you mean pytest_roseinfer.targets.roseinfer_kv?",
     "--roseinfer-target=mine:MyCash": "mine:MyCash: mine has no MyCash; did you mean MyCache?",
     "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
-    "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
+    "--roseinfer-target=json:JSONDecoder": "JSONDecoder is not a subclass of KVCacheAdapter",
     "--roseinfer-costs=old.json": "old.json is not of format 1",
     "--roseinfer-costs=cut.json": "cut.json cannot be read: Expecting value: line 2 column 11",
     "--roseinfer-costs=odd.json": "odd.json: steps.test_a.decode.cpu.tokens must be a number",
     "--roseinfer-tpot=flat.json": "flat.json: steps.test_a must be an object",
     "--roseinfer-tpot=empty.py": "empty.py cannot be read: Expecting value: line 1 column 1",
     "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
-    "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is no trace",
+    "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is not a trace",
 }
 
 

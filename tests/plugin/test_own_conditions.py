@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
-from pytest_roseinfer.capabilities.cache_data import OWN_CONDITIONS
-from pytest_roseinfer.capabilities.counting import own_conditions_met
+from pytest_roseinfer.capabilities.cache_data import HARNESS_CONDITIONS
+from pytest_roseinfer.capabilities.counting import harness_conditions_met
 from pytest_roseinfer.capabilities.forks import Copy, Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill, Reserve
 from pytest_roseinfer.report.verdict import TargetVerdict
-from pytest_roseinfer.run.coverage import ENOUGH_TRIES, TargetCoverage
+from pytest_roseinfer.run.coverage import CONCLUSIVE_EXAMPLES, TargetCoverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
@@ -39,7 +39,7 @@ def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
     oracle = Oracle(block_size, capacity=3)
     for step in steps[:-1]:
         assert step.apply(oracle)
-    return dict(own_conditions_met(oracle, steps[-1]))
+    return dict(harness_conditions_met(oracle, steps[-1]))
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,15 @@ def test_any_cache_that_declares_them_has_them_counted() -> None:
 
 
 def test_what_is_not_declared_is_not_counted() -> None:
-    assert not run_history(PagedCache, History(SPEC, STEPS)).keys() & set(OWN_CONDITIONS)
+    assert not run_history(PagedCache, History(SPEC, STEPS)).keys() & set(HARNESS_CONDITIONS)
 
 
 @pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
 def test_the_managers_declare_them(kind: type[KVCacheAdapter]) -> None:
     usual = {name: values[0] for name, values in kind.option_choices.items()}
     counts = run_history(kind, History(replace(SPEC, options=usual), STEPS))
-    assert {name: counts[name] for name in OWN_CONDITIONS} == {**LAST, **NO_ROOM, **AGAIN}
-    assert set(OWN_CONDITIONS) <= set(kind.conditions)
+    assert {name: counts[name] for name in HARNESS_CONDITIONS} == {**LAST, **NO_ROOM, **AGAIN}
+    assert set(HARNESS_CONDITIONS) <= set(kind.conditions)
 
 
 def test_a_cache_may_not_count_them_as_well() -> None:
@@ -145,7 +145,7 @@ def test_a_cache_may_not_count_them_as_well() -> None:
 
 
 def test_these_are_all() -> None:
-    assert tuple(OWN_CONDITIONS) == ALL
+    assert tuple(HARNESS_CONDITIONS) == ALL
 
 
 def rows(lines: list[str]) -> list[list[str]]:
@@ -228,14 +228,14 @@ def test_a_name_that_nothing_counts_is_refused_with_the_one_that_was_meant() -> 
     said = r"names 'last_postion', which only path_counts\(\) could count.*mean last_position\?$"
     with pytest.raises(TypeError, match=said):
         conformance(misspelt)
-    for name in OWN_CONDITIONS:
+    for name in HARNESS_CONDITIONS:
         conformance(type("Right", (ListCache,), {"conditions": (name,)}))
 
 
 def test_a_condition_never_met_that_is_spelled_as_one_of_the_harness_is_told_of_it() -> None:
     target = TargetCoverage({}, ["name_use_again", "rare", "common"], searched=True, histories=3)
     target.counts.update(common=1)
-    target.tried.update(name_use_again=ENOUGH_TRIES, rare=ENOUGH_TRIES)
+    target.eligible_examples.update(name_use_again=CONCLUSIVE_EXAMPLES, rare=CONCLUSIVE_EXAMPLES)
     misspelt, rare = TargetVerdict(target).problems(require_paths=True)
-    assert misspelt.endswith("no pass; did you mean name_used_again?")
-    assert rare.endswith("a check that did not run is no pass")
+    assert misspelt.endswith("not a pass; did you mean name_used_again?")
+    assert rare.endswith("a check that did not run is not a pass")

@@ -36,7 +36,7 @@ EQUAL = PrefixTraits(shares="equal prefixes")
 SOME_TEXTS = {**BOOKS, **methods("use_tokens", "match_prefix"), "prefixes": EQUAL.but(finds="some")}
 WINDOWS = {"windows": WindowTraits(groups=2)}
 OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "books": [BOOKS],
+    "block_tables": [BOOKS],
     "reading": [methods("gather")],
     "forks": [methods("fork")],
     "freeing": [methods("free")],

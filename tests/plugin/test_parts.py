@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.plugin.shipped import long_beside_short
+from pytest_roseinfer.plugin.shipped import interleave_long_tests
 from pytest_roseinfer.settings import Part
 from pytest_roseinfer.suite.conformance import ConformanceTests
 
@@ -33,7 +33,7 @@ IN_PARTS = """
     from pytest_roseinfer.plugin import shipped
 
     def pytest_generate_tests(metafunc):
-        shipped.cut_up(metafunc)
+        shipped.split_into_parts(metafunc)
 """
 
 
@@ -60,7 +60,7 @@ def test_each_long_test_has_a_short_one_beside_it() -> None:
         *(_item("own", cls=None), _item("long 1", of=3), _item("long 2", of=3)),
         *(_item("short 1"), _item("own too", cls=None), _item("long 3", of=3), _item("short 2")),
     ]
-    long_beside_short(items)
+    interleave_long_tests(items)
     assert [item.name for item in items] == [
         *("own", "long 1", "short 1", "long 2", "own too", "short 2", "long 3")
     ]

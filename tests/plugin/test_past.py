@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import Sampling
-from pytest_roseinfer.engine_capabilities.lifecycle import Past
+from pytest_roseinfer.engine_capabilities.lifecycle import RequestPast
 from tests.plugin.engines.broken_engines import WrongPrefixEngine
 from tests.plugin.engines.small_mixes import asked, mix, reason
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
@@ -93,29 +93,32 @@ class Scripted(ToyAdapter):
 
 
 def test_a_preemption_that_lasts_is_one() -> None:
-    past, adapter = Past(), Scripted()
+    past, adapter = RequestPast(), Scripted()
     for stage in ("waiting", "decoding", "preempted", "preempted", "decoding", "ended"):
         past.note(adapter, stage, 3)
-    assert past.words() == "; it was preempted after its 3rd token and came back"
+    assert past.describe() == "; it was preempted after its 3rd token and came back"
 
 
 @pytest.mark.parametrize(
     ("past", "said"),
     [
-        (Past(), ""),
-        (Past(cached=1), "; its first token was found in the cache"),
-        (Past("preempted", 2, 1, 0), "; it was preempted before its first token and came back"),
-        (Past("preempted", 2, 1, 2), "; it was preempted after its 2nd token"),
-        (Past("preempted", 2, 1, 1), "; it was preempted after its 1st token and came back"),
-        (Past("waiting", 2, 1, 2), "; it was preempted after its 2nd token and came back"),
+        (RequestPast(), ""),
+        (RequestPast(cached=1), "; its first token was found in the cache"),
+        (
+            RequestPast("preempted", 2, 1, 0),
+            "; it was preempted before its first token and came back",
+        ),
+        (RequestPast("preempted", 2, 1, 2), "; it was preempted after its 2nd token"),
+        (RequestPast("preempted", 2, 1, 1), "; it was preempted after its 1st token and came back"),
+        (RequestPast("waiting", 2, 1, 2), "; it was preempted after its 2nd token and came back"),
     ],
 )
-def test_the_words(past: Past, said: str) -> None:
-    assert past.words() == said
+def test_the_words(past: RequestPast, said: str) -> None:
+    assert past.describe() == said
 
 
 @pytest.mark.parametrize(
     ("number", "said"), [(3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (21, "21st")]
 )
 def test_numbers_are_spelled(number: int, said: str) -> None:
-    assert f"after its {said} token" in Past("decoding", 30, 1, number).words()
+    assert f"after its {said} token" in RequestPast("decoding", 30, 1, number).describe()

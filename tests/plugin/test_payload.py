@@ -79,9 +79,9 @@ def of(keys: torch.Tensor, layer: int, token: int, head: int) -> torch.Tensor:
 def test_a_wrong_row_is_said_to_be_what_it_looks_like(got: Row, said: str) -> None:
     payload = Payload(LIKE)
     keys, values = payload.all_layers(KNOWN)
-    found = payload.contents(of(keys, 0, 3, 1), got(keys, values), 0, 1, "K", KNOWN)
+    found = payload.describe_mismatch(of(keys, 0, 3, 1), got(keys, values), 0, 1, "K", KNOWN)
     assert found.expected == "sequence 0, token 3"
-    assert re.fullmatch(f"expected .*, found (sequence 0, )?{said}", found.words())
+    assert re.fullmatch(f"expected .*, found (sequence 0, )?{said}", found.describe())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -93,13 +93,16 @@ def test_poison_says_how_it_came_there(why: Poison, dtype: torch.dtype) -> None:
     assert row.isnan().all()
     (right,) = payload.all_layers([3])[0][0]
     said = {
-        each: payload.contents(right[0], poisoned(row, each), 0, 0, "K", [3]).found
+        each: payload.describe_mismatch(right[0], poisoned(row, each), 0, 0, "K", [3]).found
         for each in Poison
     }
-    assert payload.contents(right[0], row, 0, 0, "K", [3]).found == said[why]
+    assert payload.describe_mismatch(right[0], row, 0, 0, "K", [3]).found == said[why]
     assert len(set(said.values())) == len(Poison)
     mixed = torch.cat([row[:2], torch.full((2,), float("nan"), dtype=dtype)])
-    assert payload.contents(right[0], mixed, 0, 0, "K", [3]).found == f"{ANY_NAN} and {said[why]}"
+    assert (
+        payload.describe_mismatch(right[0], mixed, 0, 0, "K", [3]).found
+        == f"{ANY_NAN} and {said[why]}"
+    )
 
 
 def poisoned(like: torch.Tensor, why: Poison) -> torch.Tensor:
@@ -113,5 +116,8 @@ def test_other_bits_of_nan_are_said_to_be_that() -> None:
     right = torch.tensor([1.0, float("nan"), 2.0, float("inf")])
     got = right.clone()
     got.view(torch.int32)[1] += 5
-    found = payload.contents(right, got, 0, 1, "K", KNOWN)
-    assert "found that but for the bits of NaN in elements 1, which are not kept" in found.words()
+    found = payload.describe_mismatch(right, got, 0, 1, "K", KNOWN)
+    assert (
+        "found that but for the bits of NaN in elements 1, which a conversion through another "
+        "dtype loses" in found.describe()
+    )

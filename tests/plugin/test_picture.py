@@ -39,8 +39,8 @@ class ReadsAnotherToken(GroupedManager):
 
 def test_a_token_read_wrong_is_marked_in_a_long_page() -> None:
     assert drawn(ReadsAnotherToken) == [
-        "> < marks what is wrong in layer 1, head 1, V",
-        "what should be stored, page by page (sequence.token, x holders where shared):",
+        "> < marks the error in layer 1, head 1, V",
+        "expected contents, page by page (sequence.token, x holders where shared):",
         "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
         "sequence 1: [0.0 0.1 0.2 0.3 ... >0.6< ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
         "other sequences, not drawn: 1",
@@ -69,7 +69,7 @@ class WritesPastTheEnd(WritesElsewhere):
 
 def test_a_write_past_the_end_of_a_block_is_marked_in_all_who_hold_it() -> None:
     legend, _, *rest = drawn(WritesPastTheEnd)
-    assert legend == "> < marks what is wrong in layer 0, block 2, head 1, K"
+    assert legend == "> < marks the error in layer 0, block 2, head 1, K"
     first = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
     assert rest == [
         f"sequence 0: {first} [0.16 0.17 >nothing<]x2",
@@ -88,13 +88,13 @@ class WritesToAFreeBlock(WritesElsewhere):
 
 def test_a_block_that_nobody_holds_is_marked_beside_whose_token_it_has() -> None:
     assert drawn(WritesToAFreeBlock) == [
-        "> < marks what is wrong in layer 0, block 5, head 0, K",
-        "what should be stored, page by page (sequence.token, x holders where shared):",
+        "> < marks the error in layer 0, block 5, head 0, K",
+        "expected contents, page by page (sequence.token, x holders where shared):",
         "sequence 7: [7.0 7.1 7.2]",
         "other sequences, not drawn: 2",
         "tables of layer 0 (block, x its refcount):",
         "sequence 7: 3x1",
-        "of no sequence: >5x?<",
+        "held by no sequence: >5x?<",
     ]
 
 
@@ -107,7 +107,7 @@ class CountsAHolderTooMany(GroupedManager):
 def test_a_wrong_refcount_marks_its_block_whole() -> None:
     """This is after the first step, when there is only one sequence."""
     legend, _, pages, _, table = drawn(CountsAHolderTooMany)
-    assert legend == "> < marks what is wrong in layer 0, block 2"
+    assert legend == "> < marks the error in layer 0, block 2"
     assert pages == "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15] >[0.16 0.17]<"
     assert table == "sequence 0: 1x1 >2x5<"
 

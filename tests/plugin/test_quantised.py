@@ -27,7 +27,7 @@ from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.pages import token_of
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.plugin.caches import quantised_caches
 from tests.plugin.caches.cut_caches import CutCache
 from tests.plugin.caches.quantised_caches import (
@@ -104,10 +104,10 @@ def test_what_was_cut_still_counts_for_the_block_it_stood_in() -> None:
     oracle = Oracle(4, 2)
     oracle.append([(0, 3)], range(3))
     oracle.fork(0, 1)
-    oracle.cut(0, 1)
+    oracle.truncate(0, 1)
     oracle.append([(0, 1)], [7])
     (page,) = oracle.sequences[0]
-    assert (page.tokens, page.cut) == ([0, 7], [1, 2])
+    assert (page.tokens, page.removed_tokens) == ([0, 7], [1, 2])
     for seq in range(12):
         steps = (*appends(3, seq), Truncate(seq, 1), *appends(2, seq))
         run_history(Int8Blocks, History(SPEC, steps))
@@ -126,9 +126,9 @@ def test_a_failure_says_how_much_too_large_it_is() -> None:
 def test_what_is_untouched_is_checked_of_quantised_caches_alone() -> None:
     checked = {}
     for cache, dtype in ((Int8Tokens, "int8"), (CutCache, "float32")):
-        machine = Machine(cache, History(replace(SPEC, dtype=dtype), tuple(appends(2))))
+        machine = HistoryRunner(cache, History(replace(SPEC, dtype=dtype), tuple(appends(2))))
         machine.run()
-        checked[cache] = machine.checked["unwritten_positions"]
+        checked[cache] = machine.invariant_checks["unwritten_positions"]
     assert checked == {Int8Tokens: 2, CutCache: 0}
 
 

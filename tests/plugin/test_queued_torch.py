@@ -127,7 +127,7 @@ def test_operations_go_to_the_stream_that_is_used(queue: DeviceQueue) -> None:
 def test_other_tensors_are_computed_at_once(queue: DeviceQueue) -> None:
     with QueuedTorch(queue):
         assert (torch.ones(2) + 1).tolist() == [2, 2]
-    assert not queue.asked
+    assert not queue.num_submitted
 
 
 @pytest.mark.usefixtures("short_run")

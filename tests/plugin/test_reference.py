@@ -26,12 +26,12 @@ from pytest_roseinfer import (
 from pytest_roseinfer.capabilities.misuse import catalogue
 from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.findings.frame import Frame
-from pytest_roseinfer.findings.timeline import Found, Line
+from pytest_roseinfer.findings.timeline import FindingRecord, RequestTimeline
 from pytest_roseinfer.gates import gates_command, history
-from pytest_roseinfer.gates.history import KeptRun
+from pytest_roseinfer.gates.history import RunFigures
 from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
-from pytest_roseinfer.gates.timing_report import Timed, entry_of
-from pytest_roseinfer.gates.worker import OFFERS
+from pytest_roseinfer.gates.timing_report import TimedComparison, entry_of
+from pytest_roseinfer.gates.worker import TARGET_KEYS
 from pytest_roseinfer.histories import strategies
 from pytest_roseinfer.plugin import fixtures, markers, options, reference
 from pytest_roseinfer.plugin.reference import read_section
@@ -45,17 +45,37 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
 
-def table(heading: str) -> list[list[str]]:
-    """Return the rows of the table under a heading; names lose their backticks."""
+def section(heading: str) -> str:
+    """Return the text under a heading, up to the next one."""
     found = re.search(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", REFERENCE, re.M | re.S)
     assert found, f"no heading {heading!r}"
-    lines = [line for line in found[1].splitlines() if line.startswith("|")]
+    return found[1]
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the rows of the table under a heading; names lose their backticks."""
+    lines = [line for line in section(heading).splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [[re.sub(r"^`([^`]*)`$", r"\1", cell) for cell in row] for row in rows[2:]]
 
 
+def notes(heading: str) -> dict[str, str]:
+    """Return the names of the list under a heading, each with what stands in brackets after it.
+
+    An entry is "- `name`: text" or "- `name` (note): text".
+    """
+    entries = [
+        " ".join(each.split()) for each in re.split(r"^- (?=`)", section(heading), flags=re.M)
+    ]
+    found = [re.match(r"`([^`]+)`(?: \((.*?)\))?: \S", each) for each in entries[1:]]
+    assert all(found), entries
+    named = [(each[1], each[2] or "") for each in found if each]
+    assert len(dict(named)) == len(named), f"a name twice under {heading!r}"
+    return dict(named)
+
+
 def names(heading: str) -> list[str]:
-    return [row[0] for row in table(heading)]
+    return list(notes(heading))
 
 
 @dataclass
@@ -116,7 +136,7 @@ def test_markers() -> None:
 
 
 def test_fixtures() -> None:
-    documented = {name: scope for name, scope, _ in table("Fixtures")}
+    documented = notes("Fixtures")
     found = re.findall(r"@pytest\.fixture(.*)\ndef (\w+)", inspect.getsource(fixtures))
     real = {name: "session" if "session" in scope else "function" for scope, name in found}
     assert documented == real
@@ -169,27 +189,27 @@ def test_what_a_sharded_adapter_says() -> None:
     ("heading", "kind"),
     [
         ("JSON report", Verdict),
-        ("JSON finding", Found),
+        ("JSON finding", FindingRecord),
         ("JSON frame", Frame),
-        ("JSON request", Line),
+        ("JSON request", RequestTimeline),
         ("JSON target", Target),
     ],
 )
 def test_reports(heading: str, kind: Any) -> None:
     assert names(heading) == list(inspect.get_annotations(kind))
-    assert f"| `format` | {FORMAT};" in REFERENCE
+    assert f"\n- `format`: {FORMAT}; " in REFERENCE
 
 
 def test_comparisons() -> None:
     comparison = compare(quiet(), 1.0)
-    found = entry_of(Timed("test", "there", comparison, 0.02))
+    found = entry_of(TimedComparison("test", "there", comparison, 0.02))
     assert names("Kept comparison") == list(found)
     assert names("Kept side") == list(found["here"])
 
 
 def test_kept_runs() -> None:
-    assert names("Kept run") == [each.name for each in fields(KeptRun)]
-    assert f"| `format` | {history.FORMAT} |" in REFERENCE
+    assert names("Kept run") == [each.name for each in fields(RunFigures)]
+    assert f"\n- `format`: {history.FORMAT}.\n" in REFERENCE
     assert names("Kept work") == list(run(1).work[0])
 
 
@@ -200,7 +220,7 @@ def test_the_kinds_of_gates() -> None:
 
 
 def test_what_a_timed_function_returns() -> None:
-    assert set(names("What a timed function returns")) == OFFERS
+    assert set(names("What a timed function returns")) == TARGET_KEYS
 
 
 def test_the_options_of_verify() -> None:
@@ -211,15 +231,9 @@ def test_the_options_of_verify() -> None:
 
 
 def test_groups_of_counts_and_what_decides_about_them() -> None:
-    said = {
-        PYTHON: "Python's minor version",
-        TORCH: "torch's minor version, and those of `keyed_by`",
-        NOTHING: "any version",
-    }
-    rows: list[tuple[str, str]] = []
-    for name, holds_for, _ in table("Baselines of work"):
-        rows.append((name, rows[-1][1] if holds_for == "the same" else holds_for))
-    assert rows == [(name, said[group.depends_on]) for name, group in GROUPS.items()]
+    versions = {PYTHON: "Python's minor version", TORCH: "torch", NOTHING: "any version"}
+    documented = list(notes("Baselines of work").items())
+    assert documented == [(name, versions[group.depends_on]) for name, group in GROUPS.items()]
 
 
 def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
@@ -261,7 +275,10 @@ def test_lists_are_printed_for_another_adapter(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["README.md"], "README.md has no section options: it is no page of this command"),
+        (
+            ["README.md"],
+            "README.md: no section options; add its markers, or name a page that has them",
+        ),
         (["none.md"], "none.md cannot be read"),
         (["--adapter", "nowhere:Cache"], "nowhere"),
     ],

@@ -59,12 +59,12 @@ class LosesAllThatItCannotTrim(StateCache):
         (
             LosesAllButTheRowsAhead,
             [Append((0,)), Append((0,)), Append((1, 0, 2))],
-            r"3\. append .*; refused behind its first 1 rows: no room \(3 blocks needed, 1 free\)",
+            r"3\. append .*; refused after its first 1 row: no room \(3 blocks needed, 1 free\)",
         ),
         (
             LosesAllThatItCannotTrim,
             [Append((0,)), Append((0,)), Append((0,)), Truncate(0, 1)],
-            r"4\. .*; refused: it cannot be trimmed",
+            r"4\. .*; refused: it cannot be truncated",
         ),
     ],
 )
@@ -121,13 +121,13 @@ class RunsOutOfWhatItMayFind(RunsOut):
             RunsOutOfWhatItMayFind,
             (0, 1, 2),
             "the write raised IndexError: pop from empty list (3 blocks needed, 2 free); if it "
-            "fits only where blocks are found, raise one of full_errors (CacheFull)",
+            "fits only with blocks that are reused, raise one of full_errors (CacheFull)",
         ),
         (
             RunsOut,
             (0, 1, 2),
-            "the write raised IndexError: pop from empty list, where one of full_errors "
-            "(CacheFull) is due: no room (3 blocks needed, 2 free)",
+            "the write raised IndexError: pop from empty list; expected one of full_errors "
+            "(CacheFull): no room (3 blocks needed, 2 free)",
         ),
     ],
 )

@@ -14,7 +14,12 @@ import pytest
 from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page, plot
 from pytest_roseinfer.report.verdict import Verdict, problems_of, searches_of, verdict
-from pytest_roseinfer.run.coverage import ENOUGH_TRIES, Coverage, TargetCoverage, possible_batches
+from pytest_roseinfer.run.coverage import (
+    CONCLUSIVE_EXAMPLES,
+    Coverage,
+    TargetCoverage,
+    possible_batches,
+)
 from pytest_roseinfer.settings import Settings
 from tests.plugin.caches.paged_cache import PagedCache
 
@@ -24,8 +29,9 @@ if TYPE_CHECKING:
     from tests.plugin.conftest import Project
 
 NEVER = (
-    f"path 'faster' was never reached, by none of {ENOUGH_TRIES} histories that could reach it: "
-    "a check that did not run is no pass"
+    f"path 'faster' was never reached, by none of {CONCLUSIVE_EXAMPLES} histories that could reach "
+    "it: "
+    "a check that did not run is not a pass"
 )
 
 
@@ -36,7 +42,7 @@ def example() -> Verdict:
         target.note({"fast": 1, "a<b": 2})
     target.note({"slow": 3, "rare": 1})
     target.histories, target.seconds = 41, 2.4
-    target.tried["faster"] = ENOUGH_TRIES
+    target.eligible_examples["faster"] = CONCLUSIVE_EXAMPLES
     seen = Coverage()
     seen._targets["mine.caches:Box<int>"] = target
     asked = Settings(seed=9)
@@ -177,12 +183,12 @@ def test_the_page_says_where_a_check_failed() -> None:
     data = example()
     assert "a check failed" not in page(data, {}, {})
     data["targets"][0]["failed"] = True
-    assert "41 histories in 2 s; a check failed, as said above" in page(data, {}, {})
+    assert "41 histories in 2 s; a check failed, see above" in page(data, {}, {})
 
 
 def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> None:
     target = TargetCoverage({}, [], ["make", "step"], ["forked"], "engine", searched=True)
-    target.called.update(make=3, step=40)
+    target.method_calls.update(make=3, step=40)
     target.histories = 3
     seen = Coverage()
     seen._targets["mine:Engine"] = target

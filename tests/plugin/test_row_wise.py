@@ -16,7 +16,7 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.capabilities.counting import own_conditions_met
+from pytest_roseinfer.capabilities.counting import harness_conditions_met
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill, Reserve
 from pytest_roseinfer.run import coverage
@@ -65,7 +65,7 @@ def test_the_rows_ahead_of_the_refused_one_are_stored(
     step: Operation, admitted: Operation | None
 ) -> None:
     oracle, other = oracle_after(*TWO_BLOCKS), oracle_after(*TWO_BLOCKS)
-    assert step.admitted(oracle) == admitted
+    assert step.admitted_part(oracle) == admitted
     assert step.apply(oracle) == (step == admitted)
     if admitted:
         admitted.change(other)
@@ -75,20 +75,20 @@ def test_the_rows_ahead_of_the_refused_one_are_stored(
 
 def test_an_atomic_cache_stores_none() -> None:
     oracle = oracle_after(*TWO_BLOCKS, atomic=True)
-    assert Append((0, 1, 2)).admitted(oracle) is None
+    assert Append((0, 1, 2)).admitted_part(oracle) is None
 
 
 def test_a_row_that_copies_a_shared_block_is_counted_as_it_comes() -> None:
     oracle = oracle_after(Append((0,)), Fork(0, 1), Prefill(2, 2))
-    assert Append((0, 1, 2)).admitted(oracle) == Append((0, 1))
+    assert Append((0, 1, 2)).admitted_part(oracle) == Append((0, 1))
 
 
 def test_what_is_met_is_met_by_the_rows_that_are_stored() -> None:
     step = Append((1, 0, 2))
     expected = {"last_position": 1, "out_of_room_mid_batch": 1}
-    assert dict(own_conditions_met(oracle_after(*TWO_BLOCKS), step)) == expected
+    assert dict(harness_conditions_met(oracle_after(*TWO_BLOCKS), step)) == expected
     expected.pop("last_position")
-    assert dict(own_conditions_met(oracle_after(*TWO_BLOCKS, atomic=True), step)) == expected
+    assert dict(harness_conditions_met(oracle_after(*TWO_BLOCKS, atomic=True), step)) == expected
 
 
 def test_a_history_goes_on_after_rows_were_refused() -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer.capabilities.writes import Prefill
-from pytest_roseinfer.histories.preludes import SaidBefore
+from pytest_roseinfer.histories.preludes import PrefixCandidates
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.plugin.caches.text_cache import TextCache
 from tests.plugin.caches.windowed_text_cache import WindowedTextCache
 from tests.plugin.drawn import drawn
@@ -43,9 +43,9 @@ def test_one_beginning_in_a_few_finds_something(cache: type[KVCacheAdapter], few
     counted: Counter[str] = Counter()
 
     def count(history: History) -> None:
-        machine = Machine(cache, history)
+        machine = HistoryRunner(cache, history)
         for met in machine.steps():
-            rows, length = machine.done[-1].rows(), machine.oracle.length
+            rows, length = machine.completed_steps[-1].rows(), machine.oracle.length
             counted["begun"] += sum(times == length(seq) for seq, times in rows)
             counted["found"] += met["prefix_hit"]
 
@@ -118,11 +118,11 @@ def _common(tokens: list[int], other: list[int]) -> int:
 def test_names_and_lengths_are_those_that_may_find_something() -> None:
     """Texts 1 and 2 part from text 0 behind 5 tokens and 2; 3 is 0 in another namespace."""
     oracle = Oracle(4, 9, branches=((0, 0), (0, 5), (0, 2), (0, 99, 1)))
-    said = SaidBefore(oracle, least=4)
+    said = PrefixCandidates(oracle, least=4)
     oracle.append([(0, 6)], oracle.new_tokens([(0, 6)]))
     assert not said.names(1, [])
     said.note()
-    assert [said.again(seq) for seq in (1, 2, 3, 4)] == [5, 2, 6, 6]
+    assert [said.common_prefix_length(seq) for seq in (1, 2, 3, 4)] == [5, 2, 6, 6]
     assert Counter(said.names(1, [])) == {1: 12, 3: 1, 4: 4}
     assert said.lengths(1) == [6, 7, 8, 9]
     assert said.lengths(4) == [3, 4, 5, 6, 7, 8, 9]
@@ -134,7 +134,7 @@ def test_names_and_lengths_are_those_that_may_find_something() -> None:
 
 def test_a_part_of_a_block_comes_again_where_that_can_be_found() -> None:
     oracle = Oracle(4, 9, branches=((0, 0), (0, 2)))
-    said = SaidBefore(oracle, least=1)
+    said = PrefixCandidates(oracle, least=1)
     oracle.append([(0, 3)], oracle.new_tokens([(0, 3)]))
     said.note()
     assert set(said.names(1, [])) == {1, 2}

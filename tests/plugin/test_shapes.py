@@ -91,12 +91,12 @@ def test_a_cache_that_is_wrong_in_one_shape_is_found(
 @pytest.mark.parametrize(
     ("name", "said", "right"),
     [
-        ("head_dims", (), "numbers from 1 on, as in (64, 128)"),
-        ("head_dims", 64, "numbers from 1 on, as in (64, 128)"),
-        ("head_counts", (0, 1), "numbers from 1 on, as in (1, 8)"),
-        ("block_sizes", ("16",), "numbers from 1 on, as in (16, 32)"),
-        ("block_sizes", {16}, "numbers from 1 on, as in (16, 32)"),
-        ("block_sizes", (True,), "numbers from 1 on, as in (16, 32)"),
+        ("head_dims", (), "numbers of 1 or more, as in (64, 128)"),
+        ("head_dims", 64, "numbers of 1 or more, as in (64, 128)"),
+        ("head_counts", (0, 1), "numbers of 1 or more, as in (1, 8)"),
+        ("block_sizes", ("16",), "numbers of 1 or more, as in (16, 32)"),
+        ("block_sizes", {16}, "numbers of 1 or more, as in (16, 32)"),
+        ("block_sizes", (True,), "numbers of 1 or more, as in (16, 32)"),
         ("dtypes", "float32", 'names of torch dtypes, as in ("float32", "bfloat16")'),
         ("dtypes", ("float33",), 'names of torch dtypes, as in ("float32", "bfloat16")'),
         (

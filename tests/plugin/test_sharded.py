@@ -111,7 +111,7 @@ def test_handles_of_all_ranks_are_one() -> None:
 def test_all_must_be_refused_or_none() -> None:
     spec = CacheSpec(num_heads=2, num_blocks=2, block_size=1)
     run_history(sharded_caches.PagedRanks, History(spec, (Append((0, 1)), Append((2,)))))
-    with pytest.raises(Divergence, match="RanksDisagree: rank 1 raised CacheFull: no"):
+    with pytest.raises(Divergence, match="RankMismatch: rank 1 raised CacheFull: no"):
         run_history(sharded_caches.RefusesAlone, History(spec, (Append((0, 1)),)))
 
 

@@ -93,7 +93,7 @@ def test_a_cache_in_place_of_its_class_is_hinted_at() -> None:
     class Mine(ListCache):
         pass
 
-    with pytest.raises(TypeError, match=r"not <.*>: write conformance\(Mine\), for a cache is mad"):
+    with pytest.raises(TypeError, match=r"not <.*>: write conformance\(Mine\), since each histor"):
         conformance(Mine())  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"takes a subclass of KVCacheAdapter, not <class 'int'>$"):
         conformance(int)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.report.verdict import Searched, TargetVerdict
+from pytest_roseinfer.report.verdict import SearchReporter, TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyForks
@@ -70,8 +70,8 @@ def test_no_test_searches_longer_than_it_may(
         assert monotonic() - began < SECONDS + 5  # the last example began in time
     target = seen.of(adapter)
     assert target.examples == examples
-    assert 0 < target.left_out < examples
-    left = examples - target.left_out
+    assert 0 < target.num_skipped < examples
+    left = examples - target.num_skipped
     assert TargetVerdict(target).cut_short.startswith(
         f"searched {left} of {examples} examples in the time"
     )
@@ -88,29 +88,29 @@ def test_a_search_that_may_take_any_time_leaves_nothing_out(seen: coverage.Cover
     settings.set_current(settings.Settings(examples=4, seed=1, search_seconds=0))
     assert settings.current().search_ends() == math.inf
     conformance(SlowCache)().test_histories()
-    assert (seen.of(SlowCache).examples, seen.of(SlowCache).left_out) == (4, 0)
+    assert (seen.of(SlowCache).examples, seen.of(SlowCache).num_skipped) == (4, 0)
     assert not TargetVerdict(seen.of(SlowCache)).cut_short
 
 
 def test_a_path_that_was_not_reached_in_time_says_so() -> None:
     target = coverage.TargetCoverage({"fast": "slow"}, [], searched=True, histories=1)
-    target.searched_for(9, 0)
-    assert "in the time there was" not in TargetVerdict(target).warnings()[0]
-    target.searched_for(1, 1)
-    assert "; searched 9 of 10 examples in the time there" in TargetVerdict(target).warnings()[0]
-    target.tried["fast"] = coverage.ENOUGH_TRIES
+    target.add_examples(9, 0)
+    assert "in the time limit" not in TargetVerdict(target).warnings()[0]
+    target.add_examples(1, 1)
+    assert "; searched 9 of 10 examples in the time limit" in TargetVerdict(target).warnings()[0]
+    target.eligible_examples["fast"] = coverage.CONCLUSIVE_EXAMPLES
     assert (
-        "; searched 9 of 10 examples in the time there"
+        "; searched 9 of 10 examples in the time limit"
         in TargetVerdict(target).problems(require_paths=True)[0]
     )
 
 
 def test_a_strength_is_claimed_of_whole_searches_alone(seen: coverage.Coverage) -> None:
-    searched = Searched(settings.Settings())
-    seen.of(SlowCache).searched_for(10, 0)
+    searched = SearchReporter(settings.Settings())
+    seen.of(SlowCache).add_examples(10, 0)
     searched.pytest_terminal_summary()
     assert "planted bugs" in searched.in_words(1)
-    seen.of(ListCache).searched_for(10, 1)
+    seen.of(ListCache).add_examples(10, 1)
     searched.pytest_terminal_summary()
     assert "planted bugs" not in searched.in_words(1)
     assert "some searches ended before they had tried all" in searched.in_words(1)
@@ -135,9 +135,7 @@ def test_a_run_says_how_much_it_left_out(project: Project) -> None:
     )
     said = ["--roseinfer-search-seconds=0.1", "--roseinfer-report=a.json"]
     result = project.pytest("-k", "histories", *said, "--roseinfer-report=a.html")
-    line = (
-        "searched * of 100 examples in the time there was (--roseinfer-search-seconds): this is *"
-    )
+    line = "searched * of 100 examples in the time limit (--roseinfer-search-seconds): this is *"
     result.stdout.fnmatch_lines([line])
     (target,) = json.loads((project.path / "a.json").read_text())["targets"]
     assert target["cut_short"] in result.stdout.str()

@@ -31,9 +31,9 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search import shrink
 from pytest_roseinfer.search.shrink import (
     Shrinker,
+    keep_valid_steps,
     passes_of_histories,
     passes_of_mixes,
-    what_makes_sense,
 )
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
@@ -113,7 +113,7 @@ def test_a_history_is_the_one_that_one_would_write(
 ) -> None:
     failure = found(adapter)
     assert isinstance(failure, Divergence)
-    assert [step.words() for step in failure.history.operations] == steps
+    assert [step.describe() for step in failure.history.operations] == steps
 
 
 def test_an_error_of_a_step_that_fits_stays_one() -> None:
@@ -252,7 +252,7 @@ def test_windows_and_layers_are_no_more_than_need_be() -> None:
 def test_what_makes_no_sense_without_a_step_goes_with_it() -> None:
     def sensible(*steps: Operation) -> list[Operation]:
         history = History(CacheSpec(), steps)
-        return [*what_makes_sense(SwapCache, history).operations]
+        return [*keep_valid_steps(SwapCache, history).operations]
 
     assert sensible(Fork(0, 1), Append((1,)), Fork(1, 2)) == [Append((1,)), Fork(1, 2)]
     assert sensible(Append((0,)), Prefill(0, 3), Free(1)) == [Append((0,))]
@@ -263,7 +263,7 @@ def test_what_makes_no_sense_without_a_step_goes_with_it() -> None:
 
 def test_what_is_begun_is_ended() -> None:
     history = History(CacheSpec(), (Reserve((0,), (2,)), Append((0,)), Truncate(0, 1)))
-    kept = what_makes_sense(GroupedManager, history).operations
+    kept = keep_valid_steps(GroupedManager, history).operations
     assert [type(step).__name__ for step in kept] == ["Reserve", "Fill"]
 
 
@@ -293,7 +293,7 @@ def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
             super().write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.0)
-    assert "There may be a smaller one: making it smaller ended after 0 s." in str(found(Slow))
+    assert "There may be a smaller example: shrinking ended after 0 s." in str(found(Slow))
 
 
 def test_what_fails_in_another_way_is_no_smaller_example() -> None:
@@ -330,7 +330,7 @@ def test_an_error_may_come_of_what_a_smaller_example_shows(
 
 def test_many_steps_that_are_alike_are_said_in_one_line() -> None:
     steps = [Append((0,))] * 300 + [Free(0)] * 3 + [Append((1,))]
-    words = History(CacheSpec(), tuple(steps)).words({300: "refused: no room"})
+    words = History(CacheSpec(), tuple(steps)).describe({300: "refused: no room"})
     assert words.splitlines()[1:] == [
         "  1.-299. append one token to sequence 0",
         "  300. append one token to sequence 0; refused: no room",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.report import verdict
-from pytest_roseinfer.report.verdict import Strength, how_strong
+from pytest_roseinfer.report.verdict import Strength, describe_strength
 from pytest_roseinfer.settings import PROFILES, Settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def asked(profile: str) -> Settings:
 
 def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
     measure(missed={"mostly-found": 9, "luck": 8, "too-rare": 0})
-    assert how_strong(asked("dev"), cut_short=False) == (
+    assert describe_strength(asked("dev"), cut_short=False) == (
         "when it was last measured (roseinfer 1.2, 2026-01-31), on roseinfer's own engine and "
         "caches, dev found 38 of 40 planted bugs with at least 90% of 10 seeds; luck with 8 of "
         "them; too-rare with 0 of them"
@@ -43,18 +43,23 @@ def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
 
 def test_every_bug_with_every_seed() -> None:
     measure()
-    assert how_strong(asked("dev"), cut_short=False).endswith(
+    assert describe_strength(asked("dev"), cut_short=False).endswith(
         "dev found 40 of 40 planted bugs with each of 10 seeds"
     )
 
 
 def test_what_was_not_measured_is_not_said() -> None:
     measure("ci")
-    assert how_strong(asked("nightly"), cut_short=False) == "not measured for the profile nightly"
+    assert (
+        describe_strength(asked("nightly"), cut_short=False)
+        == "not measured for the profile nightly"
+    )
     fewer = Settings("ci", examples=7, steps=PROFILES["ci"].steps)
-    assert how_strong(fewer, cut_short=False) == "not measured: 7 examples in place of 500"
+    assert describe_strength(fewer, cut_short=False) == "not measured: 7 examples in place of 500"
     measure("dev")
-    assert how_strong(asked("dev"), cut_short=True).startswith("not measured: some searches ended")
+    assert describe_strength(asked("dev"), cut_short=True).startswith(
+        "not measured: some searches ended"
+    )
 
 
 def test_profiles_are_measured_one_by_one(file: Path) -> None:

@@ -97,11 +97,11 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
         oracle = Oracle.of(SwapCache, history.spec)
         for step in history.operations:
             absent, fits = oracle.absent, step.fits(oracle)
-            for how in {each.words for each in absent.values()}:
+            for how in {each.description for each in absent.values()}:
                 met[f"{how}, and no block left"] += oracle.pages_free() == 0
                 met[f"{how}, and others write"] += bool(step.rows() and fits)
             if isinstance(step, Free) and step.seq in absent:
-                met[f"freed while {absent[step.seq].words}"] += 1
+                met[f"freed while {absent[step.seq].description}"] += 1
             elif isinstance(step, (Resume, SwapIn)):
                 met["room to come back" if fits else "no room to come back"] += 1
             elif isinstance(step, (Preempt, FinishSwapOut)):
@@ -163,7 +163,7 @@ def test_a_picture_says_what_is_away() -> None:
     for step in (*OUT, SwapIn(0), Preempt(1)):
         step.apply(oracle)
     shown = picture(None, 1, oracle, Snapshot())
-    assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is on its way back" in shown
+    assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is being swapped in" in shown
     assert "sequence 1 is preempted" in shown
 
 
@@ -177,7 +177,7 @@ def test_blocks_used_while_away_are_counted(last: Operation) -> None:
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:
     """Sequence 0 has three tokens, and sequence 1 is a fork of it with one more."""
     oracle = Oracle(block_size=2, capacity=6)
-    swapped(oracle).holds = swap_out_holds
+    swapped(oracle).holds_blocks = swap_out_holds
     for step in (Prefill(0, 3), Fork(0, 1), Append((1,))):
         assert step.apply(oracle)
     return oracle
@@ -218,12 +218,12 @@ def test_a_sequence_on_its_way_back_is_not_written_yet() -> None:
     for step in (*OUT, SwapIn(0)):
         step.apply(oracle)
     assert (oracle.unwritten(0), oracle.unwritten(1)) == (3, 0)
-    assert swapped(oracle).at(Stage.COMING) == [0]
+    assert swapped(oracle).at(Stage.SWAPPING_IN) == [0]
 
 
 def test_steps_are_said_and_read_from_json() -> None:
     steps = (*OUT, *BACK, Preempt(0), Resume(0, 2, "strided"))
-    assert [step.words() for step in steps] == [
+    assert [step.describe() for step in steps] == [
         "begin to swap sequence 0 out",
         "finish swapping sequence 0 out",
         "begin to swap sequence 0 in",

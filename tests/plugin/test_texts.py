@@ -39,11 +39,11 @@ from tests.plugin.drawn import drawn
 
 def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
     texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
-    assert texts.said(0, 0, 5).tokens == [1, 1, 1, 1, 1]
-    assert texts.said(1, 0, 5).tokens == [1, 1, 1, 2, 1]
-    assert texts.said(2, 0, 5).tokens == [1, 1, 1, 2, 1]
+    assert texts.text_slice(0, 0, 5).tokens == [1, 1, 1, 1, 1]
+    assert texts.text_slice(1, 0, 5).tokens == [1, 1, 1, 2, 1]
+    assert texts.text_slice(2, 0, 5).tokens == [1, 1, 1, 2, 1]
     texts.fork(2, child=9, length=4)
-    assert texts.said(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 1]
+    assert texts.text_slice(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 1]
     texts.forget(9)
     assert texts.of(9, life=1) == 1
 
@@ -100,11 +100,11 @@ def test_a_step_that_needs_what_is_shared_may_be_accepted() -> None:
 def test_a_history_with_texts_is_saved_and_said() -> None:
     history = History(SPEC, (Prefill(0, 3),), texts=((0, 0), (0, 3), (1, WHOLE)))
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
-    assert "text 1 begins as text 0 for 3 tokens" in history.words()
-    assert "text 2 begins as text 1 and is equal to it" in history.words()
-    assert "sequence n has text n mod 3, and the next text when" in history.words()
-    alone = replace(history, texts=((0, 0),)).words()
-    assert "all sequences say the same, which is tokens that are 1" in alone
+    assert "text 1 shares its first 3 tokens with text 0" in history.describe()
+    assert "text 2 is equal to text 1" in history.describe()
+    assert "sequence n has text n mod 3, and the next text when" in history.describe()
+    alone = replace(history, texts=((0, 0),)).describe()
+    assert "all sequences have the same text, whose token ids are all 1" in alone
     assert "mod" not in alone
 
 
@@ -173,7 +173,7 @@ def test_what_lookups_hash_collides_with_nothing() -> None:
 def test_hashes_that_never_collide_fail_the_run(
     cache: type[KVCacheAdapter], missed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 20)
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 20)
     settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
     conformance(cache)().test_histories()
     problems = TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)

@@ -13,7 +13,7 @@ from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.environment import version
 from pytest_roseinfer.search import trace as traces
-from pytest_roseinfer.search.trace import FORMAT, Allowed, TraceError, replay
+from pytest_roseinfer.search.trace import FORMAT, ImportPolicy, TraceError, replay
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
@@ -42,24 +42,24 @@ def write(folder: Path, **changed: Any) -> str:
 
 
 @pytest.fixture
-def allowed(tmp_path: Path) -> Allowed:
+def allowed(tmp_path: Path) -> ImportPolicy:
     (tmp_path / "project").mkdir()
-    return Allowed(targets={"named:Cache"}, project=tmp_path / "project")
+    return ImportPolicy(targets={"named:Cache"}, project=tmp_path / "project")
 
 
 def test_an_adapter_that_the_run_does_not_name_is_not_imported(
-    tmp_path: Path, allowed: Allowed
+    tmp_path: Path, allowed: ImportPolicy
 ) -> None:
     (tmp_path / "evil.py").write_text(EVIL)
     evil = {"adapter": "evil:Cache", "file": str(tmp_path / "evil.py")}
     with pytest.raises(TraceError, match=r"--roseinfer-target evil:Cache .* --roseinfer-rep"):
         replay(write(tmp_path, **evil), allowed)
     with pytest.raises(SystemExit):
-        replay(write(tmp_path, **evil), Allowed((), tmp_path / "project", trusted=True))
+        replay(write(tmp_path, **evil), ImportPolicy((), tmp_path / "project", trusted=True))
 
 
 def test_a_file_outside_of_the_project_is_not_imported_under_a_name_that_is_allowed(
-    tmp_path: Path, allowed: Allowed, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, allowed: ImportPolicy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outside, inside = tmp_path / "evil.py", allowed.project / "mine.py"
     outside.write_text(EVIL)
@@ -74,7 +74,7 @@ def test_a_file_outside_of_the_project_is_not_imported_under_a_name_that_is_allo
 
 def test_it_sets_no_variable_and_says_which_were_set(
     tmp_path: Path,
-    allowed: Allowed,
+    allowed: ImportPolicy,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -86,26 +86,26 @@ def test_it_sets_no_variable_and_says_which_were_set(
 
 
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
-    "a path for a list": ({"folders": "src"}, "trace.json is no trace: folders must be a list"),
-    "numbers": ({"environment": {"X": 1}}, "environment must hold texts"),
+    "a path for a list": ({"folders": "src"}, "trace.json is not a trace: folders must be a list"),
+    "numbers": ({"environment": {"X": 1}}, "environment must hold strings"),
     "a list for an example": ({"example": []}, "example must be a dict"),
-    "an unknown check": ({"check": "os.system"}, "there is no check os.system"),
-    "no words": ({"failed": 1}, "trace.json is no trace: failed must be a str"),
-    "no operations": ({"example": {"spec": {}}}, "its example is none: KeyError: 'operations'"),
+    "an unknown check": ({"check": "os.system"}, "unknown check os.system"),
+    "no words": ({"failed": 1}, "trace.json is not a trace: failed must be a str"),
+    "no operations": ({"example": {"spec": {}}}, "its example is invalid: KeyError: 'operations'"),
     "a step of no kind": (
         {"example": {"spec": {}, "finite": True, "operations": [{}]}},
-        "its example is none: KeyError: 'do'",
+        "its example is invalid: KeyError: 'do'",
     ),
     "no step": (
         {"example": {"spec": {}, "finite": True, "operations": [1]}},
-        "its example is none: ",
+        "its example is invalid: ",
     ),
 }
 
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_what_is_malformed_is_said_with_its_place(
-    what: str, tmp_path: Path, allowed: Allowed
+    what: str, tmp_path: Path, allowed: ImportPolicy
 ) -> None:
     changed, said = MALFORMED[what]
     with pytest.raises(TraceError) as refused:
@@ -114,19 +114,19 @@ def test_what_is_malformed_is_said_with_its_place(
     assert str(refused.value).startswith(str(tmp_path / "trace.json"))
 
 
-def test_paths_begin_at_the_root_of_the_project(tmp_path: Path, allowed: Allowed) -> None:
+def test_paths_begin_at_the_root_of_the_project(tmp_path: Path, allowed: ImportPolicy) -> None:
     here = str(allowed.project)
     named = {"adapter": "named:Cache", "file": "tests/mine.py", "folders": ["tests", "..", here]}
     assert allowed.file(named) == f"{here}/tests/mine.py"
     assert allowed.folders(named) == [f"{here}/tests", here]
-    trusting = Allowed((), allowed.project, trusted=True)
+    trusting = ImportPolicy((), allowed.project, trusted=True)
     assert trusting.folders(named) == [f"{here}/tests", str(tmp_path), here]
 
 
 @pytest.mark.parametrize(
     ("saved_by", "said"),
     [
-        ({}, "it was saved by an older version, which does not say which, and this is roseinfer "),
+        ({}, "it was saved by an unknown older version, and this is roseinfer "),
         ({"version": "roseinfer 0.0.9"}, "it was saved by roseinfer 0.0.9, and this is roseinfer "),
         ({"version": version()}, ""),
     ],
@@ -135,7 +135,7 @@ def test_a_trace_of_another_version_says_so(
     saved_by: dict[str, str],
     said: str,
     tmp_path: Path,
-    allowed: Allowed,
+    allowed: ImportPolicy,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert replay(write(tmp_path, **saved_by), allowed) == 0
@@ -178,7 +178,7 @@ OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", OF_ANOTHER)
 def test_a_trace_that_this_version_cannot_read_says_which_can(
-    what: str, tmp_path: Path, allowed: Allowed, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, allowed: ImportPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "LAST_COMMITS", {0: "abc123", "Tidy": "def456", "tides": "fed987"})
     changed, said = OF_ANOTHER[what]
@@ -187,13 +187,15 @@ def test_a_trace_that_this_version_cannot_read_says_which_can(
     assert f"trace.json: {said}" in str(refused.value)
 
 
-def test_operations_of_the_adapters_own_file_are_known(tmp_path: Path, allowed: Allowed) -> None:
+def test_operations_of_the_adapters_own_file_are_known(
+    tmp_path: Path, allowed: ImportPolicy
+) -> None:
     lines = (
         "from pytest_roseinfer.capabilities.operation import Operation, register",
         "from tests.plugin.caches.list_cache import ListCache as Cache",
         "@register('Own')",
         "class Own(Operation):",
-        "    def words(self) -> str:",
+        "    def describe(self) -> str:",
         "        return 'do nothing'",
         "    def drive(self, cache: object) -> None:",
         "        pass",
@@ -201,7 +203,7 @@ def test_operations_of_the_adapters_own_file_are_known(tmp_path: Path, allowed: 
     (allowed.project / "own_operations.py").write_text("\n".join(lines))
     example = History(CacheSpec(), ()).to_json() | {"operations": [{"do": "Own"}]}
     named = {"adapter": "own_operations:Cache", "folders": [str(allowed.project)]}
-    trusted = Allowed(["own_operations:Cache"], allowed.project)
+    trusted = ImportPolicy(["own_operations:Cache"], allowed.project)
     assert replay(write(tmp_path, example=example, **named), trusted) == 0
 
 
@@ -235,10 +237,10 @@ def test_what_fails_otherwise_than_it_was_recorded_says_so(
     recorded: str | None,
     said: str,
     tmp_path: Path,
-    allowed: Allowed,
+    allowed: ImportPolicy,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trusting = Allowed((), allowed.project, trusted=True)
+    trusting = ImportPolicy((), allowed.project, trusted=True)
     named = {} if recorded is None else {"failed": recorded}
     trace = write(tmp_path, adapter=f"{__name__}:{cache}", **named)
     with pytest.raises(MemoryError) if cache == "FailsToBegin" else nullcontext():
@@ -248,7 +250,7 @@ def test_what_fails_otherwise_than_it_was_recorded_says_so(
     assert ("it was recorded" in shown) == bool(said)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: Allowed) -> None:
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: ImportPolicy) -> None:
     (tmp_path / "cut.json").write_text('{\n "adapter": "a:B",\n "fi')
-    with pytest.raises(TraceError, match=r"cut\.json is no trace: .*line 3"):
+    with pytest.raises(TraceError, match=r"cut\.json is not a trace: .*line 3"):
         replay(str(tmp_path / "cut.json"), allowed)

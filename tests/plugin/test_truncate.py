@@ -138,7 +138,7 @@ def cut_oracle(*, truncate_copies: bool, capacity: int = 9) -> Oracle:
     oracle = Oracle(4, capacity, truncate_copies=truncate_copies)
     oracle.append([(0, 7)], oracle.new_tokens([(0, 7)]))
     oracle.fork(0, 1)
-    oracle.cut(0, 5)
+    oracle.truncate(0, 5)
     return oracle
 
 
@@ -171,10 +171,10 @@ def test_what_is_given_back_makes_room_for_copies() -> None:
     oracle.append([(0, 8)], range(8))
     for child in (1, 2):
         oracle.fork(0, child)
-    assert oracle.cuts_fit([(0, 1)])
-    assert not oracle.cuts_fit([(0, 1), (1, 2)]), "page 2 is still held by sequence 2"
-    assert oracle.cuts_fit([(0, 1), (2, 0), (1, 2)])
-    assert oracle.cuts_fit([(0, 4), (1, 8), (2, 7)])
+    assert oracle.truncations_fit([(0, 1)])
+    assert not oracle.truncations_fit([(0, 1), (1, 2)]), "page 2 is still held by sequence 2"
+    assert oracle.truncations_fit([(0, 1), (2, 0), (1, 2)])
+    assert oracle.truncations_fit([(0, 4), (1, 8), (2, 7)])
 
 
 def test_a_picture_shows_what_a_sequence_sees() -> None:
@@ -185,7 +185,7 @@ def test_a_picture_shows_what_a_sequence_sees() -> None:
 
 def test_cuts_are_said_turned_and_read_from_json() -> None:
     step = TruncateMany((0, 3), (2, 5))
-    assert step.words() == "cut down to so many tokens: sequence 0 to 2, sequence 3 to 5"
+    assert step.describe() == "truncate to these lengths: sequence 0 to 2, sequence 3 to 5"
     assert step.reversed() == TruncateMany((3, 0), (5, 2))
     assert step.halves() == [TruncateMany((0,), (2,)), TruncateMany((3,), (5,))]
     history = History(SPEC, (*appends(1), Truncate(0, 0), step))

@@ -11,11 +11,11 @@ import pytest
 
 from pytest_roseinfer import FastPath, settings
 from pytest_roseinfer.run.coverage import (
-    ENOUGH_TRIES,
+    CONCLUSIVE_EXAMPLES,
     REQUIRED_TIMES,
     TargetCoverage,
-    in_turns,
-    turns_again,
+    repeat_searches,
+    split_examples,
 )
 from pytest_roseinfer.settings import Part
 from tests.plugin.caches.paged_cache import PagedCache
@@ -131,7 +131,9 @@ def test_only_what_is_missing_has_more_turns() -> None:
     before = Counter(fast=10, rare=10, met=10)
     target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
     aims = []
-    for aim, _, _ in turns_again(lambda tries: target.still_missing(before, tries), 4, math.inf):
+    for aim, _, _ in repeat_searches(
+        lambda tries: target.missing_paths(before, tries), 4, math.inf
+    ):
         aims.append(aim)
         target.note({aim or "met": 1})
     assert aims == ["rare", None, None]
@@ -154,15 +156,17 @@ def test_what_goes_on_when_all_had_their_turns(
     settings.set_current(replace(settings.current(), examples=examples))
     target = TargetCoverage(dict.fromkeys(("never", "once", "often", "dead"), "slow"), [])
     target.counts.update(once=1, often=REQUIRED_TIMES)
-    target.tried.update(never=ENOUGH_TRIES - 1, dead=ENOUGH_TRIES, once=ENOUGH_TRIES)
-    assert target.still_missing({}, tries) == aims
+    target.eligible_examples.update(
+        never=CONCLUSIVE_EXAMPLES - 1, dead=CONCLUSIVE_EXAMPLES, once=CONCLUSIVE_EXAMPLES
+    )
+    assert target.missing_paths({}, tries) == aims
 
 
 def test_no_two_turns_draw_the_same() -> None:
     def missing(tries: int) -> list[str | None]:
         return ["never", None] if tries < 40 else []
 
-    names = [(aim, turn) for aim, turn, _ in turns_again(missing, 4, math.inf)]
+    names = [(aim, turn) for aim, turn, _ in repeat_searches(missing, 4, math.inf)]
     assert len(names) == len(set(names)) > 2
 
 
@@ -176,7 +180,7 @@ class _Shares(PagedCache):
 
 @pytest.mark.usefixtures("short_run")
 def test_paths_take_turns_and_get_their_shares() -> None:
-    turns = list(in_turns(_Shares, 130, 4))
+    turns = list(split_examples(_Shares, 130, 4))
     due = Counter[str | None]()
     for aim, _, examples in turns:
         due[aim] += examples
@@ -193,11 +197,11 @@ def test_paths_take_turns_and_get_their_shares() -> None:
 
 @pytest.mark.usefixtures("short_run")
 def test_parts_are_the_whole_and_keep_a_path_together() -> None:
-    whole = list(in_turns(_Shares, 130, 4))
+    whole = list(split_examples(_Shares, 130, 4))
     parts = []
     for number in (1, 2):
         settings.set_current(replace(settings.current(), part=Part(number, 2)))
-        parts.append(list(in_turns(_Shares, 130, 4)))
+        parts.append(list(split_examples(_Shares, 130, 4)))
     assert sorted(parts[0] + parts[1]) == sorted(whole)
     assert [{aim for aim, _, _ in part} for part in parts] == [{"often", "rare"}, {"usual"}]
 
@@ -208,5 +212,5 @@ def test_only_one_part_goes_on_for_what_is_missing() -> None:
     missing = []
     for number in (1, 2):
         settings.set_current(replace(settings.current(), part=Part(number, 2)))
-        missing.append(target.still_missing({}))
+        missing.append(target.missing_paths({}))
     assert missing == [["fast", None], ["rare"]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.search.search import undisturbed
+from pytest_roseinfer.search.search import run_isolated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def test_no_depth_of_calls_maps_memory_for_every_call() -> None:
         faults.append(page_faults() - before)
 
     faults: list[int] = []
-    undisturbed(counted)
+    run_isolated(counted)
     assert faults[0] < CALLS / 2
 
 
@@ -63,7 +63,7 @@ def test_threads_and_collections_are_few_inside_and_as_they_were_after() -> None
     torch.set_num_threads(3)
     try:
         with pytest.raises(KeyError):
-            undisturbed(look)
+            run_isolated(look)
         assert inside == [1, True]
         assert (torch.get_num_threads(), gc.get_threshold()) == (3, thresholds)
     finally:

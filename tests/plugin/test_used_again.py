@@ -14,7 +14,7 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.capabilities.cache_data import USED_AGAIN
+from pytest_roseinfer.capabilities.cache_data import REUSE_CONDITIONS
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import Append
@@ -93,9 +93,11 @@ def test_new_things_are_not_taken_for_old_ones() -> None:
     assert not coverage.current().of(MakesNewLists).counts["list_used_again"]
 
 
-@pytest.mark.parametrize("name", USED_AGAIN)
+@pytest.mark.parametrize("name", REUSE_CONDITIONS)
 def test_what_nothing_shows_cannot_be_demanded(name: str) -> None:
     wrong = type("Wrong", (ListCache,), {"conditions": (name,)})
-    says = f"Wrong.conditions names {name!r}: define {USED_AGAIN[name].method}(), which shows it"
+    says = (
+        f"Wrong.conditions names {name!r}: define {REUSE_CONDITIONS[name].method}(), which shows it"
+    )
     with pytest.raises(TypeError, match=re.escape(says)):
         conformance(wrong)

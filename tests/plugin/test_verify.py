@@ -22,7 +22,7 @@ MISTAKES = {
     "--seed=-1": "--seed -1: must be at least 0",
     "--search-seconds=-1": "--search-seconds -1: must be at least 0",
     "--report=kv.txt": "--report kv.txt: the name must end in .json or .html",
-    "--target=Cache": "'Cache' is no target: expected package.module:Class",
+    "--target=Cache": "'Cache' is not a target: expected package.module:Class",
     "--target=no.where:Cache": "no.where:Cache: there is no module no.where",
     "--target=pytest_roseinfer.targets.roseinfer_kw:Cache": "did you mean "
     "pytest_roseinfer.targets.roseinfer_kv?",
@@ -49,9 +49,9 @@ def test_every_option_has_an_effect(project: Project) -> None:
     assert "ListCache has no option_choices" in done.stdout
     looked, finds = done.stdout.splitlines()[-2:]
     assert re.fullmatch(
-        r"Looked at [1-9]\d* histories and mixes of requests in \d+ s, profile ci.", looked
+        r"Searched [1-9]\d* histories and mixes of requests in \d+ s, profile ci.", looked
     )
-    assert finds == "How much such a look finds: not measured: 3 examples in place of 500."
+    assert finds == "Strength of such a search: not measured: 3 examples in place of 500."
     assert (project.path / "kv.html").is_file()
     report = json.loads((project.path / "kv.json").read_text())
     (target,) = report["targets"]

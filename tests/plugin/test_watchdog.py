@@ -27,8 +27,13 @@ from pytest_roseinfer.capabilities.cache_data import BadCall
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import run_history
-from pytest_roseinfer.run.watchdog import ENDED, WATCHED, StepHung, watching
-from pytest_roseinfer.search.trace import Allowed, replay
+from pytest_roseinfer.run.watchdog import (
+    CURRENT_EXAMPLE,
+    TIMEOUT_EXIT_STATUS,
+    StepHung,
+    limit_steps,
+)
+from pytest_roseinfer.search.trace import ImportPolicy, replay
 from tests.plugin.caches.hanging_caches import HangsOnTheThirdBlock
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.engines.small_mixes import asked, mix
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
 
 SECONDS = 0.2
 HISTORY = History(CacheSpec(), (Append((0,)), Append((1, 2)), Append((3,))))
-HUNG = "did not come back within 0.2 s"
+HUNG = "did not return within 0.2 s"
 
 
 def hang() -> None:
@@ -59,10 +64,10 @@ def sleep_on() -> None:
 @pytest.fixture
 def watched() -> Iterator[None]:
     """An example begins under a watchdog, as in a search."""
-    with watching(SECONDS):
-        WATCHED.began = process_time()
+    with limit_steps(SECONDS):
+        CURRENT_EXAMPLE.began = process_time()
         yield
-        WATCHED.began = None
+        CURRENT_EXAMPLE.began = None
 
 
 class HangsInMake(PagedCache):
@@ -94,7 +99,7 @@ class HangsInABadCall(PagedCache):
         (HangsOnTheThirdBlock, f"the step {HUNG}", 2),
         (HangsInMake, rf"make\(\) {HUNG}", 0),
         (HangsWhenRead, f"the step {HUNG}", 3),
-        (Sleeps, "the step did not come back within 2 s, and slept", 1),
+        (Sleeps, "the step did not return within 2 s, and slept", 1),
         (HangsInABadCall, f"free of an unknown sequence {HUNG}", 3),
     ],
 )
@@ -105,7 +110,7 @@ def test_the_history_ends_with_the_step_that_hangs(
         run_history(cache, HISTORY)
     assert caught.value.history.operations == HISTORY.operations[:steps]
     assert isinstance(caught.value.__cause__, StepHung)
-    assert "what should be stored" in str(caught.value)
+    assert "expected contents" in str(caught.value)
 
 
 class EngineHangs(ToyAdapter):
@@ -143,19 +148,19 @@ def test_many_steps_may_together_take_longer_than_one() -> None:
             return super().ledger(layer)
 
     begin = process_time()
-    with watching(SECONDS):
-        WATCHED.began = process_time()
+    with limit_steps(SECONDS):
+        CURRENT_EXAMPLE.began = process_time()
         run_history(Slow, History(CacheSpec(), (Append((0,)),) * 5))
-        WATCHED.began = None
+        CURRENT_EXAMPLE.began = None
     assert process_time() - begin > SECONDS
 
 
 STOPPED = """
 from time import process_time
-from pytest_roseinfer.run.watchdog import WATCHED, watching
+from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, limit_steps
 
-with watching(0.1):
-    WATCHED.began = process_time()
+with limit_steps(0.1):
+    CURRENT_EXAMPLE.began = process_time()
     print("in a step", flush=True)
     input()
 print("came back", flush=True)
@@ -180,10 +185,10 @@ def test_a_process_that_is_stopped_does_not_hang() -> None:
 def test_the_alarm_of_another_is_left_to_it() -> None:
     """Also when the latest step began long ago, and nobody watched it."""
     heard: list[int] = []
-    WATCHED.began = process_time() - 60
+    CURRENT_EXAMPLE.began = process_time() - 60
     before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
     try:
-        with watching(SECONDS):
+        with limit_steps(SECONDS):
             signal.raise_signal(signal.SIGALRM)
         signal.raise_signal(signal.SIGALRM)
     finally:
@@ -195,8 +200,8 @@ def test_other_threads_do_without() -> None:
     seen: list[float] = []
 
     def watch() -> None:
-        with watching(SECONDS):
-            seen.append(WATCHED.seconds)
+        with limit_steps(SECONDS):
+            seen.append(CURRENT_EXAMPLE.seconds)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -220,13 +225,13 @@ def test_a_search_ends_with_the_history_that_hangs(
 ) -> None:
     settings.set_current(settings.Settings(seed=seed, failures_dir=str(tmp_path)))
     begin = process_time()
-    with watching(SECONDS), pytest.raises(Divergence, match=f"the step {HUNG}") as caught:
+    with limit_steps(SECONDS), pytest.raises(Divergence, match=f"the step {HUNG}") as caught:
         conformance(HangsOnTheThirdBlock)().test_histories()
     assert process_time() - begin < 20 * SECONDS  # smaller examples were not tried
-    assert "It was not made smaller" in str(caught.value)
+    assert "It was not shrunk" in str(caught.value)
     (trace,) = tmp_path.glob("*.json")  # that of the step that was tried is gone
-    with watching(SECONDS):
-        assert replay(str(trace), Allowed((), tmp_path, trusted=True)) == 1
+    with limit_steps(SECONDS):
+        assert replay(str(trace), ImportPolicy((), tmp_path, trusted=True)) == 1
     assert f"FAILED: the step {HUNG}" in capsys.readouterr().out
 
 
@@ -249,7 +254,7 @@ def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
     project: Project,
 ) -> None:
     result = run(project, "CatchesEverything")
-    assert result.ret == ENDED
+    assert result.ret == TIMEOUT_EXIT_STATUS
     result.stderr.fnmatch_lines(
         [
             f"a step {HUNG}, nor could it be interrupted: *",

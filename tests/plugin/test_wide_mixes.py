@@ -105,8 +105,10 @@ def test_an_engine_that_is_not_made_for_so_many_is_told_how_to_say_so() -> None:
     with pytest.raises(Difference) as caught:
         search(HasSlots)
     assert caught.value.what == "request 16 was refused: IndexError: no slot left"
-    (hint,) = (each for each in caught.value.added if each.startswith("This is a wide mix"))
-    assert "If HasSlots is not made for so many, state what it is made for: most_requests" in hint
+    (hint,) = (
+        each for each in caught.value.extra_paragraphs if each.startswith("This is a wide mix")
+    )
+    assert "If HasSlots does not support that, declare its maximum: most_requests" in hint
 
 
 def test_one_that_says_so_gets_mixes_of_that_size() -> None:
@@ -204,6 +206,6 @@ def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
 def test_a_bound_that_makes_no_sense_is_refused(said: object) -> None:
     adapter = type("Bounded", (Wide,), {"most_requests": said})
     with pytest.raises(
-        TypeError, match=rf"Bounded\.most_requests is {said!r}: write a number from 6"
+        TypeError, match=rf"Bounded\.most_requests is {said!r}: write a number of 6 or more"
     ):
         conformance(adapter)

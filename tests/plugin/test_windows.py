@@ -32,7 +32,7 @@ from pytest_roseinfer.histories.strategies import layer_windows
 from pytest_roseinfer.oracle.pages import Windows, first_live
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
     AttendsToATokenTooMany,
@@ -88,14 +88,14 @@ def test_what_a_window_needs_of_a_text_is_stored_or_it_is_not_found() -> None:
     steps = (Prefill(0, 6), Append((0,)), Prefill(2, 7), Append((2,)))
     history = History(spec, steps, texts=((0, 0), (0, 4)))
     run_history(WindowedTextCache, history)
-    machine = Machine(WindowedTextCache, history)
+    machine = HistoryRunner(WindowedTextCache, history)
     machine.run()
-    tables = [machine.now.tables_of(layer)[2] for layer in (0, 1)]
+    tables = [machine.snapshot.tables_of(layer)[2] for layer in (0, 1)]
     assert [[block is None for block in table] for table in tables] == [
         [True, True, False, False],
         [False] * 4,
     ]
-    assert machine.oracle.blocks().free == {None: 16 - (4 + 1) - (2 + 1)}
+    assert machine.oracle.block_counts().free == {None: 16 - (4 + 1) - (2 + 1)}
 
 
 # ------------------------------------------------------------------------------ what is live
@@ -123,7 +123,7 @@ def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> Oracle
 
 
 def given_back(oracle: Oracle, seq: int = 0) -> list[int]:
-    return [oracle.given_back(seq, layer) for layer in range(len(oracle.windows.of_layer))]
+    return [oracle.count_out_of_window(seq, layer) for layer in range(len(oracle.windows.of_layer))]
 
 
 def write(oracle: Oracle, seq: int, count: int) -> bool:
@@ -163,9 +163,9 @@ def test_groups_have_a_pool_each_or_share_one() -> None:
     for shared, room in ((False, {2: 7, None: 5}), (True, {None: 4})):
         oracle = windowed(2, None, shared_pool=shared)
         write(oracle, 0, 5)
-        assert oracle.blocks().free == room
+        assert oracle.block_counts().free == room
         assert write(oracle, 1, 6) is not shared
-    assert oracle.room([(1, 6)]) == "4 blocks free for all windows"
+    assert oracle.describe_free_blocks([(1, 6)]) == "4 blocks free for all windows"
 
 
 def test_reserved_room_is_kept_until_it_is_written() -> None:
@@ -194,11 +194,11 @@ def test_a_page_that_one_sequence_gave_back_is_written_in_place_by_the_other() -
     oracle = windowed(2, None)
     write(oracle, 0, 2)
     oracle.fork(0, 1)
-    oracle.cut(1, 1)
+    oracle.truncate(1, 1)
     write(oracle, 0, 2)
-    before = oracle.blocks().free
+    before = oracle.block_counts().free
     write(oracle, 1, 1)
-    after = oracle.blocks().free
+    after = oracle.block_counts().free
     assert {window: before[window] - after[window] for window in before} == {2: 0, None: 1}
 
 
@@ -208,10 +208,10 @@ def test_a_cut_copies_a_block_in_those_groups_where_another_holds_it(capacity: i
     write(oracle, 0, 4)
     oracle.fork(0, 1)
     write(oracle, 0, 2)
-    assert oracle.blocks().free == {2: capacity - 2, None: capacity - 3}
-    assert oracle.cuts_fit([(1, 3)]) is (capacity == 4)
-    oracle.cut(1, 3)
-    assert oracle.blocks().free == {2: capacity - 2, None: capacity - 4}
+    assert oracle.block_counts().free == {2: capacity - 2, None: capacity - 3}
+    assert oracle.truncations_fit([(1, 3)]) is (capacity == 4)
+    oracle.truncate(1, 3)
+    assert oracle.block_counts().free == {2: capacity - 2, None: capacity - 4}
 
 
 def test_a_fork_that_shares_nothing_copies_what_is_still_held() -> None:
@@ -253,7 +253,7 @@ STEPS = (Prefill(0, 5), Fork(0, 1), Append((1, 0)), Truncate(0, 5), Append((0,))
 def test_a_history_with_windows_is_saved_and_run_again(adapter: type[KVCacheAdapter]) -> None:
     history = History(SPEC, STEPS)
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
-    assert "windows=(3, None)" in history.words()
+    assert "windows=(3, None)" in history.describe()
     run_history(adapter, history)
 
 
@@ -262,7 +262,7 @@ def test_a_trace_from_before_there_were_windows_is_read() -> None:
     saved = history.to_json()
     del saved["spec"]["windows"]
     assert History.from_json(saved) == history
-    assert "windows" not in history.words()
+    assert "windows" not in history.describe()
 
 
 def test_a_cut_into_what_was_given_back_must_be_refused() -> None:
@@ -333,7 +333,7 @@ class CopiesInParts(LazyCache):
     [
         (
             TriesAllRows,
-            "windows.gives_back is 'next try', which is said of a cache that",
+            "windows.gives_back is 'next try', which is for a cache that",
         ),
         (HearsTextsOfForks, "defines fork, which cannot be judged with windows and texts yet"),
         (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.targets.without_its_top import part_of, without
+from pytest_roseinfer.targets.partial_import import import_part, stub_package
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,19 +28,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_neither_its_top_nor_a_package_that_is_not_called_is_needed(package: str) -> None:
-    with without("absent_kernels"):
-        books = part_of(package, "books", "")
+    with stub_package("absent_kernels"):
+        books = import_part(package, "books", "")
     assert books.BLOCKS == 3
     assert "absent_kernels" not in sys.modules
 
 
 def test_a_package_that_it_imports_must_be_there(package: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="absent_kernels"):
-        part_of(package, "books", "")
+        import_part(package, "books", "")
 
 
 def test_a_missing_package_is_done_without_and_is_missing_again() -> None:
-    with without("no_such_package", "no_such_package.of_it"):
+    with stub_package("no_such_package", "no_such_package.of_it"):
         taken = import_module("no_such_package.of_it").anything
     assert taken is not None
     assert not [name for name in sys.modules if name.startswith("no_such_package")]
@@ -49,6 +49,6 @@ def test_a_missing_package_is_done_without_and_is_missing_again() -> None:
 
 
 def test_a_package_that_is_there_is_not_done_without() -> None:
-    with without("json"):
+    with stub_package("json"):
         assert import_module("json") is json
     assert sys.modules["json"] is json

@@ -14,17 +14,17 @@ import openai
 import pytest
 
 from roseinfer.config import ServerConfig
-from roseinfer.replicas.front import Asked, Front, ReplicaLost
-from roseinfer.server.access_log import Note
+from roseinfer.replicas.front import ForwardedRequest, ReplicaLost, ReplicaProxy
+from roseinfer.server.access_log import RequestLogEntry
 from roseinfer.server.generation import Usage
-from roseinfer.server.http_server import HttpServer, bound
+from roseinfer.server.http_server import HttpServer, open_listener
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from starlette.types import Message
 
-    Part = list[Message] | Note | Exception
+    Part = list[Message] | RequestLogEntry | Exception
 
 PATIENCE = 20
 CHUNK = {"id": "1", "object": "text_completion", "created": 1, "model": "tiny"}
@@ -35,11 +35,13 @@ class Played:
     """Replicas that answer as they are told, and keep what they were asked."""
 
     parts: list[Part] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ForwardedRequest] = field(default_factory=list)
     left: list[bool] = field(default_factory=list)
     were_cut: bool = False
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
+    async def answer(
+        self, asked: ForwardedRequest
+    ) -> AsyncGenerator[list[Message] | RequestLogEntry, None]:
         self.asked.append(asked)
         whole = False
         try:
@@ -59,14 +61,14 @@ class Played:
     async def ready(self) -> bool:
         return not self.were_cut
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.were_cut = True
 
 
 @dataclass
 class Listening:
     played: Played
-    front: Front
+    front: ReplicaProxy
     port: int
     lines: list[str]
 
@@ -92,11 +94,13 @@ class Listening:
 
 
 @contextmanager
-def listening(*parts: Part, **config: Any) -> Iterator[Listening]:
+def on_listening(*parts: Part, **config: Any) -> Iterator[Listening]:
     played, lines = Played([*parts]), list[str]()
-    front = Front(played, ServerConfig(**{"port": 0, "api_key": None} | config), lines.append)
+    front = ReplicaProxy(
+        played, ServerConfig(**{"port": 0, "api_key": None} | config), lines.append
+    )
     begun = threading.Event()
-    with bound("127.0.0.1", 0) as listener:
+    with open_listener("127.0.0.1", 0) as listener:
         server = HttpServer(front.app, front, begun.set)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -124,16 +128,16 @@ def chunk(text: str) -> bytes:
 
 
 STREAM = b"text/event-stream; charset=utf-8"
-NOTE = Note("of-the-replica", usage=Usage(3, 2, 1))
+REQUEST_LOG_KEY = RequestLogEntry("of-the-replica", usage=Usage(3, 2, 1))
 
 
 def test_an_answer_is_that_of_the_replica_and_its_tokens_are_logged() -> None:
     parts: list[Part] = [
         head(b"application/json"),
         [*body(b'{"a":'), *body(b"1}"), *body(b"", False)],
-        NOTE,
+        REQUEST_LOG_KEY,
     ]
-    with listening(*parts) as server:
+    with on_listening(*parts) as server:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         connection.request("POST", "/v1/completions?x=1", b'{"b": 2}')
         answer = connection.getresponse()
@@ -152,7 +156,7 @@ def test_an_answer_is_that_of_the_replica_and_its_tokens_are_logged() -> None:
 
 
 def test_one_that_had_not_begun_is_told_to_come_again() -> None:
-    with listening(ReplicaLost()) as server:
+    with on_listening(ReplicaLost()) as server:
         status, data = server.ask("POST", "/v1/completions", {})
         line = server.line()
     assert status == 503
@@ -162,7 +166,7 @@ def test_one_that_had_not_begun_is_told_to_come_again() -> None:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_a_stream_that_breaks_off_says_so_and_has_no_end(path: str) -> None:
-    with listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
+    with on_listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
         with pytest.raises(IncompleteRead) as broken:
             server.ask("POST", f"/v1/{path}", {})
         line = server.line()
@@ -175,36 +179,36 @@ def test_a_stream_that_breaks_off_says_so_and_has_no_end(path: str) -> None:
 
 
 def test_openais_client_raises_where_a_stream_breaks_off() -> None:
-    with listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
+    with on_listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             stream = client.completions.create(model="tiny", prompt="x", stream=True)
             assert next(stream).choices[0].text == "so far"
-            with pytest.raises(openai.APIError, match="another will take it"):
+            with pytest.raises(openai.APIError, match="another replica will answer"):
                 next(stream)
 
 
 def test_an_answer_in_parts_that_breaks_off_has_no_end_either() -> None:
     parts: list[Part] = [head(b"application/json"), body(b'{"a":'), ReplicaLost()]
-    with listening(*parts) as server, pytest.raises(IncompleteRead) as broken:
+    with on_listening(*parts) as server, pytest.raises(IncompleteRead) as broken:
         server.ask("POST", "/v1/completions", {})
     assert broken.value.partial == b'{"a":'
 
 
 def test_who_leaves_cancels_what_the_replica_does() -> None:
     parts = [head(STREAM), *(body(chunk("x")) for _ in range(1000))]
-    with listening(*parts) as server:
+    with on_listening(*parts) as server:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         connection.request("POST", "/v1/completions", b"{}")
         connection.getresponse().read(10)
         connection.close()
         line = server.line()
     assert server.played.left == [True]
-    assert line["left"] is True
+    assert line["client_disconnected"] is True
 
 
 def test_the_key_and_the_limit_are_looked_at_before_a_replica_is_asked() -> None:
-    with listening(
+    with on_listening(
         head(b"text/plain"), body(b"", False), api_key="rose", max_body_bytes=9
     ) as server:
         assert server.ask("GET", "/v1/models")[0] == 401
@@ -217,7 +221,7 @@ def test_the_key_and_the_limit_are_looked_at_before_a_replica_is_asked() -> None
 
 
 def test_metrics_are_those_of_all_and_one_that_is_ready_is_enough() -> None:
-    with listening() as server:
+    with on_listening() as server:
         assert server.ask("GET", "/metrics")[1].decode().splitlines()[2:] == [
             'vllm:a{engine="0"} 1.0',
             'vllm:a{engine="1"} 2.0',
@@ -233,7 +237,7 @@ def test_metrics_are_those_of_all_and_one_that_is_ready_is_enough() -> None:
 
 def test_when_the_time_is_up_the_replicas_are_told_to_cut() -> None:
     parts = [head(STREAM), *(body(chunk("x")) for _ in range(300)), body(b"", False)]
-    with listening(*parts, drain_seconds=0.1) as server:
+    with on_listening(*parts, drain_seconds=0.1) as server:
         asking = threading.Thread(target=server.ask, args=("POST", "/v1/completions", {}))
         asking.start()
         while not server.played.asked:

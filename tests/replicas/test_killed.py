@@ -136,7 +136,7 @@ def test_why_no_replica_can_serve_is_said_in_a_line(tmp_path: Path) -> None:
     )
     lines = done.stderr.splitlines()
     assert done.returncode == 2
-    assert f"roseinfer serve: {tmp_path} has no tokenizer, so there are no texts to serve" in lines
+    assert f"roseinfer serve: {tmp_path}: the model has no tokenizer; serve one that has" in lines
     assert not any("Traceback" in line for line in lines)
 
 
@@ -180,7 +180,7 @@ def test_a_killed_replica_takes_only_its_own_streams_with_it(
     for each in lost:
         assert alone[each.number, LONG].startswith(each.text)
         assert isinstance(each.error, openai.APIError)
-        assert "ask again, and another will take it" in str(each.error)
+        assert "try again, and another replica will answer" in str(each.error)
         if not each.text:
             assert isinstance(each.error, openai.InternalServerError)
             assert each.error.status_code == 503

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from roseinfer.replicas.front import one_page
+from roseinfer.replicas.front import merge_metrics_pages
 from tests.server.served import running
 
 FIRST = b"""\
@@ -26,7 +26,7 @@ vllm:new{engine="1"} 1.0
 
 
 def test_what_a_name_means_is_said_once() -> None:
-    assert one_page([FIRST, SECOND]).decode().splitlines() == [
+    assert merge_metrics_pages([FIRST, SECOND]).decode().splitlines() == [
         "# HELP vllm:tokens_total Tokens.",
         "# TYPE vllm:tokens_total counter",
         'vllm:tokens_total{engine="0",model_name="a b"} 3.0',
@@ -35,7 +35,7 @@ def test_what_a_name_means_is_said_once() -> None:
         "# TYPE vllm:new gauge",
         'vllm:new{engine="1"} 1.0',
     ]
-    assert one_page([]) == b""
+    assert merge_metrics_pages([]) == b""
 
 
 def test_two_pages_of_servers_are_read_back_whole() -> None:
@@ -44,7 +44,7 @@ def test_two_pages_of_servers_are_read_back_whole() -> None:
         page = server.ask("GET", "/metrics").data
     second = page.replace(b'engine="0"', b'engine="1"')
     alone = _samples(page)
-    found = _samples(one_page([page, second]))
+    found = _samples(merge_metrics_pages([page, second]))
     assert {labels["engine"] for _, labels, _ in found} == {"0", "1"}
     assert [each for each in found if each[1]["engine"] == "0"] == [
         each for each in alone if "engine" in each[1]

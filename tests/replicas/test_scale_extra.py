@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.replicas.deployment import Deployed
+from roseinfer.replicas.spec import ReplicaSpec
 from tests.layers import imports
 from tests.python_process import ROOT, run_python
 
@@ -43,7 +43,7 @@ def test_one_file_imports_it_and_a_replica_asks_it_who_it_is() -> None:
                 for each in imports(name, ast.parse(path.read_text()))
             ):
                 found[path.name] = name
-    assert found.keys() == {"cluster.py", "replica.py"}
+    assert found.keys() == {"deployment.py"}
 
 
 def test_where_it_is_missing_one_is_told_what_installs_it() -> None:
@@ -53,7 +53,7 @@ def test_where_it_is_missing_one_is_told_what_installs_it() -> None:
     print("torch" in sys.modules)
     """
     said = run_python(COMMAND + run).splitlines()
-    assert said[0].startswith("roseinfer serve: replicas need ray.serve, which is not installed: ")
+    assert said[0].startswith("roseinfer serve: replicas need ray.serve, which is not installed; ")
     assert "pip install '.[scale]'" in said[0]
     assert said[1:] == ["2", "False"]
 
@@ -77,19 +77,19 @@ def test_there_is_one_at_least(replicas: int) -> None:
         ServerConfig(replicas=replicas)
 
 
-def deployed(device: str | None, replicas: int = 2) -> Deployed:
-    return Deployed("tiny", device, None, {}, ServerConfig(replicas=replicas), None)
+def deployed(device: str | None, replicas: int = 2) -> ReplicaSpec:
+    return ReplicaSpec("tiny", device, None, {}, ServerConfig(replicas=replicas), None)
 
 
 def test_each_replica_gets_a_gpu_of_its_own_where_there_are_any() -> None:
-    assert deployed("cpu").gpus_wanted(8) == 0
-    assert deployed(None).gpus_wanted(0) == 0
-    assert deployed(None).gpus_wanted(2) == deployed("cuda").gpus_wanted(2) == 1
-    with pytest.raises(ConfigError, match="--replicas 3 needs a GPU for each, and 2 are there"):
-        deployed(None, 3).gpus_wanted(2)
-    with pytest.raises(ConfigError, match="a GPU for each, and 0 are there"):
-        deployed("cuda").gpus_wanted(0)
-    with pytest.raises(ConfigError, match="--device cuda:1 names one GPU"):
+    assert deployed("cpu").gpus_per_replica(8) == 0
+    assert deployed(None).gpus_per_replica(0) == 0
+    assert deployed(None).gpus_per_replica(2) == deployed("cuda").gpus_per_replica(2) == 1
+    with pytest.raises(ConfigError, match="--replicas 3: each needs a GPU, and 2 are available"):
+        deployed(None, 3).gpus_per_replica(2)
+    with pytest.raises(ConfigError, match="each needs a GPU, and 0 are available"):
+        deployed("cuda").gpus_per_replica(0)
+    with pytest.raises(ConfigError, match="--device cuda:1: it is one GPU"):
         deployed("cuda:1")
-    with pytest.raises(ConfigError, match="do not go together: a replica has one GPU"):
-        Deployed("tiny", None, None, {"tensor_parallel_size": 2}, ServerConfig(replicas=2), None)
+    with pytest.raises(ConfigError, match="cannot be combined with --tensor-parallel-size"):
+        ReplicaSpec("tiny", None, None, {"tensor_parallel_size": 2}, ServerConfig(replicas=2), None)

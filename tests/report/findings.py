@@ -17,7 +17,7 @@ from tests.plugin.caches.cut_caches import CutCache
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.capabilities.operation import Operation
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.timeline import FindingRecord
 
 
 class NeverCopies(CutCache):
@@ -38,7 +38,7 @@ def recorded(
     check: str = "run_history",
     folder: str | None = None,
     **spec: Any,
-) -> Found:
+) -> FindingRecord:
     """Return the only finding of a run whose cache fails a check on this history."""
     seen = coverage.current()
     coverage.set_current(coverage.Coverage())
@@ -53,5 +53,5 @@ def recorded(
     return found
 
 
-def of_never_copies(folder: str | None = None) -> Found:
+def of_never_copies(folder: str | None = None) -> FindingRecord:
     return recorded(NeverCopies, FORKED, folder=folder, num_blocks=5)

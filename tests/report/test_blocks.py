@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 from pytest_roseinfer.findings.svg import draw, words
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.frame import Block, Frame, Row
+    from pytest_roseinfer.findings.frame import BlockView, Frame, SequenceView
 
 
-def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> Row:
+def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> SequenceView:
     return {
         "name": name,
         "state": "",
@@ -26,7 +26,9 @@ def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> Row:
     }
 
 
-def block(number: int, *states: str, holders: tuple[int, ...] = (), marked: bool = False) -> Block:
+def block(
+    number: int, *states: str, holders: tuple[int, ...] = (), marked: bool = False
+) -> BlockView:
     return {
         "number": number,
         "states": list(states),
@@ -36,7 +38,7 @@ def block(number: int, *states: str, holders: tuple[int, ...] = (), marked: bool
     }
 
 
-def frame(sequences: list[Row], *blocks: Block) -> Frame:
+def frame(sequences: list[SequenceView], *blocks: BlockView) -> Frame:
     return {
         "step": 1,
         "words": "append",
@@ -65,7 +67,7 @@ def test_a_shared_block_is_drawn_for_each_holder() -> None:
     image = marks(both)
     assert boxes(image, "shared") == 2
     assert "x2" in image
-    assert "of sequences 0, 1" in image
+    assert "held by sequences 0, 1" in image
 
 
 def test_blocks_that_nobody_holds_are_told_apart() -> None:
@@ -78,7 +80,7 @@ def test_blocks_that_nobody_holds_are_told_apart() -> None:
             block(5, "counted", marked=True),
         )
     )
-    for said in ("free", "free, cached", "free, poisoned", "not free, and of no sequence"):
+    for said in ("free", "free, cached", "free, poisoned", "not free, held by no sequence"):
         assert f">{said}<" in image
     assert boxes(image, "cached") == 1
     assert image.count('class="hatch"') == 1
@@ -87,7 +89,7 @@ def test_blocks_that_nobody_holds_are_told_apart() -> None:
 
 def test_a_block_that_is_held_and_free_says_so() -> None:
     wide = frame([row(0, 4, [4])], block(4, "held", "free", holders=(0,)))
-    assert "free too" in marks(wide, block_size=4)
+    assert "also free" in marks(wide, block_size=4)
 
 
 def test_a_wrong_token_shows_what_is_there() -> None:

@@ -11,7 +11,7 @@ from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.frames import BAD_CALL
-from pytest_roseinfer.run.watchdog import WATCHED, StepHung
+from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, StepHung
 from pytest_roseinfer.search.recorder import record
 from tests.plugin.caches.broken_caches import FillsFromTheEnd, HasNoBooks, LosesTheBlock
 from tests.plugin.caches.list_cache import ListCache
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.findings.frame import Block, Frame, Row
-    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.findings.frame import BlockView, Frame, SequenceView
+    from pytest_roseinfer.findings.timeline import FindingRecord
 
 
-def row(frame: Frame, name: int) -> Row:
+def row(frame: Frame, name: int) -> SequenceView:
     (found,) = (each for each in frame["sequences"] if each["name"] == name)
     return found
 
 
-def block(frame: Frame, number: int) -> Block:
+def block(frame: Frame, number: int) -> BlockView:
     (found,) = (each for each in frame["blocks"] if each["number"] == number)
     return found
 
@@ -40,7 +40,7 @@ def block(frame: Frame, number: int) -> Block:
 def test_frames_show_who_holds_what_before_and_after_each_step() -> None:
     frames = of_never_copies()["frames"]
     assert [frame["step"] for frame in frames] == [0, 1, 2, 3, 4, 5]
-    assert [frame["words"] for frame in frames[1:]] == [step.words() for step in FORKED]
+    assert [frame["words"] for frame in frames[1:]] == [step.describe() for step in FORKED]
     assert frames[0]["sequences"] == []
     assert {tuple(each["states"]) for each in frames[0]["blocks"]} == {("free", "poisoned")}
     (first,) = row(frames[1], 0)["blocks"] or [None]
@@ -79,7 +79,7 @@ def test_the_wrong_token_is_marked_in_the_last_frame_alone() -> None:
 
 def test_a_step_that_raised_has_a_frame_too() -> None:
     frames = recorded(LosesTheBlock, (Append((0,)), Free(0)))["frames"]
-    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).words(), Free(0).words()]
+    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).describe(), Free(0).describe()]
 
 
 def test_a_cache_without_books_shows_its_tokens() -> None:
@@ -100,7 +100,7 @@ class AcceptsAnything(NeverCopies):
 
 def test_a_bad_call_has_a_frame_of_its_own() -> None:
     frames = recorded(AcceptsAnything, (Append((0,)),))["frames"]
-    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).words(), BAD_CALL]
+    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).describe(), BAD_CALL]
 
 
 def test_a_run_that_differs_from_another_ends_with_its_last_step() -> None:
@@ -109,7 +109,7 @@ def test_a_run_that_differs_from_another_ends_with_its_last_step() -> None:
     assert "differs from the run without" in found["what"]
 
 
-def all_recorded(adapter: type[KVCacheAdapter], error: BaseException) -> list[Found]:
+def all_recorded(adapter: type[KVCacheAdapter], error: BaseException) -> list[FindingRecord]:
     seen = coverage.current()
     coverage.set_current(coverage.Coverage())
     try:
@@ -119,7 +119,7 @@ def all_recorded(adapter: type[KVCacheAdapter], error: BaseException) -> list[Fo
         coverage.set_current(seen)
 
 
-def recorded_error(adapter: type[KVCacheAdapter], error: Exception) -> Found:
+def recorded_error(adapter: type[KVCacheAdapter], error: Exception) -> FindingRecord:
     (found,) = all_recorded(adapter, error)
     return found
 
@@ -147,9 +147,9 @@ def test_a_cache_that_cannot_be_made_is_not_drawn() -> None:
 def test_a_step_that_hangs_is_not_run_again() -> None:
     error = Difference("the step hangs", lambda: "")
     assert recorded_error(NeverCopies, error)["frames"]
-    error.__cause__ = StepHung("did not come back")
+    error.__cause__ = StepHung("did not return")
     assert recorded_error(NeverCopies, error)["frames"] == []
-    assert WATCHED.began is None
+    assert CURRENT_EXAMPLE.began is None
 
 
 def test_a_finding_is_told_once_though_three_tests_met_it() -> None:

@@ -70,7 +70,7 @@ def test_it_says_what_was_found_and_who_met_it(seen: dict[str, Any]) -> None:
 
 def test_one_steps_through_the_history_by_buttons_keys_and_picks(seen: dict[str, Any]) -> None:
     """It begins with the last step, where something is wrong."""
-    words = [step.words() for step in FORKED]
+    words = [step.describe() for step in FORKED]
     for name, at in (("first", 5), ("clicked", 4), ("pressed", 3), ("picked", 1)):
         said, frames = seen[name]
         assert said == f"step {at} of 5"

@@ -11,8 +11,8 @@ import pytest
 
 from pytest_roseinfer import MixDivergence, RequestMix, RequestSpec, Sampling, run_forks, run_mix
 from pytest_roseinfer.engines.run import timeline_of
-from pytest_roseinfer.findings.svg import poster
-from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
+from pytest_roseinfer.findings.svg import draw_failure
+from pytest_roseinfer.findings.timeline import describe_timeline, draw_timeline
 from pytest_roseinfer.report.html import findings_html
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search.recorder import record
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer import EngineAdapter
-    from pytest_roseinfer.findings.timeline import Found, Timeline
+    from pytest_roseinfer.findings.timeline import FindingRecord, Timeline
     from tests.plugin.engines.toy_engine import ToyRequest
 
 OPTIONS = {"batch_size": 2, "prefixes": False}
@@ -63,7 +63,7 @@ def recorded(
     adapter: type[ToyAdapter],
     mix: RequestMix = MIX,
     check: Callable[[type[EngineAdapter], RequestMix], object] = run_mix,
-) -> tuple[Found, Timeline]:
+) -> tuple[FindingRecord, Timeline]:
     seen = coverage.current()
     coverage.set_current(coverage.Coverage())
     try:
@@ -135,14 +135,14 @@ def test_forks_are_drawn_beside_what_they_get_alone() -> None:
 
 def test_it_is_drawn_with_the_parted_token_marked() -> None:
     found, timeline = recorded(TellsStages)
-    ElementTree.fromstring(draw_timeline(timeline).as_image(timeline_words(timeline)))
+    ElementTree.fromstring(draw_timeline(timeline).as_image(describe_timeline(timeline)))
     marks = draw_timeline(timeline).marks
     assert marks.count('class="wrong"') == 2  # at the step, and among the tokens
     assert ">request 1</text>" in marks
-    assert "another token 1 than alone at step" in timeline_words(timeline)
-    ElementTree.fromstring(poster(found))
-    assert "request 2: at step 1: 1 token [4]" in poster(found)
-    assert timeline_words(timeline) in findings_html([found], {})
+    assert "token 1 differs from alone at step" in describe_timeline(timeline)
+    ElementTree.fromstring(draw_failure(found))
+    assert "request 2: at step 1: 1 token [4]" in draw_failure(found)
+    assert describe_timeline(timeline) in findings_html([found], {})
 
 
 def test_our_engine_says_who_waits_is_prefilled_and_is_preempted() -> None:

@@ -15,16 +15,16 @@ from openai import AsyncOpenAI, OpenAI
 
 from roseinfer import LLM
 from roseinfer.config import ServerConfig
-from roseinfer.engine_client.in_process import InProcess
-from roseinfer.server.app import application
-from roseinfer.server.http_server import HttpServer, bound
+from roseinfer.engine_client.in_process import InProcessClient
+from roseinfer.server.app import build_app
+from roseinfer.server.http_server import HttpServer, open_listener
 from roseinfer.server.service import Service
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roseinfer.server.connections import Limits
+    from roseinfer.server.connections import ConnectionLimits
 
 PATIENCE = 20
 """Seconds after which something that hangs is given up."""
@@ -66,7 +66,7 @@ class Server:
     """One that runs."""
 
     llm: LLM
-    served: InProcess
+    served: InProcessClient
     service: Service
     http: HttpServer
     port: int
@@ -132,8 +132,8 @@ class Server:
     def await_idleness(self) -> None:
         """Wait until nothing is served; whatever was held for it is free then."""
         end = time.monotonic() + PATIENCE
-        thread = self.served._served._thread
-        while self.service.admission.open or thread._listeners or self.llm.engine.has_work:
+        thread = self.served._async_llm._thread
+        while self.service.admission.num_open or thread._listeners or self.llm.engine.has_work:
             assert time.monotonic() < end, "something is served for ever"
             time.sleep(0.002)
         assert_no_block_is_lost(self.llm)
@@ -145,7 +145,7 @@ def running(
     config: dict[str, Any] | None = None,
     chat_template: str | None = None,
     send_buffer: int | None = None,
-    limits: Limits | None = None,
+    limits: ConnectionLimits | None = None,
     **engine: Any,
 ) -> Iterator[Server]:
     """Serve the tiny model until the block ends. Then nothing may be held.
@@ -160,19 +160,21 @@ def running(
     }
     llm = LLM("tiny", **options | engine)
     own = ServerConfig(host="127.0.0.1", port=0, **{"api_key": None} | (config or {}))
-    served = InProcess(llm)
+    served = InProcessClient(llm)
     service = Service(served, own.served_model_name or (MODEL,), own, chat_template)
-    listening = threading.Event()
+    on_listening = threading.Event()
     lines: list[str] = []
-    with bound(own.host, own.port) as listener:
+    with open_listener(own.host, own.port) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        http_server = HttpServer(application(service, lines.append), service, listening.set, limits)
+        http_server = HttpServer(
+            build_app(service, lines.append), service, on_listening.set, limits
+        )
         thread = threading.Thread(target=http_server.run, args=([listener],))
         port = listener.getsockname()[1]
         thread.start()
         try:
-            assert listening.wait(PATIENCE)
+            assert on_listening.wait(PATIENCE)
             server = Server(llm, served, service, http_server, port, lines)
             yield server
             server.await_idleness()

@@ -13,7 +13,7 @@ import pytest
 
 from roseinfer import tiny_gpt2
 from roseinfer.server import streaming
-from roseinfer.server.generation import Piece, Usage
+from roseinfer.server.generation import ChoiceDelta, Usage
 from roseinfer.server.schemas import choices
 from roseinfer.server.schemas.chat import ChatBody, ChatCompletion
 from roseinfer.server.schemas.choices import TokenTexts
@@ -29,7 +29,7 @@ from tests.server.test_text_offsets import tokenizer_of_words
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
-    from roseinfer.server.schemas.choices import ChoicesAnswer
+    from roseinfer.server.schemas.choices import ChoicesResponse
 
 TEXTS = (
     "Röslein",
@@ -45,7 +45,7 @@ END = 256
 class Drawn:
     """A generation of random texts, with whose pieces an answer is made."""
 
-    over = False
+    finished = False
 
     def __init__(self, rng: random.Random, body: Any, prompts: list[list[int]], most: int) -> None:
         self.usage = Usage(7, 5, 3)
@@ -53,46 +53,46 @@ class Drawn:
         self._rng = rng
         self.vocabulary = max(map(max, [[1], *prompts])) + 1
         self.pieces = [
-            self._piece(number, prompts[number // body.choices], rng.randint(0, most))
-            for number in range(len(prompts) * body.choices)
+            self._piece(number, prompts[number // body.num_choices], rng.randint(0, most))
+            for number in range(len(prompts) * body.num_choices)
         ]
 
-    def _piece(self, number: int, prompt: list[int], count: int) -> Piece:
-        rng, wanted = self._rng, self._body.wanted_logprobs(0)
-        piece = Piece(number, rng.choice(TEXTS), finish_reason=rng.choice(("stop", "length")))
+    def _piece(self, number: int, prompt: list[int], count: int) -> ChoiceDelta:
+        rng, wanted = self._rng, self._body.logprob_params(0)
+        piece = ChoiceDelta(number, rng.choice(TEXTS), finish_reason=rng.choice(("stop", "length")))
         piece.tokens = [self._token() for _ in range(count)]
         if wanted.get("logprobs"):
             piece.logprobs = [-rng.expovariate(1) for _ in piece.tokens]
             tops = wanted.get("top_logprobs", 0)
-            piece.likeliest = [
+            piece.top_logprobs = [
                 [(self._token(), -rng.expovariate(1)) for _ in range(tops)]
                 for _ in piece.tokens
                 if tops
             ]
         if wanted.get("prompt_logprobs"):
-            values = random.Random(number // self._body.choices)
-            piece.echoed = [(token, -values.expovariate(1)) for token in prompt]
-            piece.echoed[0] = prompt[0], None
+            values = random.Random(number // self._body.num_choices)
+            piece.echoed_tokens = [(token, -values.expovariate(1)) for token in prompt]
+            piece.echoed_tokens[0] = prompt[0], None
         return piece
 
     def _token(self) -> int:
         return self._rng.randrange(self.vocabulary)
 
-    async def whole(self) -> list[Piece]:
+    async def collect_choices(self) -> list[ChoiceDelta]:
         return self.pieces
 
-    async def bursts(self) -> AsyncGenerator[list[Piece], None]:
+    async def bursts(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         for burst in self.parts():
             yield burst
-            self.over = True
+            self.finished = True
 
-    def parts(self) -> Iterator[list[Piece]]:
+    def parts(self) -> Iterator[list[ChoiceDelta]]:
         """Yield what comes first of all choices, and then the rest of all."""
         for last in (False, True):
             yield [self._part(piece, last=last) for piece in self.pieces]
 
     @staticmethod
-    def _part(piece: Piece, *, last: bool) -> Piece:
+    def _part(piece: ChoiceDelta, *, last: bool) -> ChoiceDelta:
         cut = len(piece.tokens) // 3
         at = slice(cut, None) if last else slice(cut)
         return replace(
@@ -100,8 +100,8 @@ class Drawn:
             text="" if last else piece.text,
             tokens=piece.tokens[at],
             logprobs=piece.logprobs[at],
-            likeliest=piece.likeliest[at],
-            echoed=[] if last else piece.echoed,
+            top_logprobs=piece.top_logprobs[at],
+            echoed_tokens=[] if last else piece.echoed_tokens,
             finish_reason=piece.finish_reason if last else None,
         )
 
@@ -117,15 +117,15 @@ class Plain:
         self._body, self._texts, self._echoed = body, texts, echoed
         self._offsets: dict[int, TextOffsets] = {}
 
-    def choice(self, piece: Piece) -> dict[str, Any] | None:
-        echoed = self._echoed[piece.choice // self._body.choices]
+    def choice(self, piece: ChoiceDelta) -> dict[str, Any] | None:
+        echoed = self._echoed[piece.choice // self._body.num_choices]
         before = "" if piece.choice in self._offsets else echoed
         offsets = self._offsets.setdefault(piece.choice, TextOffsets(self._texts, len(echoed)))
         logprobs = None
         if self._body.logprobs is not None:
-            tokens = [token for token, _ in piece.echoed]
-            values = [*(value for _, value in piece.echoed), *piece.logprobs]
-            tops = [*([] for _ in tokens), *piece.likeliest]
+            tokens = [token for token, _ in piece.echoed_tokens]
+            values = [*(value for _, value in piece.echoed_tokens), *piece.logprobs]
+            tops = [*([] for _ in tokens), *piece.top_logprobs]
             begins = PromptOffsets(self._texts, echoed).of(tokens) + offsets.of(piece.tokens)
             tokens += piece.tokens
             logprobs = {
@@ -151,17 +151,17 @@ class Plain:
         }
 
 
-def plain_message(texts: TokenTexts, wants: bool) -> Callable[[Piece], dict[str, Any]]:
+def plain_message(texts: TokenTexts, wants: bool) -> Callable[[ChoiceDelta], dict[str, Any]]:
     def told(token: int, value: float) -> dict[str, Any]:
         return {"token": texts[token][0], "logprob": value, "bytes": texts[token][1]}
 
-    def choice(piece: Piece) -> dict[str, Any]:
+    def choice(piece: ChoiceDelta) -> dict[str, Any]:
         content = [
             told(token, value) | {"top_logprobs": [told(*each) for each in top]}
             for token, value, top in zip(
                 piece.tokens,
                 piece.logprobs,
-                piece.likeliest or [[]] * len(piece.tokens),
+                piece.top_logprobs or [[]] * len(piece.tokens),
                 strict=wants,
             )
         ]
@@ -181,14 +181,14 @@ def plain_message(texts: TokenTexts, wants: bool) -> Callable[[Piece], dict[str,
     return choice
 
 
-async def sent_of(answer: ChoicesAnswer) -> bytes:
+async def sent_of(answer: ChoicesResponse) -> bytes:
     """Return the body that a client gets of a whole answer."""
     messages: list[Any] = []
 
     async def send(message: Any) -> None:
         messages.append(message)
 
-    await send_json(send, await answer.whole())
+    await send_json(send, await answer.json_parts())
     start, *bodies = messages
     body = b"".join(each["body"] for each in bodies)
     assert start["headers"][0] == (b"content-length", str(len(body)).encode())
@@ -196,7 +196,7 @@ async def sent_of(answer: ChoicesAnswer) -> bytes:
     return body
 
 
-async def events_of(answer: ChoicesAnswer) -> bytes:
+async def events_of(answer: ChoicesResponse) -> bytes:
     return b"".join([data async for data in answer.events()])
 
 
@@ -209,8 +209,8 @@ def tokenizers() -> list[Any]:
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Have the limits of slices be so small."""
     for module in (streaming, choices):
-        monkeypatch.setattr(module, "AT_ONCE", request.param)
-        monkeypatch.setattr(module, "BYTES_AT_ONCE", 100 * request.param)
+        monkeypatch.setattr(module, "LOGPROBS_PER_TURN", request.param)
+        monkeypatch.setattr(module, "BYTES_PER_TURN", 100 * request.param)
     return int(request.param)
 
 
@@ -242,11 +242,11 @@ def test_a_completion_has_the_bytes_of_one_made_at_once(
     for at in range(60):
         tokenizer = tokenizers[at % 2]
         body, tokens, echoed = drawn_completion(rng, tokenizer, stream)
-        generation: Any = Drawn(rng, body, tokens, 0 if body.prompts_only else 9)
+        generation: Any = Drawn(rng, body, tokens, 0 if body.prefill_only else 9)
         texts = TokenTexts(tokenizer)
         plain = Plain(body, texts, echoed)
         answer = Completion(body, generation, texts, echoed)
-        echoes += any(each.echoed for each in generation.pieces)
+        echoes += any(each.echoed_tokens for each in generation.pieces)
         if stream:
             found = asyncio.run(events_of(answer))
             parts = [
@@ -264,20 +264,20 @@ def test_a_completion_has_the_bytes_of_one_made_at_once(
 
 
 @pytest.mark.usefixtures("slices")
-@pytest.mark.parametrize("likeliest", [None, 0, 1, 20])
+@pytest.mark.parametrize("top_logprobs", [None, 0, 1, 20])
 def test_a_chat_has_the_bytes_of_one_made_at_once(
-    likeliest: int | None, tokenizers: list[Any]
+    top_logprobs: int | None, tokenizers: list[Any]
 ) -> None:
     rng = random.Random(12)
     for tokenizer in tokenizers * 4:
-        asked = {"n": rng.randint(1, 4), "logprobs": likeliest is not None}
-        asked |= {"top_logprobs": likeliest} if likeliest else {}
+        asked = {"n": rng.randint(1, 4), "logprobs": top_logprobs is not None}
+        asked |= {"top_logprobs": top_logprobs} if top_logprobs else {}
         messages = [{"role": "user", "content": "x"}]
         body = ChatBody.model_validate(asked | {"model": "tiny", "messages": messages})
         generation: Any = Drawn(rng, body, [[len(tokenizer) - 1]], 30)
         texts = TokenTexts(tokenizer)
         answer = ChatCompletion(body, generation, texts)
-        choice = plain_message(texts, wants=likeliest is not None)
+        choice = plain_message(texts, wants=top_logprobs is not None)
         whole = answer._head | {"choices": [*map(choice, generation.pieces)]}
         assert asyncio.run(sent_of(answer)) == dumped(whole | {"usage": answer._usage()})
 
@@ -333,7 +333,7 @@ def test_others_have_turns_while_a_large_answer_is_made(
         for encoder in {"encode_any", "encode_finite"} & {*vars(module)}:
             monkeypatch.setattr(module, encoder, counted(getattr(module, encoder), work))
     texts, rng = CountedTexts(tokenizer, work), random.Random(13)
-    answer: ChoicesAnswer
+    answer: ChoicesResponse
     echoed = 0
     if name == "chats":
         chat = ChatBody.model_validate(asked | {"logprobs": True})
@@ -356,20 +356,20 @@ def test_others_have_turns_while_a_large_answer_is_made(
             async for data in answer.events():
                 work.add("sent", len(data))
         else:
-            await send_json(send, await answer.whole())
+            await send_json(send, await answer.json_parts())
         turning.cancel()
 
     asyncio.run(made())
     logprobs = echoed + sum(
-        len(each.tokens) + sum(map(len, each.likeliest)) for each in drawn.pieces
+        len(each.tokens) + sum(map(len, each.top_logprobs)) for each in drawn.pieces
     )
-    assert logprobs > 12 * streaming.AT_ONCE
-    assert work.turns > logprobs / streaming.AT_ONCE / 2
+    assert logprobs > 12 * streaming.LOGPROBS_PER_TURN
+    assert work.turns > logprobs / streaming.LOGPROBS_PER_TURN / 2
     assert work.total["texts"] < 4 * logprobs
-    assert work.most["texts"] < 8 * streaming.AT_ONCE
-    assert work.total["sent"] > 8 * streaming.BYTES_AT_ONCE
-    assert work.most["sent"] < 8 * streaming.BYTES_AT_ONCE
-    assert work.most["encoded"] < streaming.BYTES_AT_ONCE
+    assert work.most["texts"] < 8 * streaming.LOGPROBS_PER_TURN
+    assert work.total["sent"] > 8 * streaming.BYTES_PER_TURN
+    assert work.most["sent"] < 8 * streaming.BYTES_PER_TURN
+    assert work.most["encoded"] < streaming.BYTES_PER_TURN
 
 
 def counted(encode: Callable[[Any], str], work: Work) -> Callable[[Any], str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def fail_after(server: Server, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Have one forward pass run out of memory, once so many more tokens were sent."""
-    model, metrics = server.llm.engine.sessions.model, server.service.metrics
+    model, metrics = server.llm.engine.sequence_runner.model, server.service.metrics
     logits, sent = model.logits, metrics.generation_tokens
 
     def broken(*arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def test_an_engine_that_stopped_is_not_alive(monkeypatch: pytest.MonkeyPatch) ->
         def never(*_: Any) -> Any:
             raise NoDistribution("never again")
 
-        monkeypatch.setattr(server.llm.engine.sessions.model, "logits", never)
+        monkeypatch.setattr(server.llm.engine.sequence_runner.model, "logits", never)
         statuses = [server.post("completions", prompt="x").status for _ in range(4)]
         assert statuses == [500, 500, 500, 503]
         assert server.ask("GET", "/health").status == 503

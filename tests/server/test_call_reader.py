@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.guided.compiler import GuideCompiler
 from roseinfer.models.tiny import byte_tokenizer
-from roseinfer.server.schemas.tools import CallReader, Function, call_guide
+from roseinfer.server.schemas.tools import Function, ToolCallParser, call_guide
 
 ARGUMENTS = ['{"x": 1}', "{ }", '{"y": "}]\\\\\\" {", "z": [{"a": [1, 2]}, "<tool_call>"]}']
 BEGINS = [
@@ -50,7 +50,7 @@ def texts() -> list[tuple[str, tuple[str, str | None, str]]]:
 
 
 def read(pieces: list[str]) -> tuple[str, str | None, str]:
-    reader = CallReader()
+    reader = ToolCallParser()
     content, arguments, name = "", "", None
     for at, piece in enumerate(pieces, 1):
         said = reader.read(piece, last=at == len(pieces))
@@ -77,7 +77,7 @@ def test_calls_are_told_from_what_is_said(cut: str) -> None:
 
 def test_a_text_is_told_while_it_is_written() -> None:
     """Nothing is held back longer than it takes to see that it is no call."""
-    reader = CallReader()
+    reader = ToolCallParser()
     assert [reader.read(each, last=False).content for each in ("Hi", " <", "b", " {", "x")] == [
         "Hi", " ", "<b", " {", "x",
     ]  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_form_and_the_reader_agree() -> None:
     forced = call_guide([Function(name="f", parameters=parameters)], required=True)
     for text, (content, name, arguments) in texts():
         for one, wanted in ((guide, True), (forced, name is not None and text[0] in "{\n")):
-            progress = compiler.progress(one)
+            progress = compiler.new_matcher(one)
             taken = progress._matcher.try_consume_tokens(tokenizer.encode(text))
             whole = taken == len(text.encode()) and progress._matcher.is_accepting()
             if "tool_call" not in text or one is guide:

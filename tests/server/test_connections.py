@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer.server import auth
-from roseinfer.server.connections import MOST_BACKLOG, Limits
+from roseinfer.server.connections import MAX_BACKLOG, ConnectionLimits
 from tests.python_process import ROOT
 from tests.server.serve_process import serving
 from tests.server.served import MODEL, PATIENCE, running
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.server.served import Server
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 900, "ignore_eos": True}
-SOON = Limits(head_seconds=1.0, dropping_seconds=0.2)
+SOON = ConnectionLimits(head_seconds=1.0, discard_seconds=0.2)
 """Limits that a test can wait for. The server looks at them once a second."""
 
 
@@ -130,7 +130,7 @@ def test_headers_after_a_body_in_chunks_count(server: Server) -> None:
 
 
 def test_incomplete_heads_have_a_bound_together() -> None:
-    with running(limits=Limits(all_head_bytes=100_000)) as server, ExitStack() as stack:
+    with running(limits=ConnectionLimits(all_head_bytes=100_000)) as server, ExitStack() as stack:
         for _ in range(2):
             with connected(server, "GET / HTTP/1.1", f"X: {'y' * 40_000}", end=False):
                 until(lambda: server.http._connections.head_bytes > 40_000)
@@ -176,7 +176,7 @@ def test_a_long_answer_leaves_no_less_time_for_the_next_request(
     hasty: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of that one comes while the first is answered, for longer than a head may take."""
-    model = hasty.llm.engine.sessions.model
+    model = hasty.llm.engine.sequence_runner.model
     logits = model.logits
 
     def slow(*arguments: Any) -> Any:
@@ -202,7 +202,7 @@ WITH_BODY = ("POST /v1/completions HTTP/1.1", "Content-Type: application/json")
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_BODY_S", 1.0)
+    monkeypatch.setattr(auth, "_BODY_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("short")
@@ -219,7 +219,7 @@ def test_a_body_that_comes_steadily_is_taken(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte is worth some time here."""
-    monkeypatch.setattr(auth, "_SLOWEST", 10)
+    monkeypatch.setattr(auth, "_MIN_BODY_BYTES_PER_S", 10)
     data = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(60)
     with connected(server, *WITH_BODY, "Content-Length: 60", "Connection: close") as connection:
         for at in range(0, 60, 10):
@@ -231,7 +231,7 @@ def test_a_body_that_comes_steadily_is_taken(
 def test_bodies_that_are_not_complete_have_a_bound_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auth, "_MOST_UNFINISHED", 1)
+    monkeypatch.setattr(auth, "_MAX_INCOMPLETE_BYTES", 1)
     with running(config={"max_body_bytes": 100_000}) as server, ExitStack() as stack:
         said = (*WITH_BODY, "Content-Length: 100000")
         opened = [stack.enter_context(connected(server, *said)) for _ in range(4)]
@@ -274,7 +274,7 @@ def test_a_body_that_nobody_wants_is_not_waited_for(line: str, status: int) -> N
 
 @pytest.mark.parametrize("bound", ["time", "bytes"])
 def test_no_more_of_it_is_dropped_than_a_bound(bound: str) -> None:
-    limits = SOON if bound == "time" else Limits(dropped_bytes=1 << 20)
+    limits = SOON if bound == "time" else ConnectionLimits(max_discarded_bytes=1 << 20)
     with (
         running(limits=limits, config={"max_body_bytes": 10}) as server,
         connected(server, "GET /health HTTP/1.1", "Content-Length: 1000000000") as kept,
@@ -343,26 +343,26 @@ def test_a_client_that_leaves_ends_all_that_it_pipelined(server: Server) -> None
     server.await_idleness()
     assert server.service.metrics.generation_tokens - generated < 900
     line = json.loads(server.lines[-1])
-    assert line["left"]
+    assert line["client_disconnected"]
     assert "error" not in line
 
 
 def test_a_reader_that_takes_nothing_is_left() -> None:
-    with running(limits=Limits(stalled_seconds=0.5), send_buffer=4096) as server:
+    with running(limits=ConnectionLimits(stalled_seconds=0.5), send_buffer=4096) as server:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
             connection.sendall(posting(LONG | {"stream": True, "n": 8, "logprobs": 0}))
-            until(lambda: server.service.admission.open == 8)
+            until(lambda: server.service.admission.num_open == 8)
             server.await_idleness()
-        assert json.loads(server.lines[-1])["left"]
+        assert json.loads(server.lines[-1])["client_disconnected"]
 
 
 # --------------------------------------------------------------------------------- connections
 
 
 def test_the_longest_idle_connection_ends_for_a_new_one() -> None:
-    with running(limits=Limits(connections=4)) as server, ExitStack() as stack:
+    with running(limits=ConnectionLimits(connections=4)) as server, ExitStack() as stack:
         opened = []
         for _ in range(4):
             each = stack.enter_context(connected(server))
@@ -377,7 +377,7 @@ def test_the_longest_idle_connection_ends_for_a_new_one() -> None:
 
 
 def test_many_connections_that_send_nothing_end_no_service() -> None:
-    with running(limits=Limits(connections=8)) as server, ExitStack() as stack:
+    with running(limits=ConnectionLimits(connections=8)) as server, ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connected(server))
             stack.enter_context(connected(server, "GET / HTTP/1.1", end=False))
@@ -388,7 +388,7 @@ def test_many_connections_that_send_nothing_end_no_service() -> None:
 def test_where_all_are_busy_a_new_one_is_refused_and_the_log_says_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with running(limits=Limits(connections=3)) as server, ExitStack() as stack:
+    with running(limits=ConnectionLimits(connections=3)) as server, ExitStack() as stack:
         streams = [stack.enter_context(connected(server)) for _ in range(3)]
         for each in streams:
             each.sendall(posting(LONG | {"stream": True, "n": 8}))
@@ -402,7 +402,7 @@ def test_where_all_are_busy_a_new_one_is_refused_and_the_log_says_so(
         server.await_idleness()
         assert server.ask("GET", "/health").status == 200
     said = capfd.readouterr().err
-    assert said.count("all 3 connections are busy, and new ones get 503") == 1
+    assert said.count("all 3 connections are busy, new ones get 503") == 1
 
 
 def test_a_server_in_a_process_of_its_own_holds_against_one_client() -> None:
@@ -442,16 +442,16 @@ def peak_memory(process: int) -> int:
 
 FEW_FILES = """
     import resource
-    from roseinfer.server.connections import Limits, raise_file_limit, _files_run_out
+    from roseinfer.server.connections import ConnectionLimits, raise_file_limit, _out_of_files
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))
     files = raise_file_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files, {hard})
-    assert not _files_run_out()
-    limits = Limits.of_files(files)
+    assert not _out_of_files()
+    limits = ConnectionLimits.for_open_files(files)
     print(files, limits.connections, limits.backlog)
     opened = []
-    while not _files_run_out():
+    while not _out_of_files():
         opened.append(open("/dev/null"))
     print(len(opened) > files - 50)
 """
@@ -469,22 +469,22 @@ def test_the_limit_of_files_is_raised(hard: int, said: str) -> None:
 
 
 def test_a_high_limit_of_files_gives_no_more_connections_than_a_server_can_use() -> None:
-    limits = Limits.of_files(1 << 16)
-    assert (limits.connections, limits.backlog) == (8192, MOST_BACKLOG)
-    assert limits == Limits()
+    limits = ConnectionLimits.for_open_files(1 << 16)
+    assert (limits.connections, limits.backlog) == (8192, MAX_BACKLOG)
+    assert limits == ConnectionLimits()
 
 
-def test_where_files_run_out_connections_end_and_the_log_says_so(
+def test_where_out_of_files_connections_end_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with running() as server, closing(server.connection()) as kept:
         kept.request("GET", "/version")
         kept.getresponse().read()
         until(lambda: len(server.http._connections.idle) == 1)
-        monkeypatch.setattr("roseinfer.server.connections._files_run_out", lambda: True)
+        monkeypatch.setattr("roseinfer.server.connections._out_of_files", lambda: True)
         await_no_connection(server)
         monkeypatch.undo()
-    assert "all files that may be open are, and connections are closed" in capfd.readouterr().err
+    assert "limit of open files reached, idle connections are closed" in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- all

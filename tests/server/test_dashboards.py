@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import EnginePath, SamplingParams
-from roseinfer.engine.drafter import MOST_DRAFTS
-from roseinfer.engine_client.in_process import InProcess
-from roseinfer.server.metrics import HttpCounts, MetricsPage, TextCounts, lengths_up_to
+from roseinfer.engine.drafter import MAX_DRAFT_TOKENS
+from roseinfer.engine_client.in_process import InProcessClient
+from roseinfer.server.metrics import CompletionMetrics, HttpMetrics, MetricsPage, length_bounds
 from tests.engine.repeating import repeating_llm
 from tests.server.served import running
 
@@ -208,8 +208,8 @@ def test_drafts_are_counted_with_speculation_alone() -> None:
     with running() as server:
         assert not page_of(server).all_of(drafts)
     llm = repeating_llm("cpu", speculation="ngram", resident_decode=False)
-    served = InProcess(llm)
-    shown = MetricsPage(TextCounts(100), HttpCounts(), served, "circles")
+    served = InProcessClient(llm)
+    shown = MetricsPage(CompletionMetrics(100), HttpMetrics(), served, "circles")
     assert Page(shown.text()).sum(drafts) == 0
     llm.generate([[7, 3, 90, 12]], SamplingParams(max_new_tokens=200, ignore_eos=True))
     page, counts = Page(shown.text()), llm.engine.path_counts
@@ -218,7 +218,7 @@ def test_drafts_are_counted_with_speculation_alone() -> None:
     assert 100 < page.sum(accepted) == counts[EnginePath.ACCEPTED]
     places = page.all_of(by_place)
     values = [each.value for each in places]
-    assert [each.labels["position"] for each in places] == [*map(str, range(MOST_DRAFTS))]
+    assert [each.labels["position"] for each in places] == [*map(str, range(MAX_DRAFT_TOKENS))]
     assert sum(values) == page.sum(accepted)
     assert page.sum(drafts) >= values[0] > values[-1]
     assert sorted(values, reverse=True) == values
@@ -257,12 +257,12 @@ def test_histograms_have_the_bounds_that_are_asked_for() -> None:
 
 
 def test_lengths_have_the_bounds_of_vllm() -> None:
-    assert lengths_up_to(100) == (1, 2, 5, 10, 20, 50, 100)
-    assert lengths_up_to(1024)[-1] == 1000
+    assert length_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert length_bounds(1024)[-1] == 1000
     with running() as server:
         page = page_of(server)
     bounds = [each.labels["le"] for each in page.all_of("vllm:request_prompt_tokens_bucket")]
-    assert bounds == [*map(str, lengths_up_to(1024)), "+Inf"]
+    assert bounds == [*map(str, length_bounds(1024)), "+Inf"]
     assert bounds[:3] == ["1.0", "2.0", "5.0"]
     steps = [each.labels["le"] for each in page.all_of("vllm:iteration_tokens_total_bucket")]
     assert [float(each) for each in steps[:3] + steps[-2:-1]] == [1, 8, 16, 16384]

@@ -42,18 +42,18 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(
     server: Server, stream: bool, n: int
 ) -> None:
     cancelled = server.llm.engine.path_counts[EnginePath.CANCELLED]
-    ends = server.service.metrics.ends["abort"]
+    ends = server.service.metrics.finish_reasons["abort"]
     generated = server.service.metrics.generation_tokens
     ask_and_leave(server, LONG | {"stream": stream, "n": n}, None if stream else 0.05)
     server.await_idleness()
     assert server.llm.engine.path_counts[EnginePath.CANCELLED] - cancelled == n
-    assert server.service.metrics.ends["abort"] - ends == n
+    assert server.service.metrics.finish_reasons["abort"] - ends == n
     assert server.service.metrics.generation_tokens - generated < 900 * n
 
 
 def test_it_is_cancelled_within_a_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are so slow here that one more would be seen."""
-    model = server.llm.engine.sessions.model
+    model = server.llm.engine.sequence_runner.model
     logits, done = model.logits, []
 
     def slow(*arguments: Any) -> Any:
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
                 assert time.monotonic() < end
                 time.sleep(0.001)
         server.await_idleness()
-    assert '"left": true' in "".join(server.lines)
+    assert '"client_disconnected": true' in "".join(server.lines)
 
 
 def test_a_reader_that_stops_reading_is_paused_and_others_go_on() -> None:

@@ -22,7 +22,7 @@ import pytest
 from roseinfer.cli.model_options import Parser
 from roseinfer.config import API_KEY
 from roseinfer.server import serve
-from roseinfer.server.http_server import bound
+from roseinfer.server.http_server import open_listener
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.served import MODEL, running
 
@@ -94,7 +94,7 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
         assert text
         assert server.process.wait(PATIENCE) == 0
         assert refuses_connections(server.port)
-    assert "ending, once 1 texts are done or 30 s are over" in "".join(server.said)
+    assert "shutting down; waiting up to 30 s for 1 completions" in "".join(server.said)
     logged = [json.loads(line) for line in server.logged]
     assert [line["status"] for line in logged if line["path"] == "/v1/completions"] == [503, 200]
     assert logged[-1]["completion_tokens"] == 400
@@ -105,7 +105,7 @@ def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
     options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")
     with serving(*options, variables={API_KEY: "rose-key"}) as server:
         assert 'api_key="..."' in "".join(server.said)
-        assert "whoever reaches" not in "".join(server.said)
+        assert "no API key" not in "".join(server.said)
         with client_of(server, "rose-key") as client:
             stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
             next(stream)
@@ -118,18 +118,18 @@ def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
 
 NEVER_READ = """\
 from threading import Event
-from roseinfer.progress import say
-from roseinfer.server.prompts import Prompts
+from roseinfer.progress import print_status
+from roseinfer.server.prompts import PromptEncoder
 
-encode = Prompts._encode
+encode = PromptEncoder._encode
 
 def held(self, text, *given, **options):
     if text[:4] == "hold":
-        say("held")
+        print_status("held")
         Event().wait()
     return encode(self, text, *given, **options)
 
-Prompts._encode = held
+PromptEncoder._encode = held
 """
 
 
@@ -154,7 +154,9 @@ def test_prompts_that_take_too_long_are_cut_too() -> None:
 
 def test_a_second_signal_ends_it_at_once() -> None:
     with serving("--host", "0.0.0.0") as server, client_of(server) as client:
-        assert "whoever reaches this machine may use it" in "".join(server.said)
+        assert "no API key: every client that reaches this machine is served" in "".join(
+            server.said
+        )
         stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
         next(stream)
         server.process.send_signal(signal.SIGINT)
@@ -198,8 +200,8 @@ def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
         assert any(each.name == "roseinfer" for each in threading.enumerate())
         began = time.monotonic()
     assert time.monotonic() - began < 3
-    assert server.service.served.closed
-    assert server.served._served.closed
+    assert server.service.engine_client.closed
+    assert server.served._async_llm.closed
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -219,23 +221,23 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"--port {port} cannot be listened on" in refused(capsys, "--port", port)
+        assert f"--port {port}: cannot listen" in refused(capsys, "--port", port)
 
 
 def test_so_is_one_that_another_server_has_which_still_loads_its_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with bound("127.0.0.1", 0) as taken:
+    with open_listener("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         said = refused(capsys, "--port", port)
-        assert f"--port {port} cannot be listened on: Address already in use" in said
+        assert f"--port {port}: cannot listen: Address already in use" in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--model", "/nowhere"], "there is no such directory"),
-        (["--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
+        (["--chat-template", "/nowhere"], "--chat-template /nowhere: cannot read the file"),
         (["--max-queue", "0"], "max_queue must be"),
         (["--api-key", ""], "the API key is empty"),
         (["--host", "nowhere.invalid"], "--host nowhere.invalid"),

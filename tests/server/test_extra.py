@@ -22,7 +22,7 @@ def test_the_extra_names_what_the_server_imports() -> None:
     named = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in EXTRA}
     assert named == MODULES | {"roseinfer"}  # with the extra for guides
     assert "roseinfer[guided]" in EXTRA
-    assert set(serve._EXTRA) <= MODULES
+    assert set(serve._SERVE_MODULES) <= MODULES
 
 
 @pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
@@ -52,10 +52,10 @@ WITHOUT = """
 """
 
 
-@pytest.mark.parametrize("module", serve._EXTRA)
+@pytest.mark.parametrize("module", serve._SERVE_MODULES)
 def test_where_it_is_missing_one_is_told_what_installs_it(module: str) -> None:
     said = run_python(WITHOUT.format(module=module))
-    assert f"the server needs {module}, which is not installed: pip install '.[serve]'" in said
+    assert f"the server needs {module}, which is not installed; run pip install '.[serve]'" in said
     assert said.splitlines()[-2:] == ["2", "False"]
 
 

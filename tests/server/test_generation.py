@@ -35,10 +35,10 @@ def test_more_texts_wait_longer_for_a_chunk_but_not_for_many_tokens(
     apart: bool, texts: int, token: float, seconds: float
 ) -> None:
     nothing: Any = None
-    engine: Any = SimpleNamespace(apart=apart)
-    generation = Generation(engine, nothing, [], 1, nothing, lambda: texts, began=0.0)
-    generation._token_s = token
-    assert generation._pause() == pytest.approx(seconds)
+    engine: Any = SimpleNamespace(separate_process=apart)
+    generation = Generation(engine, nothing, [], 1, nothing, lambda: texts, received_at=0.0)
+    generation._seconds_per_token = token
+    assert generation._coalescing_delay_s() == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -46,7 +46,9 @@ def test_the_end_of_a_stream_waits_for_nothing(
     path: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last events come together with the last of its text."""
-    monkeypatch.setattr(Generation, "_pause", lambda _: 10 * PATIENCE)  # no client waits so long
+    monkeypatch.setattr(
+        Generation, "_coalescing_delay_s", lambda _: 10 * PATIENCE
+    )  # no client waits so long
     asked = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
     usage = {"stream_options": {"include_usage": True}}
     answer = server.post(path, **asked, max_tokens=1, stream=True, **usage)

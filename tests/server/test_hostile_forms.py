@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.guided import compiler
-from roseinfer.guided.trial import _MOST_SLOW
+from roseinfer.guided.sandbox import _MAX_SLOW_TRIALS
 
 if TYPE_CHECKING:
     import pytest
@@ -38,14 +38,14 @@ def refused(answer: Answer) -> str:
 
 def test_others_go_on_while_a_form_is_tried(server: Server) -> None:
     assert ask(server, {"type": "boolean"}).status == 200
-    made = server.llm.engine._guides._made
+    made = server.llm.engine._guide_compiler._tools
     assert made is not None
     trial: Any = made[2]
     with ThreadPoolExecutor(1) as threads:
-        with trial._lanes[1]._lock:  # as if another were tried for long
+        with trial._workers[1]._lock:  # as if another were tried for long
             hostile = threads.submit(ask, server, HEAVY)
             end = time.monotonic() + PATIENCE
-            while trial._slow_places._value == _MOST_SLOW:
+            while trial._slow_trials._value == _MAX_SLOW_TRIALS:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             other = ask(server, {"enum": ["yes", "no"]})
@@ -69,7 +69,7 @@ def test_bounds_that_no_grammar_keeps_are_refused(server: Server) -> None:
 
 
 def test_a_crash_is_a_refusal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "refuse_inexact_numbers", lambda _: None)
+    monkeypatch.setattr(compiler, "reject_inexact_numbers", lambda _: None)
     assert "the compiler crashed on it" in refused(ask(server, CRASH))
     assert ask(server, {"type": "boolean"}).status == 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.config import ServerConfig
-from roseinfer.server.http_server import bound, with_hosts
+from roseinfer.server.http_server import open_listener, with_loopback_hosts
 from tests.server.served import MODEL, PATIENCE, running
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ PATHS = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/v1
 def local() -> Iterator[Server]:
     """A server with the names that one on 127.0.0.1 gets."""
     config = ServerConfig(port=0, api_key="x")
-    with bound(config.host, config.port) as listener:
-        names = with_hosts(config, listener).allowed_hosts
+    with open_listener(config.host, config.port) as listener:
+        names = with_loopback_hosts(config, listener).allowed_hosts
     with running(config={"allowed_hosts": names}) as server:
         yield server
 
@@ -108,8 +108,8 @@ def test_loopback_has_its_own_names_and_other_addresses_any(
     host: str, given: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     config = ServerConfig(host=host, port=0, api_key="x", allowed_hosts=given)
-    with bound(config.host, config.port) as listener:
-        assert with_hosts(config, listener).allowed_hosts == names
+    with open_listener(config.host, config.port) as listener:
+        assert with_loopback_hosts(config, listener).allowed_hosts == names
 
 
 def test_where_any_name_is_allowed_any_is_taken() -> None:
@@ -140,4 +140,4 @@ def test_nothing_is_redirected_to_the_host_that_was_named(server: Server) -> Non
         assert refused.status == 404, path
         assert "location" not in refused.headers
         assert b"evil" not in refused.data
-    assert "no path ends with a slash" in server.ask("GET", "/health/").error["message"]
+    assert "none of them ends with a slash" in server.ask("GET", "/health/").error["message"]

@@ -34,8 +34,8 @@ def kept() -> Iterator[Server]:
 # -------------------------------------------------------------------------------------- the key
 
 
-NONE = "this server wants its API key, as in the header Authorization: Bearer KEY"
-OTHER = "the API key that was sent is not the one of this server"
+NONE = "API key missing; send it in the header Authorization: Bearer KEY"
+OTHER = "wrong API key; send the key that this server was started with"
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,13 @@ def test_a_client_that_writes_all_before_it_reads_is_told_too(kept: Server, coun
     assert head.startswith(b"HTTP/1.1 413 ")
     error = json.loads(data)["error"]
     assert error["code"] == "body_too_large"
-    assert error["message"] == (
-        "the body is larger than 2000 bytes, which is the most that this server takes"
-    )
+    assert error["message"] == ("the body is too large; this server's limit is 2000 bytes")
 
 
 def test_openais_client_is_told_of_a_body_that_is_too_large(kept: Server) -> None:
     with kept.client(api_key="rose-key") as client:
         for _ in range(3):
-            with pytest.raises(openai.APIStatusError, match="larger than 2000 bytes") as refused:
+            with pytest.raises(openai.APIStatusError, match="limit is 2000 bytes") as refused:
                 client.completions.create(model=MODEL, prompt=LARGE.decode())
             assert refused.value.status_code == 413
 
@@ -188,7 +186,7 @@ def test_a_body_that_ends_half_way_is_not_looked_at(kept: Server) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     line = json.loads(kept.lines[-1])
-    assert (line["status"], line["left"]) == (499, True)
+    assert (line["status"], line["client_disconnected"]) == (499, True)
 
 
 def test_a_prompt_that_is_longer_than_the_server_takes_is_refused() -> None:
@@ -196,7 +194,7 @@ def test_a_prompt_that_is_longer_than_the_server_takes_is_refused() -> None:
         assert server.post("completions", prompt="x" * 10).status == 200
         refused = server.post("completions", prompt="x" * 11)
         assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
-        assert "takes 10" in refused.error["message"]
+        assert "limit is 10" in refused.error["message"]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -218,7 +216,7 @@ def test_a_prompt_is_refused_by_its_characters_before_it_is_tokenised(
             chat = {"messages": [{"role": "user", "content": text}]}
             refused = server.post(path, **{"prompt": text} if path == "completions" else chat)
             assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
-        assert "characters is too long: there is room for 640" in refused.error["message"]
+        assert "characters; the limit is 640" in refused.error["message"]
         assert read == ([640] if path == "completions" else [])
 
 
@@ -236,7 +234,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
             asking.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
             held.append(asking)
         held[0].recv(1000)
-        while server.service.admission.open < 3:
+        while server.service.admission.num_open < 3:
             pass
         refused = server.post("completions", prompt="y")
         assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
@@ -252,8 +250,8 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 def test_the_client_comes_again_by_itself() -> None:
     with running(config={"max_queue": 1}, max_batch_size=1) as server:
         admission = server.service.admission
-        admission.open += 2
-        ends = threading.Timer(0.3, lambda: setattr(admission, "open", 0))
+        admission.num_open += 2
+        ends = threading.Timer(0.3, lambda: setattr(admission, "num_open", 0))
         ends.start()
         with server.client(max_retries=3) as client:
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices

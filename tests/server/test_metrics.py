@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
 from roseinfer.histogram import Histogram
-from roseinfer.server.prompts import Prompts
+from roseinfer.server.prompts import PromptEncoder
 from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL, running
 
@@ -140,13 +140,13 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
 
 
 def test_a_request_begins_before_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, slow = Prompts._read, 0.2
+    read, slow = PromptEncoder._read, 0.2
 
-    def read_slowly(self: Prompts, prompt: str | list[int], field: str) -> Prompt:
+    def read_slowly(self: PromptEncoder, prompt: str | list[int], field: str) -> Prompt:
         time.sleep(slow)
         return read(self, prompt, field)
 
-    monkeypatch.setattr(Prompts, "_read", read_slowly)
+    monkeypatch.setattr(PromptEncoder, "_read", read_slowly)
     with running() as server:
         server.post("completions", prompt="x", max_tokens=1)
         for name in ("time_to_first_token", "e2e_request_latency"):

@@ -25,8 +25,8 @@ addEventListener("load", async () => {
     at("prompt").value = prompt;
     at("tokens").value = tokens;
     at("go").click();
-    await until(() => at("said").textContent);
-    return [at("text").textContent, at("said").textContent, at("text").children.length];
+    await until(() => at("status").textContent);
+    return [at("text").textContent, at("status").textContent, at("text").children.length];
   };
   SCRIPT
   const answer = document.createElement("pre");
@@ -41,17 +41,17 @@ WATCH = f"""
   at("key").value = "rose-key";
   seen.first = await ask("{PROMPT}", 40);
   seen.again = await ask("{PROMPT}", 40);
-  await look();
+  await refresh();
   seen.cached = [at("cached-blocks").textContent, at("cached").getBoundingClientRect().width];
   seen.hits = at("hits").textContent;
   at("tokens").value = 900;
   at("go").click();
   await until(() => at("text").children.length > 2);
   at("stop").click();
-  await until(() => at("said").textContent);
-  seen.stopped = at("said").textContent;
+  await until(() => at("status").textContent);
+  seen.stopped = at("status").textContent;
   seen.refused = await ask("x".repeat(2000), 5);
-  seen.keyed = !at("keyed").hidden;
+  seen.keyed = !at("key-label").hidden;
   const loaded = performance.getEntriesByType("resource").map((each) => each.name);
   seen.others = loaded.filter((name) => !name.startsWith(location.origin));
   seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
@@ -60,8 +60,8 @@ WATCH = f"""
 
 def used(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
     """Have somebody use the page, and return what they saw."""
-    using = app._source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
-    monkeypatch.setattr(app, "_source", lambda: using)
+    using = app._page_source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
+    monkeypatch.setattr(app, "_page_source", lambda: using)
     return answer_in(server.url, folder, "--virtual-time-budget=60000")
 
 
@@ -88,10 +88,10 @@ def test_one_can_type_a_prompt_and_watch(
     assert seen["cached"][1] > 0
     assert not seen["hits"].startswith("0 of")
     assert seen["stopped"] == "stopped"
-    assert "is too long" in seen["refused"][1]
+    assert "the prompt has " in seen["refused"][1]
     assert seen["keyed"]
     assert (seen["errors"], seen["others"], seen["wide"]) == ([], [], 0)
-    assert server.service.metrics.ends["abort"] >= 1
+    assert server.service.metrics.finish_reasons["abort"] >= 1
 
 
 def test_without_the_key_it_says_what_is_wanted(
@@ -100,7 +100,7 @@ def test_without_the_key_it_says_what_is_wanted(
     require_browser()
     with running(config={"api_key": "rose-key"}) as server:
         seen = used(server, tmp_path, monkeypatch, 'seen.first = await ask("x", 4);')
-    assert "this server wants its API key" in seen["first"][1]
+    assert "API key missing" in seen["first"][1]
 
 
 def test_it_may_load_nothing_and_be_framed_by_nobody(server: Server) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import EngineRestarting
-from roseinfer.server.refusals import refusal_of
+from roseinfer.server.api_errors import to_api_error
 from tests.server.load import metrics_of
 from tests.server.served import Server, running
 
@@ -22,18 +22,18 @@ def told(server: Server, path: str) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("state", "dead", "unready"),
+    ("state", "stopped_reason", "not_ready_reason"),
     [
-        (RESTARTING, None, "the engine is started again"),
-        (STALLED, *["the engine has work, and has done no step for 121 s"] * 2),
+        (RESTARTING, None, "the engine is restarting"),
+        (STALLED, *["the engine is stalled: it has work, but no step for 121 s"] * 2),
         (WORKING, None, None),
     ],
     ids=["restarting", "stalled", "working"],
 )
 def test_probes_say_why(
     state: dict[str, Any],
-    dead: str | None,
-    unready: str | None,
+    stopped_reason: str | None,
+    not_ready_reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def expected(name: str, reason: str | None) -> tuple[int, Any]:
@@ -42,14 +42,14 @@ def test_probes_say_why(
     with running() as server:
         for name, value in state.items():
             monkeypatch.setattr(server.served, name, value)
-        assert told(server, "/health") == expected("alive", dead)
-        assert told(server, "/ready") == expected("ready", unready)
+        assert told(server, "/health") == expected("alive", stopped_reason)
+        assert told(server, "/ready") == expected("ready", not_ready_reason)
         found = metrics_of(server.ask("GET", "/metrics").data.decode())
         name = 'roseinfer:engine_restarts_total{engine="0",model_name="tiny"}'
         assert found[name] == state.get("restarts", 0)
 
 
 def test_what_is_refused_meanwhile_says_when_to_come_again() -> None:
-    refused = refusal_of(EngineRestarting("it is started again", retry_after=7))
+    refused = to_api_error(EngineRestarting("it is started again", retry_after=7))
     assert (refused.status, refused.code) == (503, "engine_restarting")
     assert refused.response().headers["retry-after"] == "7"

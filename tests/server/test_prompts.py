@@ -16,7 +16,7 @@ import pytest
 
 from roseinfer.errors import EngineStopped
 from roseinfer.server import prompts as reading
-from roseinfer.server.prompts import Prompt, Prompts
+from roseinfer.server.prompts import Prompt, PromptEncoder
 from tests.server.served import MODEL, PATIENCE
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from tests.server.served import Server
 
-HUGE = "x" * (reading._HUGE + 1)
-LONG = "y" * (reading._SHORT + 1)
+HUGE = "x" * (reading._MAX_SHARED_SIZE + 1)
+LONG = "y" * (reading._MAX_INLINE_SIZE + 1)
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Held:
 
 
 @contextmanager
-def reads_with(tokenizer: Held, server: Server) -> Iterator[Prompts]:
-    facts = replace(server.service.served.facts, tokenizer=tokenizer)
-    prompts = Prompts(facts, None, "{{ messages[0].content }}")
+def reads_with(tokenizer: Held, server: Server) -> Iterator[PromptEncoder]:
+    info = replace(server.service.engine_client.info, tokenizer=tokenizer)
+    prompts = PromptEncoder(info, None, "{{ messages[0].content }}")
     try:
         yield prompts
     finally:
@@ -78,13 +78,13 @@ def test_short_prompts_are_read_at_once_and_long_ones_in_threads(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
-    real = Prompts._read
+    real = PromptEncoder._read
 
-    def read(prompts: Prompts, prompt: str | list[int], field: str) -> Prompt:
+    def read(prompts: PromptEncoder, prompt: str | list[int], field: str) -> Prompt:
         threads.append(current_thread().name)
         return real(prompts, prompt, field)
 
-    monkeypatch.setattr(Prompts, "_read", read)
+    monkeypatch.setattr(PromptEncoder, "_read", read)
     bodies: list[Any] = ["x" * 600, [[5] * 400, [6] * 600], ["x" * 600] * 2, [5] * 1001, HUGE]
     for prompt in bodies:
         server.post("completions", prompt=prompt, max_tokens=1)
@@ -100,18 +100,18 @@ def test_a_huge_prompt_holds_up_no_others_but_those_of_a_tokenizer_in_python(
     """Which may do one thing at a time."""
     tokenizer = Held(fast)
 
-    async def ask(prompts: Prompts) -> None:
+    async def ask(prompts: PromptEncoder) -> None:
         def read(text: str) -> asyncio.Future[Any]:
             if kind == "text":
-                return asyncio.ensure_future(prompts.of([text], "prompt"))
+                return asyncio.ensure_future(prompts.encode([text], "prompt"))
             if kind == "tokens":
-                return asyncio.ensure_future(prompts.texts_of([[5] * len(text)]))
+                return asyncio.ensure_future(prompts.decode([[5] * len(text)]))
             messages = [{"role": "user", "content": text}]
-            return asyncio.ensure_future(prompts.of_messages(messages, "messages"))
+            return asyncio.ensure_future(prompts.encode_chat(messages, "messages"))
 
         huge = read(HUGE)
         await tokenizer.holds()
-        others = [asyncio.ensure_future(prompts.of(["x"], "prompt")), read(LONG)]
+        others = [asyncio.ensure_future(prompts.encode(["x"], "prompt")), read(LONG)]
         if fast:
             await asyncio.wait_for(asyncio.gather(*others), PATIENCE)
         else:
@@ -141,12 +141,12 @@ def test_prompts_of_a_client_that_left_are_not_read(
         asking.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         assert tokenizer.held.wait(PATIENCE)
         assert server.post("completions", prompt="x", max_tokens=1).status == 200
-        assert server.service.admission.open == 3
+        assert server.service.admission.num_open == 3
     end = time.monotonic() + PATIENCE
-    while server.service.admission.open:
+    while server.service.admission.num_open:
         assert time.monotonic() < end, "the hang-up is not seen while a prompt is read"
         time.sleep(0.002)
-    assert json.loads(server.lines[-1])["left"]
+    assert json.loads(server.lines[-1])["client_disconnected"]
     tokenizer.may_go_on.set()
     assert server.post("completions", prompt=HUGE + "444", max_tokens=1).status == 200
     assert tokenizer.read == [len(HUGE), 1, len(HUGE) + 3]
@@ -155,12 +155,13 @@ def test_prompts_of_a_client_that_left_are_not_read(
 def test_prompts_that_are_not_read_when_the_time_is_up_fail(server: Server) -> None:
     tokenizer = Held(is_fast=True)
 
-    async def ask(prompts: Prompts) -> None:
-        huge = [asyncio.ensure_future(prompts.of([HUGE], "prompt")) for _ in range(2)]
+    async def ask(prompts: PromptEncoder) -> None:
+        huge = [asyncio.ensure_future(prompts.encode([HUGE], "prompt")) for _ in range(2)]
         await tokenizer.holds()
-        await asyncio.to_thread(prompts.cut)
+        await asyncio.to_thread(prompts.abort)
         for found in await asyncio.wait_for(
-            asyncio.gather(*huge, prompts.of([LONG], "prompt"), return_exceptions=True), PATIENCE
+            asyncio.gather(*huge, prompts.encode([LONG], "prompt"), return_exceptions=True),
+            PATIENCE,
         ):
             assert isinstance(found, EngineStopped), found
 

@@ -194,7 +194,7 @@ SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,"}
 NO_IMAGES = "images, audio and files are not supported by this server"
 NAMING = [
     ("completions", {"stop": 5}, "stop must be a string or an array"),
-    ("completions", {"max_tokens": 0}, "max_tokens must be at least 1, or 0 where echo is true"),
+    ("completions", {"max_tokens": 0}, "max_tokens must be at least 1, or 0 if echo is true"),
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens must be at least 0"),
     ("completions", {"stop": [""]}, "stop.0 must be a string that is not empty"),
     ("completions", {"stop": ["x"] * 33}, "stop must be an array of at most 32 items"),
@@ -204,7 +204,7 @@ NAMING = [
     ("completions", {"repetition_penalty": 0}, "repetition_penalty must be at least 0.001"),
     ("completions", {"seed": 1.5}, "seed must be a whole number"),
     ("completions", {"stream": "yes"}, "stream must be true or false"),
-    ("completions", {"logit_bias": {"5": 1}}, f"logit_bias must have no value but 0{OTHERS}"),
+    ("completions", {"logit_bias": {"5": 1}}, f"logit_bias must have only values of 0{OTHERS}"),
     ("completions", {"logit_bias": [1]}, "logit_bias must be an object"),
     ("completions", {"suffix": "end"}, f"suffix must be null or empty{OTHERS}"),
     ("completions", {"store": True}, f"store must be false{OTHERS}"),
@@ -233,7 +233,7 @@ NAMING = [
     (
         "chat/completions",
         {"response_format": schema("f", {"type": "strin"})},
-        "response_format: this form of text cannot be followed: Invalid type: strin",
+        "response_format: the constraint cannot be compiled: Invalid type: strin",
     ),
 ]
 

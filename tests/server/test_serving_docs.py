@@ -1,4 +1,4 @@
-"""docs/serving.md: its example runs, and its tables say what the code does."""
+"""docs/serving.md: its example runs, and its lists are those of the code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pytest_roseinfer.plugin.reference import read_section
 from roseinfer.config import API_KEY, ServerConfig
 from roseinfer.server import serve
-from roseinfer.server.generation import _CHUNKS_A_SECOND, _MOST_TO_A_CHUNK
+from roseinfer.server.generation import _MAX_CHUNKS_PER_S, _MAX_TOKENS_PER_CHUNK
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -21,13 +22,11 @@ PAGE = (ROOT / "docs" / "serving.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
-def table(head: str) -> dict[str, str]:
-    """Return the rows of a table: what the second column says of each name in the first."""
-    rows = PAGE.split(head)[1].split("\n\n")[0]
-    lines = [line.strip("|").split(" | ") for line in rows.splitlines() if line.startswith("| ")]
-    return {
-        name: cells[1].strip(" |") for cells in lines for name in re.findall(r"`(.*?)`", cells[0])
-    }
+def entries(heading: str) -> list[str]:
+    """List the names in the heads of the list under a heading, such as "- `a`, `b`: text"."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    heads = re.findall(r"^- (`[^`]*`(?:,\s+`[^`]*`)*):", section, re.MULTILINE)
+    return [name for head in heads for name in re.findall(r"`(.*?)`", head)]
 
 
 def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,19 +42,30 @@ def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) ->
 def test_every_option_is_there_and_no_other() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_options(parser)
-    known = {action.option_strings[0] for action in parser._actions}
-    assert table("| option | default | |").keys() == known
+    known = {name for action in parser._actions for name in action.option_strings}
+    first = {action.option_strings[0] for action in parser._actions}
+    lists = [
+        read_section(ROOT / page, name)
+        for page, name in (
+            ("docs/serving.md", "server settings"),
+            ("docs/engine.md", "engine settings"),
+        )
+    ]
+    (model_options,) = re.findall(r"^`--model` is .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(--[\w-]+)`", "\n".join([*lists, model_options])))
+    assert first <= named <= known
 
 
 def test_the_defaults_are_those_of_the_code() -> None:
-    said = table("| option | default | |")
+    settings = " ".join(read_section(ROOT / "docs" / "serving.md", "server settings").split())
     config = ServerConfig(api_key="x")
-    for name in ("host", "port", "max_queue", "max_body_bytes"):
-        assert said[f"--{name.replace('_', '-')}"] == f"`{getattr(config, name)}`"
-    assert said["--drain-seconds"] == f"`{config.drain_seconds:g}`"
-    assert API_KEY in said["--api-key"]
-    assert f"more than {_CHUNKS_A_SECOND} chunks a second" in PAGE
-    assert f"some {_MOST_TO_A_CHUNK} of them" in PAGE
+    for name in ("host", "port", "max_queue", "max_body_bytes", "drain_seconds"):
+        option = name.replace("_", "-")
+        assert f"- `{name}` (`--{option}`, default `{getattr(config, name)!r}`" in settings
+    assert f"`None`: {API_KEY} if that is set" in settings
+    text = " ".join(PAGE.split())
+    assert f"more than {_MAX_CHUNKS_PER_S} chunks a second" in text
+    assert f"some {_MAX_TOKENS_PER_CHUNK} of them" in text
 
 
 def test_every_metric_is_there_and_no_other(server: Server) -> None:
@@ -65,11 +75,13 @@ def test_every_metric_is_there_and_no_other(server: Server) -> None:
         for family in text_string_to_metric_families(text)
         if not family.name.startswith("process_")
     }
-    assert table("| name | |").keys() == found
+    assert sorted(entries("Metrics")) == sorted(found)
 
 
 def test_every_path_is_there(server: Server) -> None:
-    for path in table("| path | |"):
+    paths = entries("Endpoints")
+    assert "/v1/completions" in paths
+    for path in paths:
         assert server.ask("GET", path).status in (200, 405), path
     for path in server.ask("GET", "/openapi.json").json["paths"]:
         assert f"`{path}`" in PAGE

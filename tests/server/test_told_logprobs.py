@@ -87,16 +87,14 @@ def test_an_echo_has_the_prompts_log_probabilities(
 def test_an_answer_that_may_get_too_large_is_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(service, "MOST_LOGPROBS", 3 * (16 + 4) * 2)
+    monkeypatch.setattr(service, "MAX_LOGPROBS", 3 * (16 + 4) * 2)
     asked = {"prompt": "x" * 16, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": stream}
     assert server.post("completions", **asked, n=3).status == 200
-    before = server.service.admission.open
+    before = server.service.admission.num_open
     refused = server.post("completions", **asked, n=4)
     assert (refused.status, refused.error["param"]) == (400, "logprobs")
-    assert (
-        "4 choices of 20 tokens with 2 log-probabilities each are 160" in refused.error["message"]
-    )
-    assert server.service.admission.open == before
+    assert "4 choices of 20 tokens with 2 logprobs each make 160" in refused.error["message"]
+    assert server.service.admission.num_open == before
     assert server.post("completions", **asked | {"echo": False}, n=15).status == 200
     assert server.post("completions", **asked | {"logprobs": None}, n=20).status == 200
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import SamplingParams
-from roseinfer.server.schemas.tools import CalledFunction, Tool, call_guide
+from roseinfer.server.schemas.tools import FunctionCall, Tool, call_guide
 from tests.server.clients import CLIENTS, Asking, by_both_clients
 from tests.server.served import MODEL, running
 
@@ -219,8 +219,8 @@ def test_calls_and_what_they_returned_are_told_to_the_template(server: Server) -
 
 @pytest.mark.parametrize("arguments", ['{"city": "Ro', "", "[1]", '{"x": NaN', "{" * 9999])
 def test_arguments_that_are_no_object_are_told_as_they_came(arguments: str) -> None:
-    assert CalledFunction(name="f", arguments=arguments).arguments_as_told == arguments
-    assert CalledFunction(name="f", arguments='{"x": [1]}').arguments_as_told == {"x": [1]}
+    assert FunctionCall(name="f", arguments=arguments).arguments_for_template == arguments
+    assert FunctionCall(name="f", arguments='{"x": [1]}').arguments_for_template == {"x": [1]}
 
 
 def test_a_call_that_was_cut_off_may_be_sent_back(server: Server) -> None:
@@ -247,6 +247,6 @@ def test_a_template_that_knows_no_tools_is_no_place_for_them() -> None:
     with running(chat_template=template) as server:
         refused = server.post("chat/completions", messages=MESSAGES, tools=[NOW])
         assert (refused.status, refused.error["param"]) == (400, "tools")
-        assert "says nothing of tools" in refused.error["message"]
+        assert "does not support them" in refused.error["message"]
         taken = server.post("chat/completions", messages=MESSAGES, tools=[NOW], tool_choice="none")
         assert taken.status == 200

@@ -74,14 +74,14 @@ def quiet_server(kind: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         stack.callback(process.kill)
         url = f"http://127.0.0.1:{port}"
         end = time.monotonic() + PATIENCE
-        while not listens(url):
+        while not tracks_stored_blocks(url):
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.05)
         yield process, url
 
 
-def listens(url: str) -> bool:
+def tracks_stored_blocks(url: str) -> bool:
     try:
         return status_of(f"{url}/ready") == 200
     except URLError:
@@ -115,6 +115,6 @@ def test_it_answers_drains_and_tells_of_the_end_of_its_engine(kind: str) -> None
         await_status(f"{url}/ready", 503)
         assert [*short][-1].choices[0].finish_reason == "length"
         os.kill(engine, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="the engine has ended by SIGKILL"):
+        with pytest.raises(openai.APIError, match="the engine's process ended by SIGKILL"):
             list(long)
         assert process.wait(SOON) == 0

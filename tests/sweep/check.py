@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roseinfer import LLM, AppendPolicy, RoseinferError, SamplingParams
-from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.models.families import fused_family
 from tests.sweep.build import NotBuilt, build
 from tests.sweep.compare import compare
@@ -90,7 +90,7 @@ def _on_fused_kernels(model: Any, subject: Subject, reference: Reference) -> Out
 
     Tests that compile kernels for a GPU have no interpreter, and nothing to run them on a CPU.
     """
-    if fused_family(model) is None or why_unusable(model.device):
+    if fused_family(model) is None or unusable_reason(model.device):
         return None
     try:
         outcome = compare(_serve(_load(model, subject, fused=True), subject), reference)

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.plugin.reference import NoPage
-from roseinfer.bench.cases import whole
+from pytest_roseinfer.plugin.reference import PageError
+from roseinfer.bench.cases import int_at_least
 from roseinfer.cli.model_options import Parser
-from roseinfer.progress import counting
+from roseinfer.progress import track_progress
 from tests.sweep import table
 from tests.sweep.outcome import Kind
 from tests.sweep.run import run
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for page in filter(None, (asked.write_docs, asked.against_docs)):
             table.require(page)
-    except NoPage as error:
+    except PageError as error:
         parser.error(str(error))
     found = _find(subjects, asked)
     wrong = [f"{subject}: {out}" for subject, out in found.items() if out.kind is Kind.WRONG]
@@ -65,16 +65,16 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="NAME", help="only what has this in its name (default: all)"
     )
     parser.add_argument(
-        "--tenth", type=whole(0), metavar="SEED", help="only a tenth, drawn with this seed"
+        "--tenth", type=int_at_least(0), metavar="SEED", help="only a tenth, drawn with this seed"
     )
     parser.add_argument(
         "--jobs",
-        type=whole(1),
+        type=int_at_least(1),
         default=os.cpu_count() or 1,
         help="processes at a time (default: one for each CPU)",
     )
     parser.add_argument(
-        "--seconds", type=whole(1), default=120, help="for each at most (default: 120)"
+        "--seconds", type=int_at_least(1), default=120, help="for each at most (default: 120)"
     )
     parser.add_argument(
         "--write-docs",
@@ -104,7 +104,7 @@ def _chosen(everything: list[Subject], asked: argparse.Namespace) -> list[Subjec
 def _find(subjects: list[Subject], asked: argparse.Namespace) -> Found:
     """Return the outcomes in the order of the subjects."""
     found = {}
-    with counting(len(subjects), "models", "classes and variants") as done:
+    with track_progress(len(subjects), "models", "classes and variants") as done:
         for subject, outcome in run(subjects, processes=asked.jobs, seconds=asked.seconds):
             found[subject] = outcome
             done()

@@ -282,7 +282,7 @@ def test_a_page_is_written_and_held_to(
     [
         (["never_heard_of"], "nothing is named like never_heard_of"),
         (["llama", "--write-docs", str(PAGE)], "a page is written with everything"),
-        (["--against-docs", str(ROOT / "README.md")], "README.md has no section versions"),
+        (["--against-docs", str(ROOT / "README.md")], "README.md: no section versions"),
         (["--tenth", "x"], "--tenth"),
     ],
 )

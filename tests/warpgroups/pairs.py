@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.cuda.paired import PairedSizes, add_product, gate_product
+from roseinfer.kernels.cuda.paired import PairedSizes, add_paired_gemm, paired_gate_up
 from tests.persistent.emulated import EmulatedProgram
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Paired:
         """Have the kernel add to the residual stream, or gate."""
         shape = self.shape
         if shape.gates:
-            return gate_product(self.x, self.weight, sizes=sizes, program=program, pairs=pairs)
-        add_product(
+            return paired_gate_up(self.x, self.weight, sizes=sizes, program=program, pairs=pairs)
+        add_paired_gemm(
             self.residual, self.x, self.weight, shape.parts, shape.times,
             sizes=sizes, program=program, pairs=pairs,
         )  # fmt: skip
@@ -107,5 +107,5 @@ def emulated(
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
     machine = [(_HERE / f"{name}.h").read_text() for name in ("warpgroup", "pair")]
-    source = text or sizes.source(machine=False)
+    source = text or sizes.source(with_machine=False)
     return EmulatedProgram(sizes, folder, text="\n".join([*machine, source]), **more)  # type: ignore[arg-type]

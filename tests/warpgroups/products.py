@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roseinfer.kernels.cuda.streamed import Tiles, stream, tiles_for
+from roseinfer.kernels.cuda.streamed import GemmTiles, stream_gemm, tiles_for
 from tests.persistent.emulated import EmulatedProgram
 
 _MACHINE = Path(__file__).parent / "warpgroup.h"
@@ -53,7 +53,7 @@ class Product:
     def computed(self, program: EmulatedProgram | None = None) -> Tensor:
         """Have the kernel compute it."""
         out = self.room[:, : len(self.x)]
-        stream(self.x, self.weight, self.bias, out, self.shape.strips, program)
+        stream_gemm(self.x, self.weight, self.bias, out, self.shape.strips, program)
         return out
 
     def spoilt(self) -> bool:
@@ -75,14 +75,14 @@ class Product:
 
 
 def emulated(
-    tiles: Tiles, folder: Path, text: str | None = None, **more: object
+    tiles: GemmTiles, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
-    source = text or tiles.source(machine=False)
+    source = text or tiles.source(with_machine=False)
     return EmulatedProgram(tiles, folder, text="\n".join([_MACHINE.read_text(), source]), **more)  # type: ignore[arg-type]
 
 
 @cache
-def kinds() -> list[Tiles]:
+def kinds() -> list[GemmTiles]:
     """Return the tiles of all numbers of rows."""
     return [tiles_for(rows, strips) for rows in (16, 32, 64) for strips in (1, 2)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
-from roseinfer.layer_traits import LayerTraits, Rotation
+from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 from tests.persistent.emulated import EmulatedProgram
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Attention:
         self.device = device
         angles = torch.rand((max(lengths), dim // 2), generator=draw).repeat(1, 2) * 6
         cosines, sines = (each.bfloat16().to(device) for each in (angles.cos(), angles.sin()))
-        self.rotation = Rotation(cosines, sines) if rotates else None
+        self.rotation = RotaryEmbedding(cosines, sines) if rotates else None
 
     def tiles(self, tokens: int) -> tuple[Tensor, ...]:
         """Cut the sequences into tiles of so many tokens, as a forward pass does it."""
@@ -116,7 +116,7 @@ class Attention:
         """The queries as they are attended with."""
         if self.rotation is None:
             return self.query
-        return self.rotation.of_queries(self.query, self.positions)
+        return self.rotation.apply_to_queries(self.query, self.positions)
 
     def expected(self) -> Tensor:
         """Compute it in float64."""
@@ -142,5 +142,5 @@ def emulated(
     sizes: PromptSizes | RowSizes, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
-    source = text or sizes.source(machine=False)
+    source = text or sizes.source(with_machine=False)
     return EmulatedProgram(sizes, folder, text="\n".join([_MACHINE.read_text(), source]), **more)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import Program
-    from roseinfer.layer_traits import LayerTraits, Rotation
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 
 class Rows:
@@ -56,7 +56,7 @@ class Rows:
         return attend_rows(*given, program=program, sizes=sizes)
 
     @property
-    def told(self) -> tuple[Tensor, Tensor, LayerTraits, Rotation | None]:
+    def told(self) -> tuple[Tensor, Tensor, LayerTraits, RotaryEmbedding | None]:
         """The arguments of a kernel behind the caches."""
         own = self.attention
         return own.tables, self.lengths, own.traits, own.rotation
@@ -65,7 +65,7 @@ class Rows:
         """Return the caches as they should be with the new tokens."""
         own = self.attention
         rotation, key = own.rotation, own.key
-        new = key if rotation is None else rotation.of_keys(key, self.lengths), own.value
+        new = key if rotation is None else rotation.apply_to_keys(key, self.lengths), own.value
         caches = tuple(cache.clone() for cache in self.caches)
         for cache, numbers in zip(caches, new, strict=True):
             cache[self.places[0], :, self.places[1]] = numbers

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.streamed import Tiles
+    from roseinfer.kernels.cuda.streamed import GemmTiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
-Programs = dict["Tiles", EmulatedProgram]
+Programs = dict["GemmTiles", EmulatedProgram]
 
 
 @pytest.fixture(scope="module")

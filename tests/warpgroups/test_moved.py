@@ -10,7 +10,7 @@ import pytest
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
 from roseinfer.kernels.cuda import decode_attention, prefill_attention
 from roseinfer.kernels.cuda import paired as paired_products
-from roseinfer.kernels.cuda.streamed import KERNEL, stream
+from roseinfer.kernels.cuda.streamed import KERNEL, stream_gemm
 from tests.warpgroups import pairs
 from tests.warpgroups.products import Product, Shape
 from tests.warpgroups.prompts import Attention, Prompts
@@ -35,8 +35,8 @@ def test_a_product_moves_all_once() -> None:
     product = Product(shape, 3)
     out = product.room[:, :3]
     with ByteRecorder("cpu") as recorder:
-        stream(product.x, product.weight, product.bias, out, 1, Nothing())
-    told = {move.address: move.amount for move in recorder.moves if move.by == KERNEL}
+        stream_gemm(product.x, product.weight, product.bias, out, 1, Nothing())
+    told = {move.address: move.amount for move in recorder.accesses if move.by == KERNEL}
     assert product.bias is not None
     assert told == {
         address(product.x): 3 * 256 * 2,
@@ -52,7 +52,7 @@ def test_what_is_added_to_moves_twice() -> None:
     with ByteRecorder("cpu") as recorder:
         paired.computed(Nothing(), pairs=1)
     told = {
-        move.address: move.amount for move in recorder.moves if move.by == paired_products.KERNEL
+        move.address: move.amount for move in recorder.accesses if move.by == paired_products.KERNEL
     }
     assert told == {
         address(paired.x): 70 * 128 * 2,
@@ -67,7 +67,7 @@ def test_what_is_gated_moves_once() -> None:
     with ByteRecorder("cpu") as recorder:
         out = paired.computed(Nothing(), pairs=1)
     told = {
-        move.address: move.amount for move in recorder.moves if move.by == paired_products.KERNEL
+        move.address: move.amount for move in recorder.accesses if move.by == paired_products.KERNEL
     }
     assert told == {
         address(paired.x): 70 * 128 * 2,
@@ -82,7 +82,7 @@ def test_attention_moves_what_its_tokens_see_once() -> None:
     with ByteRecorder("cpu") as recorder:
         attention.computed(Nothing(), 1)
     told: Counter[int] = Counter()
-    for move in recorder.moves:
+    for move in recorder.accesses:
         if move.by == prefill_attention.KERNEL:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount
@@ -101,7 +101,7 @@ def test_attention_of_rows_moves_what_they_see_and_store_once(rotates: bool) -> 
     with ByteRecorder("cpu") as recorder:
         rows.computed(rows.sizes(2, 2), Nothing())
     told: Counter[int] = Counter()
-    for move in recorder.moves:
+    for move in recorder.accesses:
         if move.by == decode_attention.KERNEL:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount

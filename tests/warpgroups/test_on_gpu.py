@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.cuda.streamed import program_of, streams
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.cuda.streamed import can_stream_gemm, program_of
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton import linear, streamed
 from tests.fused.same_bits import model_of
 from tests.warpgroups.products import SHAPES, Product, Shape, kinds
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    not torch.cuda.is_available() or not supports_wgmma(torch.device("cuda"), torch.bfloat16),
     reason="only GPUs of compute capability 9 have warpgroups",
 )
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def in_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Have no product streamed, until that is undone."""
     for module in (streamed, streamed, linear):
-        monkeypatch.setattr(module, "streams", lambda *_: False)
+        monkeypatch.setattr(module, "can_stream_gemm", lambda *_: False)
     return monkeypatch
 
 
@@ -38,10 +38,10 @@ def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, row
     del in_tritons_kernels
     product = Product(SHAPES[kind], rows, "cuda")
     shape = product.shape
-    assert streams(product.x, product.weight, shape.parts, shape.strips)
+    assert can_stream_gemm(product.x, product.weight, shape.parts, shape.strips)
     want = torch.empty_like(product.room[:, :rows])
     if shape.strips == 2:
-        want[0] = streamed.linear_gated(product.x, product.weight)
+        want[0] = streamed.stream_gate_up(product.x, product.weight)
     else:
         streamed._launch(product.x, product.weight, product.bias, want)
     assert torch.equal(product.computed(), want)
@@ -51,10 +51,10 @@ def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, row
 @pytest.mark.parametrize("rows", [1, 16, 33, 64])
 def test_bits_of_a_layer_in_parts(in_tritons_kernels: pytest.MonkeyPatch, rows: int) -> None:
     product = Product(Shape(768, 192, parts=3), rows, "cuda")
-    want = linear.linear_in_parts(product.x, product.weight.T, 3)
+    want = linear.split_k_linear(product.x, product.weight.T, 3)
     in_tritons_kernels.undo()
-    assert streams(product.x, product.weight, 3, 1)
-    assert torch.equal(linear.linear_in_parts(product.x, product.weight.T, 3), want)
+    assert can_stream_gemm(product.x, product.weight, 3, 1)
+    assert torch.equal(linear.split_k_linear(product.x, product.weight.T, 3), want)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -73,4 +73,4 @@ def test_texts_and_their_log_probabilities(
     in_tritons_kernels.undo()
     llm, got = told()
     assert got == want
-    assert llm.engine.path_counts[EnginePath.STREAMED] > 50
+    assert llm.engine.path_counts[EnginePath.STREAMING_GEMM] > 50

@@ -34,7 +34,7 @@ def test_products_of_many_rows(programs: Programs, kind: str, pairs: int) -> Non
     assert not paired.spoilt()
 
 
-_SOURCE = SMALL[False].source(machine=False)
+_SOURCE = SMALL[False].source(with_machine=False)
 _BEGIN = _SOURCE[
     _SOURCE.index("    if (THREAD == 0) {") : _SOURCE.index("    if (THREAD < CONSUMERS)")
 ]

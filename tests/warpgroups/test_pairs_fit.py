@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer.kernels.cuda import paired, tensor_maps
-from roseinfer.kernels.cuda.paired import PairedSizes, adds_product, gates_product
+from roseinfer.kernels.cuda.paired import PairedSizes, can_add_paired_gemm, can_pair_gate_up
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PairedSize
         return object()
 
     monkeypatch.setattr(paired, "program_of", program_of)
-    monkeypatch.setattr(tensor_maps, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(tensor_maps, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16)
     return compiled
 
 
@@ -34,13 +34,13 @@ def adds(
     """Ask of a residual stream and rows, which are further apart by so many numbers."""
     residual = numbers(rows, outputs + beside)[:, :outputs]
     x = numbers(rows, inputs + beside)[:, :inputs]
-    return adds_product(residual, x, numbers(outputs, inputs), parts)
+    return can_add_paired_gemm(residual, x, numbers(outputs, inputs), parts)
 
 
 def test_many_rows_are_added_in_pairs(on_a_gpu_with_warpgroups: list[PairedSizes]) -> None:
     assert adds()
     assert adds(beside=8)
-    assert on_a_gpu_with_warpgroups[0] == PairedSizes.chosen(gates=False)
+    assert on_a_gpu_with_warpgroups[0] == PairedSizes.choose(gates=False)
 
 
 def test_few_tiles_go_elsewhere(on_a_gpu_with_warpgroups: list[PairedSizes]) -> None:
@@ -59,25 +59,25 @@ def test_what_cannot_be_cut_into_tiles_goes_elsewhere() -> None:
     assert not adds(outputs=2048 + 32)
     assert not adds(beside=4), "rows that do not begin where the copy engine can fetch them"
     residual, odd = numbers(1024, 2048), numbers(2048, 2048 + 4)[:, :2048]
-    assert adds_product(residual, numbers(1024, 2048), numbers(2048, 2048), 4)
-    assert not adds_product(odd[:1024], numbers(1024, 2048), numbers(2048, 2048), 4)
-    assert not adds_product(residual, odd[:1024], numbers(2048, 2048), 4)
-    assert not adds_product(residual, numbers(1024, 2048), odd, 4)
+    assert can_add_paired_gemm(residual, numbers(1024, 2048), numbers(2048, 2048), 4)
+    assert not can_add_paired_gemm(odd[:1024], numbers(1024, 2048), numbers(2048, 2048), 4)
+    assert not can_add_paired_gemm(residual, odd[:1024], numbers(2048, 2048), 4)
+    assert not can_add_paired_gemm(residual, numbers(1024, 2048), odd, 4)
     residual, x, weight = (
         numbers(*size, dtype=torch.float16) for size in ((1024, 2048), (1024, 64), (2048, 64))
     )
-    assert not adds_product(residual, x, weight, 1)
+    assert not can_add_paired_gemm(residual, x, weight, 1)
 
 
 def test_gates_go_in_pairs_too(on_a_gpu_with_warpgroups: list[PairedSizes]) -> None:
-    assert gates_product(numbers(256, 2048), numbers(2 * 8192, 2048))
-    assert on_a_gpu_with_warpgroups == [PairedSizes.chosen(gates=True)]
-    assert not gates_product(numbers(128, 2048), numbers(2 * 8192, 2048))
-    assert not gates_product(numbers(256, 2048), numbers(2 * 8192 + 64, 2048))
-    assert not gates_product(numbers(256, 2048 + 32), numbers(2 * 8192, 2048 + 32))
+    assert can_pair_gate_up(numbers(256, 2048), numbers(2 * 8192, 2048))
+    assert on_a_gpu_with_warpgroups == [PairedSizes.choose(gates=True)]
+    assert not can_pair_gate_up(numbers(128, 2048), numbers(2 * 8192, 2048))
+    assert not can_pair_gate_up(numbers(256, 2048), numbers(2 * 8192 + 64, 2048))
+    assert not can_pair_gate_up(numbers(256, 2048 + 32), numbers(2 * 8192, 2048 + 32))
 
 
 @pytest.mark.parametrize("gates", [False, True])
 def test_a_program_finds_room(gates: bool) -> None:
     """A multiprocessor of these GPUs gives one program 227 KB."""
-    assert PairedSizes.chosen(gates=gates).shared_bytes <= 227 << 10
+    assert PairedSizes.choose(gates=gates).shared_bytes <= 227 << 10

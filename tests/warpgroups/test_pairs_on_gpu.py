@@ -9,16 +9,16 @@ import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.kernels.cuda import paired as paired_products
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
-from roseinfer.kernels.triton.linear import multiply_in_parts
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
+from roseinfer.kernels.triton.linear import split_k_matmul
 from roseinfer.kernels.triton.norm import add_rms_norm, rms_norm
-from roseinfer.kernels.triton.streamed import multiply_gated, stream_linear_in_parts
+from roseinfer.kernels.triton.streamed import silu_and_mul, stream_linear_split_k
 from roseinfer.models.families import layers
 from tests.fused.same_bits import model_of
 from tests.warpgroups.pairs import SHAPES, TOLERANCE, Paired, Shape, off
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    not torch.cuda.is_available() or not supports_wgmma(torch.device("cuda"), torch.bfloat16),
     reason="only GPUs of compute capability 9 have warpgroups",
 )
 LARGE = {
@@ -38,9 +38,9 @@ def test_bits_of_products(kind: str) -> None:
         paired.room.copy_(paired.before)
         got = paired.computed()
         if shape.gates:
-            want = multiply_gated(x @ weight.T)
+            want = silu_and_mul(x @ weight.T)
         else:
-            parts = multiply_in_parts(x.contiguous(), weight.T, shape.parts)
+            parts = split_k_matmul(x.contiguous(), weight.T, shape.parts)
             gain = torch.ones_like(weight[:, 0])
             want = paired.before[: shape.rows, : shape.outputs].contiguous()
             normed = add_rms_norm(want, parts, gain, 1e-5, shape.times)
@@ -59,14 +59,14 @@ def test_products(kind: str) -> None:
 def test_a_row_has_the_bits_that_it_has_among_few() -> None:
     paired = Paired(Shape(1024, 2048, 2048, parts=4), "cuda")
     few = paired.before[:1024, :2048].contiguous()[:5]
-    parts = stream_linear_in_parts(paired.x[:5].contiguous(), paired.weight)
+    parts = stream_linear_split_k(paired.x[:5].contiguous(), paired.weight)
     assert len(parts) == 4
     add_rms_norm(few, parts, torch.ones_like(few[0]), 1e-5)
     assert torch.equal(paired.computed()[:5], few)
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired_products, "_FEWEST_TILES", 1)  # these layers are small
+    monkeypatch.setattr(paired_products, "_MIN_TILES", 1)  # these layers are small
     prompts = [[7, 3, 90], [12] * 70, list(range(2, 400)), list(range(2, 380)), [5, 6, 7, 8]]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
     settings: dict[str, Any] = {"device": "cuda", "max_length": 512, "kv_cache_tokens": 4096}
@@ -76,10 +76,10 @@ def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
         return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
 
     llm, got = told()
-    assert llm.engine.path_counts[EnginePath.PAIRED]
-    monkeypatch.setattr(layers, "adds_product", lambda *_: False)
+    assert llm.engine.path_counts[EnginePath.PAIRED_GEMM]
+    monkeypatch.setattr(layers, "can_add_paired_gemm", lambda *_: False)
     for module in (layers, layers):
-        monkeypatch.setattr(module, "gates_product", lambda *_: False)
+        monkeypatch.setattr(module, "can_pair_gate_up", lambda *_: False)
     llm, want = told()
-    assert not llm.engine.path_counts[EnginePath.PAIRED]
+    assert not llm.engine.path_counts[EnginePath.PAIRED_GEMM]
     assert got == want

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from roseinfer.kernels.cuda import prefill_attention
-from roseinfer.kernels.cuda.prefill_attention import PromptSizes, prompt_tile, rotates_queries
-from roseinfer.layer_traits import LayerTraits, Rotation
+from roseinfer.kernels.cuda.prefill_attention import (
+    PromptSizes,
+    can_rotate_queries,
+    prefill_tile_tokens,
+)
+from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +34,7 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PromptSize
 
     monkeypatch.setattr(prefill_attention, "program_of", program_of)
     monkeypatch.setattr(
-        prefill_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16
+        prefill_attention, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16
     )
     return compiled
 
@@ -53,7 +57,7 @@ def asked(
     most: int = 500,
     longest: int = 5000,
 ) -> int:
-    return prompt_tile(query, keys, values, traits, most=most, longest=longest)
+    return prefill_tile_tokens(query, keys, values, traits, most=most, longest=longest)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_blocks_that_tiles_divide_or_that_divide_tiles(block_size: int) -> None:
 
 LAYERS = {
     "a window": replace(PLAIN, window=100),
-    "a cap": replace(PLAIN, cap=30.0),
+    "a cap": replace(PLAIN, softcap=30.0),
     "sinks": replace(PLAIN, sinks=torch.zeros(8)),
     "slopes": replace(PLAIN, slopes=torch.zeros(8)),
 }
@@ -126,8 +130,8 @@ def test_few_tokens_and_short_contexts_go_elsewhere() -> None:
 def test_whole_heads_that_are_not_normed_are_rotated_by_the_kernel() -> None:
     query, *_ = given()
     table, gain = torch.zeros((100, 128), dtype=torch.bfloat16), torch.ones(128)
-    assert rotates_queries(query, Rotation(table, table))
-    assert not rotates_queries(query, Rotation(table, table, gain, gain))
+    assert can_rotate_queries(query, RotaryEmbedding(table, table))
+    assert not can_rotate_queries(query, RotaryEmbedding(table, table, gain, gain))
     part, spread = table[:, :64].contiguous(), table.T.contiguous().T
     for other in (part, spread, table.float()):
-        assert not rotates_queries(query, Rotation(other, other))
+        assert not can_rotate_queries(query, RotaryEmbedding(other, other))

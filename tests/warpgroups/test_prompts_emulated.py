@@ -55,7 +55,7 @@ WRONG = {
         "            sync_warp();\n",
     ),
     "some of a warp still wait when it says that they have": (
-        "            sync_warp();  // before one of it says for all that they have waited\n",
+        "            sync_warp();  // all lanes have waited before one of them signals it\n",
         "",
     ),
     "what is stored behind the last token counts": (
@@ -69,7 +69,7 @@ WRONG = {
         "    DEV void store() {\n",
     ),
     "queries are multiplied before all are there": (
-        "        meet();  // all warps' queries are there\n",
+        "        meet();  // all warps' queries are loaded\n",
         "",
     ),
     "keys of own tokens come where values are still read": (

@@ -12,7 +12,7 @@ from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.cuda import prefill_attention
 from roseinfer.kernels.cuda.prefill_attention import program_of
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
 from roseinfer.kernels.triton.rope import rotate
 from tests.fused.same_bits import model_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    not torch.cuda.is_available() or not supports_wgmma(torch.device("cuda"), torch.bfloat16),
     reason="only GPUs of compute capability 9 have warpgroups",
 )
 LONG = {
@@ -61,7 +61,7 @@ def test_the_kernel_is_there_for_all_sizes() -> None:
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_attention, "_FEWEST_TILES", 0)  # these contexts are short
+    monkeypatch.setattr(prefill_attention, "_MIN_TILES", 0)  # these contexts are short
     prompts = [[7, 3, 90], [12] * 70, list(range(2, 400)), list(range(2, 380)), [5, 6, 7, 8]]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
     settings: dict[str, Any] = {
@@ -76,14 +76,16 @@ def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
         return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
 
     llm, got = told()
-    assert llm.engine.path_counts[AttentionPath.PROMPTS] >= 4  # two steps, and the last layer not
+    assert (
+        llm.engine.path_counts[AttentionPath.PREFILL_CUDA] >= 4
+    )  # two steps, and the last layer not
     began = TritonAttention.__init__
 
     def without(self: TritonAttention, *given: Any) -> None:
         began(self, *given)
-        self._kernels = replace(self._kernels, prompt_tile=lambda *_, **__: 0)
+        self._kernels = replace(self._kernels, prefill_tile_tokens=lambda *_, **__: 0)
 
     monkeypatch.setattr(TritonAttention, "__init__", without)
     llm, want = told()
-    assert not llm.engine.path_counts[AttentionPath.PROMPTS]
+    assert not llm.engine.path_counts[AttentionPath.PREFILL_CUDA]
     assert got == want

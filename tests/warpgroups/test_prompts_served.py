@@ -13,7 +13,7 @@ from roseinfer import AttentionPath
 from roseinfer.attention import triton
 from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.layer_traits import Rotation
+from roseinfer.layer_traits import RotaryEmbedding
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
@@ -42,11 +42,11 @@ def test_a_backend_hands_over_what_the_kernel_needs(
     program = emulated(PromptSizes(64, group, block_size), tmp_path)
     case.attention._kernels = replace(
         case.attention._kernels,
-        prompts=partial(attend_prompts, program=program, programs=3),
-        prompt_tile=lambda *_, **__: PromptSizes(64, group, block_size).tokens,
+        prefill_cuda=partial(attend_prompts, program=program, programs=3),
+        prefill_tile_tokens=lambda *_, **__: PromptSizes(64, group, block_size).tokens,
     )
     got = case.run()
-    assert case.path_counts[AttentionPath.PROMPTS] == 1
+    assert case.path_counts[AttentionPath.PREFILL_CUDA] == 1
     assert not case.path_counts[AttentionPath.CHUNK_TRITON]
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
 
@@ -84,25 +84,25 @@ def test_who_rotates_queries(tmp_path: Path, whole: bool) -> None:
 
     case.attention._kernels = replace(
         kernels,
-        prompts=partial(attend_prompts, program=emulated(sizes, tmp_path), programs=3),
-        prompt_tile=lambda *_, **__: sizes.tokens,
+        prefill_cuda=partial(attend_prompts, program=emulated(sizes, tmp_path), programs=3),
+        prefill_tile_tokens=lambda *_, **__: sizes.tokens,
         rotate=rotate,
     )
     angles = torch.rand(130, 32 if whole else 16).repeat(1, 2) * 6
-    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+    rotation = RotaryEmbedding(angles.cos().bfloat16(), angles.sin().bfloat16())
     ends = zip(case.batch.lengths, case.counts, strict=True)
     positions = torch.cat([torch.arange(end - count, end) for end, count in ends])
     key, value = (torch.randn(2, len(positions), 2, 64) / 2).bfloat16()
-    case.attention.prepare(replace(case.batch, new=Stored(case, positions)))  # type: ignore[arg-type]
+    case.attention.prepare(replace(case.batch, step_append=Stored(case, positions)))  # type: ignore[arg-type]
     case.query = case.query / 2
     query = case.query.clone()
-    got = case.attention.attend_rotated(0, query, key.clone(), value, positions, rotation)
+    got = case.attention.rotate_store_and_attend(0, query, key.clone(), value, positions, rotation)
 
-    Stored(case, positions).write(0, rotation.of_keys(key, positions), value)
-    case.query = rotation.of_queries(case.query, positions)
+    Stored(case, positions).write(0, rotation.apply_to_keys(key, positions), value)
+    case.query = rotation.apply_to_queries(case.query, positions)
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
     assert rotated == ([2, 0] if whole else [len(positions)])
-    assert case.path_counts[AttentionPath.PROMPTS] == 1
+    assert case.path_counts[AttentionPath.PREFILL_CUDA] == 1
 
 
 @pytest.mark.parametrize(("most", "in_order"), [(1000, True), (10, False)])
@@ -110,7 +110,7 @@ def test_what_takes_longest_begins_first(
     most: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of all sequences stand in one order, or where they are many, sequence by sequence."""
-    monkeypatch.setattr(triton, "_MOST_MIXED", most)
+    monkeypatch.setattr(triton, "_MAX_SORTED_TILES", most)
     case = Case(
         "cpu", [(3, 1), (70, 40), (0, 130), (5, 3)],
         q_heads=4, head_dim=64, block_size=16, dtype=torch.bfloat16,
@@ -122,7 +122,7 @@ def test_what_takes_longest_begins_first(
         return torch.zeros_like(query)
 
     case.attention._kernels = replace(
-        case.attention._kernels, prompts=attend, prompt_tile=lambda *_, **__: 32
+        case.attention._kernels, prefill_cuda=attend, prefill_tile_tokens=lambda *_, **__: 32
     )
     case.run()
     sequences, rows, counts, positions = (column.tolist() for column in handed[0])
@@ -139,4 +139,4 @@ def test_what_takes_longest_begins_first(
 def test_a_cpu_has_no_such_kernel() -> None:
     case = Case("cpu", [(0, 130)], head_dim=64, block_size=16, dtype=torch.bfloat16)
     case.run()
-    assert not case.path_counts[AttentionPath.PROMPTS]
+    assert not case.path_counts[AttentionPath.PREFILL_CUDA]

@@ -54,7 +54,7 @@ def test_a_program_is_given_as_much_memory_as_it_takes(
     assert emulated(sizes, tmp_path).shared_bytes() <= sizes.shared_bytes
 
 
-FIRST = "if (begin) meet();  // all that was seen before has been added\n"
+FIRST = "if (begin) meet();  // all earlier parts have been added\n"
 SEEN = "if (begin + warp < parts) look_at_part();\n"
 TOGETHER = "meet();\n"
 LATE = "for (int i = 0; warp == 0 && i < 3000; i++) yield();\n"

@@ -12,9 +12,9 @@ import torch
 from roseinfer import AttentionPath
 from roseinfer.attention.backend import ResidentBatch
 from roseinfer.kernels.cuda import decode_attention
-from roseinfer.kernels.cuda.decode_attention import RowSizes, attend_rows, attends_rows
+from roseinfer.kernels.cuda.decode_attention import RowSizes, attend_rows, can_attend_rows
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.layer_traits import LayerTraits, Rotation
+from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
@@ -40,9 +40,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[RowSizes]:
         return object()
 
     monkeypatch.setattr(decode_attention, "program_of", program_of)
-    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(
-        decode_attention, "has_warpgroups", lambda _, dtype: dtype is torch.bfloat16
+        decode_attention, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16
     )
     return found
 
@@ -64,7 +64,7 @@ def given(
 
 def asked(tensors: list[Tensor], traits: LayerTraits = PLAIN) -> bool:
     query, key, value, k_cache, v_cache = tensors
-    return attends_rows(query, key, value, k_cache, v_cache, traits)
+    return can_attend_rows(query, key, value, k_cache, v_cache, traits)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_backend_hands_over_what_the_kernel_needs(tmp_path: Path, turn: int) -
     sizes = RowSizes(64, 2, 16, 2, 2)
     case.attention._kernels = replace(
         case.attention._kernels,
-        rows=partial(attend_rows, program=emulated(sizes, tmp_path), sizes=sizes),
-        attends_rows=lambda *_: True,
+        append_and_attend_cuda=partial(attend_rows, program=emulated(sizes, tmp_path), sizes=sizes),
+        can_attend_rows=lambda *_: True,
     )
     tables = torch.zeros((3, 10), dtype=torch.int64)
     for row, blocks in zip(tables, case.lists, strict=True):
@@ -146,14 +146,14 @@ def test_a_backend_hands_over_what_the_kernel_needs(tmp_path: Path, turn: int) -
     key, value = (torch.randn(2, 3, 2, 64) / 2).bfloat16()
     if turn:
         angles = torch.rand(140, turn // 2).repeat(1, 2) * 6
-        rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
-        got = case.attention.attend_rotated(0, case.query, key, value, positions, rotation)
-        case.query = rotation.of_queries(case.query, positions)
+        rotation = RotaryEmbedding(angles.cos().bfloat16(), angles.sin().bfloat16())
+        got = case.attention.rotate_store_and_attend(0, case.query, key, value, positions, rotation)
+        case.query = rotation.apply_to_queries(case.query, positions)
     else:
-        got = case.attention.attend_new(0, case.query, key, value)
+        got = case.attention.store_and_attend(0, case.query, key, value)
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
     whole = turn != 32
-    assert case.path_counts[AttentionPath.ROWS] == whole
+    assert case.path_counts[AttentionPath.APPEND_AND_ATTEND_CUDA] == whole
     assert case.path_counts[AttentionPath.APPEND_AND_ATTEND] == (not whole)
 
 

@@ -11,7 +11,7 @@ import torch
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.cuda.decode_attention import program_of
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton.decode_attention import append_and_attend
 from tests.fused.same_bits import model_of
 from tests.warpgroups.prompts import TOLERANCE
@@ -19,7 +19,7 @@ from tests.warpgroups.rows import Rows, same_bits
 from tests.warpgroups.test_rows_emulated import CASES, WAYS
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    not torch.cuda.is_available() or not supports_wgmma(torch.device("cuda"), torch.bfloat16),
     reason="only GPUs of compute capability 9 have the kernel",
 )
 MORE: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -69,14 +69,14 @@ def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
         return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
 
     llm, got = told()
-    assert llm.engine.path_counts[AttentionPath.ROWS]
+    assert llm.engine.path_counts[AttentionPath.APPEND_AND_ATTEND_CUDA]
     began = TritonAttention.__init__
 
     def without(self: TritonAttention, *given: Any) -> None:
         began(self, *given)
-        self._kernels = replace(self._kernels, attends_rows=lambda *_: False)
+        self._kernels = replace(self._kernels, can_attend_rows=lambda *_: False)
 
     monkeypatch.setattr(TritonAttention, "__init__", without)
     llm, want = told()
-    assert not llm.engine.path_counts[AttentionPath.ROWS]
+    assert not llm.engine.path_counts[AttentionPath.APPEND_AND_ATTEND_CUDA]
     assert got == want

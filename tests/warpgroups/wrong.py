@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from roseinfer.kernels.cuda.decode_attention import RowSizes
     from roseinfer.kernels.cuda.paired import PairedSizes
     from roseinfer.kernels.cuda.prefill_attention import PromptSizes
-    from roseinfer.kernels.cuda.streamed import Tiles
+    from roseinfer.kernels.cuda.streamed import GemmTiles
 
 _SHAPES = (Shape(2688, 104), Shape(5120, 72, parts=2), Shape(1472, 72, strips=2))
 """Of more tiles than have room at a time."""
@@ -53,8 +53,8 @@ class Replaced:
     def __init__(self, find: str, replace: str, folder: Path) -> None:
         self.find, self.replace, self.folder = find, replace, folder
 
-    def source(self, sizes: Tiles | PromptSizes | PairedSizes | RowSizes) -> str:
-        text = sizes.source(machine=False)
+    def source(self, sizes: GemmTiles | PromptSizes | PairedSizes | RowSizes) -> str:
+        text = sizes.source(with_machine=False)
         assert not self.find or text.count(self.find) == 1, self.find
         return text.replace(self.find, self.replace) if self.find else text
 

@@ -1,1 +1,1 @@
-"""What kernels in CUDA C++ need: compiling, loading and launching them, and maps of matrices."""
+"""Kernels in CUDA C++: compiling, loading and launching them, and tensor maps of matrices."""

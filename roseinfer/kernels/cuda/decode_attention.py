@@ -1,4 +1,4 @@
-"""Launching the attention of rows that decode, which has the bits of Triton's kernel."""
+"""Launching of decode attention in CUDA, which has the bits of Triton's kernel."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.tensor_maps import (
     SIDE,
     STRIP,
-    Map,
-    caches_lie_well,
-    has_warpgroups,
-    heads_lie_well,
-    is_plain,
-    map_of_cache,
-    multiprocessors,
-    rows_between,
-    sizes_fit,
+    TensorMap,
+    are_caches_tma_aligned,
+    are_heads_aligned,
+    are_sizes_supported,
+    cache_map,
+    cache_row_strides,
+    has_plain_scores,
+    num_multiprocessors,
+    supports_wgmma,
 )
-from roseinfer.kernels.cuda.toolchain import loaded
-from roseinfer.kernels.runtime import num_tiles
-from roseinfer.kernels.traffic import announced
-from roseinfer.kernels.triton.decode_attention import rows_moved
+from roseinfer.kernels.cuda.toolchain import compile_and_load
+from roseinfer.kernels.runtime import cdiv
+from roseinfer.kernels.traffic import notify_launch_hooks
+from roseinfer.kernels.triton.decode_attention import rows_traffic
 from roseinfer.kernels.triton.softmax import score_arguments
 
 if TYPE_CHECKING:
@@ -34,51 +34,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
-    from roseinfer.layer_traits import LayerTraits, Rotation
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
-# What the kernel that attends from single rows is compiled for, and its source for that.
+# Compile-time sizes of the decode kernel, and its source.
 
 
 _MULTIPROCESSOR_BYTES = 227 << 10
 """Shared memory of a multiprocessor."""
 _REST = 2 << 10
-"""Barriers and scores of the new token, and what is left of the last 1,024 bytes."""
-_PROGRAM_BYTES = 1 << 10
-"""Of which every program takes so many besides its own."""
-_WARPS_AND_PLACES = ((4, 4), (4, 2), (3, 2), (2, 2), (1, 3))
-"""Those for few programs first."""
-_IN_TURN = 3
-"""Which of them is for programs that come one after the other."""
-_FILES = ("row_tiles", "row_attending")
+"""Bytes for barriers and scores of the new token, and for the rest of the last 1,024 bytes."""
+_RESERVED_BYTES = 1 << 10
+"""Bytes of a multiprocessor's shared memory that CUDA reserves for each program."""
+_WARPS_AND_STAGES = ((4, 4), (4, 2), (3, 2), (2, 2), (1, 3))
+"""Warps per program and places per warp; choices for few programs first."""
+_SEQUENTIAL_CHOICE = 3
+"""Index of the choice for programs that run one after the other."""
+_SOURCE_PARTS = ("row_tiles", "row_attending")
 
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """What the compiler is told, under these names in capitals."""
+    """Compile-time sizes, which the source has as macros in capitals."""
 
     dim: int
-    """Numbers of a head."""
+    """Elements per head."""
     group: int
     """Query heads that share a KV head."""
     block_size: int
     warps: int
     places: int
-    """Of a warp, for keys or values of a tile."""
+    """Places of a warp, each for keys or values of a tile."""
 
     @classmethod
-    def chosen(cls, dim: int, group: int, block_size: int, programs: int) -> RowSizes:
-        """Return the sizes that are the fastest for so many programs on a multiprocessor.
+    def choose(cls, dim: int, group: int, block_size: int, programs: int) -> RowSizes:
+        """Return the fastest sizes for ``programs`` programs on a multiprocessor.
 
-        All programs are there at once, with as many places as they have room for. If they have
-        none, they come one after the other.
+        All programs are resident at once, with as many places as fit. If none fit, the programs run
+        one after the other.
         """
-        own = [cls(dim, group, block_size, *each) for each in _WARPS_AND_PLACES]
-        room = _MULTIPROCESSOR_BYTES // programs - _PROGRAM_BYTES
-        return next((each for each in own if each.shared_bytes <= room), own[_IN_TURN])
+        choices = [cls(dim, group, block_size, *each) for each in _WARPS_AND_STAGES]
+        room = _MULTIPROCESSOR_BYTES // programs - _RESERVED_BYTES
+        return next(
+            (each for each in choices if each.shared_bytes <= room), choices[_SEQUENTIAL_CHOICE]
+        )
 
-    def fit(self) -> bool:
-        """Tell if the kernel can be compiled for them."""
-        return sizes_fit(self.dim, self.group, self.block_size)
+    def are_supported(self) -> bool:
+        """Return True if the kernel can be compiled for them."""
+        return are_sizes_supported(self.dim, self.group, self.block_size)
 
     @property
     def threads(self) -> int:
@@ -86,7 +88,7 @@ class RowSizes:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a program: tiles, what is seen of parts, the new token, barriers."""
+        """Shared memory of a program: tiles, partial results, the new token, barriers."""
         of_warp = self.places * self.dim // SIDE * STRIP + self.group * (self.dim + 6) * 4
         heads = (16 if self.group > 8 else 8) + 2
         return self.warps * of_warp + heads * (self.dim + 8) * 2 + _REST
@@ -95,27 +97,28 @@ class RowSizes:
         named = {**asdict(self), "shared_bytes": self.shared_bytes}
         return {name.upper(): value for name, value in named.items()}
 
-    def source(self, *, machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's part, another must stand in for it."""
-        own = toolchain.machine("machine", "warpgroup") if machine else []
-        parts = [toolchain.part(__package__, name) for name in _FILES]
-        return "\n".join([*own, *toolchain.shared(), *parts])
+    def source(self, *, with_machine: bool = True) -> str:
+        """Return the kernel's source; without the machine's sources, others must replace them."""
+        machine = toolchain.machine_sources("machine", "warpgroup") if with_machine else []
+        parts = [toolchain.source_part(__package__, name) for name in _SOURCE_PARTS]
+        return "\n".join([*machine, *toolchain.shared_sources(), *parts])
 
 
 KERNEL = "attend_rows"
-"""Its name in the source."""
-_FEWEST_PROGRAMS = 24
-"""They are about as fast as several for each context, which Triton's kernel has, even if contexts
-are long. Fewer are faster only if contexts are short, which a graph cannot know."""
+"""The kernel's name in the source."""
+_MIN_PROGRAMS = 24
+"""Smallest number of programs. They are about as fast as several for each context, which Triton's
+kernel has, even if contexts are long. Fewer are faster only if contexts are short, which a graph
+cannot know."""
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False, "APPENDS": True, "SPLITS": 1}
 
 
 class RowParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
+    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
 
     _fields_ = (
-        ("keys", Map),
-        ("values", Map),
+        ("keys", TensorMap),
+        ("values", TensorMap),
         *(
             (name, ctypes.c_void_p)
             for name in ("query", "key", "value", "k_cache", "v_cache", "cosines", "sines", "out")
@@ -134,7 +137,7 @@ class RowParams(ctypes.Structure):
     )
 
 
-def attends_rows(
+def can_attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -142,19 +145,19 @@ def attends_rows(
     v_cache: Tensor,
     traits: LayerTraits,
 ) -> bool:
-    """Tell if the kernel is the fastest here, and compile it then."""
+    """Return True if the kernel is the fastest here; compile it then."""
     fit = (
-        is_plain(traits)
-        and len(query) * k_cache.shape[1] >= _FEWEST_PROGRAMS
-        and has_warpgroups(query.device, query.dtype)
+        has_plain_scores(traits)
+        and len(query) * k_cache.shape[1] >= _MIN_PROGRAMS
+        and supports_wgmma(query.device, query.dtype)
         and k_cache.dtype is query.dtype
-        and all(map(heads_lie_well, (query, key, value)))
-        and caches_lie_well(k_cache, v_cache)
+        and all(map(are_heads_aligned, (query, key, value)))
+        and are_caches_tma_aligned(k_cache, v_cache)
     )
     if not fit:
         return False
     sizes = _sizes(query, k_cache)
-    return sizes.fit() and program_of(sizes, query.device) is not None
+    return sizes.are_supported() and program_of(sizes, query.device) is not None
 
 
 def attend_rows(
@@ -166,16 +169,16 @@ def attend_rows(
     tables: Tensor,
     lengths: Tensor,
     traits: LayerTraits,
-    rotation: Rotation | None = None,
+    rotation: RotaryEmbedding | None = None,
     *,
     program: Program | None = None,
     sizes: RowSizes | None = None,
 ) -> Tensor:
-    """Do what ``append_and_attend`` does.
+    """Compute the same as ``append_and_attend``.
 
-    On a GPU what is stored of earlier tokens may be read before the kernel in front has ended, as
-    ``lengths`` and ``tables`` may: it must not be what writes them. ``program`` is one that is not
-    that of the device, for ``sizes``.
+    On a GPU, stored keys and values of earlier tokens may be read before the previous kernel has
+    ended, as may ``lengths`` and ``tables``: that kernel must not write them. ``program`` replaces
+    the device's kernel, for ``sizes``.
     """
     sizes = sizes or _sizes(query, k_cache)
     program = program or program_of(sizes, query.device)
@@ -185,43 +188,44 @@ def attend_rows(
     angles = (rotation.cosines, rotation.sines) if rotation else ()
     heads = query, key, value, out
     params = RowParams(
-        map_of_cache(program, k_cache), map_of_cache(program, v_cache),
+        cache_map(program, k_cache), cache_map(program, v_cache),
         *(each.data_ptr() for each in (query, key, value, k_cache, v_cache)),
         *([each.data_ptr() for each in angles] or (None, None)),
         *(each.data_ptr() for each in (out, tables, lengths)),
         *(stride for each in heads for stride in each.stride()[:2]),
-        *rows_between(k_cache), tables.stride(0), lengths.stride(0),
+        *cache_row_strides(k_cache), tables.stride(0), lengths.stride(0),
         kv_heads, score_arguments(traits, query).scale,
     )  # fmt: skip
     names = "query", "key", "value", "out", "k_cache", "v_cache", "tables", "lengths"
-    given = dict(zip(names, (*heads, k_cache, v_cache, tables, lengths), strict=True))
-    given |= dict(zip(("cosines", "sines"), angles, strict=False))
-    with announced(KERNEL, partial(_moved, given, sizes)):
+    tensors = dict(zip(names, (*heads, k_cache, v_cache, tables, lengths), strict=True))
+    tensors |= dict(zip(("cosines", "sines"), angles, strict=False))
+    with notify_launch_hooks(KERNEL, partial(_traffic, tensors, sizes)):
         program.launch(params, len(query) * kv_heads)
     return out
 
 
-def _moved(
-    given: Mapping[str, Tensor], sizes: RowSizes
+def _traffic(
+    tensors: Mapping[str, Tensor], sizes: RowSizes
 ) -> list[tuple[Tensor, int | Callable[[], int]]]:
-    told = {
+    constants = {
         "D": sizes.dim,
         "BLOCK": sizes.block_size,
         "GROUP": sizes.group,
-        "Q_HEADS": given["query"].shape[1],
-        "TURN": sizes.dim if "cosines" in given else 0,
+        "Q_HEADS": tensors["query"].shape[1],
+        "TURN": sizes.dim if "cosines" in tensors else 0,
     }
     return [
-        (given[name], amount) for name, amount in rows_moved({**given, **told, **_PLAIN}).items()
+        (tensors[name], amount)
+        for name, amount in rows_traffic({**tensors, **constants, **_PLAIN}).items()
     ]
 
 
 def _sizes(query: Tensor, k_cache: Tensor) -> RowSizes:
     _, kv_heads, block_size, dim = k_cache.shape
-    programs = num_tiles(len(query) * kv_heads, multiprocessors(query.device))
-    return RowSizes.chosen(dim, query.shape[1] // kv_heads, block_size, programs)
+    programs = cdiv(len(query) * kv_heads, num_multiprocessors(query.device))
+    return RowSizes.choose(dim, query.shape[1] // kv_heads, block_size, programs)
 
 
 def program_of(sizes: RowSizes, device: torch.device) -> GpuProgram | None:
     """Return the kernel, or None where it cannot be compiled."""
-    return loaded(sizes, KERNEL, device, "rows are attended from in Triton's kernel")
+    return compile_and_load(sizes, KERNEL, device, "decode attention runs in Triton's kernel")

@@ -1,4 +1,4 @@
-"""Launching the attention of prompts by warpgroups, which has the bits of the chunk kernel."""
+"""Launching of prefill attention by warpgroups, which has the bits of the chunk kernel."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from roseinfer.kernels.cuda.tensor_maps import (
     SIDE,
     STRIP,
     TILE_TOKENS,
-    Map,
-    caches_lie_well,
-    has_warpgroups,
-    heads_lie_well,
-    is_plain,
-    map_of_cache,
-    multiprocessors,
-    rows_between,
-    sizes_fit,
+    TensorMap,
+    are_caches_tma_aligned,
+    are_heads_aligned,
+    are_sizes_supported,
+    cache_map,
+    cache_row_strides,
+    has_plain_scores,
+    num_multiprocessors,
+    supports_wgmma,
 )
-from roseinfer.kernels.cuda.toolchain import add_product, add_product_of_held, loaded, product
-from roseinfer.kernels.traffic import announced, taken
-from roseinfer.kernels.triton.prefill_attention import chunks_moved
+from roseinfer.kernels.cuda.toolchain import (
+    compile_and_load,
+    wgmma_accumulate_source,
+    wgmma_overwrite_source,
+    wgmma_registers_source,
+)
+from roseinfer.kernels.traffic import notify_launch_hooks, num_bytes
+from roseinfer.kernels.triton.prefill_attention import chunks_traffic
 from roseinfer.kernels.triton.softmax import score_arguments
 
 if TYPE_CHECKING:
@@ -34,90 +39,93 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
-    from roseinfer.layer_traits import LayerTraits, Rotation
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
-# What the kernel that attends for prompts is compiled for, and its source for that.
+# Compile-time sizes of the prefill kernel, and its source.
 
 
 _ROWS = 64
-"""Of a warpgroup: tokens by the query heads that share a KV head, rounded up to a power of two."""
-_FILES = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
+"""Rows per warpgroup: tokens by the query heads of a KV head, rounded up to a power of two."""
+_SOURCE_PARTS = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
 _REGISTERS = {2: 240, 3: 160}
-"""Of a thread that computes, by how many warpgroups do. Those that fetch leave it so many."""
+"""Registers of a computing thread, by the number of computing warpgroups; fetching ones leave it
+these."""
 _STAGES = 4
 _ONES = 8
-"""Columns of ones behind the values."""
+"""Columns of ones after the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """What the compiler is told, under these names in capitals."""
+    """Compile-time sizes, which the source has as macros in capitals."""
 
     dim: int
-    """Numbers of a head."""
+    """Elements per head."""
     group: int
     """Query heads that share a KV head."""
     block_size: int
 
-    def fit(self) -> bool:
-        """Tell if the kernel can be compiled for them."""
-        return sizes_fit(self.dim, self.group, self.block_size)
+    def are_supported(self) -> bool:
+        """Return True if the kernel can be compiled for them."""
+        return are_sizes_supported(self.dim, self.group, self.block_size)
 
     @property
     def groups(self) -> int:
-        """Count the warpgroups that compute: as many as have room for what their threads hold."""
+        """Warpgroups that compute, as many as the registers allow."""
         return 3 if self.dim == SIDE else 2
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens a program takes."""
+        """Tokens per program."""
         return self.groups * _ROWS >> (self.group - 1).bit_length()
 
     @property
     def threads(self) -> int:
-        """One more warpgroup, which gives registers away, has a thread that fetches."""
+        """Threads of a program: one more warpgroup, which releases registers, has a thread that
+        fetches."""
         return (self.groups + 1) * 128
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a program: queries of two items, two rings, and barriers."""
+        """Shared memory of a program: queries of two items, two rings, and barriers."""
         strips = self.dim // SIDE
         of_rings = _STAGES * (strips + strips + 1)
         return (2 * self.groups * strips + of_rings) * STRIP + 1024
 
     def defines(self) -> dict[str, int]:
-        told = {
+        derived = {
             "groups": self.groups,
             "registers": _REGISTERS[self.groups],
             "stages": _STAGES,
             "shared_bytes": self.shared_bytes,
         }
-        named = asdict(self) | told
+        named = asdict(self) | derived
         return {name.upper(): value for name, value in named.items()}
 
-    def source(self, *, machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's part, another must stand in for it."""
-        own = toolchain.machine("machine", "warpgroup") if machine else []
-        if machine:
-            own += [product(TILE_TOKENS), add_product(TILE_TOKENS)]
-            own.append(add_product_of_held(self.dim + _ONES))
-        parts = [toolchain.part(__package__, name) for name in _FILES]
-        return "\n".join([*own, *toolchain.shared(), *parts])
+    def source(self, *, with_machine: bool = True) -> str:
+        """Return the kernel's source; without the machine's sources, others must replace them."""
+        machine = toolchain.machine_sources("machine", "warpgroup") if with_machine else []
+        if with_machine:
+            machine += [wgmma_overwrite_source(TILE_TOKENS), wgmma_accumulate_source(TILE_TOKENS)]
+            machine.append(wgmma_registers_source(self.dim + _ONES))
+        parts = [toolchain.source_part(__package__, name) for name in _SOURCE_PARTS]
+        return "\n".join([*machine, *toolchain.shared_sources(), *parts])
 
 
 KERNEL = "attend_prompts"
-"""Its name in the source."""
-_FEWEST_TILES = 6
-"""Of a context. With fewer the kernel was slower than Triton's on an H100, end to end."""
+"""The kernel's name in the source."""
+_MIN_TILES = 6
+"""Smallest context in tiles. With fewer the kernel was slower than Triton's on an H100, end to end.
+"""
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False}
 
 
 class PromptParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
+    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
 
     _fields_ = (
-        ("keys", Map),
-        ("values", Map),
+        ("keys", TensorMap),
+        ("values", TensorMap),
         *(
             (name, ctypes.c_void_p)
             for name in ("query", "k_cache", "v_cache", "cosines", "sines", "out")
@@ -137,7 +145,7 @@ class PromptParams(ctypes.Structure):
     )
 
 
-def prompt_tile(
+def prefill_tile_tokens(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -146,22 +154,21 @@ def prompt_tile(
     most: int,
     longest: int,
 ) -> int:
-    """Return how many tokens a tile has where the kernel is the fastest, and compile it then.
+    """Return the tokens of a tile where the kernel is the fastest, and compile it then; else 0.
 
-    It is 0 where another attends. A sequence has ``most`` new tokens or fewer, and ``longest`` or
-    fewer in all.
+    A sequence has at most ``most`` new tokens, and at most ``longest`` in all.
     """
     sizes = _sizes(query, k_cache)
     tokens = sizes.tokens
     fit = (
-        is_plain(traits)
+        has_plain_scores(traits)
         and most > tokens // 2
-        and longest >= _FEWEST_TILES * tokens
-        and has_warpgroups(query.device, query.dtype)
+        and longest >= _MIN_TILES * tokens
+        and supports_wgmma(query.device, query.dtype)
         and k_cache.dtype is query.dtype
-        and sizes.fit()
-        and heads_lie_well(query)
-        and caches_lie_well(k_cache, v_cache)
+        and sizes.are_supported()
+        and are_heads_aligned(query)
+        and are_caches_tma_aligned(k_cache, v_cache)
     )
     return tokens if fit and program_of(sizes, query.device) is not None else 0
 
@@ -173,26 +180,27 @@ def attend_prompts(
     tables: Tensor,
     tiles: tuple[Tensor, ...],
     traits: LayerTraits,
-    rotation: Rotation | None = None,
+    rotation: RotaryEmbedding | None = None,
     *,
     program: Program | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """Compute what ``paged_attention_chunks`` does, in tiles of as many tokens as a program takes.
+    """Compute the same as ``paged_attention_chunks``, with tiles of as many tokens as a program
+    takes.
 
-    With a rotation, which must be one that ``rotates_queries``, they are yet to be rotated.
-    ``program`` is one that is not that of the device, and ``programs`` how many of it are launched.
+    With a rotation, for which ``can_rotate_queries`` must be true, queries are still to be rotated.
+    ``program`` replaces the device's kernel; ``programs`` of it are launched.
     """
     sizes = _sizes(query, k_cache)
     program = program or program_of(sizes, query.device)
     assert program is not None
     out = query.new_empty(query.shape)
-    kv_heads, (block_rows, head_rows) = k_cache.shape[1], rows_between(k_cache)
+    kv_heads, (block_rows, head_rows) = k_cache.shape[1], cache_row_strides(k_cache)
     items = len(tiles[0]) * kv_heads
-    programs = min(items, programs or multiprocessors(query.device))
+    programs = min(items, programs or num_multiprocessors(query.device))
     angles = (rotation.cosines, rotation.sines) if rotation else ()
     params = PromptParams(
-        map_of_cache(program, k_cache), map_of_cache(program, v_cache),
+        cache_map(program, k_cache), cache_map(program, v_cache),
         *(each.data_ptr() for each in (query, k_cache, v_cache)),
         *([each.data_ptr() for each in angles] or (None, None)),
         *(each.data_ptr() for each in (out, tables, *tiles)),
@@ -200,28 +208,30 @@ def attend_prompts(
         len(tiles[0]), kv_heads, programs, score_arguments(traits, query).scale,
     )  # fmt: skip
     names = "query", "k_cache", "v_cache", "out", "tables", "sequences", "rows", "counts"
-    given = dict(
+    tensors = dict(
         zip((*names, "positions"), (query, k_cache, v_cache, out, tables, *tiles), strict=True)
     )
-    with announced(KERNEL, partial(_moved, given, sizes, angles)):
+    with notify_launch_hooks(KERNEL, partial(_traffic, tensors, sizes, angles)):
         program.launch(params, programs)
     return out
 
 
-def rotates_queries(query: Tensor, rotation: Rotation) -> bool:
-    """Tell if ``attend_prompts`` can rotate queries by this: whole heads, which are not normed."""
+def can_rotate_queries(query: Tensor, rotation: RotaryEmbedding) -> bool:
+    """Return True if ``attend_prompts`` can rotate queries: whole heads, which are not normed."""
     tables = rotation.cosines, rotation.sines
-    return rotation.query_gain is None and all(
+    return rotation.query_norm_weight is None and all(
         each.dtype is query.dtype and each.stride() == (query.shape[2], 1) for each in tables
     )
 
 
-def _moved(
-    given: Mapping[str, Tensor], sizes: PromptSizes, angles: tuple[Tensor, ...]
+def _traffic(
+    tensors: Mapping[str, Tensor], sizes: PromptSizes, angles: tuple[Tensor, ...]
 ) -> list[tuple[Tensor, int | Callable[[], int]]]:
     more = {"D": sizes.dim, "BLOCK": sizes.block_size, **_PLAIN}
-    moved = [(given[name], amount) for name, amount in chunks_moved({**given, **more}).items()]
-    return moved + [(each, taken(each, len(given["query"]) * sizes.dim)) for each in angles]
+    traffic = [
+        (tensors[name], amount) for name, amount in chunks_traffic({**tensors, **more}).items()
+    ]
+    return traffic + [(each, num_bytes(each, len(tensors["query"]) * sizes.dim)) for each in angles]
 
 
 def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:
@@ -231,4 +241,4 @@ def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:
 
 def program_of(sizes: PromptSizes, device: torch.device) -> GpuProgram | None:
     """Return the kernel, or None where it cannot be compiled."""
-    return loaded(sizes, KERNEL, device, "prompts are attended to in Triton's kernel")
+    return compile_and_load(sizes, KERNEL, device, "prefill attention runs in Triton's kernel")

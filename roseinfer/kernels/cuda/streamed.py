@@ -1,4 +1,4 @@
-"""Launching products of a few rows whose weights stream through shared memory."""
+"""Launching of GEMMs of a few rows whose weights stream through shared memory."""
 
 from __future__ import annotations
 
@@ -10,50 +10,56 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.kernels.cuda import toolchain
-from roseinfer.kernels.cuda.tensor_maps import SIDE, Map, lies_well, map_of, place_of
-from roseinfer.kernels.cuda.toolchain import add_product, loaded
-from roseinfer.kernels.runtime import num_tiles
-from roseinfer.kernels.traffic import announced
+from roseinfer.kernels.cuda.tensor_maps import (
+    SIDE,
+    TensorMap,
+    is_tma_aligned,
+    matrix_layout,
+    matrix_map,
+)
+from roseinfer.kernels.cuda.toolchain import compile_and_load, wgmma_accumulate_source
+from roseinfer.kernels.runtime import cdiv
+from roseinfer.kernels.traffic import notify_launch_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
 
-# How products of a few rows are cut into tiles, and the source of the kernel for that.
+# Tiles of the streaming GEMM, and its source.
 
 
 OUTPUTS = 64
-"""Of a tile of weights: a warpgroup's product has no fewer."""
-MOST_ROWS = 64
-_FEWEST_ROWS = 16
-_FEWEST_FOR_TWO = 32
-"""Rows from which on two warpgroups share them."""
-_OF_WEIGHTS = OUTPUTS * SIDE * 2
-_ROOM = 200 << 10
+"""Outputs of a tile of weights, the fewest of a warpgroup's GEMM."""
+MAX_ROWS = 64
+_MIN_ROWS = 16
+_MIN_ROWS_FOR_TWO_WARPGROUPS = 32
+"""Smallest number of rows that two warpgroups share."""
+_STRIP_BYTES = OUTPUTS * SIDE * 2
+_MAX_TILE_BYTES = 200 << 10
 """Bytes of tiles in a program, which has a multiprocessor to itself then."""
-_IN_FLIGHT = 64 << 10
-"""Bytes of weights of a program on their way. More made what others wait for slower on an H200."""
-DEEPEST = 2
-"""By 64 inputs of a tile, where it has one strip of outputs."""
+_MAX_BYTES_IN_FLIGHT = 64 << 10
+"""Bytes of weights in flight per program. More delayed other loads on an H200."""
+MAX_DEPTH = 2
+"""Largest depth of a tile, in units of 64 inputs, with one strip of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What the compiler is told, under these names in capitals."""
+class GemmTiles:
+    """Compile-time sizes, which the source has as macros in capitals."""
 
     columns: int
-    """Rows of a warpgroup's product."""
+    """Rows of a warpgroup's GEMM."""
     groups: int
     """Warpgroups of a program, with as many rows each."""
     strips: int
-    """Of outputs: two where one gates the other."""
+    """Strips of outputs: two where one gates the other."""
     depth: int
-    """By 64 inputs of a tile."""
+    """Depth of a tile, in units of 64 inputs."""
     stages: int
-    """Tiles of weights and of rows that have room at a time."""
+    """Tiles of weights and of rows that fit at a time."""
     in_flight: int
-    """Tiles of weights that are asked for at a time."""
+    """Tiles of weights that are requested at a time."""
 
     @property
     def rows(self) -> int:
@@ -61,12 +67,12 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        """A program has two warps that fetch beside those that multiply."""
+        """Threads of a program: two warps fetch, and the others multiply."""
         return self.groups * 128 + 64
 
     @property
     def weights_bytes(self) -> int:
-        return self.depth * self.strips * _OF_WEIGHTS
+        return self.depth * self.strips * _STRIP_BYTES
 
     @property
     def stage_bytes(self) -> int:
@@ -74,42 +80,44 @@ class Tiles:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory that a program is given, with room for the ring's barriers."""
+        """Shared memory of a program, with space for the ring's barriers."""
         return self.stages * self.stage_bytes + 1024
 
     def defines(self) -> dict[str, int]:
         named = asdict(self) | {"shared_bytes": self.shared_bytes}
         return {name.upper(): value for name, value in named.items()}
 
-    def source(self, *, machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's part, another must stand in for it."""
-        own = toolchain.machine("machine", "warpgroup") if machine else []
-        if machine:
-            own.append(add_product(self.columns))
-        return "\n".join([*own, *toolchain.shared(), toolchain.part(__package__, "streamed")])
+    def source(self, *, with_machine: bool = True) -> str:
+        """Return the kernel's source; without the machine's sources, others must replace them."""
+        machine = toolchain.machine_sources("machine", "warpgroup") if with_machine else []
+        if with_machine:
+            machine.append(wgmma_accumulate_source(self.columns))
+        return "\n".join(
+            [*machine, *toolchain.shared_sources(), toolchain.source_part(__package__, "streamed")]
+        )
 
 
 @cache
-def tiles_for(rows: int, strips: int) -> Tiles:
-    """Choose the tiles of a product: the fastest tried on an H200."""
-    padded = max(_FEWEST_ROWS, 1 << (rows - 1).bit_length())
-    groups = 1 if padded < _FEWEST_FOR_TWO else 2
-    one = Tiles(padded // groups, groups, strips, DEEPEST // strips, 1, 1)
-    stages = _ROOM // one.stage_bytes
-    in_flight = min(stages, _IN_FLIGHT // one.weights_bytes)
-    return Tiles(one.columns, groups, strips, one.depth, stages, in_flight)
+def tiles_for(rows: int, strips: int) -> GemmTiles:
+    """Choose the tiles of a GEMM: the fastest tried on an H200."""
+    padded = max(_MIN_ROWS, 1 << (rows - 1).bit_length())
+    groups = 1 if padded < _MIN_ROWS_FOR_TWO_WARPGROUPS else 2
+    one = GemmTiles(padded // groups, groups, strips, MAX_DEPTH // strips, 1, 1)
+    stages = _MAX_TILE_BYTES // one.stage_bytes
+    in_flight = min(stages, _MAX_BYTES_IN_FLIGHT // one.weights_bytes)
+    return GemmTiles(one.columns, groups, strips, one.depth, stages, in_flight)
 
 
 KERNEL = "stream_linear"
-"""Its name in the source."""
+"""The kernel's name in the source."""
 
 
 class ProductParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
+    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
 
     _fields_ = (
-        ("weights", Map),
-        ("rows", Map),
+        ("weights", TensorMap),
+        ("rows", TensorMap),
         ("out", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("part_pitch", ctypes.c_longlong),
@@ -123,18 +131,18 @@ class ProductParams(ctypes.Structure):
     )
 
 
-def streams(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
-    """Tell if the kernel computes this product, for which it is compiled then."""
+def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
+    """Return True if the kernel can compute this GEMM; compile it then."""
     rows, inputs = len(x), weight.shape[1]
     fit = (
-        rows <= MOST_ROWS
-        and inputs % (parts * DEEPEST * SIDE) == 0
-        and all(lies_well(matrix) for matrix in (x, weight))
+        rows <= MAX_ROWS
+        and inputs % (parts * MAX_DEPTH * SIDE) == 0
+        and all(is_tma_aligned(matrix) for matrix in (x, weight))
     )
     return fit and program_of(tiles_for(rows, strips), x.device) is not None
 
 
-def stream(
+def stream_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -144,16 +152,16 @@ def stream(
 ) -> None:
     """Compute ``x @ weight.T + bias`` into ``[parts, rows, outputs]``.
 
-    Of two strips the first are gates and the second what they gate. ``program`` is one that is not
-    that of the device.
+    Of two strips, the first are gates and the second the gated values. ``program`` replaces the
+    device's kernel.
     """
     parts, rows, outputs = out.shape
     tiles = tiles_for(rows, strips)
     program = program or program_of(tiles, x.device)
     assert program is not None
     params = ProductParams(
-        weights=map_of(program.encode, place_of(weight), OUTPUTS, tiles.depth * SIDE),
-        rows=map_of(program.encode, place_of(x), tiles.rows, tiles.depth * SIDE),
+        weights=matrix_map(program.encode, matrix_layout(weight), OUTPUTS, tiles.depth * SIDE),
+        rows=matrix_map(program.encode, matrix_layout(x), tiles.rows, tiles.depth * SIDE),
         out=out.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         part_pitch=out.stride(0),
@@ -164,14 +172,14 @@ def stream(
         tiles=x.shape[1] // parts // (tiles.depth * SIDE),
         as_is=out.dtype is torch.float32,
     )
-    with announced(KERNEL, partial(_moved, x, weight, bias, out)):
-        program.launch(params, num_tiles(outputs, OUTPUTS) * parts)
+    with notify_launch_hooks(KERNEL, partial(_traffic, x, weight, bias, out)):
+        program.launch(params, cdiv(outputs, OUTPUTS) * parts)
 
 
-def _moved(*tensors: Tensor | None) -> list[tuple[Tensor, int]]:
+def _traffic(*tensors: Tensor | None) -> list[tuple[Tensor, int]]:
     return [(each, each.nbytes) for each in tensors if each is not None]
 
 
-def program_of(tiles: Tiles, device: torch.device) -> GpuProgram | None:
+def program_of(tiles: GemmTiles, device: torch.device) -> GpuProgram | None:
     """Return the kernel for tiles, or None where it cannot be compiled."""
-    return loaded(tiles, KERNEL, device, "products of few rows run in Triton's kernels")
+    return compile_and_load(tiles, KERNEL, device, "GEMMs of few rows run in Triton's kernels")

@@ -1,12 +1,12 @@
 """The append kernels write new keys and values to their slots.
 
-The three kernels differ only in where a token's block, position and source row come from.
-A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
-wide, which spreads small batches; under the interpreter, where a program costs the same
-whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
+The three kernels differ only in the source of a token's block, position and row. A program copies a
+tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token wide, which spreads small
+batches; under the interpreter, where a program costs the same whatever its size, it holds many.
+Offsets are 64-bit; cache and inputs may have any strides.
 
-The ``kv_append_triton*`` functions check their arguments, which waits for the device. The
-block manager calls the ``launch_*`` functions, which trust theirs.
+The ``kv_append_triton*`` functions check their arguments, which waits for the device. The block
+manager calls the ``launch_*`` functions, which trust theirs.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index, is_interpreted
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
 
 _Pair = tuple[Tensor, Tensor]
 """Keys and values."""
 _TILE = 4096
-"""A tile takes at most so many elements of a token's K or V; other programs take the rest."""
+"""Largest number of elements of a token's K or V in a tile; other programs copy the rest."""
 _INTERPRETED_TOKENS = 64
-"""A tile takes at most so many tokens under the interpreter."""
+"""Largest number of tokens in a tile under the interpreter."""
 
 
 @triton.jit
 def _token_tile(n, TILE_N: tl.constexpr):
-    """Return the tokens of this program, and which of them exist."""
+    """Return the tokens of this program, and a mask of those that exist."""
     tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
     return tokens, tokens < n
 
 
 @triton.jit
-def _move_tokens(
+def _copy_tokens(
     k_cache, v_cache, key, value,
     rows, blocks, positions, exist,
     kc_b, kc_h, kc_t, kc_d,
@@ -64,18 +64,19 @@ def _move_tokens(
     tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
 
 
-def _tokens_moved(given: Given) -> dict[str, int]:
-    """Count the new tokens, and what tells where each of them goes."""
-    tokens = given["n"]
-    of_one = given["H"] * given["D"]
-    moved = {
-        name: taken(given[name], tokens * of_one) for name in ("k_cache", "v_cache", "key", "value")
+def _tokens_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the new tokens, and the indices of their slots."""
+    tokens = arguments["n"]
+    of_one = arguments["H"] * arguments["D"]
+    traffic = {
+        name: num_bytes(arguments[name], tokens * of_one)
+        for name in ("k_cache", "v_cache", "key", "value")
     }
-    indices = {"rows", "positions", "block_idx"} & given.keys()
-    return moved | {name: taken(given[name], tokens) for name in indices}
+    indices = {"rows", "positions", "block_idx"} & arguments.keys()
+    return traffic | {name: num_bytes(arguments[name], tokens) for name in indices}
 
 
-@moves(_tokens_moved)
+@declare_traffic(_tokens_traffic)
 @triton.jit(do_not_specialize=["n", "pos"])
 def _full_batch_kernel(
     k_cache, v_cache, key, value, block_idx,
@@ -89,7 +90,7 @@ def _full_batch_kernel(
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
-    _move_tokens(
+    _copy_tokens(
         k_cache, v_cache, key, value,
         tokens, blocks, tl.full((TILE_N,), pos, tl.int64), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
@@ -98,7 +99,7 @@ def _full_batch_kernel(
     )  # fmt: skip
 
 
-@moves(_tokens_moved)
+@declare_traffic(_tokens_traffic)
 @triton.jit(do_not_specialize=["n"])
 def _identity_pos_kernel(
     k_cache, v_cache, key, value, positions, block_idx,
@@ -112,7 +113,7 @@ def _identity_pos_kernel(
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
-    _move_tokens(
+    _copy_tokens(
         k_cache, v_cache, key, value,
         tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
@@ -121,7 +122,7 @@ def _identity_pos_kernel(
     )  # fmt: skip
 
 
-@moves(_tokens_moved)
+@declare_traffic(_tokens_traffic)
 @triton.jit(do_not_specialize=["n"])
 def _gather_kernel(
     k_cache, v_cache, key, value, rows, positions, block_idx,
@@ -135,7 +136,7 @@ def _gather_kernel(
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
-    _move_tokens(
+    _copy_tokens(
         k_cache, v_cache, key, value,
         tl.load(rows + tokens, exist, other=0), blocks,
         tl.load(positions + tokens, exist, other=0), exist,
@@ -159,7 +160,7 @@ def _launch(
     *indices: Tensor,
     pos: tuple[int, ...] = (),
 ) -> None:
-    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel asks."""
+    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel needs."""
     num_tokens = indices[0].shape[0]
     tile, num_warps = _tile(*key.shape[1:])
     tile_n = 1
@@ -177,7 +178,10 @@ def _launch(
 
 @cache
 def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
-    """Choose the tile of a token and its warps: heads, head_dim, and how many of each it covers."""
+    """Choose the tile of a token, and its warps.
+
+    The tile is heads, head_dim, and the number of each that it covers.
+    """
     tile_d = 1 << (head_dim - 1).bit_length()
     tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
     return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
@@ -245,15 +249,15 @@ def _append(launch: Callable[..., None], caches: _Pair, new: _Pair, *where: Tens
     k_cache, v_cache = caches
     check_cache_pair(k_cache, v_cache, dims=4)
     num_blocks, heads, block_size, head_dim = k_cache.shape
-    for name, given in zip(("key_new", "value_new"), new, strict=True):
-        if given.dim() != 3 or given.shape[1:] != (heads, head_dim):
-            shape = tuple(given.shape)
+    for name, tensor in zip(("key_new", "value_new"), new, strict=True):
+        if tensor.dim() != 3 or tensor.shape[1:] != (heads, head_dim):
+            shape = tuple(tensor.shape)
             raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {shape}")
-        if given.device != k_cache.device:
-            raise BadArgument(f"{name} is on {given.device} and the cache on {k_cache.device}")
-        if not given.is_floating_point():
-            raise BadArgument(f"{name} must be of floats, not {given.dtype}")
-    rows, value_rows = (len(given) for given in new)
+        if tensor.device != k_cache.device:
+            raise BadArgument(f"{name} is on {tensor.device} and the cache on {k_cache.device}")
+        if not tensor.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {tensor.dtype}")
+    rows, value_rows = (len(tensor) for tensor in new)
     if rows != value_rows:
         raise BadArgument(f"key_new has {rows} rows and value_new {value_rows}")
     indices = [index for index in where if isinstance(index, Tensor)]
@@ -266,8 +270,8 @@ def _append(launch: Callable[..., None], caches: _Pair, new: _Pair, *where: Tens
             raise BadArgument(f"{name} must lie in 0..{bound - 1}, not {index}")
     if not count:
         return
-    if len({index.dtype for index in indices}) > 1:  # the launcher looks at one of them only
+    if len({index.dtype for index in indices}) > 1:  # the launcher checks only one of them
         indices = [index.long() for index in indices]
     indices = [index.contiguous() for index in indices]
-    key, value = (given.to(k_cache.dtype) for given in new)
+    key, value = (tensor.to(k_cache.dtype) for tensor in new)
     launch(k_cache, v_cache, key, value, *indices, *where[len(indices) :])

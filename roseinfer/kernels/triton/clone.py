@@ -11,24 +11,26 @@ from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
 
 _CHUNK = 4096
-"""A program copies at most so many elements of a block."""
+"""Largest number of elements of a block that a program copies."""
 
 
-def _blocks_moved(given: Given) -> dict[str, int]:
-    """Count the blocks of every layer, and which they are."""
-    copies = given["source"].numel()
-    elements = copies * len(given["k_to"]) * given["H"] * given["T"] * given["D"]
-    blocks = {name: taken(given[name], elements) for name in ("k_from", "v_from", "k_to", "v_to")}
-    return blocks | {name: taken(given[name], copies) for name in ("source", "target")}
+def _blocks_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the blocks of every layer, and their indices."""
+    copies = arguments["source"].numel()
+    elements = copies * len(arguments["k_to"]) * arguments["H"] * arguments["T"] * arguments["D"]
+    blocks = {
+        name: num_bytes(arguments[name], elements) for name in ("k_from", "v_from", "k_to", "v_to")
+    }
+    return blocks | {name: num_bytes(arguments[name], copies) for name in ("source", "target")}
 
 
-@moves(_blocks_moved)
+@declare_traffic(_blocks_traffic)
 @triton.jit
 def _clone_kernel(
     k_from, v_from, k_to, v_to, source, target,
@@ -96,7 +98,7 @@ def kv_clone_triton(*, k_cache: Tensor, v_cache: Tensor, source: Tensor, target:
         return
     source, target = source.long().contiguous(), target.long().contiguous()
     if len(set(target.tolist())) < target.numel():
-        raise BadArgument("target names a block twice: which copy it should end with is unclear")
+        raise BadArgument("target has a block twice: its final content would be undefined")
     if not torch.isin(source, target).any():
         launch_clone(k_cache, v_cache, k_cache, v_cache, source, target)
         return

@@ -1,14 +1,14 @@
-"""Decode attention: one query token for each sequence, over blocks wherever they lie.
+"""Decode attention: one query token per sequence, over paged blocks.
 
-A program takes one sequence, one KV head with the query heads that share it, and all parts of
-the context or some of them. Where several programs share them a second kernel combines the parts,
-in order. How many do depends on the number of programs and the width of the tables, never on a
-length: a captured launch stays right while sequences grow. What lies in a block behind the
-sequence's last token is not used: its scores are masked, and its values are zeroed, since zero
-times NaN is NaN.
+A program attends for one sequence and one KV head with the query heads that share it, over all
+parts of the context or some of them. Where several programs split a context, a second kernel merges
+the parts, in order. The number of splits depends on the number of programs and the width of the
+tables, never on a length: a captured launch stays right while sequences grow. Slots of a block
+after the sequence's last token are not used: their scores are masked, and their values are zeroed,
+since zero times NaN is NaN.
 
-The same launch may store the token's key and value first. The last program does so, and sees them
-where they were given: nothing that a launch writes is read back in it.
+The same launch may store the token's key and value first. The last program does so, and reads them
+from the arguments: a launch reads nothing back that it writes.
 """
 
 from __future__ import annotations
@@ -22,83 +22,85 @@ from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.runtime import is_interpreted, launch
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 from roseinfer.kernels.triton.linear import dot
 from roseinfer.kernels.triton.rope import load_rotated
 from roseinfer.kernels.triton.softmax import (
-    fold,
-    nothing_seen,
-    num_parts,
-    numbers_by_head,
-    of_row,
-    own_token,
+    empty_softmax,
+    init_softmax,
+    merge_softmax,
+    num_context_parts,
     part_begin,
-    part_of,
+    part_index,
+    per_head_traffic,
+    row_weight_sum,
     score_arguments,
-    see_tile,
     tile_of_tokens,
+    update_softmax,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import Given
-    from roseinfer.layer_traits import LayerTraits, Rotation
+    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
-# What several programs saw of a context's parts: stored part by part, then combined in order.
+# Partial results of a context's parts: stored part by part, then merged in order.
 #
-# A row of what is stored belongs to one query head of one sequence: first what was seen of its own
-# token, then the parts that it sees.
+# A row of partial results belongs to one query head of one sequence: first its own token, then the
+# parts that it attends to.
 
 
-_TOGETHER = tl.constexpr(8)
-"""Parts that are loaded together."""
+_UNROLL = tl.constexpr(8)
+"""Parts that are loaded at once."""
 
 
-def seen_parts_moved(given: Given) -> dict[str, int | Callable[[], int]]:
-    """Count what was seen of the new token, and of every part of what is in front of it."""
-    lengths, window, heads = given["lengths"], given["WINDOW"], given["Q_HEADS"]
+def seen_parts_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+    """Count the partial results of the new token, and of every part before it."""
+    lengths, window, heads = arguments["lengths"], arguments["WINDOW"], arguments["Q_HEADS"]
 
     def seen(name: str, width: int = 1) -> Callable[[], int]:
         def count() -> int:
             rows = 0
             for length in lengths.tolist():
-                own = length if given["APPENDS"] else length - 1
+                own = length if arguments["APPENDS"] else length - 1
                 first = max(0, own - window + 1) if window else 0
-                rows += 1 + (num_parts(own) - num_parts(first + 1) + 1 if own > first else 0)
-            return taken(given[name], rows * heads * width)
+                rows += 1 + (
+                    num_context_parts(own) - num_context_parts(first + 1) + 1 if own > first else 0
+                )
+            return num_bytes(arguments[name], rows * heads * width)
 
         return count
 
     sums = {name: seen(name) for name in ("weights_max", "weights_sum")}
-    return {**sums, "partial": seen("partial", given["D"])}
+    return {**sums, "partial": seen("partial", arguments["D"])}
 
 
-def _combine_moved(given: Given) -> dict[str, int | Callable[[], int]]:
-    out, lengths = given["out"], given["lengths"]
-    whole = {"out": taken(out, out.numel()), "lengths": taken(lengths, lengths.numel())}
-    return seen_parts_moved(given) | whole
-
-
-@triton.jit
-def parts_seen(first, own):
-    """Return the first of the parts that are seen in front of a token, and how many they are."""
-    first_part = part_of(first)
-    return first_part, tl.where(own > first, part_of(own - 1) - first_part + 1, 0)
+def _combine_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+    out, lengths = arguments["out"], arguments["lengths"]
+    whole = {"out": num_bytes(out, out.numel()), "lengths": num_bytes(lengths, lengths.numel())}
+    return seen_parts_traffic(arguments) | whole
 
 
 @triton.jit
-def note_part(
+def visible_parts(first, own):
+    """Return the first part that a token attends to, and the number of parts before the token."""
+    first_part = part_index(first)
+    return first_part, tl.where(own > first, part_index(own - 1) - first_part + 1, 0)
+
+
+@triton.jit
+def store_partial(
     partial, weights_max, weights_sum, row, top, total, sums, real, d_inside, D: tl.constexpr
 ):
-    """Store what was seen of a part, for the kernel that combines parts."""
+    """Store the partial result of a part, for the kernel that merges parts."""
     dims = tl.arange(0, sums.shape[1])
     tl.store(weights_max + row, top, real)
     tl.store(weights_sum + row, total, real)
     tl.store(partial + row[:, None] * D + dims[None, :], sums, real[:, None] & d_inside[None, :])
 
 
-@moves(_combine_moved)
+@declare_traffic(_combine_traffic)
 @triton.jit
 def _combine_kernel(
     partial, weights_max, weights_sum, lengths, out,
@@ -106,7 +108,7 @@ def _combine_kernel(
     Q_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
     APPENDS: tl.constexpr, TILE_D: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program combines what was seen of one sequence's parts for one query head, in order."""
+    """Merge the partial results of one sequence's parts for one query head, in order."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = (sequence * Q_HEADS + head) * ROWS
@@ -116,15 +118,15 @@ def _combine_kernel(
     length = tl.load(lengths + sequence * length_pitch).to(tl.int32)
     own = length if APPENDS else length - 1
     first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0
-    _, parts = parts_seen(first, own)
+    _, parts = visible_parts(first, own)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     all_top = tl.load(weights_max + row + one)
     all_total = tl.load(weights_sum + row + one)
     all_sums = tl.load(partial + row * D + dims, inside, other=0.0)[None, :]
-    for begin in range(1, ROWS if LIMIT else parts + 1, _TOGETHER):
-        for more in tl.static_range(_TOGETHER):  # so many loads are on their way at once
+    for begin in range(1, ROWS if LIMIT else parts + 1, _UNROLL):
+        for more in tl.static_range(_UNROLL):  # so many loads are in flight at once
             at = begin + more
             there = at + 0 * one <= parts
             top = tl.load(weights_max + row + at + one, there, other=float("-inf"))
@@ -132,7 +134,9 @@ def _combine_kernel(
             sums = tl.load(
                 partial + (row + at) * D + dims, inside & (at + 0 * dims <= parts), other=0.0
             )[None, :]
-            all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
+            all_top, all_total, all_sums = merge_softmax(
+                all_top, all_total, all_sums, top, total, sums
+            )
     result = tl.sum(all_sums / all_total[:, None], 0)
     tl.store(
         out + sequence * o_s + head * o_h + dims * o_d,
@@ -140,7 +144,7 @@ def _combine_kernel(
     )  # fmt: skip
 
 
-def combine_parts(
+def merge_parts(
     partial: Tensor,
     weights_max: Tensor,
     weights_sum: Tensor,
@@ -153,64 +157,70 @@ def combine_parts(
     *,
     appends: bool,
 ) -> None:
-    """Combine what ``note_part`` stored, ``rows`` rows for every query head, into ``out``."""
+    """Merge what ``store_partial`` stored, ``rows`` rows for every query head, into ``out``."""
     sequences, q_heads, head_dim = out.shape
     launch(
         _combine_kernel, (sequences, q_heads),
         partial, weights_max, weights_sum, lengths, out, *out.stride(), lengths.stride(0),
         q_heads, head_dim, rows, window, appends, tile_d, limit,
-        num_warps=1, early=appends, as_written=True,
+        num_warps=1, pdl=appends, no_fp_fusion=True,
     )  # fmt: skip
 
 
-_MOST_SPLITS = 32
-_PROCESSORS = 132
-"""The largest GPUs have about so many."""
-_PROGRAMS_WANTED = 3 * _PROCESSORS
+_MAX_SPLITS = 32
+_MULTIPROCESSORS = 132
+"""Multiprocessors of the largest GPUs, roughly."""
+_TARGET_PROGRAMS = 3 * _MULTIPROCESSORS
 _SMALL_HEAD = 64
-_AT_ONCE = 8 * _PROCESSORS
-"""With up to so many programs, the next kernel may start before these have ended. With more, it
-would take the place of those that have not begun."""
+_MAX_PDL_PROGRAMS = 8 * _MULTIPROCESSORS
+"""Largest number of programs with which the next kernel may start before these have ended.
+
+With more, it would take the place of those that have not begun.
+"""
 
 
-def rows_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+def rows_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
     """Count the keys and values of the lengths that the sequences have when the kernel runs."""
     query, lengths, k_cache, tables = (
-        given[name] for name in ("query", "lengths", "k_cache", "tables")
+        arguments[name] for name in ("query", "lengths", "k_cache", "tables")
     )
-    sequences, appends, block = len(query), given["APPENDS"], given["BLOCK"]
-    token = taken(k_cache, given["Q_HEADS"] // given["GROUP"] * given["D"])
+    sequences, appends, block = len(query), arguments["APPENDS"], arguments["BLOCK"]
+    token = num_bytes(k_cache, arguments["Q_HEADS"] // arguments["GROUP"] * arguments["D"])
 
     def seen() -> list[tuple[int, int]]:
         """Return the positions of the first and the last key of every sequence."""
         last = [n if appends else n - 1 for n in lengths.tolist()]
-        return [(max(0, n - given["WINDOW"] + 1) if given["WINDOW"] else 0, n) for n in last]
+        return [
+            (max(0, n - arguments["WINDOW"] + 1) if arguments["WINDOW"] else 0, n) for n in last
+        ]
 
     def cached() -> int:
         return token * sum(last - first + 1 for first, last in seen())
 
     def listed() -> int:
-        return taken(tables, sum(last // block - first // block + 1 for first, last in seen()))
+        return num_bytes(tables, sum(last // block - first // block + 1 for first, last in seen()))
 
-    moved: dict[str, int | Callable[[], int]] = {
-        "query": taken(query, query.numel()),
-        "lengths": taken(lengths, sequences),
+    traffic: dict[str, int | Callable[[], int]] = {
+        "query": num_bytes(query, query.numel()),
+        "lengths": num_bytes(lengths, sequences),
         "tables": listed,
         "k_cache": cached,
         "v_cache": cached,
     }
     if appends:
-        moved |= {name: taken(given[name], given[name].numel()) for name in ("key", "value")}
-    moved |= numbers_by_head(given)
-    if given["TURN"]:
-        angles = sequences * given["TURN"]
-        moved |= {name: taken(given[name], angles) for name in ("cosines", "sines")}
-    if given["SPLITS"] == 1:
-        return moved | {"out": taken(given["out"], query.numel())}
-    return moved | seen_parts_moved(given)
+        traffic |= {
+            name: num_bytes(arguments[name], arguments[name].numel()) for name in ("key", "value")
+        }
+    traffic |= per_head_traffic(arguments)
+    if arguments["TURN"]:
+        angles = sequences * arguments["TURN"]
+        traffic |= {name: num_bytes(arguments[name], angles) for name in ("cosines", "sines")}
+    if arguments["SPLITS"] == 1:
+        return traffic | {"out": num_bytes(arguments["out"], query.numel())}
+    return traffic | seen_parts_traffic(arguments)
 
 
-@moves(rows_moved)
+@declare_traffic(rows_traffic)
 @triton.jit
 def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
@@ -237,7 +247,7 @@ def _decode_kernel(
     table = tables + sequence * table_pitch
     own = length if APPENDS else length - 1
     first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0
-    first_part, parts = parts_seen(first, own)
+    first_part, parts = visible_parts(first, own)
     share = tl.cdiv(parts, SPLITS)
     part = first_part + split * share
     last_part = tl.minimum(part + share, first_part + parts)
@@ -264,35 +274,36 @@ def _decode_kernel(
         k_from, v_from = k_cache, v_cache
     slot = tl.load(table + own // BLOCK).to(tl.int64) * kc_b + kv_head * kc_h + own % BLOCK * kc_t
     if SPLITS == 1:
-        all_top, all_total, all_sums = _take_own(
+        all_top, all_total, all_sums = _append_own_token(
             q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
             scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
         )  # fmt: skip
     elif split == SPLITS - 1:  # it has the fewest parts
-        own_top, own_total, own_sums = _take_own(
+        own_top, own_total, own_sums = _append_own_token(
             q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
             scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
         )  # fmt: skip
-        note_part(
+        store_partial(
             partial, weights_max, weights_sum, row, own_top, own_total, own_sums, real, d_inside, D
         )  # fmt: skip
-    top, total, sums = nothing_seen(TILE_G, TILE_D)
+    top, total, sums = empty_softmax(TILE_G, TILE_D)
     ends = part_begin(part + 1)
-    # Not every version of Triton's interpreter can count to a tensor.
+    # Not every version of Triton's interpreter accepts a tensor as the end of a range.
     stop = LIMIT if LIMIT else end
     start = 0 if LIMIT else begin // TILE_T * TILE_T
     for at in tl.range(start, stop, TILE_T, num_stages=3):
         if at == ends:
             if SPLITS == 1:
-                all_top, all_total, all_sums = fold(
-                    all_top, all_total, all_sums, top, of_row(total), sums
+                all_top, all_total, all_sums = merge_softmax(
+                    all_top, all_total, all_sums, top, row_weight_sum(total), sums
                 )
             else:
-                note_part(
+                store_partial(
                     partial, weights_max, weights_sum, row + 1 + part - first_part, top,
-                    of_row(total), sums, real & (part + 0 * members < last_part), d_inside, D,
+                    row_weight_sum(total), sums, real & (part + 0 * members < last_part),
+                    d_inside, D,
                 )  # fmt: skip
-            top, total, sums = nothing_seen(TILE_G, TILE_D)
+            top, total, sums = empty_softmax(TILE_G, TILE_D)
             part += 1
             ends = part_begin(part + 1)
         tokens = at + tl.arange(0, TILE_T)
@@ -307,31 +318,33 @@ def _decode_kernel(
         k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
         v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
         distance = (own - tokens).to(tl.float32)[None, :]
-        top, total, sums = see_tile(
+        top, total, sums = update_softmax(
             q, k, v, stored[None, :], distance, top, total, sums, scale, cap, slopes, heads, real,
             True, CAPPED, SLOPED,
         )  # fmt: skip
     if SPLITS == 1:
-        all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, of_row(total), sums)
+        all_top, all_total, all_sums = merge_softmax(
+            all_top, all_total, all_sums, top, row_weight_sum(total), sums
+        )
         tl.store(
             out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
             (all_sums / all_total[:, None]).to(out.dtype.element_ty), q_inside,
         )  # fmt: skip
     else:
-        note_part(
-            partial, weights_max, weights_sum, row + 1 + part - first_part, top, of_row(total),
-            sums, real & (part + 0 * members < last_part), d_inside, D,
+        store_partial(
+            partial, weights_max, weights_sum, row + 1 + part - first_part, top,
+            row_weight_sum(total), sums, real & (part + 0 * members < last_part), d_inside, D,
         )  # fmt: skip
 
 
 @triton.jit
-def _take_own(
+def _append_own_token(
     q, k_from, v_from, k_slot, v_slot, dims, d_inside, own, cosines, sines,
     scale, cap, sinks, slopes, heads, real,
     CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINKING: tl.constexpr, APPENDS: tl.constexpr,
     D: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Look at the own token, which is stored in its slot first if it is new."""
+    """Attend to the sequence's own token, after storing it in its slot if it is new."""
     if APPENDS:
         if TURN:
             one = tl.arange(0, 1)
@@ -347,12 +360,12 @@ def _take_own(
     else:
         k = tl.load(k_slot + dims, d_inside, other=0.0)
         v = tl.load(v_slot + dims, d_inside, other=0.0)
-    # A product of tiles, as in the kernel of prompts; all but the first column stay empty.
+    # A GEMM of tiles, as in the prefill kernel; all but the first column stay empty.
     column = tl.arange(0, 16)
     k_tile = tl.where((column == 0)[:, None], k.to(tl.float32)[None, :], 0.0).to(q.dtype)
     products = tl.where((column == 0)[None, :], dot(q, tl.trans(k_tile)), 0.0)
     values = v.to(tl.float32)[None, :] + tl.zeros(q.shape, tl.float32)
-    return own_token(
+    return init_softmax(
         tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
         CAPPED, SLOPED, SINKING,
     )  # fmt: skip
@@ -366,11 +379,11 @@ def paged_attention_decode(
     lengths: Tensor,
     traits: LayerTraits,
 ) -> Tensor:
-    """Compute the attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
+    """Compute the attention of one stored token per sequence, ``[sequences, q_heads, head_dim]``.
 
-    The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
-    ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's
-    own included. The caches lie in memory alike, the elements of a head side by side.
+    The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of ``tables``
+    lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's own included.
+    The caches have the same strides, and the elements of a head are contiguous.
     """
     return append_and_attend(query, None, None, k_cache, v_cache, tables, lengths, traits)
 
@@ -384,26 +397,27 @@ def append_and_attend(
     tables: Tensor,
     lengths: Tensor,
     traits: LayerTraits,
-    rotation: Rotation | None = None,
+    rotation: RotaryEmbedding | None = None,
 ) -> Tensor:
-    """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
+    """Store one token per sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
 
-    This is ``paged_attention_decode``, but ``lengths[i]`` counts what is stored before, and row
+    This is ``paged_attention_decode``, but ``lengths[i]`` counts the tokens stored before, and row
     ``i`` of ``tables`` has a block for the new token too. On a GPU ``lengths`` may be read before
-    the kernel in front has ended: it must not be what writes them.
+    the previous kernel has ended: that kernel must not write them.
 
-    With a rotation without norms, queries and keys are yet to be rotated, each by its position.
+    With a rotation, which has no norms, queries and keys are still to be rotated, each by its
+    position.
     """
     _check(query, k_cache, v_cache)
-    query = _side_by_side(query)
+    query = _contiguous_heads(query)
     appends = key is not None
-    key = query if key is None else _side_by_side(key)
-    value = query if value is None else _side_by_side(value)
+    key = query if key is None else _contiguous_heads(key)
+    value = query if value is None else _contiguous_heads(value)
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = q_heads // kv_heads
     most_tokens = tables.shape[1] * block_size
-    rows = num_parts(most_tokens, traits.window)
+    rows = num_context_parts(most_tokens, traits.window)
     splits = _num_splits(sequences * kv_heads, rows)
     rows += 1  # for the new token
     out = query.new_empty(query.shape)
@@ -415,7 +429,7 @@ def append_and_attend(
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * splits
     limit = 0
-    if is_interpreted():  # counting to a limit; tables of slots are wider than any sequence needs
+    if is_interpreted():  # up to a limit; tables of slots are wider than any sequence needs
         limit = max(1, int(lengths.max())) if appends else most_tokens
     arguments = score_arguments(traits, query)
     cosines = sines = query
@@ -430,11 +444,11 @@ def append_and_attend(
         *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
         q_heads, group, head_dim, block_size, tile_g, tile_d,
         tile_of_tokens(tile_d * k_cache.element_size()), splits, rows, limit,
-        appends, programs <= _AT_ONCE, num_warps=_warps(programs, tile_d), early=appends,
-        as_written=True,
+        appends, programs <= _MAX_PDL_PROGRAMS, num_warps=_warps(programs, tile_d), pdl=appends,
+        no_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        combine_parts(
+        merge_parts(
             partial, weights_max, weights_sum, lengths, out, rows, arguments.window, tile_d, limit,
             appends=appends,
         )  # fmt: skip
@@ -459,21 +473,21 @@ def _check(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         )
 
 
-def _side_by_side(heads: Tensor) -> Tensor:
-    """Put the elements of a head next to each other in memory."""
+def _contiguous_heads(heads: Tensor) -> Tensor:
+    """Make the elements of each head contiguous."""
     return heads if heads.stride(2) == 1 else heads.contiguous()
 
 
 def _warps(programs: int, tile_d: int) -> int:
-    """Choose the warps of a program: the fastest on an H200. No number depends on them."""
+    """Choose the warps of a program: the fastest on an H200. Results do not depend on them."""
     if tile_d <= _SMALL_HEAD:
-        return 4 if programs <= 2 * _PROGRAMS_WANTED else 1
-    return 4 if programs <= _PROGRAMS_WANTED else 2
+        return 4 if programs <= 2 * _TARGET_PROGRAMS else 1
+    return 4 if programs <= _TARGET_PROGRAMS else 2
 
 
 def _num_splits(rows: int, parts: int) -> int:
     """Choose how many programs share a context: a power of two, so that kernels are few."""
     if is_interpreted():  # there a program costs the same whatever it does
         return 1
-    wanted = max(1, _PROGRAMS_WANTED // rows)
-    return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1), 1 << (parts - 1).bit_length())
+    wanted = max(1, _TARGET_PROGRAMS // rows)
+    return min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1), 1 << (parts - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Choosing which experts each row visits, and how much each of them counts."""
+"""Mixture of experts: choosing each row's experts, routing rows, and the experts' GEMMs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 from roseinfer.kernels.triton.linear import dot
-from roseinfer.kernels.triton.streamed import gated, num_stages, tile_of_rows
+from roseinfer.kernels.triton.streamed import num_stages, silu_mul, tile_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
 
-_LOWEST = tl.constexpr(-1e38)
-"""In place of a logit that is not a number, and of all that are below."""
-
-
-def _chosen_moved(given: Given) -> dict[str, int]:
-    """Count the numbers of all experts, and what is told of those that are chosen."""
-    rows = len(given["experts"])
-    chosen = {name: taken(given[name], rows * given["MOST"]) for name in ("experts", "weights")}
-    return {"parts": taken(given["parts"], given["PARTS"] * rows * given["N"]), **chosen}
+_MIN_LOGIT = tl.constexpr(-1e38)
+"""Replacement of a logit that is NaN, or below this."""
 
 
-@moves(_chosen_moved)
+def _chosen_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the logits of all experts, and the chosen experts with their weights."""
+    rows = len(arguments["experts"])
+    chosen = {
+        name: num_bytes(arguments[name], rows * arguments["MOST"])
+        for name in ("experts", "weights")
+    }
+    return {
+        "parts": num_bytes(arguments["parts"], arguments["PARTS"] * rows * arguments["N"]),
+        **chosen,
+    }
+
+
+@declare_traffic(_chosen_traffic)
 @triton.jit
 def _choose_kernel(
     parts, experts, weights, like,
@@ -39,7 +45,7 @@ def _choose_kernel(
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr,
     MOST: tl.constexpr, TILE_M: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a row. ``like`` has the dtype that the model's own modules round to."""
+    """Choose the experts of one row. ``like`` has the dtype that the modules round to."""
     row = tl.program_id(0).to(tl.int64)
     n, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
     inside = n < N
@@ -50,9 +56,9 @@ def _choose_kernel(
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * p_p + row * p_r + n, inside, other=0.0)
     total = total.to(like.dtype.element_ty).to(tl.float32)
-    # Whatever is no number: some experts have to be chosen, and no expert twice.
-    total = tl.where(inside & (total == total), total, _LOWEST)
-    total = tl.minimum(tl.maximum(total, _LOWEST), -_LOWEST)
+    # NaN and infinities: some experts have to be chosen, and no expert twice.
+    total = tl.where(inside & (total == total), total, _MIN_LOGIT)
+    total = tl.minimum(tl.maximum(total, _MIN_LOGIT), -_MIN_LOGIT)
     left = tl.where(inside, tl.exp(total - tl.max(total, 0)), 0.0)
     left = left / tl.sum(left, 0)
     chosen, counts = tl.zeros((TILE_M,), tl.int32), tl.zeros((TILE_M,), tl.float32)
@@ -67,66 +73,67 @@ def _choose_kernel(
     tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty), m < MOST)
 
 
-def choose_experts(
-    parts: Tensor, like: Tensor, most: int, dtype: torch.dtype, *, shared: bool
+def select_experts(
+    parts: Tensor, like: Tensor, most: int, dtype: torch.dtype, *, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``most`` likeliest experts of each row, and how likely they are in that dtype.
+    """Return each row's ``most`` top experts, and their probabilities in that dtype.
 
     ``parts`` are the logits of all experts, ``[parts, rows, experts]``, still to be added up and
-    rounded as ``like`` is. Where they are ``shared``, the weights of a row add up to one.
+    rounded as ``like`` is. With ``renormalize``, the weights of a row add up to one.
     """
     num_parts, rows, num_experts = parts.shape
     experts = parts.new_empty((rows, most), dtype=torch.int32)
     weights = parts.new_empty((rows, most), dtype=dtype)
     launch(
         _choose_kernel, (rows,), parts, experts, weights, like, *parts.stride()[:2],
-        num_experts, power_of_two(num_experts), num_parts,
-        most, power_of_two(most), shared, num_warps=1, early=True,
+        num_experts, next_power_of_2(num_experts), num_parts,
+        most, next_power_of_2(most), renormalize, num_warps=1, pdl=True,
     )  # fmt: skip
     return experts, weights
 
 
-# Which rows visit which expert, in tiles of rows that one program can take.
+# Expert routing: the rows of each expert, in tiles for one program each.
 #
-# A visit is numbered ``row * most + place``, its place among the experts of its row. Few rows need
-# no table: a program looks through the experts of all rows for those that visit its own. Of many
-# rows the visits are put in order of their experts.
+# An assignment of a row to an expert is numbered ``row * most + place``, its place among the
+# experts of its row. Few rows need no table: a program searches the experts of all rows for its
+# own. The assignments of many rows are sorted by expert.
 
 
-MOST_ROWS = 64
-"""With more, a tile would have rows of which few visit its expert."""
+MAX_ROWS = 64
+"""Largest number of rows without tables. With more, few rows of a tile would be its expert's."""
 _TILE_R = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
-    """The visits of some rows, cut into tiles of visits to one expert each."""
+class ExpertRouting:
+    """Assignments of rows to experts, cut into tiles of one expert each."""
 
     experts: Tensor
-    """``[rows, most]``, no expert twice in a row."""
+    """Experts of each row, ``[rows, most]``, no expert twice in a row."""
     order: Tensor
-    """All visits, those to one expert next to each other. Not read where rows are few."""
+    """Assignments sorted by expert. Not read where rows are few."""
     tiles: Tensor
-    """``[3, tiles]``: experts of tiles, and where in that order they begin and end; nor this."""
+    """Expert, begin and end of each tile in that order, ``[3, tiles]``; not read where rows are
+    few."""
     num_tiles: int
     tile_rows: int
-    tile_visits: int = 0
-    """There is a tile for each visit, and so many are looked through; 0 if one for each expert."""
+    tile_assignments: int = 0
+    """Assignments that each tile searches, with a tile per assignment; 0 with one per expert."""
 
     @property
-    def few(self) -> bool:
-        return len(self.experts) <= MOST_ROWS
+    def has_few_rows(self) -> bool:
+        return len(self.experts) <= MAX_ROWS
 
 
-def visits_of(experts: Tensor, num_experts: int) -> Visits:
-    """Cut the visits of ``[rows, most]`` experts into tiles, without waiting for the device."""
+def route_rows(experts: Tensor, num_experts: int) -> ExpertRouting:
+    """Cut the assignments of ``[rows, most]`` experts into tiles, without a device sync."""
     rows, most = experts.shape
-    if rows <= MOST_ROWS:
+    if rows <= MAX_ROWS:
         by_visit, tile = rows * most < num_experts, tile_of_rows(rows)
         if by_visit:
-            looked_through = power_of_two(rows * most)
-            return Visits(experts, experts, experts, rows * most, tile, looked_through)
-        return Visits(experts, experts, experts, num_experts, tile)
+            looked_through = next_power_of_2(rows * most)
+            return ExpertRouting(experts, experts, experts, rows * most, tile, looked_through)
+        return ExpertRouting(experts, experts, experts, num_experts, tile)
     found, order = experts.flatten().sort(stable=True)
     each = torch.arange(num_experts + 1, dtype=found.dtype, device=found.device)
     begins = torch.searchsorted(found, each)
@@ -134,35 +141,35 @@ def visits_of(experts: Tensor, num_experts: int) -> Visits:
     ends_of_tiles = ((counts + _TILE_R - 1) // _TILE_R).cumsum(0)
     num_tiles = rows * most // _TILE_R + min(num_experts, rows * most)
     at = torch.arange(num_tiles, device=found.device)
-    of = torch.searchsorted(ends_of_tiles, at, right=True)  # one too many where there is no tile
+    of = torch.searchsorted(ends_of_tiles, at, right=True)  # one too many for an empty tile
     first = torch.cat([ends_of_tiles.new_zeros(1), ends_of_tiles])[of]
     begin = begins[of] + (at - first) * _TILE_R
     end = torch.cat([begins[1:], begins[-1:]])[of]
     tiles = torch.stack([of, begin, torch.minimum(begin + _TILE_R, end)])
-    return Visits(experts, order, tiles, num_tiles, _TILE_R)
+    return ExpertRouting(experts, order, tiles, num_tiles, _TILE_R)
 
 
-def visited(given: Given) -> Callable[[], int]:
-    """Return what counts the experts that are visited when a kernel runs."""
-    experts = given["experts"]
+def count_routed_experts(arguments: LaunchArguments) -> Callable[[], int]:
+    """Return a function that counts the experts with rows when a kernel runs."""
+    experts = arguments["experts"]
     return lambda: len(experts.unique())
 
 
-def tables_moved(given: Given) -> dict[str, int]:
-    """Count what says which rows visit which expert."""
-    visits = given["rows"] * given["MOST"]
-    if given["FEW"]:
-        return {"experts": taken(given["experts"], visits)}
-    order, tiles = given["order"], given["tiles"]
-    return {"order": taken(order, visits), "tiles": taken(tiles, tiles.numel())}
+def tables_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the tables that assign rows to experts."""
+    visits = arguments["rows"] * arguments["MOST"]
+    if arguments["FEW"]:
+        return {"experts": num_bytes(arguments["experts"], visits)}
+    order, tiles = arguments["order"], arguments["tiles"]
+    return {"order": num_bytes(order, visits), "tiles": num_bytes(tiles, tiles.numel())}
 
 
 @triton.jit
-def visits_of_tile(
+def load_tile_routing(
     experts, order, tiles, tile, rows, num_tiles,
     MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the expert of a tile and its visits, padded with -1; all are where there are none."""
+    """Return a tile's expert and assignments, padded with -1; an empty tile has only -1."""
     r = tl.arange(0, TILE_R)
     if FEW:
         expert = tile
@@ -172,7 +179,7 @@ def visits_of_tile(
         for place in tl.static_range(MOST):
             own = tl.load(experts + r * MOST + place, r < rows, other=-1)
             visits = tl.where(own == expert, r * MOST + place, visits)
-        if TILE_V:  # the tile of the first visit to an expert takes all of them
+        if TILE_V:  # the tile of the first assignment of an expert takes all of them
             v = tl.arange(0, TILE_V)
             before = tl.load(experts + v, v < tile, other=-1)
             visits = tl.where(tl.max((before == expert).to(tl.int32), 0) > 0, -1, visits)
@@ -184,42 +191,43 @@ def visits_of_tile(
     return expert, visits
 
 
-# The products of an expert's gated MLP by the rows that visit it.
+# GEMMs of an expert's gated MLP, over the rows that are routed to it.
 #
-# Weights are the first factor of a product, as in other layers of few rows. An expert's weights are
-# read once for a tile of the rows that visit it, and those of an expert that nobody visits are not.
-# A row's bits depend on no other row.
+# Weights are the first factor of a GEMM, as in other layers of few rows. An expert's weights are
+# read once per tile of its rows, and not at all without rows. A row's bits depend on no other row.
 
 
 _TILE_N = 64
 _LARGE_TILE_K = 128
-_FEWEST_ROWS = 16
-"""A tile has no fewer; only so few leave room for large tiles of weights."""
+_MIN_ROWS = 16
+"""Smallest number of rows of a tile; only so few leave space for large tiles of weights."""
 
 
-def _moved(given: Given, rows: int, of_expert: int) -> dict[str, int | Callable[[], int]]:
-    """Count the rows of one side, the weights of experts that are visited, and what comes out."""
-    count, visits = visited(given), given["rows"] * given["MOST"]
-    each = taken(given["weight"], of_expert)
+def _traffic(
+    arguments: LaunchArguments, rows: int, of_expert: int
+) -> dict[str, int | Callable[[], int]]:
+    """Count the rows of one side, the weights of the routed experts, and the outputs."""
+    count, visits = count_routed_experts(arguments), arguments["rows"] * arguments["MOST"]
+    each = num_bytes(arguments["weight"], of_expert)
     return {
-        "x": taken(given["x"], rows * given["K"]),
+        "x": num_bytes(arguments["x"], rows * arguments["K"]),
         "weight": lambda: count() * each,
-        "out": taken(given["out"], visits * given["N"]),
-        **tables_moved(given),
+        "out": num_bytes(arguments["out"], visits * arguments["N"]),
+        **tables_traffic(arguments),
     }
 
 
-def _gated_moved(given: Given) -> dict[str, int | Callable[[], int]]:
-    return _moved(given, given["rows"], 2 * given["K"] * given["N"])
+def _gated_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+    return _traffic(arguments, arguments["rows"], 2 * arguments["K"] * arguments["N"])
 
 
-def _weighed_moved(given: Given) -> dict[str, int | Callable[[], int]]:
-    visits = given["rows"] * given["MOST"]
-    weights = {"weights": taken(given["weights"], visits)}
-    return _moved(given, visits, given["K"] * given["N"]) | weights
+def _weighed_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+    visits = arguments["rows"] * arguments["MOST"]
+    weights = {"weights": num_bytes(arguments["weights"], visits)}
+    return _traffic(arguments, visits, arguments["K"] * arguments["N"]) | weights
 
 
-@moves(_gated_moved)
+@declare_traffic(_gated_traffic)
 @triton.jit(do_not_specialize=["rows", "num_tiles"])
 def _visit_gated_kernel(
     x, weight, out, experts, order, tiles, rows, num_tiles,
@@ -229,12 +237,12 @@ def _visit_gated_kernel(
     MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a strip of outputs of one expert's visits."""
+    """Compute a strip of outputs of one expert's rows: gates and gated values."""
     n = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, visits = visits_of_tile(
+    expert, visits = load_tile_routing(
         experts, order, tiles, tl.program_id(1), rows, num_tiles,
         MOST, TILE_R, FEW, TILE_V,
     )  # fmt: skip
@@ -254,10 +262,10 @@ def _visit_gated_kernel(
             gate = dot(tl.load(gates + k[None, :], w_tile, other=0.0), a, gate)
             up = dot(tl.load(ups + k[None, :], w_tile, other=0.0), a, up)
         places = out + tl.maximum(visits, 0).to(tl.int64)[None, :] * o_v + n[:, None]
-        tl.store(places, gated(gate, up, out.dtype.element_ty), w_in & x_in)
+        tl.store(places, silu_mul(gate, up, out.dtype.element_ty), w_in & x_in)
 
 
-@moves(_weighed_moved)
+@declare_traffic(_weighed_traffic)
 @triton.jit(do_not_specialize=["rows", "num_tiles"])
 def _visit_weighed_kernel(
     x, weight, weights, out, experts, order, tiles, rows, num_tiles,
@@ -267,12 +275,12 @@ def _visit_weighed_kernel(
     MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a strip of outputs of one expert's visits."""
+    """Compute a strip of outputs of one expert's rows, weighted."""
     n = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, visits = visits_of_tile(
+    expert, visits = load_tile_routing(
         experts, order, tiles, tl.program_id(1), rows, num_tiles,
         MOST, TILE_R, FEW, TILE_V,
     )  # fmt: skip
@@ -295,10 +303,10 @@ def _visit_weighed_kernel(
         tl.store(places, total, w_in & x_in)
 
 
-def visit_gated(x: Tensor, weight: Tensor, visits: Visits) -> Tensor:
-    """Compute the first half of each visited expert's MLP, ``[visits, outputs]``.
+def expert_gate_up(x: Tensor, weight: Tensor, visits: ExpertRouting) -> Tensor:
+    """Compute the first half of each routed expert's MLP, ``[assignments, outputs]``.
 
-    ``weight`` is ``[experts, 2 * outputs, inputs]``, gates in front of what they gate.
+    ``weight`` is ``[experts, 2 * outputs, inputs]``, gates first.
     """
     outputs, inputs = weight.shape[1] // 2, weight.shape[2]
     out = x.new_empty((visits.experts.numel(), outputs))
@@ -308,10 +316,10 @@ def visit_gated(x: Tensor, weight: Tensor, visits: Visits) -> Tensor:
     return out
 
 
-def visit_weighed(x: Tensor, weight: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+def expert_down(x: Tensor, weight: Tensor, weights: Tensor, visits: ExpertRouting) -> Tensor:
     """Compute the second half, ``[most, rows, outputs]`` in float32, still to be added up.
 
-    Each visit counts as much as ``weights`` say, ``[rows, most]``.
+    Results are multiplied by ``weights``, ``[rows, most]``.
     """
     _, outputs, inputs = weight.shape
     rows, most = visits.experts.shape
@@ -327,16 +335,16 @@ def _launch(
     tensors: tuple[Tensor, ...],
     strides: tuple[int, ...],
     shape: tuple[int, int],
-    visits: Visits,
+    visits: ExpertRouting,
     tile_weights: int,
 ) -> None:
     rows, most = visits.experts.shape
     x, (outputs, inputs) = tensors[0], shape
-    tile_k = _LARGE_TILE_K if visits.tile_rows == _FEWEST_ROWS else _LARGE_TILE_K // 2
+    tile_k = _LARGE_TILE_K if visits.tile_rows == _MIN_ROWS else _LARGE_TILE_K // 2
     tile_bytes = (tile_weights + visits.tile_rows) * tile_k * x.element_size()
     launch(
-        kernel, (num_tiles(outputs, _TILE_N), visits.num_tiles),
+        kernel, (cdiv(outputs, _TILE_N), visits.num_tiles),
         *tensors, visits.experts, visits.order, visits.tiles, rows, visits.num_tiles,
         *strides, outputs, inputs, _TILE_N, tile_k, num_stages(tile_bytes, x.get_device()),
-        most, visits.tile_rows, visits.few, visits.tile_visits, early=True,
+        most, visits.tile_rows, visits.has_few_rows, visits.tile_assignments, pdl=True,
     )  # fmt: skip

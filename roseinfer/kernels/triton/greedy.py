@@ -1,4 +1,4 @@
-"""The end of a greedy step: choose every row's likeliest token and move on by one position."""
+"""The end of a greedy step: the argmax of every row, and the advance by one position."""
 
 from __future__ import annotations
 
@@ -9,42 +9,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
 
-_STRIPS = 32
-"""A row is shared among so many programs; a second kernel combines what they found."""
+_MAX_STRIPS = 32
+"""Largest number of programs that share a row; a second kernel combines their results."""
 _TILE = 1024
-_FOUND = ("best", "place", "kind")
-"""What the first kernel says of a strip."""
+_STRIP_RESULTS = ("best", "place", "kind")
+"""Outputs of the first kernel for each strip."""
 
 
-def _strips_moved(given: Given) -> dict[str, int]:
-    """Count all logits, and what is found of each strip."""
-    rows = len(given["logits"])
-    found = {name: taken(given[name], rows * given["strips"]) for name in _FOUND}
-    return found | {"logits": taken(given["logits"], rows * given["N"])}
+def _strips_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count all logits, and the results of each strip."""
+    rows = len(arguments["logits"])
+    results = {
+        name: num_bytes(arguments[name], rows * arguments["strips"]) for name in _STRIP_RESULTS
+    }
+    return results | {"logits": num_bytes(arguments["logits"], rows * arguments["N"])}
 
 
-def _advance_moved(given: Given) -> dict[str, int]:
-    """Count what is found of each strip, and the state of every row."""
-    rows = len(given["chosen"])
-    found = {name: taken(given[name], rows * given["strips"]) for name in _FOUND}
-    state = {name: taken(given[name], rows) for name in ("chosen", "tokens", "active")}
-    return found | state | {"lengths": 2 * taken(given["lengths"], rows)}
+def _advance_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the results of each strip, and the state of every row."""
+    rows = len(arguments["chosen"])
+    results = {
+        name: num_bytes(arguments[name], rows * arguments["strips"]) for name in _STRIP_RESULTS
+    }
+    state = {name: num_bytes(arguments[name], rows) for name in ("chosen", "tokens", "active")}
+    return results | state | {"lengths": 2 * num_bytes(arguments["lengths"], rows)}
 
 
-@moves(_strips_moved)
+@declare_traffic(_strips_traffic)
 @triton.jit
 def _strip_kernel(
     logits, best, place, kind,
     l_r, strips,
     N: tl.constexpr, STRIP: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Find a strip's largest number, the first place that has it, and what kinds there are."""
+    """Find a strip's largest logit, its first position, and flags for NaN and finite logits."""
     row = tl.program_id(0).to(tl.int64)
     strip = tl.program_id(1)
     if EARLY:
@@ -68,7 +72,7 @@ def _strip_kernel(
     tl.store(kind + row * strips + strip, tl.max(broken, 0) * 2 + tl.max(finite, 0))
 
 
-@moves(_advance_moved)
+@declare_traffic(_advance_traffic)
 @triton.jit
 def _advance_kernel(
     best, place, kind, chosen, tokens, lengths, active,
@@ -85,31 +89,31 @@ def _advance_kernel(
     first = tl.load(place + row * strips + strip, inside, other=N)
     kinds = tl.load(kind + row * strips + strip, inside, other=0)
     token = tl.min(tl.where(highest == tl.max(highest, 0), first, N), 0).to(tl.int64)
-    usable = tl.max(kinds, 0) == 1  # something finite somewhere, and NaN nowhere
+    usable = tl.max(kinds, 0) == 1  # some logit is finite, and none is NaN
     tl.store(chosen + row, tl.where(usable, token, -1))
     tl.store(tokens + row, tl.where(usable, token, 0))
     length = tl.load(lengths + row * l_r)
     tl.store(lengths + row * l_r, length + tl.load(active + row * a_r))
 
 
-def advance_to_likeliest(
+def argmax_and_advance(
     logits: Tensor, chosen: Tensor, tokens: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
-    """Choose the first of the largest logits of each row, and add ``active`` to ``lengths``.
+    """Set ``chosen`` to each row's argmax, the first of equals, and add ``active`` to ``lengths``.
 
-    A row with NaN or nothing finite gets -1 in ``chosen`` and 0 in ``tokens``.
+    A row with NaN or without finite logits gets -1 in ``chosen`` and 0 in ``tokens``.
     """
     rows, width = logits.shape
-    strip = num_tiles(num_tiles(width, _STRIPS), _TILE) * _TILE
-    strips = num_tiles(width, strip)
+    strip = cdiv(cdiv(width, _MAX_STRIPS), _TILE) * _TILE
+    strips = cdiv(width, strip)
     best = logits.new_empty((rows, strips), dtype=torch.float32)
     place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
     launch(
         _strip_kernel, (rows, strips), logits, best, place, kind,
-        logits.stride(0), strips, width, strip, _TILE, early=True,
+        logits.stride(0), strips, width, strip, _TILE, pdl=True,
     )  # fmt: skip
     launch(
         _advance_kernel, (rows,), best, place, kind, chosen, tokens, lengths, active,
         strips, lengths.stride(0), active.stride(0),
-        width, power_of_two(strips), num_warps=1, early=True,
+        width, next_power_of_2(strips), num_warps=1, pdl=True,
     )  # fmt: skip

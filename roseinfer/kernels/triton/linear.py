@@ -1,7 +1,7 @@
-"""Linear layers of few rows, which cost what reading their weights costs.
+"""Linear layers of few rows, whose cost is that of reading their weights.
 
-Weights depend on no other kernel. Where the GPU allows it, a kernel starts while the one in
-front of it ends, and is fetching its first weights when the rows are there.
+Weights depend on no other kernel. Where the GPU allows it, a kernel starts while the previous one
+ends, and is fetching its first weights when the rows are ready.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.cuda.streamed import stream, streams
-from roseinfer.kernels.runtime import is_interpreted, launch, num_tiles, power_of_two
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.cuda.streamed import can_stream_gemm, stream_gemm
+from roseinfer.kernels.runtime import cdiv, is_interpreted, launch, next_power_of_2
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
 
-# Products of tiles, as exact as the device makes them.
+# GEMMs of tiles, as exact as the device allows.
 #
-# Triton's interpreter would multiply the bits that a bfloat16 is stored as. There the factors are
-# widened first, which changes no product that float32 can hold.
+# Triton's interpreter would multiply the bits of a stored bfloat16. There the factors are widened
+# first, which changes no product that float32 can represent.
 
 
 _INTERPRETED = tl.constexpr(is_interpreted())
@@ -32,7 +32,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def dot(a, b, total=None):
-    """``a @ b``, added to ``total`` where there is one, in float32."""
+    """Compute ``a @ b`` in float32, added to ``total`` if that is passed."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -52,41 +52,43 @@ def add_after(product, added):
 _TILE_K = 128
 _TILE_N = 64
 _TILE = 1024
-_MOST_TILE_R = 64
-_PROGRAMS_WANTED = 96
-"""A layer is cut into parts until it has so many: they fill most of a large GPU."""
-_WIDE = 1 << 14
-"""From so many outputs on a layer has enough programs, however large each is."""
+_MAX_TILE_R = 64
+_TARGET_PROGRAMS = 96
+"""Programs up to which the inputs of a layer are split: they fill most of a large GPU."""
+_MANY_OUTPUTS = 1 << 14
+"""Outputs with which a layer has enough programs, however large each is."""
 
 
-def _layer_moved(given: Given) -> dict[str, int]:
-    """Count the weights, the rows, and what comes out: once, or for every part."""
-    moved = {
-        "x": taken(given["x"], given["rows"] * given["K"]),
-        "weight": taken(given["weight"], given["K"] * given["N"]),
-        "out": taken(given["out"], given.get("PARTS", 1) * given["rows"] * given["N"]),
+def _layer_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the weights, the rows, and the outputs, once or for every part."""
+    traffic = {
+        "x": num_bytes(arguments["x"], arguments["rows"] * arguments["K"]),
+        "weight": num_bytes(arguments["weight"], arguments["K"] * arguments["N"]),
+        "out": num_bytes(
+            arguments["out"], arguments.get("PARTS", 1) * arguments["rows"] * arguments["N"]
+        ),
     }
-    if given.get("BIAS"):
-        moved["bias"] = taken(given["bias"], given["N"])
-    return moved
+    if arguments.get("BIAS"):
+        traffic["bias"] = num_bytes(arguments["bias"], arguments["N"])
+    return traffic
 
 
-def _activated_moved(given: Given) -> dict[str, int]:
-    return {name: taken(given[name], given["out"].numel()) for name in ("x", "out")}
+def _activated_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    return {name: num_bytes(arguments[name], arguments["out"].numel()) for name in ("x", "out")}
 
 
 @triton.jit
 def _gelu(x):
-    # tanh by way of the logistic function, which is fast; beyond 10 both are flat
+    # tanh by the logistic function, which is fast; beyond 10 both are flat
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     inner = tl.minimum(tl.maximum(inner, -10.0), 10.0)
     return x * tl.sigmoid(2.0 * inner)
 
 
-@moves(_activated_moved)
+@declare_traffic(_activated_traffic)
 @triton.jit
 def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)  # of rows there can be more than another axis counts
+    row = tl.program_id(0).to(tl.int64)  # rows may exceed the limit of another axis
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -95,7 +97,7 @@ def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: t
     tl.store(out + row * o_r + n, _gelu(total).to(out.dtype.element_ty), n < N)
 
 
-@moves(_layer_moved)
+@declare_traffic(_layer_traffic)
 @triton.jit
 def _whole_kernel(
     x, weight, bias, out, rows,
@@ -104,7 +106,7 @@ def _whole_kernel(
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a strip of outputs of some rows."""
+    """Compute a strip of outputs of some rows."""
     r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     columns = weight + n.to(tl.int64)[None, :] * w_n
@@ -132,7 +134,7 @@ def _whole_kernel(
     )  # fmt: skip
 
 
-@moves(_layer_moved)
+@declare_traffic(_layer_traffic)
 @triton.jit
 def _parts_kernel(
     x, weight, out, rows,
@@ -141,9 +143,9 @@ def _parts_kernel(
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a strip of outputs and a part of the inputs, of up to four tiles.
+    """Compute a strip of outputs of a part of the inputs, of up to four tiles.
 
-    It holds all its weights before it waits for the rows.
+    All weights are loaded before waiting for the rows.
     """
     r = (tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -177,13 +179,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool 
     rows, inputs = x.shape
     outputs = weight.shape[1]
     tile_r = tile_of_rows(rows)
-    tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
+    tile_n, tile_k, warps, stages = _linear_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
     launch(
-        _whole_kernel, (num_tiles(outputs, tile_n), num_tiles(rows, tile_r)),
+        _whole_kernel, (cdiv(outputs, tile_n), cdiv(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
         outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu,
-        num_warps=warps, early=True,
+        num_warps=warps, pdl=True,
     )  # fmt: skip
     return out
 
@@ -193,70 +195,70 @@ def gelu(x: Tensor) -> Tensor:
     rows, width = x.shape
     out = torch.empty_like(x)
     launch(
-        _gelu_kernel, (rows, num_tiles(width, _TILE)), x, out, x.stride(0), out.stride(0),
-        width, _TILE, early=True,
+        _gelu_kernel, (rows, cdiv(width, _TILE)), x, out, x.stride(0), out.stride(0),
+        width, _TILE, pdl=True,
     )  # fmt: skip
     return out
 
 
-def num_parts(inputs: int, outputs: int, rows: int) -> int:
+def num_k_splits(inputs: int, outputs: int, rows: int) -> int:
     """Return the fewest parts, of one to four tiles each, that give enough programs."""
-    strips = num_tiles(outputs, _TILE_N) * num_tiles(rows, tile_of_rows(rows))
-    tiles = num_tiles(inputs, _TILE_K)
-    each = num_tiles(tiles, num_tiles(_PROGRAMS_WANTED, strips))
-    return num_tiles(tiles, min(each, 4))
+    strips = cdiv(outputs, _TILE_N) * cdiv(rows, tile_of_rows(rows))
+    tiles = cdiv(inputs, _TILE_K)
+    each = cdiv(tiles, cdiv(_TARGET_PROGRAMS, strips))
+    return cdiv(tiles, min(each, 4))
 
 
-def cut_evenly(inputs: int, parts: int) -> bool:
-    """Tell if all parts have as many inputs."""
+def splits_evenly(inputs: int, parts: int) -> bool:
+    """Return True if all parts have as many inputs."""
     return inputs % (parts * _TILE_K) == 0
 
 
-def linear_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+def split_k_linear(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """Compute ``x @ weight`` as ``[parts, rows, outputs]`` in float32, still to be added up.
 
-    There are at least ``num_parts`` parts.
+    There are at least ``num_k_splits`` parts.
     """
     rows, inputs = x.shape
     outputs = weight.shape[1]
     tile_r, tile_n = tile_of_rows(rows), _TILE_N
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
-    if streams(x, weight.T, parts, 1):
-        stream(x, weight.T, None, out, 1)
+    if can_stream_gemm(x, weight.T, parts, 1):
+        stream_gemm(x, weight.T, None, out, 1)
         return out
     launch(
-        _parts_kernel, (num_tiles(outputs, tile_n), parts, num_tiles(rows, tile_r)),
+        _parts_kernel, (cdiv(outputs, tile_n), parts, cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, _TILE_K, parts, early=True,
+        outputs, inputs, tile_r, tile_n, _TILE_K, parts, pdl=True,
     )  # fmt: skip
     return out
 
 
 @cache
 def tile_of_rows(rows: int) -> int:
-    return min(_MOST_TILE_R, max(16, power_of_two(rows)))
+    return min(_MAX_TILE_R, max(16, next_power_of_2(rows)))
 
 
 @cache
-def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
+def _linear_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
     """Choose outputs and inputs of a tile, warps and stages: the fastest tried on an H200."""
-    if outputs >= _WIDE:
+    if outputs >= _MANY_OUTPUTS:
         return 64, 64, 4, 4
-    return (32, 64, 4, 6) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
+    return (32, 64, 4, 6) if rows <= _MAX_TILE_R else (64, 128, 4, 3)
 
 
-# Products of so many rows that torch's are faster, in the parts that ours have.
+# GEMMs of so many rows that torch's are faster, split into the same parts as ours.
 
 
-def multiply_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+def split_k_matmul(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """Compute ``x @ weight``, ``[rows, inputs]`` by ``[inputs, outputs]``, still to be added up.
 
-    This returns ``[parts, rows, outputs]`` in float32. Where our kernels cut the inputs into as
-    many parts, of the same size, every part has the bits that it has there: a part is one product
-    of a batch, whose inputs torch adds up from the first to the last.
+    This returns ``[parts, rows, outputs]`` in float32. Where our kernels split the inputs into as
+    many parts of the same size, every part has the same bits: a part is one GEMM of a batch, whose
+    inputs torch adds up from the first to the last.
     """
     rows = x.view(len(x), parts, -1).transpose(0, 1)
     shares = weight.view(parts, -1, weight.shape[1])
     if x.is_cuda and x.dtype is not torch.float32:
         return torch.bmm(rows, shares, out_dtype=torch.float32)
-    return torch.bmm(rows.float(), shares.float())  # torch has no such product of others
+    return torch.bmm(rows.float(), shares.float())  # torch has no such GEMM otherwise

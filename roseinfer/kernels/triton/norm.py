@@ -9,55 +9,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.exchange import Exchange
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.exchange import AllReduceBuffers
+    from roseinfer.kernels.traffic import LaunchArguments
 
-# Adds up a row over ranks inside of a kernel, through memory that all of their GPUs write to.
+# All-reduce of a row inside a kernel, through memory that all ranks' GPUs write to.
 #
-# Each rank has an inbox. A program writes its row's numbers to the inboxes of the others, one or
-# two in a word together with a stamp, and waits until the words of the others have come to its own.
-# A word is written at once, so who sees the stamp sees the numbers: there are no flags and no
-# fences.
+# Each rank has an inbox. A program writes its row's values to the inboxes of the others, one or two
+# per word together with a stamp, and waits until the words of the others have arrived in its own. A
+# word is written at once, so a reader that sees the stamp sees the values: there are no flags and
+# no fences.
 
 
-def arguments(
-    exchange: Exchange | None,
+def all_reduce_arguments(
+    exchange: AllReduceBuffers | None,
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
-    """Return a kernel's arguments for an exchange, pointers and constants, or for none."""
+    """Return a kernel's arguments for all-reduce buffers, pointers and constants, or for none."""
     if exchange is None:
         return (None, None, None, None), (0, 0, 1, 1)
     return exchange.pointers, exchange.constants
 
 
-def exchange_moved(given: Given) -> dict[str, int]:
-    """Count what comes from other ranks. What goes to them is written to their GPUs' memory."""
-    others = given["RANKS"] - 1
+def exchange_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count what other ranks send. What is sent to them is written to their GPUs' memory."""
+    others = arguments["RANKS"] - 1
     if not others:
         return {}
-    rows, width = given["residual"].shape
+    rows, width = arguments["residual"].shape
     return {
-        "inbox": taken(given["inbox"], others * rows * (width // given["TOGETHER"])),
-        "inboxes": taken(given["inboxes"], given["RANKS"]),
-        "rounds": 2 * taken(given["rounds"], rows),
+        "inbox": num_bytes(arguments["inbox"], others * rows * (width // arguments["TOGETHER"])),
+        "inboxes": num_bytes(arguments["inboxes"], arguments["RANKS"]),
+        "rounds": 2 * num_bytes(arguments["rounds"], rows),
     }
 
 
 @triton.jit
 def _are_missing(words, stamp, inside):
-    """Tell if some words have another stamp."""
+    """Return True if some words have another stamp."""
     return tl.max((inside & ((words >> 32).to(tl.int32) != stamp)).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def _packed(numbers, TOGETHER: tl.constexpr):
-    """Put the numbers that a word carries into the lower half of one."""
+def _pack_words(numbers, TOGETHER: tl.constexpr):
+    """Pack the values of a word into its lower half."""
     if TOGETHER == 1:
         packed = numbers.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
-    else:  # the compiler looks at what follows a return
+    else:  # the compiler checks what follows a return
         PAIRS: tl.constexpr = numbers.shape[0] // 2
         bits = numbers.to(tl.uint16, bitcast=True).to(tl.int64)
         low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
@@ -66,8 +66,8 @@ def _packed(numbers, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return in float32 the numbers that words carry."""
+def _unpack_words(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return the values of words in float32."""
     if TOGETHER == 1:
         numbers = words.to(tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -78,8 +78,8 @@ def _unpacked(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def places_of(inboxes, RANKS: tl.constexpr):
-    """Load where the inboxes of all ranks are, which no launch changes."""
+def load_inbox_addresses(inboxes, RANKS: tl.constexpr):
+    """Load the addresses of all ranks' inboxes, which no launch changes."""
     places = ()
     for rank in tl.static_range(RANKS):
         places = places + (tl.load(inboxes + rank),)  # type: ignore[assignment]  # noqa: RUF005
@@ -87,20 +87,20 @@ def places_of(inboxes, RANKS: tl.constexpr):
 
 
 @triton.jit
-def add_up_ranks(
+def all_reduce_row(
     own, row, inbox, places, rounds, gone, dtype: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add up what all ranks have of a row, in their order: all get the same bits.
+    """Add up a row over all ranks, in their order: all get the same bits.
 
-    What a rank has is rounded, and so is the sum, as where the model's own modules are shared.
+    Each rank's row is rounded, and so is the sum, as where the model's own modules are sharded.
 
-    Rounds of a row take turns with two places. Who writes to a place has taken the round before
-    from everybody. They sent it in a later launch than the one that read the place last, and a
-    launch writes nothing before those in front of it have ended. So what is written over was read,
-    and a place holds the words of this round, or those of two rounds ago with another stamp.
-    That stays so where the count goes on from the largest number to the smallest.
+    Rounds of a row alternate between two places. A writer to a place has received the previous
+    round from all ranks. They sent it in a later launch than the one that last read the place, and
+    a launch writes nothing before the previous ones have ended. So what is overwritten was read,
+    and a place holds the words of this round, or those of two rounds ago with another stamp. That
+    stays true where the count wraps from the largest number to the smallest.
     """
     stamp = tl.load(rounds + row) + 1
     WORDS: tl.constexpr = N // TOGETHER
@@ -110,7 +110,7 @@ def add_up_ranks(
     inside = w < WORDS
     begin = (stamp & 1).to(tl.int64) * (RANKS * SIZE) + row * WORDS
     own = own.to(dtype)
-    words = (stamp.to(tl.int64) << 32) | _packed(own, TOGETHER)
+    words = (stamp.to(tl.int64) << 32) | _pack_words(own, TOGETHER)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             place = tl.multiple_of(places[rank].to(tl.pointer_type(tl.int64)), 16)
@@ -127,38 +127,38 @@ def add_up_ranks(
                 come = tl.load(place, inside, other=0, volatile=True)
                 ended = tl.load(gone, volatile=True)
                 waits = _are_missing(come, stamp, inside) & (ended == 0)
-            total += _unpacked(come, dtype, TOGETHER)
-    tl.debug_barrier()  # every warp has read how many rounds there were
+            total += _unpack_words(come, dtype, TOGETHER)
+    tl.debug_barrier()  # every warp has read the round count
     tl.store(rounds + row, stamp)
     return total.to(dtype).to(tl.float32)
 
 
-def _normed_moved(given: Given) -> dict[str, int]:
-    """Count the rows that are read, added to and normed, and what norms them."""
-    rows, width = given["residual"].shape
-    residual, normed = (taken(given[name], rows * width) for name in ("residual", "normed"))
-    moved = {
+def _normed_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the rows that are read, added to and normed, and the norm's vectors."""
+    rows, width = arguments["residual"].shape
+    residual, normed = (num_bytes(arguments[name], rows * width) for name in ("residual", "normed"))
+    traffic = {
         "residual": 2 * residual,
-        "added": taken(given["added"], given["PARTS"] * rows * width),
+        "added": num_bytes(arguments["added"], arguments["PARTS"] * rows * width),
         "normed": normed,
-        **exchange_moved(given),
+        **exchange_traffic(arguments),
     }
-    vectors = ("gain", "shift", "bias") if given["BIAS"] else ("gain", "shift")
-    return moved | {name: taken(given[name], width) for name in vectors}
+    vectors = ("gain", "shift", "bias") if arguments["BIAS"] else ("gain", "shift")
+    return traffic | {name: num_bytes(arguments[name], width) for name in vectors}
 
 
-def _embedded_moved(given: Given) -> dict[str, int]:
-    """Count the rows of the two tables that are read, and what is made of them."""
-    rows, width = given["residual"].shape
+def _embedded_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the rows that are read of the two tables, and the rows that are written."""
+    rows, width = arguments["residual"].shape
     matrices = ("word", "place", "residual", "normed")
     return {
-        **{name: taken(given[name], rows) for name in ("tokens", "positions")},
-        **{name: taken(given[name], rows * width) for name in matrices},
-        **{name: taken(given[name], width) for name in ("gain", "shift")},
+        **{name: num_bytes(arguments[name], rows) for name in ("tokens", "positions")},
+        **{name: num_bytes(arguments[name], rows * width) for name in matrices},
+        **{name: num_bytes(arguments[name], width) for name in ("gain", "shift")},
     }
 
 
-@moves(_normed_moved)
+@declare_traffic(_normed_traffic)
 @triton.jit
 def _add_norm_kernel(
     residual, added, bias, gain, shift, normed, inbox, inboxes, rounds, gone,
@@ -175,7 +175,7 @@ def _add_norm_kernel(
     if BIAS:
         also = tl.load(bias + n, inside, other=0.0).to(tl.float32)
     if RANKS > 1:
-        places = places_of(inboxes, RANKS)
+        places = load_inbox_addresses(inboxes, RANKS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
@@ -183,7 +183,7 @@ def _add_norm_kernel(
         total = tl.zeros((TILE_N,), tl.float32)
         for part in tl.static_range(PARTS):
             total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
-        x += add_up_ranks(
+        x += all_reduce_row(
             total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
             N, ROWS, RANK, RANKS, TOGETHER,
         )  # fmt: skip
@@ -202,7 +202,7 @@ def _add_norm_kernel(
     tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
 
 
-@moves(_embedded_moved)
+@declare_traffic(_embedded_traffic)
 @triton.jit
 def _embed_norm_kernel(
     tokens, positions, word, place, gain, shift, residual, normed,
@@ -234,20 +234,20 @@ def add_norm(
     added: Tensor,
     bias: Tensor | None,
     norm: Any,
-    exchange: Exchange | None = None,
+    exchange: AllReduceBuffers | None = None,
 ) -> Tensor:
     """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed.
 
-    With an exchange the parts are those of all ranks, which call this alike.
+    With all-reduce buffers, the parts of all ranks are added, which call this alike.
     """
     rows, width = residual.shape
     normed = torch.empty_like(residual)
-    pointers, constants = arguments(exchange)
+    pointers, constants = all_reduce_arguments(exchange)
     launch(
         _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
-        width, power_of_two(width), len(added), bias is not None, *constants,
-        num_warps=16, early=True,
+        width, next_power_of_2(width), len(added), bias is not None, *constants,
+        num_warps=16, pdl=True,
     )  # fmt: skip
     return normed
 
@@ -255,7 +255,7 @@ def add_norm(
 def embed_norm(
     tokens: Tensor, positions: Tensor, words: Tensor, places: Tensor, norm: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream of tokens at positions, and that normed."""
+    """Return the residual stream of tokens at positions, and the normed residual."""
     width = words.shape[1]
     residual = words.new_empty((len(tokens), width))
     normed = torch.empty_like(residual)
@@ -263,60 +263,63 @@ def embed_norm(
         _embed_norm_kernel, (len(tokens),),
         tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
         positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
-        normed.stride(0), norm.eps, width, power_of_two(width),
-        num_warps=16, early=True,
+        normed.stride(0), norm.eps, width, next_power_of_2(width),
+        num_warps=16, pdl=True,
     )  # fmt: skip
     return residual, normed
 
 
-# Adding to the residual stream between two linear layers, and RMS norms in front or behind.
+# RMS norms before or after adding to the residual stream, between two linear layers.
 
 
-_ROWS_AT_ONCE = 4
-"""Of many rows a program takes so many: 21 us for 8,192 of 2,048 on an H200, and 26 one by one."""
+_ROWS_PER_PROGRAM = 4
+"""Rows per program, of many rows.
+
+8,192 rows of 2,048 take 21 us on an H200, and 26 us with one row per program.
+"""
 
 
-def _added_moved(given: Given) -> dict[str, int]:
-    """Count the rows that are read, added to and normed, and what norms them."""
-    rows, width = given["residual"].shape
-    residual, normed = (taken(given[name], rows * width) for name in ("residual", "normed"))
+def _added_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the rows that are read, added to and normed, and the norm's vector."""
+    rows, width = arguments["residual"].shape
+    residual, normed = (num_bytes(arguments[name], rows * width) for name in ("residual", "normed"))
     return {
         "residual": 2 * residual,
-        "added": taken(given["added"], given["PARTS"] * rows * width),
+        "added": num_bytes(arguments["added"], arguments["PARTS"] * rows * width),
         "normed": normed,
-        "gain": taken(given["gain"], width),
-        **exchange_moved(given),
+        "gain": num_bytes(arguments["gain"], width),
+        **exchange_traffic(arguments),
     }
 
 
-def _rms_embedded_moved(given: Given) -> dict[str, int]:
-    """Count the rows of the table that are read, and what is made of them."""
-    rows, width = given["residual"].shape
+def _rms_embedded_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the rows that are read of the table, and the rows that are written."""
+    rows, width = arguments["residual"].shape
     matrices = ("words", "residual", "normed")
     return {
-        "tokens": taken(given["tokens"], rows),
-        **{name: taken(given[name], rows * width) for name in matrices},
-        "gain": taken(given["gain"], width),
+        "tokens": num_bytes(arguments["tokens"], rows),
+        **{name: num_bytes(arguments[name], rows * width) for name in matrices},
+        "gain": num_bytes(arguments["gain"], width),
     }
 
 
-def _rms_normed_moved(given: Given) -> dict[str, int]:
-    rows, width = given["x"].shape
-    matrices = {name: taken(given[name], rows * width) for name in ("x", "normed")}
-    return {**matrices, "gain": taken(given["gain"], width)}
+def _rms_normed_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    rows, width = arguments["x"].shape
+    matrices = {name: num_bytes(arguments[name], rows * width) for name in ("x", "normed")}
+    return {**matrices, "gain": num_bytes(arguments["gain"], width)}
 
 
 @triton.jit
-def _normed(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
+def _rms_normalize(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
     """Norm a row, rounded where the model's own modules round.
 
-    Compilers divide by a constant in more than one way, so the mean is a product.
+    Compilers divide by a constant in more than one way, so the mean is computed by multiplication.
     """
     x = x * tl.rsqrt(tl.fma(tl.sum(x * x, 0), 1.0 / N, epsilon))
     return (x.to(dtype).to(tl.float32) * gain).to(dtype)
 
 
-@moves(_added_moved)
+@declare_traffic(_added_traffic)
 @triton.jit
 def _add_kernel(
     residual, added, gain, normed, inbox, inboxes, rounds, gone,
@@ -330,7 +333,7 @@ def _add_kernel(
     inside = n < N
     g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
     if RANKS > 1:
-        places = places_of(inboxes, RANKS)
+        places = load_inbox_addresses(inboxes, RANKS)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -339,27 +342,27 @@ def _add_kernel(
     for part in tl.static_range(PARTS):
         total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
     if RANKS > 1:
-        total = add_up_ranks(
+        total = all_reduce_row(
             total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
             N, ROWS, RANK, RANKS, TOGETHER,
         )  # fmt: skip
     x = (x + total * times).to(residual.dtype.element_ty)
     tl.store(residual + row * r_r + n, x, inside)
     dtype: tl.constexpr = normed.dtype.element_ty
-    tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
+    tl.store(normed + row * n_r + n, _rms_normalize(x.to(tl.float32), g, dtype, N, epsilon), inside)
 
 
-def _behind_moved(given: Given) -> dict[str, int]:
-    """Count the rows that are read, normed and added to, and what norms them."""
-    rows, width = given["residual"].shape
+def _behind_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count the rows that are read, normed and added to, and the norm's vector."""
+    rows, width = arguments["residual"].shape
     return {
-        "residual": 2 * taken(given["residual"], rows * width),
-        "added": taken(given["added"], given["PARTS"] * rows * width),
-        "gain": taken(given["gain"], width),
+        "residual": 2 * num_bytes(arguments["residual"], rows * width),
+        "added": num_bytes(arguments["added"], arguments["PARTS"] * rows * width),
+        "gain": num_bytes(arguments["gain"], width),
     }
 
 
-@moves(_behind_moved)
+@declare_traffic(_behind_traffic)
 @triton.jit
 def _behind_kernel(
     residual, added, gain,
@@ -384,7 +387,7 @@ def _behind_kernel(
     tl.store(residual + row * r_r + n, x.to(dtype), inside)
 
 
-@moves(_rms_embedded_moved)
+@declare_traffic(_rms_embedded_traffic)
 @triton.jit
 def _embed_kernel(
     tokens, words, gain, residual, normed,
@@ -403,17 +406,17 @@ def _embed_kernel(
     tl.store(residual + row * r_r + n, x, inside)
     g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = normed.dtype.element_ty
-    tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
+    tl.store(normed + row * n_r + n, _rms_normalize(x.to(tl.float32), g, dtype, N, epsilon), inside)
 
 
-@moves(_rms_normed_moved)
+@declare_traffic(_rms_normed_traffic)
 @triton.jit
 def _norm_kernel(
     x, gain, normed,
     x_r, n_r, epsilon, rows,
     N: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program asks for all of its rows before it norms the first of them."""
+    """Norm rows of one program, which loads all of them before it norms the first."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     n = tl.arange(0, TILE_N)
     inside = n < N
@@ -429,7 +432,7 @@ def _norm_kernel(
         found = found + (own,)  # type: ignore[assignment]  # noqa: RUF005
     for i in tl.static_range(ROWS):
         row = first + i
-        out = _normed(found[i].to(tl.float32), g, dtype, N, epsilon)
+        out = _rms_normalize(found[i].to(tl.float32), g, dtype, N, epsilon)
         tl.store(normed + row * n_r + n, out, inside & (row < rows))
 
 
@@ -439,61 +442,61 @@ def add_rms_norm(
     gain: Tensor,
     epsilon: float,
     times: float = 1.0,
-    exchange: Exchange | None = None,
+    exchange: AllReduceBuffers | None = None,
 ) -> Tensor:
     """Add ``times`` the sum of ``[parts, rows, width]`` to the residual; return it normed.
 
-    With an exchange the sum is that over the parts of all ranks, which call this alike.
+    With all-reduce buffers, the sum is over the parts of all ranks, which call this alike.
     """
     rows, width = residual.shape
     normed = torch.empty_like(residual)
-    pointers, constants = arguments(exchange)
+    pointers, constants = all_reduce_arguments(exchange)
     launch(
         _add_kernel, (rows,), residual, added, gain, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
-        width, power_of_two(width), len(added), *constants,
-        num_warps=warps_of_row(width), early=True,
+        width, next_power_of_2(width), len(added), *constants,
+        num_warps=num_row_warps(width), pdl=True,
     )  # fmt: skip
     return normed
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Norm many rows, to which nothing is left to be added."""
+    """Norm many rows, without adding to them."""
     rows, width = x.shape
     normed = torch.empty_like(x)
     launch(
-        _norm_kernel, (num_tiles(rows, _ROWS_AT_ONCE),), x, gain, normed,
+        _norm_kernel, (cdiv(rows, _ROWS_PER_PROGRAM),), x, gain, normed,
         x.stride(0), normed.stride(0), epsilon, rows,
-        width, power_of_two(width), _ROWS_AT_ONCE, num_warps=warps_of_row(width), early=True,
+        width, next_power_of_2(width), _ROWS_PER_PROGRAM, num_warps=num_row_warps(width), pdl=True,
     )  # fmt: skip
     return normed
 
 
-def add_behind_rms_norm(residual: Tensor, added: Tensor, gain: Tensor, epsilon: float) -> None:
-    """Norm the sum of ``[parts, rows, width]``, and add that to the residual."""
+def rms_norm_then_add(residual: Tensor, added: Tensor, gain: Tensor, epsilon: float) -> None:
+    """Norm the sum of ``[parts, rows, width]``, and add it to the residual."""
     rows, width = residual.shape
     launch(
         _behind_kernel, (rows,), residual, added, gain,
         *added.stride()[:2], residual.stride(0), epsilon,
-        width, power_of_two(width), len(added), num_warps=warps_of_row(width), early=True,
+        width, next_power_of_2(width), len(added), num_warps=num_row_warps(width), pdl=True,
     )  # fmt: skip
 
 
 def embed_rms_norm(
     tokens: Tensor, words: Tensor, gain: Tensor, epsilon: float, times: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream of tokens, ``times`` their embeddings, and that normed."""
+    """Return the residual stream of tokens, ``times`` their embeddings, and the normed residual."""
     width = words.shape[1]
     residual = words.new_empty((len(tokens), width))
     normed = torch.empty_like(residual)
     launch(
         _embed_kernel, (len(tokens),), tokens, words, gain, residual, normed,
         words.stride(0), residual.stride(0), normed.stride(0), epsilon, times,
-        width, power_of_two(width), num_warps=warps_of_row(width), early=True,
+        width, next_power_of_2(width), num_warps=num_row_warps(width), pdl=True,
     )  # fmt: skip
     return residual, normed
 
 
-def warps_of_row(width: int) -> int:
-    """Return the warps of a program, which decide in what order a row's squares are added up."""
+def num_row_warps(width: int) -> int:
+    """Return the warps of a program, which fix the order in which a row's squares are added up."""
     return 16 if width > 1024 else 4

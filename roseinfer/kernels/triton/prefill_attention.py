@@ -1,7 +1,7 @@
-"""Attention of several new tokens a sequence: of whole prompts, and of chunks of longer ones.
+"""Attention of several new tokens per sequence: of whole prompts, and of chunks of longer ones.
 
-A program takes some consecutive tokens of one sequence and one KV head with the query heads
-that share it, and goes through the sequence's blocks, wherever they lie, up to its last token.
+A program attends for consecutive tokens of one sequence and one KV head with the query heads that
+share it. It goes through the sequence's blocks up to its last token.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import triton.language as tl
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.runtime import is_interpreted, launch
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 from roseinfer.kernels.triton.linear import dot
 from roseinfer.kernels.triton.softmax import (
-    fold,
-    nothing_seen,
-    numbers_by_head,
-    of_row,
-    own_token,
+    empty_softmax,
+    init_softmax,
+    merge_softmax,
     part_begin,
-    part_of,
+    part_index,
+    per_head_traffic,
+    row_weight_sum,
     score_arguments,
-    see_tile,
     tile_of_tokens,
+    update_softmax,
 )
 
 if TYPE_CHECKING:
@@ -33,39 +33,41 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
     from roseinfer.layer_traits import LayerTraits
 
 _STAGES = 2
-"""Tiles of tokens on their way at once."""
+"""Tiles of tokens in flight at once."""
 
 
-def chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
-    """Count every sequence's keys and values up to its last new token, however many read them."""
-    query, tables, k_cache = (given[name] for name in ("query", "tables", "k_cache"))
-    columns = [given[name] for name in ("sequences", "rows", "counts", "positions")]
-    token, block = taken(k_cache, k_cache.shape[1] * given["D"]), given["BLOCK"]
+def chunks_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+    """Count every sequence's keys and values up to its last new token, once for all programs."""
+    query, tables, k_cache = (arguments[name] for name in ("query", "tables", "k_cache"))
+    columns = [arguments[name] for name in ("sequences", "rows", "counts", "positions")]
+    token, block = num_bytes(k_cache, k_cache.shape[1] * arguments["D"]), arguments["BLOCK"]
 
     def seen() -> list[tuple[int, int]]:
-        """Return where the keys that a sequence's tiles see begin and end, for every sequence."""
-        found: dict[int, tuple[int, int]] = {}
-        window = given["WINDOW"]
+        """Return the begin and the end of the keys that each sequence's tiles attend to."""
+        ranges: dict[int, tuple[int, int]] = {}
+        window = arguments["WINDOW"]
         for sequence, _, count, position in zip(*(each.tolist() for each in columns), strict=True):
             first = max(0, position - window + 1) if window else 0
-            begun, ended = found.get(sequence, (first, 0))
-            found[sequence] = min(begun, first), max(ended, position + count)
-        return [*found.values()]
+            begun, ended = ranges.get(sequence, (first, 0))
+            ranges[sequence] = min(begun, first), max(ended, position + count)
+        return [*ranges.values()]
 
     def cached() -> int:
         return token * sum(end - first for first, end in seen())
 
     def listed() -> int:
-        return taken(tables, sum((end - 1) // block - first // block + 1 for first, end in seen()))
+        return num_bytes(
+            tables, sum((end - 1) // block - first // block + 1 for first, end in seen())
+        )
 
     return {
-        **{name: taken(given[name], query.numel()) for name in ("query", "out")},
+        **{name: num_bytes(arguments[name], query.numel()) for name in ("query", "out")},
         **{
-            name: taken(each, each.numel())
+            name: num_bytes(each, each.numel())
             for name, each in zip(
                 ("sequences", "rows", "counts", "positions"), columns, strict=True
             )
@@ -73,11 +75,11 @@ def chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
         "tables": listed,
         "k_cache": cached,
         "v_cache": cached,
-        **numbers_by_head(given),
+        **per_head_traffic(arguments),
     }
 
 
-@moves(chunks_moved)
+@declare_traffic(chunks_traffic)
 @triton.jit
 def _chunk_kernel(
     query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,
@@ -113,63 +115,67 @@ def _chunk_kernel(
 
     TILE_O: tl.constexpr = max(TILE_Q, 16)
     own = tl.arange(0, TILE_O)
-    k_own = _stored(k_head, table, position + own, own < count, dims, kc_b, kc_t, kc_d, BLOCK, D)
+    k_own = _load_tokens(
+        k_head, table, position + own, own < count, dims, kc_b, kc_t, kc_d, BLOCK, D
+    )
     products = tl.where(own[None, :] == token[:, None], dot(q, tl.trans(k_own)), 0.0)
-    v_own = _stored(v_head, table, position + token, there, dims, vc_b, vc_t, vc_d, BLOCK, D)
-    all_top, all_total, all_sums = own_token(
+    v_own = _load_tokens(v_head, table, position + token, there, dims, vc_b, vc_t, vc_d, BLOCK, D)
+    all_top, all_total, all_sums = init_softmax(
         tl.sum(products, 1), v_own.to(tl.float32), scale, cap, sinks, slopes, head, real,
         CAPPED, SLOPED, SINKING,
     )  # fmt: skip
 
-    # The tile's first token sees what is furthest back; its last one sees those in front of it.
+    # The tile's first token attends furthest back; its last one attends to those before it.
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
     end = position + count - 1
-    part = part_of(first)
+    part = part_index(first)
     ends = part_begin(part + 1)
-    top, total, sums = nothing_seen(M, TILE_D)
+    top, total, sums = empty_softmax(M, TILE_D)
     begin = first // TILE_T * TILE_T
     if not WINDOW and not LIMIT:
-        # What all of the tile's tokens see needs no mask.
+        # Keys that all of the tile's tokens attend to need no mask.
         for at in tl.range(begin, position // TILE_T * TILE_T, TILE_T, num_stages=STAGES):
             if at == ends:
-                all_top, all_total, all_sums = fold(
-                    all_top, all_total, all_sums, top, of_row(total), sums
+                all_top, all_total, all_sums = merge_softmax(
+                    all_top, all_total, all_sums, top, row_weight_sum(total), sums
                 )
-                top, total, sums = nothing_seen(M, TILE_D)
+                top, total, sums = empty_softmax(M, TILE_D)
                 part += 1
                 ends = part_begin(part + 1)
             tokens = at + tl.arange(0, TILE_T)
             every = tokens >= 0
-            k = _tile(k_head, table, at, end, every, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
-            v = _tile(v_head, table, at, end, every, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
+            k = _load_tile(k_head, table, at, end, every, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
+            v = _load_tile(v_head, table, at, end, every, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
             distance = (position + token)[:, None] - tokens[None, :]
-            top, total, sums = see_tile(
+            top, total, sums = update_softmax(
                 q, k, v, distance, distance.to(tl.float32), top, total, sums, scale, cap, slopes,
                 head, real, False, CAPPED, SLOPED,
             )  # fmt: skip
         begin = position // TILE_T * TILE_T
-    # Not every version of Triton's interpreter can count to a tensor.
+    # Not every version of Triton's interpreter accepts a tensor as the end of a range.
     for at in tl.range(0 if LIMIT else begin, LIMIT if LIMIT else end, TILE_T, num_stages=STAGES):
         if at == ends:
-            all_top, all_total, all_sums = fold(
-                all_top, all_total, all_sums, top, of_row(total), sums
+            all_top, all_total, all_sums = merge_softmax(
+                all_top, all_total, all_sums, top, row_weight_sum(total), sums
             )
-            top, total, sums = nothing_seen(M, TILE_D)
+            top, total, sums = empty_softmax(M, TILE_D)
             part += 1
             ends = part_begin(part + 1)
         tokens = at + tl.arange(0, TILE_T)
         stored = (tokens >= first) & (tokens < end)
-        k = _tile(k_head, table, at, end, stored, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
-        v = _tile(v_head, table, at, end, stored, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
+        k = _load_tile(k_head, table, at, end, stored, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
+        v = _load_tile(v_head, table, at, end, stored, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
         distance = (position + token)[:, None] - tokens[None, :]
         seen = distance > 0
         if WINDOW:
             seen = seen & (distance < WINDOW)
-        top, total, sums = see_tile(
+        top, total, sums = update_softmax(
             q, k, v, seen, distance.to(tl.float32), top, total, sums, scale, cap, slopes,
             head, real, True, CAPPED, SLOPED,
         )  # fmt: skip
-    all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, of_row(total), sums)
+    all_top, all_total, all_sums = merge_softmax(
+        all_top, all_total, all_sums, top, row_weight_sum(total), sums
+    )
     tl.store(
         out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
         (all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,
@@ -177,10 +183,10 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _stored(
+def _load_tokens(
     cache, table, tokens, inside, dims, c_b, c_t, c_d, BLOCK: tl.constexpr, D: tl.constexpr
 ):
-    """Load what is stored of some tokens for one head, ``[tokens, dims]``."""
+    """Load the stored keys or values of some tokens for one head, ``[tokens, dims]``."""
     blocks = tl.load(table + tokens // BLOCK, inside, other=0).to(tl.int64)
     slots = (tokens % BLOCK).to(tl.int64)
     return tl.load(
@@ -190,14 +196,14 @@ def _stored(
 
 
 @triton.jit
-def _tile(
+def _load_tile(
     cache, table, begin, end, inside, dims, c_b, c_t, c_d,
     BLOCK: tl.constexpr, D: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of tokens in front of ``end``. Where tiles divide blocks, it is in one block."""
+    """Load a tile of tokens before ``end``. Where tiles divide blocks, it is in one block."""
     at = tl.arange(0, TILE_T)
     if BLOCK % TILE_T:
-        return _stored(cache, table, begin + at, inside, dims, c_b, c_t, c_d, BLOCK, D)
+        return _load_tokens(cache, table, begin + at, inside, dims, c_b, c_t, c_d, BLOCK, D)
     block = tl.load(table + begin // BLOCK, begin < end, other=0).to(tl.int64)
     first = cache + block * c_b + (begin % BLOCK) * c_t
     return tl.load(
@@ -219,10 +225,9 @@ def paged_attention_chunks(
 ) -> Tensor:
     """Compute the attention of ``[tokens, q_heads, head_dim]``, which are stored already.
 
-    The caches are one layer, and row ``i`` of ``tables`` lists sequence ``i``'s blocks.
-    ``tiles`` are columns: for each program its sequence, the first of its tokens in ``query``,
-    how many they are (``tile_q`` or fewer), and that token's position. No position is
-    ``longest`` or more.
+    The caches are one layer, and row ``i`` of ``tables`` lists sequence ``i``'s blocks. ``tiles``
+    are columns: for each program its sequence, the first of its tokens in ``query``, their number
+    (``tile_q`` or fewer), and that token's position. All positions are below ``longest``.
     """
     _, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
@@ -240,6 +245,6 @@ def paged_attention_chunks(
         *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
         tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d,
         tile_of_tokens(tile_d * k_cache.element_size()), longest if is_interpreted() else 0,
-        _STAGES, as_written=True,
+        _STAGES, no_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Norming heads of queries and keys, and rotating them by their positions."""
+"""Norms and rotary embeddings of the heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.runtime import launch, power_of_two
-from roseinfer.kernels.traffic import moves, taken
+from roseinfer.kernels.runtime import launch, next_power_of_2
+from roseinfer.kernels.traffic import declare_traffic, num_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import Given
-    from roseinfer.layer_traits import Rotation
+    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.layer_traits import RotaryEmbedding
 
 
-class RotationArguments(NamedTuple):
-    """The arguments of a kernel that rotates heads, in its order of parameters."""
+class RotaryArguments(NamedTuple):
+    """Arguments of a kernel that rotates heads, in its order of parameters."""
 
     cosines: Tensor
     sines: Tensor
-    query_gain: Tensor
-    key_gain: Tensor
+    query_norm_weight: Tensor
+    key_norm_weight: Tensor
     epsilon: float
-    width: int
-    """How much of a head turns; 0 where nothing does."""
-    normed: bool
-    together: bool
-    """True where the heads of a token are one row to the norm."""
+    rotary_dim: int
+    """Rotated elements of a head; 0 without a rotation."""
+    has_head_norm: bool
+    norm_across_heads: bool
+    """True where all heads of a token are normed as one row."""
 
 
-def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArguments:
+def rotary_arguments(rotation: RotaryEmbedding | None, unused: Tensor) -> RotaryArguments:
     """Return the arguments; ``unused`` stands for what a layer does not have."""
     if rotation is None:
-        return RotationArguments(unused, unused, unused, unused, 0.0, 0, False, False)
-    query, key = rotation.query_gain, rotation.key_gain
-    return RotationArguments(
+        return RotaryArguments(unused, unused, unused, unused, 0.0, 0, False, False)
+    query, key = rotation.query_norm_weight, rotation.key_norm_weight
+    return RotaryArguments(
         rotation.cosines,
         rotation.sines,
         unused if query is None else query,
@@ -45,18 +45,21 @@ def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArg
         rotation.epsilon,
         rotation.cosines.shape[1],
         query is not None,
-        rotation.together,
+        rotation.norm_across_heads,
     )
 
 
-def rotation_moved(given: Given, rows: int) -> dict[str, int]:
-    """Return the bytes of what heads at ``rows`` positions are normed and rotated by."""
-    moved = {name: taken(given[name], rows * given["TURN"]) for name in ("cosines", "sines")}
-    if given["NORMED"]:
-        moved |= {
-            name: taken(given[name], given[name].numel()) for name in ("query_gain", "key_gain")
+def rotation_traffic(arguments: LaunchArguments, rows: int) -> dict[str, int]:
+    """Return the bytes of the norms, and of the angles of ``rows`` positions."""
+    traffic = {
+        name: num_bytes(arguments[name], rows * arguments["TURN"]) for name in ("cosines", "sines")
+    }
+    if arguments["NORMED"]:
+        traffic |= {
+            name: num_bytes(arguments[name], arguments[name].numel())
+            for name in ("query_norm_weight", "key_norm_weight")
         }
-    return moved
+    return traffic
 
 
 @triton.jit
@@ -65,9 +68,9 @@ def load_rotated(
     HEADS: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Load ``[heads, dims]`` from where the heads begin, normed and rotated, in float32.
+    """Load ``[heads, dims]`` at the heads' addresses, normed and rotated, in float32.
 
-    ``at`` numbers the heads. Those from HEADS on, and dims behind the end of a head, come as 0.
+    ``at`` numbers the heads. Those from HEADS on, and dims after the end of a head, are 0.
     """
     dtype = heads.dtype.element_ty
     HALF: tl.constexpr = TURN // 2
@@ -95,27 +98,28 @@ def load_rotated(
     return x * cosine[None, :] + y * sine[None, :]
 
 
-def _rotated_moved(given: Given) -> dict[str, int]:
-    """Count every head twice, read and written, and what it is rotated by."""
-    tokens = len(given["positions"])
-    heads = {"query": given["Q_HEADS"], "key": given["K_HEADS"]}
-    moved = {
-        name: 2 * taken(given[name], tokens * count * given["D"]) for name, count in heads.items()
+def _rotated_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Count every head twice, read and written, and the angles and norms."""
+    tokens = len(arguments["positions"])
+    heads = {"query": arguments["Q_HEADS"], "key": arguments["K_HEADS"]}
+    traffic = {
+        name: 2 * num_bytes(arguments[name], tokens * count * arguments["D"])
+        for name, count in heads.items()
     }
-    moved["positions"] = taken(given["positions"], tokens)
-    return moved | rotation_moved(given, tokens)
+    traffic["positions"] = num_bytes(arguments["positions"], tokens)
+    return traffic | rotation_traffic(arguments, tokens)
 
 
-@moves(_rotated_moved)
+@declare_traffic(_rotated_traffic)
 @triton.jit
 def _rotate_kernel(
-    query, key, positions, cosines, sines, query_gain, key_gain, epsilon,
+    query, key, positions, cosines, sines, query_norm_weight, key_norm_weight, epsilon,
     TURN: tl.constexpr, NORMED: tl.constexpr, TOGETHER: tl.constexpr,
     q_s, q_h, k_s, k_h, p_s,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes all heads of one token: of queries, of keys, or of both."""
+    """Rotate all heads of one token: of queries, of keys, or of both."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, TILE_D)
     q, k = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
@@ -128,15 +132,15 @@ def _rotate_kernel(
     keys = key + token * k_s + k * k_h
     if Q_HEADS:
         turned_q = load_rotated(
-            queries, q, dims, position, cosines, sines, query_gain, epsilon,
+            queries, q, dims, position, cosines, sines, query_norm_weight, epsilon,
             Q_HEADS, D, TURN, NORMED, TOGETHER,
         )  # fmt: skip
     if K_HEADS:
         turned_k = load_rotated(
-            keys, k, dims, position, cosines, sines, key_gain, epsilon,
+            keys, k, dims, position, cosines, sines, key_norm_weight, epsilon,
             K_HEADS, D, TURN, NORMED, TOGETHER,
         )  # fmt: skip
-    # A head is read by several threads, each of which may be behind those that write it.
+    # A head is read by several threads, each of which may be later than those that write it.
     tl.debug_barrier()
     if Q_HEADS:
         tl.store(
@@ -150,21 +154,23 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
-def rotate(query: Tensor | None, key: Tensor | None, positions: Tensor, rotation: Rotation) -> None:
-    """Norm and rotate ``[tokens, heads, head_dim]`` in place, elements of heads side by side.
+def rotate(
+    query: Tensor | None, key: Tensor | None, positions: Tensor, rotation: RotaryEmbedding
+) -> None:
+    """Norm and rotate ``[tokens, heads, head_dim]`` in place; elements of heads are contiguous.
 
-    Either may be None, and only the others are rotated then.
+    Either may be None; only the other is rotated then.
     """
     given = query if query is not None else key
     assert given is not None
     query, key = (given[:, :0] if each is None else each for each in (query, key))
     tokens, q_heads, head_dim = query.shape
     k_heads = key.shape[1]
-    arguments = rotation_arguments(rotation, given)
+    arguments = rotary_arguments(rotation, given)
     launch(
         _rotate_kernel, (tokens,), query, key, positions, *arguments,
         *query.stride()[:2], *key.stride()[:2], positions.stride(0),
         q_heads, k_heads, head_dim,
-        power_of_two(q_heads), power_of_two(k_heads),
-        power_of_two(head_dim), num_warps=4, early=True,
+        next_power_of_2(q_heads), next_power_of_2(k_heads),
+        next_power_of_2(head_dim), num_warps=4, pdl=True,
     )  # fmt: skip

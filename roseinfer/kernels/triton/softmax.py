@@ -1,8 +1,9 @@
-"""The weighted sum that attention is, tile by tile of tokens and part by part of a context.
+"""Online softmax of attention, tile by tile of tokens and part by part of a context.
 
-Every row adds up in one order, whatever kernel does it: its own token and its sink first, then
-the parts, and in each part the tiles. What could be computed in two ways is written out, and who
-launches these kernels has the compiler join no multiplication with an addition (``as_written``).
+Every row is added up in one order, whatever kernel does it: its own token and its sink first, then
+the parts, and in each part the tiles. Arithmetic that compilers could order in two ways is written
+out, and launches of these kernels forbid the compiler to fuse multiplications with additions
+(``no_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -12,42 +13,42 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.traffic import taken
+from roseinfer.kernels.traffic import num_bytes
 from roseinfer.kernels.triton.linear import dot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import Given
+    from roseinfer.kernels.traffic import LaunchArguments
     from roseinfer.layer_traits import LayerTraits
 
-# What a layer's traits make of scores, in the units that the attention kernels work with.
+# A layer's traits as score arguments, in the units of the attention kernels.
 
 
 _LOG2_E = 1.4426950408889634
-"""Kernels work with powers of two: scores are scaled by this."""
+"""Factor of scores: kernels work with powers of two."""
 _LOG2_E_IN_KERNELS = tl.constexpr(_LOG2_E)
 
 
 class ScoreArguments(NamedTuple):
-    """The arguments of a kernel that say what becomes of scores, in its order of parameters."""
+    """Arguments of a kernel that transform scores, in its order of parameters."""
 
     scale: float
-    """It makes powers of two of the products, or arguments of the tangent where scores are
-    capped."""
+    """Factor from query-key products to exponents of two, or with a soft cap to arguments of tanh.
+    """
     cap: float
     sinks: Tensor
     slopes: Tensor
     window: int
-    """0 where all before is seen."""
-    capped: bool
-    sinking: bool
-    sloped: bool
+    """Window in tokens; 0 without one."""
+    has_softcap: bool
+    has_sinks: bool
+    has_slopes: bool
 
 
 def score_arguments(traits: LayerTraits, unused: Tensor) -> ScoreArguments:
     """Return the arguments; ``unused`` stands for what a layer does not have."""
-    cap = traits.cap
+    cap = traits.softcap
     return ScoreArguments(
         traits.scale * _LOG2_E if cap is None else traits.scale / cap,
         0.0 if cap is None else cap * _LOG2_E,
@@ -60,21 +61,23 @@ def score_arguments(traits: LayerTraits, unused: Tensor) -> ScoreArguments:
     )
 
 
-def numbers_by_head(given: Given) -> dict[str, int]:
-    """Return the bytes that a launch reads of what it has a number of for each query head."""
-    heads = given["query"].shape[1]
+def per_head_traffic(arguments: LaunchArguments) -> dict[str, int]:
+    """Return the bytes that a launch reads of traits with one number per query head."""
+    heads = arguments["query"].shape[1]
     flags = {"sinks": "SINKING", "slopes": "SLOPED"}
-    return {name: taken(given[name], heads) for name, flag in flags.items() if given[flag]}
+    return {
+        name: num_bytes(arguments[name], heads) for name, flag in flags.items() if arguments[flag]
+    }
 
 
 @triton.jit
-def shape_scores(
+def transform_scores(
     products, cap, slopes, heads, real, distance, CAPPED: tl.constexpr, SLOPED: tl.constexpr
 ):
-    """Return the scores of scaled products, ``[heads, tokens]``, as powers of two."""
+    """Return the scores of scaled products, ``[heads, tokens]``, as exponents of two."""
     scores = products
     if CAPPED:
-        scores = (2 * tl.sigmoid(2 * scores) - 1) * cap  # a hyperbolic tangent
+        scores = (2 * tl.sigmoid(2 * scores) - 1) * cap  # tanh
     if SLOPED:
         slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS
         scores -= slope[:, None] * distance
@@ -83,30 +86,34 @@ def shape_scores(
 
 @triton.jit
 def sink_scores(sinks, heads, real):
-    """Return the score of each head's sink, as powers of two."""
+    """Return the score of each head's sink, as an exponent of two."""
     return tl.load(sinks + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS
 
 
 SUM_COLUMNS = tl.constexpr(8)
-"""Columns of the product that adds up a row's weights, all of which are the same."""
+"""Columns of the GEMM that adds up a row's weights, all of which are the same."""
 _LARGE_TILE = 64
 _TILE_BYTES = 1 << 14
-"""A tile's keys take at most so many. A program needs two to three times that of shared memory,
-of which some GPUs have 64 KiB."""
+"""Largest tile of keys, in bytes.
+
+A program needs two to three times that of shared memory, of which some GPUs have 64 KiB.
+"""
 
 
 def tile_of_tokens(head_bytes: int) -> int:
-    """Return how many tokens are looked at together, which decides how a row is rounded."""
+    """Return the tokens of a tile, which fix how a row is rounded."""
     return min(_LARGE_TILE, max(16, _TILE_BYTES // head_bytes))
 
 
 @triton.jit
-def own_token(
+def init_softmax(
     products, own_value, scale, cap, sinks, slopes, heads, real,
     CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINKING: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of rows that have seen their own token and their sink alone."""
-    top = shape_scores((products * scale)[:, None], cap, slopes, heads, real, 0.0, CAPPED, SLOPED)
+    """Return the state of rows that have attended to their own token and their sink alone."""
+    top = transform_scores(
+        (products * scale)[:, None], cap, slopes, heads, real, 0.0, CAPPED, SLOPED
+    )
     top = tl.sum(top, 1)
     if SINKING:
         sink = sink_scores(sinks, heads, real)
@@ -117,8 +124,8 @@ def own_token(
 
 
 @triton.jit
-def nothing_seen(M: tl.constexpr, TILE_D: tl.constexpr):
-    """Return the state of rows that have seen no token of a part."""
+def empty_softmax(M: tl.constexpr, TILE_D: tl.constexpr):
+    """Return the state of rows that have attended to no token of a part."""
     return (
         tl.full((M,), float("-inf"), tl.float32),
         tl.zeros((M, SUM_COLUMNS), tl.float32),
@@ -127,29 +134,31 @@ def nothing_seen(M: tl.constexpr, TILE_D: tl.constexpr):
 
 
 @triton.jit
-def see_tile(
+def update_softmax(
     q, k, v, seen, distance, top, total, sums, scale, cap, slopes, heads, real,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of tokens to what rows have seen of a part.
+    """Update the state of rows in a part by a tile of tokens.
 
-    The sums of weights are a product too: adding up across a row takes another order in other
-    layouts of its tile, and a product does not.
+    The sums of weights are a GEMM too: a sum across a row has another order in other layouts of its
+    tile, and a GEMM does not.
     """
     PLAIN: tl.constexpr = not (CAPPED or SLOPED)
     scores = dot(q, tl.trans(k))
     if not PLAIN:
-        scores = shape_scores(scores * scale, cap, slopes, heads, real, distance, CAPPED, SLOPED)
+        scores = transform_scores(
+            scores * scale, cap, slopes, heads, real, distance, CAPPED, SLOPED
+        )
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     highest = tl.max(scores, 1)
     if PLAIN:
         highest *= scale
     higher = tl.maximum(top, highest)
-    # Nothing seen up to here: infinity less infinity is NaN.
+    # No scores so far: infinity minus infinity is NaN.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - finite)
-    if PLAIN:  # one instruction, where there would be two for every score
+    if PLAIN:  # one instruction, instead of two for every score
         scores = tl.fma(scores, scale, -finite[:, None])
     else:
         scores -= finite[:, None]
@@ -164,14 +173,14 @@ def see_tile(
 
 
 @triton.jit
-def of_row(total):
+def row_weight_sum(total):
     """Return a row's sum of weights, which all its columns hold."""
     return tl.max(total, 1)
 
 
 @triton.jit
-def fold(all_top, all_total, all_sums, top, total, sums):
-    """Add what rows have seen of a part to what they saw of those in front of it."""
+def merge_softmax(all_top, all_total, all_sums, top, total, sums):
+    """Merge the state of rows in a part into that of the parts before it."""
     higher = tl.maximum(all_top, top)
     shrink = tl.exp2(all_top - higher)
     weight = tl.exp2(top - higher)
@@ -182,44 +191,55 @@ def fold(all_top, all_total, all_sums, top, total, sums):
     )
 
 
-# Where attention cuts a context into parts, each of which is added up by itself.
+# Parts of a context, each of which is added up by itself.
 #
 # A part's begin depends on its number alone. So a token gets the same bits whether one program goes
-# through all of its context or several do, and whether a prompt's kernel looks or that of a decode
-# step. There are 32 parts of 128 tokens, then 16 of 256, 16 of 512, and so on: any context has
-# between 16 and 32 parts of its last part's size.
+# through all of its context or several do, in the prefill and in the decode kernel. There are 32
+# parts of 128 tokens, then 16 of 256, 16 of 512, and so on: any context has between 16 and 32 parts
+# of its last part's size.
 
 
-_LEAST = 128
-"""Tokens of the first parts; every tile of tokens divides them."""
-_SHARES = 16
+_MIN_PART_TOKENS = 128
+"""Tokens of the first parts; every tile's size divides them."""
+_PARTS_PER_DOUBLING = 16
 """Parts between a length and its double."""
-_DOUBLINGS = 16
-"""Contexts are shorter than ``_LEAST * 2 * _SHARES << _DOUBLINGS`` tokens: 268 million."""
-_LEAST_IN_KERNELS = tl.constexpr(_LEAST)
-_SHARES_IN_KERNELS = tl.constexpr(_SHARES)
-_DOUBLINGS_IN_KERNELS = tl.constexpr(_DOUBLINGS)
+_MAX_DOUBLINGS = 16
+"""Doublings of a part's size.
+
+Contexts have fewer than ``_MIN_PART_TOKENS * 2 * _PARTS_PER_DOUBLING << _MAX_DOUBLINGS`` tokens,
+268 million.
+"""
+_MIN_PART_TOKENS_IN_KERNELS = tl.constexpr(_MIN_PART_TOKENS)
+_PARTS_PER_DOUBLING_IN_KERNELS = tl.constexpr(_PARTS_PER_DOUBLING)
+_MAX_DOUBLINGS_IN_KERNELS = tl.constexpr(_MAX_DOUBLINGS)
 
 
 @triton.jit
 def part_begin(part):
     """Return the position of a part's first token."""
-    doubled = tl.maximum(part // _SHARES_IN_KERNELS - 1, 0)
-    return (part - doubled * _SHARES_IN_KERNELS) * (_LEAST_IN_KERNELS << doubled)
+    doubled = tl.maximum(part // _PARTS_PER_DOUBLING_IN_KERNELS - 1, 0)
+    return (part - doubled * _PARTS_PER_DOUBLING_IN_KERNELS) * (
+        _MIN_PART_TOKENS_IN_KERNELS << doubled
+    )
 
 
 @triton.jit
-def part_of(position):
-    """Return the number of the part that has a position."""
+def part_index(position):
+    """Return the number of the part that contains a position."""
     doubled = 0
-    for at in tl.static_range(_DOUBLINGS_IN_KERNELS):
-        doubled += (position >= (2 * _SHARES_IN_KERNELS * _LEAST_IN_KERNELS << at)).to(tl.int32)
-    return position // (_LEAST_IN_KERNELS << doubled) + doubled * _SHARES_IN_KERNELS
+    for at in tl.static_range(_MAX_DOUBLINGS_IN_KERNELS):
+        doubled += (
+            position >= (2 * _PARTS_PER_DOUBLING_IN_KERNELS * _MIN_PART_TOKENS_IN_KERNELS << at)
+        ).to(tl.int32)
+    return (
+        position // (_MIN_PART_TOKENS_IN_KERNELS << doubled)
+        + doubled * _PARTS_PER_DOUBLING_IN_KERNELS
+    )
 
 
-def num_parts(tokens: int, window: int | None = None) -> int:
-    """Return how many parts contexts of so many tokens have, or how many a window may see."""
+def num_context_parts(tokens: int, window: int | None = None) -> int:
+    """Return the parts of a context of ``tokens`` tokens, or the most that a window can overlap."""
     last = max(tokens - 1, 0)
-    doubled = max(0, (last // (2 * _SHARES * _LEAST)).bit_length())
-    parts = last // (_LEAST << doubled) + doubled * _SHARES + 1
-    return parts if window is None else min(parts, (window - 1) // _LEAST + 2)
+    doubled = max(0, (last // (2 * _PARTS_PER_DOUBLING * _MIN_PART_TOKENS)).bit_length())
+    parts = last // (_MIN_PART_TOKENS << doubled) + doubled * _PARTS_PER_DOUBLING + 1
+    return parts if window is None else min(parts, (window - 1) // _MIN_PART_TOKENS + 2)

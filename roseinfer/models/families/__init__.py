@@ -15,8 +15,8 @@ _FAMILIES: dict[str, Any] = {}
 _Family = TypeVar("_Family", bound="type[CausalModel]")
 
 
-def register(*class_names: str) -> Callable[[_Family], _Family]:
-    """Register a family for transformers models of these classes, if its ``fits`` accepts them."""
+def register_family(*class_names: str) -> Callable[[_Family], _Family]:
+    """Register a family for the transformers models of these classes that it supports."""
 
     def note(family: _Family) -> _Family:
         _FAMILIES.update(dict.fromkeys(class_names, family))
@@ -30,4 +30,4 @@ def fused_family(model: Any) -> type[CausalModel] | None:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     family = _FAMILIES.get(type(model).__name__)
-    return family if family is not None and family.fits(model) else None
+    return family if family is not None and family.is_supported(model) else None

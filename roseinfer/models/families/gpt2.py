@@ -7,37 +7,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from roseinfer.kernels.cuda.tensor_maps import has_warpgroups
+from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton.linear import (
-    cut_evenly,
     gelu,
     linear,
-    linear_in_parts,
-    multiply_in_parts,
-    num_parts,
+    num_k_splits,
+    split_k_linear,
+    split_k_matmul,
+    splits_evenly,
 )
 from roseinfer.kernels.triton.norm import add_norm, embed_norm
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.families import register
-from roseinfer.models.families.layers import count_streamed
+from roseinfer.models.families import register_family
+from roseinfer.models.families.layers import count_streaming_gemm
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.distributed.ranks import Ranks
 
-MOST_ROWS = 256
-"""Above this the tensor cores are busy, and torch's own matrix products are better."""
+MAX_ROWS = 256
+"""Largest number of rows for our kernels.
+
+With more rows the tensor cores are busy, and torch's GEMMs are better.
+"""
 
 
-@register("GPT2LMHeadModel")
+@register_family("GPT2LMHeadModel")
 class FusedGPT2(CausalModel):
-    """Runs a forward pass in 7 kernels a layer, attention among them."""
+    """GPT-2 in 7 kernels per layer and forward pass, attention included."""
 
     paths = (EnginePath.FUSED,)
 
     @staticmethod
-    def fits(model: Any) -> bool:
+    def is_supported(model: Any) -> bool:
         """Return True for a GPT-2 without unusual settings."""
         config = model.config
         return bool(
@@ -51,10 +54,10 @@ class FusedGPT2(CausalModel):
         self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
     ) -> None:
         super().__init__(model, max_length=max_length, ranks=ranks)
-        if has_warpgroups(self.device, self.dtype):
+        if supports_wgmma(self.device, self.dtype):
             for block in model.transformer.h:
-                _lay_inputs_side_by_side(block.attn.c_proj)
-                _lay_inputs_side_by_side(block.mlp.c_proj)
+                _make_inputs_contiguous(block.attn.c_proj)
+                _make_inputs_contiguous(block.mlp.c_proj)
 
     @torch.inference_mode()
     def logits(
@@ -65,60 +68,62 @@ class FusedGPT2(CausalModel):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         body = self._model.transformer
-        few = len(token_ids) <= MOST_ROWS
-        exchange = self.exchange_of(len(token_ids), attention)
+        few = len(token_ids) <= MAX_ROWS
+        exchange = self.all_reduce_for(len(token_ids), attention)
         first = body.h[0].ln_1
         residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
         in_parts = body.h[0].attn.c_proj
-        count_streamed(x, in_parts.weight.T, attention, self._num_parts(len(x), in_parts))
+        count_streaming_gemm(x, in_parts.weight.T, attention, self._num_k_splits(len(x), in_parts))
         norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
         for layer, (block, after) in enumerate(zip(body.h, norms, strict=True)):
             mixer, mlp = block.attn, block.mlp
-            new = _whole(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
+            new = _linear_layer(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
-            ends = self._ends(layer, last_rows, attention)
+            ends = self._last_layer_rows(layer, last_rows, attention)
             if ends is None:
-                out = attention.attend_new(layer, query, key, value)
+                out = attention.store_and_attend(layer, query, key, value)
             else:
-                out = attention.attend_ends(layer, query, key, value, positions, None, ends)
+                out = attention.attend_last_tokens(layer, query, key, value, positions, None, ends)
                 residual, last_rows = residual[ends], None
-                few = len(residual) <= MOST_ROWS
-            added = self.added_up(self._parts(out.flatten(1), mixer.c_proj), exchange)
+                few = len(residual) <= MAX_ROWS
+            added = self.reduce_parts(self._split_k(out.flatten(1), mixer.c_proj), exchange)
             x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2, exchange)
-            x = _whole(x, mlp.c_fc, few, activate=True)
-            added = self.added_up(self._parts(x, mlp.c_proj), exchange)
+            x = _linear_layer(x, mlp.c_fc, few, activate=True)
+            added = self.reduce_parts(self._split_k(x, mlp.c_proj), exchange)
             x = add_norm(residual, added, mlp.c_proj.bias, after, exchange)
         if last_rows is not None:
             x = x[last_rows]
         head = self._model.lm_head.weight
-        # Where a vocabulary is of an odd size, torch's product has other bits.
-        ours = len(x) <= MOST_ROWS or self.batch_invariant
+        # With an odd vocabulary size, torch's GEMM has other bits.
+        ours = len(x) <= MAX_ROWS or self.batch_invariant
         logits = linear(x, head.T) if ours else torch_linear(x, head)
-        return self._model.lm_head.whole(logits) if self.ranks else logits
+        return self._model.lm_head.gather_logits(logits) if self.ranks else logits
 
-    def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
+    def _split_k(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
         weight: torch.Tensor = layer.weight
-        parts = self._num_parts(len(x), layer)
-        if len(x) > MOST_ROWS:
+        parts = self._num_k_splits(len(x), layer)
+        if len(x) > MAX_ROWS:
             if not self.batch_invariant:
                 return (x @ weight)[None]
-            if cut_evenly(len(weight), parts):
-                return multiply_in_parts(x, weight, parts)
-        return linear_in_parts(x, weight, parts)
+            if splits_evenly(len(weight), parts):
+                return split_k_matmul(x, weight, parts)
+        return split_k_linear(x, weight, parts)
 
-    def _num_parts(self, rows: int, layer: Any) -> int:
+    def _num_k_splits(self, rows: int, layer: Any) -> int:
         inputs, outputs = layer.weight.shape
-        return num_parts(inputs, outputs, 1 if self.batch_invariant else rows)
+        return num_k_splits(inputs, outputs, 1 if self.batch_invariant else rows)
 
 
-def _lay_inputs_side_by_side(layer: Any) -> None:
-    """Lay a layer's weights as products that stream need them: checkpoints have outputs so."""
+def _make_inputs_contiguous(layer: Any) -> None:
+    """Make the inputs of a layer contiguous, for streaming GEMMs: checkpoints have outputs so."""
     turned = layer.weight.detach().T.contiguous().T
     layer.weight = torch.nn.Parameter(turned, requires_grad=False)
 
 
-def _whole(x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False) -> torch.Tensor:
+def _linear_layer(
+    x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False
+) -> torch.Tensor:
     if few:
         return linear(x, layer.weight, layer.bias, gelu=activate)
     out = torch.addmm(layer.bias, x, layer.weight)

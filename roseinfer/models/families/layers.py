@@ -1,4 +1,4 @@
-"""Products of few rows and of many, which the kernels of Llama's family and torch compute."""
+"""GEMMs of few and of many rows, by the kernels of Llama's family and by torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from roseinfer.kernels.cuda.paired import add_product, adds_product, gate_product, gates_product
-from roseinfer.kernels.cuda.streamed import streams
-from roseinfer.kernels.triton.experts import choose_experts, visit_gated, visit_weighed, visits_of
-from roseinfer.kernels.triton.linear import multiply_in_parts
+from roseinfer.kernels.cuda.paired import (
+    add_paired_gemm,
+    can_add_paired_gemm,
+    can_pair_gate_up,
+    paired_gate_up,
+)
+from roseinfer.kernels.cuda.streamed import can_stream_gemm
+from roseinfer.kernels.triton.experts import expert_down, expert_gate_up, route_rows, select_experts
+from roseinfer.kernels.triton.linear import split_k_matmul
 from roseinfer.kernels.triton.streamed import (
-    cut_evenly,
-    linear_gated,
-    multiply_gated,
-    num_parts,
+    num_k_splits,
+    silu_and_mul,
+    splits_evenly,
+    stream_gate_up,
     stream_linear,
-    stream_linear_in_parts,
+    stream_linear_split_k,
 )
 from roseinfer.paths import EnginePath
 
@@ -31,72 +36,79 @@ if TYPE_CHECKING:
 
     from roseinfer.attention.backend import AttentionBackend
 
-MOST_ROWS = 64
-"""With more, our products read their weights once for each tile of rows, and torch's once."""
-_MOST_ROWS_IN_PARTS = 512
-"""With more, a whole product has enough to do for all of a GPU, and is rounded in another way."""
+MAX_ROWS = 64
+"""Largest number of rows for our GEMMs.
+
+With more rows, they read weights once per tile of rows, and torch's read them once.
+"""
+_MAX_SPLIT_K_ROWS = 512
+"""Largest number of rows for split-K.
+
+With more rows, an unsplit GEMM fills a GPU, and is rounded differently.
+"""
 
 
-def whole(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def dispatch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias``."""
-    few = len(x) <= MOST_ROWS
+    few = len(x) <= MAX_ROWS
     return stream_linear(x, weight, bias) if few else torch_linear(x, weight, bias)
 
 
-def in_parts(x: Tensor, weight: Tensor, *, always: bool) -> Tensor:
-    """Compute a product as ``[parts, rows, outputs]``, still to be added up.
+def split_k_gemm(x: Tensor, weight: Tensor, *, always: bool) -> Tensor:
+    """Compute a GEMM as ``[parts, rows, outputs]``, still to be added up.
 
-    The parts are those of few rows ``always``, or where that is faster than a whole product.
+    The parts are those of few rows ``always``, or else where that is faster than an unsplit GEMM.
     """
-    if len(x) > MOST_ROWS:
-        if not always and len(x) > _MOST_ROWS_IN_PARTS:
+    if len(x) > MAX_ROWS:
+        if not always and len(x) > _MAX_SPLIT_K_ROWS:
             return (x @ weight.T)[None]
-        if cut_evenly(*weight.shape):
-            return multiply_in_parts(x, weight.T, num_parts(*weight.shape))
+        if splits_evenly(*weight.shape):
+            return split_k_matmul(x, weight.T, num_k_splits(*weight.shape))
         if not always:
             return (x @ weight.T)[None]
-    return stream_linear_in_parts(x, weight)
+    return stream_linear_split_k(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """A product that is to be added to the residual stream."""
+class ResidualGemm:
+    """A GEMM whose result is added to the residual stream."""
 
     x: Tensor
     weight: Tensor
 
-    def parts(self, *, always: bool) -> Tensor:
-        """Compute it ``in_parts``."""
-        return in_parts(self.x, self.weight, always=always)
+    def split_k(self, *, always: bool) -> Tensor:
+        """Compute it by ``split_k_gemm``."""
+        return split_k_gemm(self.x, self.weight, always=always)
 
-    def added_in_pairs(self, residual: Tensor, times: float) -> bool:
-        """Add it, ``times`` all of its parts, where that is faster than adding them up behind.
+    def add_paired(self, residual: Tensor, times: float) -> bool:
+        """Add it, ``times`` the sum of its parts, to ``residual`` if that is faster than adding
+        later.
 
-        The bits are the same.
+        Return True if it was added. The bits are the same.
         """
-        if len(self.x) <= MOST_ROWS or not cut_evenly(*self.weight.shape):
+        if len(self.x) <= MAX_ROWS or not splits_evenly(*self.weight.shape):
             return False
-        parts = num_parts(*self.weight.shape)
-        if not adds_product(residual, self.x, self.weight, parts):
+        parts = num_k_splits(*self.weight.shape)
+        if not can_add_paired_gemm(residual, self.x, self.weight, parts):
             return False
-        add_product(residual, self.x, self.weight, parts, times)
+        add_paired_gemm(residual, self.x, self.weight, parts, times)
         return True
 
 
-def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
+def gate_up(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     """Compute the first half of a gated MLP."""
-    if len(x) <= MOST_ROWS:
-        return linear_gated(x, gates_and_ups)
-    if gates_product(x, gates_and_ups):
-        return gate_product(x, gates_and_ups)
-    return multiply_gated(x @ gates_and_ups.T)
+    if len(x) <= MAX_ROWS:
+        return stream_gate_up(x, gate_up_weight)
+    if can_pair_gate_up(x, gate_up_weight):
+        return paired_gate_up(x, gate_up_weight)
+    return silu_and_mul(x @ gate_up_weight.T)
 
 
-# Linear layers whose weights lie in one tensor, so that one product computes all of them.
+# Linear layers with their weights in one tensor, computed by one GEMM.
 
 
 def join_weights(layers: Sequence[torch.nn.Linear]) -> Tensor:
-    """Put the weights into one ``[outputs, inputs]``, one after the other.
+    """Concatenate the weights into one ``[outputs, inputs]``.
 
     The layers keep views of it, so that nothing is stored twice.
     """
@@ -109,7 +121,7 @@ def join_weights(layers: Sequence[torch.nn.Linear]) -> Tensor:
 
 
 def join_biases(layers: Sequence[torch.nn.Linear]) -> Tensor | None:
-    """Return the biases of the layers one after the other, or None where none has any."""
+    """Concatenate the biases of the layers; None if no layer has any."""
     if all(layer.bias is None for layer in layers):
         return None
     return torch.cat(
@@ -123,103 +135,109 @@ def join_biases(layers: Sequence[torch.nn.Linear]) -> Tensor | None:
 
 
 if TYPE_CHECKING:
-    Noted = list[tuple[Tensor, Tensor]]
+    RecordedRouting = list[tuple[Tensor, Tensor]]
+    """Experts of rows and their weights, layer by layer."""
 
 
-if TYPE_CHECKING:
-    "The experts of rows and how much each counts, layer by layer."
+# The MLPs of Llama's family: one for all tokens, or a mixture of experts.
 
 
-# The MLPs of Llama's family: one for all tokens, or a few of many experts for each.
-
-
-_NOTED: ContextVar[Noted | None] = ContextVar("noted_experts", default=None)
+_RECORDED_ROUTING: ContextVar[RecordedRouting | None] = ContextVar("noted_experts", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Two products of a row, one of which gates the other, and one of what comes out."""
+    """A gated MLP: GEMMs of gates and of gated values, and one of the results."""
 
-    gates_and_ups: Tensor
+    gate_up_weight: Tensor
     down: Tensor
 
     @classmethod
-    def of(cls, module: Any) -> GatedMlp:
+    def from_module(cls, module: Any) -> GatedMlp:
         """Join the weights that are multiplied by the same rows."""
         if hasattr(module, "gate_up_proj"):
-            gates_and_ups = module.gate_up_proj.weight
+            gate_up_weight = module.gate_up_proj.weight
         else:
-            gates_and_ups = join_weights((module.gate_proj, module.up_proj))
-        return cls(gates_and_ups, module.down_proj.weight)
+            gate_up_weight = join_weights((module.gate_proj, module.up_proj))
+        return cls(gate_up_weight, module.down_proj.weight)
 
-    def added(self, x: Tensor) -> Product:
-        """Compute all but the last product, which is what is added to each row."""
-        return Product(gated(x, self.gates_and_ups), self.down)
+    def residual_update(self, x: Tensor) -> ResidualGemm:
+        """Compute all but the last GEMM, whose result is added to each row."""
+        return ResidualGemm(gate_up(x, self.gate_up_weight), self.down)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Many gated MLPs, of which each row visits a few."""
+    """A mixture of experts: gated MLPs, to a few of which each row is routed."""
 
     router: Tensor
-    gates_and_ups: Tensor
-    """``[experts, 2 * inner, width]``."""
+    gate_up_weight: Tensor
+    """Weights of gates, then of gated values: ``[experts, 2 * inner, width]``."""
     down: Tensor
-    most: int
-    """How many a row visits."""
-    shared: bool
-    """The weights of a row's experts add up to one."""
-    rounded: bool
-    """Weights have the dtype of rows, and float32 otherwise."""
+    top_k: int
+    """Experts per row."""
+    renormalize: bool
+    """True if the weights of a row's experts add up to one."""
+    weights_in_row_dtype: bool
+    """True if expert weights have the rows' dtype; they are float32 otherwise."""
 
     @classmethod
-    def of(cls, module: Any) -> Experts:
+    def from_module(cls, module: Any) -> Experts:
         router, experts = module.gate, module.experts
         always_shared = not hasattr(router, "norm_topk_prob")  # Mixtral's, which rounds no weight
         return cls(
             router.weight, experts.gate_up_proj, experts.down_proj, router.top_k,
-            shared=always_shared or router.norm_topk_prob, rounded=not always_shared,
+            renormalize=always_shared or router.norm_topk_prob,
+            weights_in_row_dtype=not always_shared,
         )  # fmt: skip
 
-    def added(self, x: Tensor) -> Tensor:
-        """Compute what is added to each row as ``[parts, rows, width]``: a part for each expert.
+    def residual_update(self, x: Tensor) -> Tensor:
+        """Compute the update of each row as ``[parts, rows, width]``: a part per expert of the row.
 
-        No other row has a say in its bits in any case.
+        Its bits never depend on other rows.
         """
-        logits = stream_linear_in_parts(x, self.router)
-        dtype = x.dtype if self.rounded else torch.float32
-        experts, weights = choose_experts(logits, x, self.most, dtype, shared=self.shared)
-        if (noted := _NOTED.get()) is not None:
+        logits = stream_linear_split_k(x, self.router)
+        dtype = x.dtype if self.weights_in_row_dtype else torch.float32
+        experts, weights = select_experts(
+            logits, x, self.top_k, dtype, renormalize=self.renormalize
+        )
+        if (noted := _RECORDED_ROUTING.get()) is not None:
             noted.append((experts, weights))
-        visits = visits_of(experts, len(self.router))
-        return visit_weighed(visit_gated(x, self.gates_and_ups, visits), self.down, weights, visits)
+        visits = route_rows(experts, len(self.router))
+        return expert_down(
+            expert_gate_up(x, self.gate_up_weight, visits), self.down, weights, visits
+        )
 
 
 @contextmanager
-def noting_experts() -> Iterator[Noted]:
-    """Collect the experts that rows visit meanwhile."""
-    noted: Noted = []
-    before = _NOTED.set(noted)
+def record_routing() -> Iterator[RecordedRouting]:
+    """Record the routing of rows to experts inside the context."""
+    noted: RecordedRouting = []
+    before = _RECORDED_ROUTING.set(noted)
     try:
         yield noted
     finally:
-        _NOTED.reset(before)
+        _RECORDED_ROUTING.reset(before)
 
 
-def mlp_of(module: Any) -> GatedMlp | Experts:
-    return Experts.of(module) if hasattr(module, "experts") else GatedMlp.of(module)
+def build_mlp(module: Any) -> GatedMlp | Experts:
+    return (
+        Experts.from_module(module) if hasattr(module, "experts") else GatedMlp.from_module(module)
+    )
 
 
-# Counts the forward passes of which warpgroups compute products.
+# Counters of forward passes by the kernels of their GEMMs.
 
 
-def count_streamed(x: Tensor, weight: Tensor, attention: AttentionBackend, parts: int = 1) -> None:
-    """Count a forward pass if warpgroups compute its product by this ``[outputs, inputs]``."""
-    if streams(x, weight, parts, 1):
-        attention.path_counts[EnginePath.STREAMED] += 1
+def count_streaming_gemm(
+    x: Tensor, weight: Tensor, attention: AttentionBackend, parts: int = 1
+) -> None:
+    """Count a forward pass if the streaming GEMM multiplies by this ``[outputs, inputs]``."""
+    if can_stream_gemm(x, weight, parts, 1):
+        attention.path_counts[EnginePath.STREAMING_GEMM] += 1
 
 
-def count_paired(x: Tensor, mlp: GatedMlp | Experts, attention: AttentionBackend) -> None:
-    """Count a forward pass if pairs of programs compute the products of this MLP."""
-    if isinstance(mlp, GatedMlp) and gates_product(x, mlp.gates_and_ups):
-        attention.path_counts[EnginePath.PAIRED] += 1
+def count_paired_gemm(x: Tensor, mlp: GatedMlp | Experts, attention: AttentionBackend) -> None:
+    """Count a forward pass if the paired GEMM computes this MLP."""
+    if isinstance(mlp, GatedMlp) and can_pair_gate_up(x, mlp.gate_up_weight):
+        attention.path_counts[EnginePath.PAIRED_GEMM] += 1

@@ -1,1 +1,1 @@
-"""The bodies of OpenAI's API: requests, responses and their validation."""
+"""Schemas of OpenAI's API: request bodies, their validation, and responses."""

@@ -1,4 +1,4 @@
-"""What answers of completions and of chat completions have in common."""
+"""Responses with choices: shared code of completions and chat completions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from uuid import uuid4
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from roseinfer.guided.guide import Guide
-from roseinfer.server.refusals import refusal_of
-from roseinfer.server.schemas.validation import Strict, wrong
+from roseinfer.server.api_errors import to_api_error
+from roseinfer.server.schemas.validation import StrictModel, value_error
 from roseinfer.server.streaming import (
-    AT_ONCE,
-    BYTES_AT_ONCE,
+    BYTES_PER_TURN,
     DONE,
-    Json,
-    Turns,
+    LOGPROBS_PER_TURN,
+    EncodedJson,
+    LoopYielder,
     encode_any,
     encode_finite,
+    encode_items,
     event,
-    items,
-    list_of,
-    parts_of,
+    iter_json,
+    join_items,
 )
 from roseinfer.text.decoder_chain import BYTE_TOKEN
 from roseinfer.text.detokenizer import BYTE_OF
@@ -33,25 +33,25 @@ from roseinfer.text.detokenizer import BYTE_OF
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    from roseinfer.engine_client.protocol import Likeliest
-    from roseinfer.server.generation import Generation, Piece
-    from roseinfer.server.schemas.validation import AskedForChoices
+    from roseinfer.engine_client.protocol import TopLogprobs
+    from roseinfer.server.generation import ChoiceDelta, Generation
+    from roseinfer.server.schemas.validation import ChoicesRequestBody
 
-# What single tokens are as text, and their log-probabilities as OpenAI writes them.
+# Texts of single tokens, and their logprobs in OpenAI's format.
 
 
 class TokenTexts:
-    """The text and the bytes of each token, which are made when it is first asked for."""
+    """Text and bytes of single tokens, decoded at first use."""
 
     def __init__(self, tokenizer: Any) -> None:
-        # It imports transformers, which the process that serves HTTP does not wait for.
-        from roseinfer.text.request_text import detokenizers
+        # Imported here: it imports transformers, which would delay the start of the HTTP server.
+        from roseinfer.text.completion_text import new_detokenizer_factory
 
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
         self._special: dict[int, str] = {}
-        self.detokenizer = detokenizers(tokenizer)
-        """Makes what decodes one text token by token, as the engine does."""
+        self.detokenizer = new_detokenizer_factory(tokenizer)
+        """Factory of detokenizers, each for one completion, like those of the engine."""
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
         if token not in self._known:
@@ -59,7 +59,7 @@ class TokenTexts:
         return self._known[token]
 
     def special(self, token: int) -> str:
-        """Return what a token is written as that only prompts show; nothing for any other."""
+        """Return the text of a special token, which only prompts show; empty for other tokens."""
         if token not in self._special:
             shown = self._tokenizer.decode([token], skip_special_tokens=True)
             self._special[token] = "" if shown else self[token][0]
@@ -73,52 +73,59 @@ class TokenTexts:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
         return text, list(text.encode())
 
-    def of_chat(
-        self, tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Likeliest]
+    def chat_logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs]
     ) -> dict[str, list[Any]]:
-        """Return the log-probabilities of tokens as a chat completion has them."""
-        tops = likeliest or [[]] * len(tokens)
+        """Return the logprobs of tokens in the format of chat completions."""
+        tops = top_logprobs or [[]] * len(tokens)
         content = [
-            self._told(token, logprob)
-            | {"top_logprobs": [self._told(other, own) for other, own in top]}
+            self._logprob_object(token, logprob)
+            | {
+                "top_logprobs": [
+                    self._logprob_object(other, other_logprob) for other, other_logprob in top
+                ]
+            }
             for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
         return {"content": content}
 
-    def of_completion(
+    def completion_logprobs(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float | None],
-        likeliest: Sequence[Likeliest] | None,
+        top_logprobs: Sequence[TopLogprobs] | None,
         offsets: list[int],
     ) -> dict[str, list[Any]]:
-        """Return them as a completion has them. ``offsets`` are where the tokens begin.
+        """Return the logprobs of tokens, which begin at ``offsets``, in the format of completions.
 
-        ``likeliest`` is None if log-probabilities of other tokens were not asked for.
+        ``top_logprobs`` is None if logprobs of other tokens are not requested.
         """
-        found: dict[str, list[Any]] = {
+        lists: dict[str, list[Any]] = {
             "tokens": [self[token][0] for token in tokens],
             "token_logprobs": [*logprobs],
             "text_offset": offsets,
         }
-        if likeliest is not None:
-            found["top_logprobs"] = [
+        if top_logprobs is not None:
+            lists["top_logprobs"] = [
                 None
                 if logprob is None
-                else {self[other][0]: own for other, own in (*top, (token, logprob))}
-                for token, logprob, top in zip(tokens, logprobs, likeliest, strict=True)
+                else {
+                    self[other][0]: other_logprob
+                    for other, other_logprob in (*top, (token, logprob))
+                }
+                for token, logprob, top in zip(tokens, logprobs, top_logprobs, strict=True)
             ]
-        return found
+        return lists
 
-    def _told(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob_object(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self[token]
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def _bytes_of(written: str) -> bytes:
-    """Return the bytes of a token that is a part of a character; none if nobody knows them."""
-    if found := BYTE_TOKEN.fullmatch(written):
-        return bytes([int(found[1], 16)])
+    """Return the bytes of a token that is a part of a character; empty if they are unknown."""
+    if match := BYTE_TOKEN.fullmatch(written):
+        return bytes([int(match[1], 16)])
     known = all(character in BYTE_OF for character in written)
     return bytes(BYTE_OF[character] for character in written) if known else b""
 
@@ -127,72 +134,72 @@ if TYPE_CHECKING:
     Lists = dict[str, list[Any]]
 
 
-class ChoicesAnswer(ABC):
-    """An answer with a list of choices, whole or in chunks."""
+class ChoicesResponse(ABC):
+    """Response with a list of choices, complete or in chunks."""
 
     PREFIX: ClassVar[str]
-    WHOLE: ClassVar[str]
-    CHUNK: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
 
     def __init__(
-        self, body: AskedForChoices, generation: Generation, token_texts: TokenTexts
+        self, body: ChoicesRequestBody, generation: Generation, token_texts: TokenTexts
     ) -> None:
         self.generation = generation
         self.token_texts = token_texts
-        self._asked = body.stream_options
-        self._turns = Turns()
+        self._stream_options = body.stream_options
+        self._yielder = LoopYielder()
         self._encode = encode_any
         self._head = {
             "id": f"{self.PREFIX}-{uuid4().hex}",
-            "object": self.WHOLE,
+            "object": self.OBJECT,
             "created": int(time.time()),
             "model": body.model,
         }
 
     @abstractmethod
-    async def choice(self, piece: Piece) -> dict[str, Any]:
-        """Return a choice of an answer that comes at once."""
+    async def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return a choice of a complete response."""
 
     @abstractmethod
-    async def part(self, piece: Piece) -> dict[str, Any] | None:
-        """Return a choice of a chunk; None for a piece that needs none, since its text is not
-        certain yet."""
+    async def part(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return a choice of a chunk; None if the delta needs no chunk yet, as it has no certain
+        text."""
 
-    async def whole(self) -> list[bytes]:
+    async def json_parts(self) -> list[bytes]:
         self._encode = encode_finite
         choices = [
-            Json([*parts_of(await self.choice(piece), self._encode)])
-            for piece in await self.generation.whole()
+            EncodedJson([*iter_json(await self.choice(delta), self._encode)])
+            for delta in await self.generation.collect_choices()
         ]
         whole = self._head | {"choices": choices, "usage": self._usage()}
-        return [*parts_of(whole, self._encode)]
+        return [*iter_json(whole, self._encode)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        self._head["object"] = self.CHUNK
-        asked = self._asked
-        continuous = asked is not None and asked.continuous_usage_stats
-        counted = asked is not None and asked.include_usage
+        self._head["object"] = self.CHUNK_OBJECT
+        options = self._stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        include_usage = options is not None and options.include_usage
         async with aclosing(self.generation.bursts()) as bursts:
             async for burst in bursts:
-                so_far = self._usage() if continuous else None
-                usage = {"usage": so_far} if continuous or counted else {}
+                usage_so_far = self._usage() if continuous else None
+                usage = {"usage": usage_so_far} if continuous or include_usage else {}
                 chunks = bytearray()
-                for piece in burst:
-                    if (part := await self.part(piece)) is not None:
+                for delta in burst:
+                    if (part := await self.part(delta)) is not None:
                         chunks += event(self._head | {"choices": [part]} | usage)
-                    if len(chunks) >= BYTES_AT_ONCE:
+                    if len(chunks) >= BYTES_PER_TURN:
                         yield bytes(chunks)
                         await asyncio.sleep(0)
                         chunks.clear()
-                if self.generation.over:
-                    if counted:
+                if self.generation.finished:
+                    if include_usage:
                         chunks += event(self._head | {"choices": [], "usage": self._usage()})
                     chunks += DONE
                 if chunks:
                     yield bytes(chunks)
 
-    def failed(self, error: Exception) -> bytes:
-        return event(refusal_of(error).body) + DONE
+    def error_events(self, error: Exception) -> bytes:
+        return event(to_api_error(error).body) + DONE
 
     async def lists(
         self,
@@ -201,27 +208,29 @@ class ChoicesAnswer(ABC):
         told: Callable[[slice], Lists],
         before: Mapping[str, bytes] | None = None,
     ) -> dict[str, Any]:
-        """Return lists that are told of slices of ``count`` tokens, each of so many numbers.
+        """Return the lists that ``told`` makes of ``count`` tokens, each with ``each`` logprobs.
 
-        They are encoded if they are long, or if encoded items stand ``before`` theirs.
+        They are encoded if they are long, or if they continue the encoded items ``before`` them.
         """
-        if before is None and count * each <= AT_ONCE:
-            await self._turns.after(count * each)
+        if before is None and count * each <= LOGPROBS_PER_TURN:
+            await self._yielder.after(count * each)
             return dict(told(slice(0, count)))
         columns = await self.columns(count, each, told)
-        return {name: list_of((before or {}).get(name), own) for name, own in columns.items()}
+        return {
+            name: join_items((before or {}).get(name), items) for name, items in columns.items()
+        }
 
     async def columns(
         self, count: int, each: int, told: Callable[[slice], Lists]
     ) -> dict[str, bytes]:
-        """Return the items of such lists as JSON. Others have turns between the slices."""
-        found: dict[str, list[bytes]] = {}
-        size = max(1, AT_ONCE // each)
+        """Return the items of the lists as JSON; yield to the event loop between slices."""
+        columns: dict[str, list[bytes]] = {}
+        size = max(1, LOGPROBS_PER_TURN // each)
         for begin in range(0, max(1, count), size):
             for name, values in told(slice(begin, begin + size)).items():
-                found.setdefault(name, []).append(items(values, self._encode))
-            await self._turns.after(min(size, count - begin) * each)
-        return {name: b",".join(filter(None, slices)) for name, slices in found.items()}
+                columns.setdefault(name, []).append(encode_items(values, self._encode))
+            await self._yielder.after(min(size, count - begin) * each)
+        return {name: b",".join(filter(None, slices)) for name, slices in columns.items()}
 
     def _usage(self) -> dict[str, Any]:
         used = self.generation.usage
@@ -233,28 +242,32 @@ class ChoicesAnswer(ABC):
         }
 
 
-# Forms that a text can be asked to have: any, JSON, or JSON that obeys a schema.
+# Response formats: any text, JSON, or JSON of a schema.
 
 
 _Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
+    """Response format of any text."""
+
     type: Literal["text"]
 
     def guide(self) -> Guide | None:
         return None
 
 
-class JsonFormat(Strict):
+class JsonFormat(StrictModel):
+    """Response format of any JSON object."""
+
     type: Literal["json_object"]
 
     def guide(self) -> Guide | None:
         return Guide(json_object=True)
 
 
-class NamedSchema(Strict):
-    """A schema. Texts are held to it whether it is ``strict`` or not."""
+class NamedSchema(StrictModel):
+    """JSON schema with a name. It is enforced whether it is ``strict`` or not."""
 
     name: _Name
     description: str | None = None
@@ -266,13 +279,13 @@ class NamedSchema(Strict):
 
 
 class FlatSchemaFormat(NamedSchema):
-    """As responses have it."""
+    """Response format of a JSON schema, in the form of ``/v1/responses``."""
 
     type: Literal["json_schema"]
 
 
-class SchemaFormat(Strict):
-    """As chats have it."""
+class SchemaFormat(StrictModel):
+    """Response format of a JSON schema, in the form of chat completions."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -281,19 +294,19 @@ class SchemaFormat(Strict):
         return self.json_schema.guide()
 
 
-_KINDS = {"text": "(text)", "json_object": "(json)", "json_schema": "(schema)"}
+_FORMAT_TAGS = {"text": "(text)", "json_object": "(json)", "json_schema": "(schema)"}
 
 
-def _kind(value: Any) -> str | None:
-    found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return _KINDS.get(found) if isinstance(found, str) else None
+def _format_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
 
 
-_WRONG = wrong("must be of the type 'text', 'json_object' or 'json_schema'")
+_FORMAT_ERROR = value_error("must have the type 'text', 'json_object' or 'json_schema'")
 _BY_KIND = Discriminator(
-    _kind,
-    custom_error_type=_WRONG.type,
-    custom_error_message=_WRONG.message(),
+    _format_tag,
+    custom_error_type=_FORMAT_ERROR.type,
+    custom_error_message=_FORMAT_ERROR.message(),
 )
 _Text = Annotated[TextFormat, Tag("(text)")]
 _Json = Annotated[JsonFormat, Tag("(json)")]

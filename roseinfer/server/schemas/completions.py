@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts that continue prompts."""
+"""Schema of ``/v1/completions``: completions of prompts, and echoed prompts."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ from pydantic import (
     field_validator,
 )
 
-from roseinfer.server.schemas.choices import ChoicesAnswer
+from roseinfer.server.schemas.choices import ChoicesResponse
 from roseinfer.server.schemas.validation import (
-    MOST_CHOICES,
-    OF_STREAMS,
-    AskedForChoices,
-    NoText,
-    only_with,
-    wrong,
+    MAX_CHOICES,
+    STREAM_OPTIONS_RULE,
+    ChoicesRequestBody,
+    EmptyText,
+    requires_field,
+    value_error,
 )
-from roseinfer.server.streaming import Json, encode_any
+from roseinfer.server.streaming import EncodedJson, encode_any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.engine_client.protocol import Likeliest
-    from roseinfer.server.generation import Generation, Piece
-    from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.engine_client.protocol import TopLogprobs
+    from roseinfer.server.generation import ChoiceDelta, Generation
+    from roseinfer.server.prompts import Prompt, PromptEncoder
     from roseinfer.server.schemas.choices import Lists, TokenTexts
 
-# Where the tokens of a text begin in it.
+# Text offsets of tokens.
 
 
 class TextOffsets:
-    """The offsets of one choice's tokens, in characters of its text with its prompt before it.
+    """Offsets of one choice's tokens, in characters of its text, including an echoed prompt.
 
-    The text of a token stands at its offset. A token that is a part of a character, or adds
-    nothing, begins behind the characters that the tokens before it completed.
+    The text of a token begins at its offset. A token that is a part of a character, or adds no
+    text, begins after the characters that previous tokens completed.
     """
 
     def __init__(self, token_texts: TokenTexts, begin: int) -> None:
-        """``begin`` is how many characters are echoed before the text."""
-        self._text = _Growing(token_texts, begin)
+        """Start at ``begin``, the number of characters echoed before the completion."""
+        self._text = _IncrementalText(token_texts, begin)
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return where tokens begin. They must come in their order."""
+        """Return the offsets of the next tokens. Calls must pass all tokens in their order."""
         return [self._text.add(token) for token in tokens]
 
 
 class PromptOffsets:
-    """The same for the tokens of a prompt that is echoed."""
+    """Offsets of the tokens of an echoed prompt, in characters of its text."""
 
     def __init__(self, token_texts: TokenTexts, prompt: str) -> None:
         self._token_texts = token_texts
         self._prompt = prompt
-        self._text = _Growing(token_texts, 0)
+        self._text = _IncrementalText(token_texts, 0)
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         return [self._add(token) for token in tokens]
 
     def _add(self, token: int) -> int:
         special = self._token_texts.special(token)
-        # One that a tokenizer adds by itself, as at the beginning, is not in the text.
+        # A special token that the tokenizer added itself, such as BOS, is not in the text.
         shown = special if self._prompt.startswith(special, self._text.end) else ""
-        # A tokenizer may change what it reads, so that the text of its tokens is longer.
+        # A tokenizer may normalise the text, so that the text of its tokens is longer.
         return min(self._text.add(token, shown), len(self._prompt))
 
 
-class _Growing:
-    """A text of which every token is told where it begins."""
+class _IncrementalText:
+    """Length of a growing text, and the offset of each token that is added."""
 
     def __init__(self, token_texts: TokenTexts, begin: int) -> None:
         self._token_texts = token_texts
@@ -79,12 +79,12 @@ class _Growing:
         self.end = begin
 
     def add(self, token: int, shown: str = "") -> int:
-        """Take one more token, and return where it begins. ``shown`` is added to its text."""
-        begin, own = self.end, self._token_texts[token][0]
+        """Add a token, and return its offset. ``shown`` is appended to its text."""
+        begin, token_text = self.end, self._token_texts[token][0]
         added = self._detokenizer.add(token) + shown
         self.end += len(added)
-        # Before its own text may stand what is left of a character that others began.
-        return self.end - len(own) if added.endswith(own) else begin
+        # The added text may begin with the rest of a character that earlier tokens began.
+        return self.end - len(token_text) if added.endswith(token_text) else begin
 
 
 _DEFAULT_TOKENS = 16
@@ -93,8 +93,8 @@ _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum":
 
 
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-_ECHO_ALONE = only_with("max_tokens", {"const": 0}, "echo")
-_MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
+_ECHO_ONLY_RULE = requires_field("max_tokens", {"const": 0}, "echo")
+_MANY_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
 
 
 def _is_prompt(value: Any) -> bool:
@@ -108,78 +108,93 @@ def _is_whole(value: Any) -> bool:
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
-    """Return a list of prompts, of whatever form they came in."""
-    found = [value] if _is_prompt(value) else value
-    if found in ("", []):
-        raise wrong("must not be empty")
-    if not isinstance(found, list):
-        raise wrong("must be a string, token ids, or an array of these")
-    if not all(map(_is_prompt, found)):
-        raise wrong("must have strings or token ids in its array, none of them empty")
-    if len(found) > MOST_CHOICES:
-        raise wrong(f"must have at most {MOST_CHOICES} prompts")
-    return [each if isinstance(each, str) else [*map(int, each)] for each in found]
+    """Convert a prompt, or a list of prompts, as text or token ids, to a list of prompts."""
+    prompts = [value] if _is_prompt(value) else value
+    if prompts in ("", []):
+        raise value_error("must not be empty")
+    if not isinstance(prompts, list):
+        raise value_error("must be a string, token ids, or an array of these")
+    if not all(map(_is_prompt, prompts)):
+        raise value_error(
+            "must be an array of strings, or of arrays of token ids, none of them empty"
+        )
+    if len(prompts) > MAX_CHOICES:
+        raise value_error(f"must have at most {MAX_CHOICES} prompts")
+    return [each if isinstance(each, str) else [*map(int, each)] for each in prompts]
 
 
-class CompletionBody(AskedForChoices):
-    model_config = ConfigDict(json_schema_extra={"allOf": [OF_STREAMS, _ECHO_ALONE]})
+class CompletionBody(ChoicesRequestBody):
+    """Request body of a completion."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_OPTIONS_RULE, _ECHO_ONLY_RULE]})
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_as_prompts),
-        WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _TEXT,
+                    _MANY_PROMPTS | {"items": _TEXT},
+                    _IDS,
+                    _MANY_PROMPTS | {"items": _IDS},
+                ]
+            }
+        ),
     ]
     echo: bool | None = False
     max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1, le=1)
-    suffix: NoText = None
+    suffix: EmptyText = None
 
     @field_validator("max_tokens")
     @classmethod
-    def _some_unless_echoed(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_zero_max_tokens(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value == 0 and not info.data.get("echo"):
-            raise wrong("must be at least 1, or 0 where echo is true")
+            raise value_error("must be at least 1, or 0 if echo is true")
         return value
 
     @property
-    def most_tokens(self) -> int | None:
-        if self.prompts_only:
-            return 1  # there is no prompt without a token behind it
+    def requested_max_tokens(self) -> int | None:
+        if self.prefill_only:
+            return 1  # a prefill always generates one token
         return self.max_tokens or _DEFAULT_TOKENS
 
     @property
-    def prompts_only(self) -> bool:
+    def prefill_only(self) -> bool:
         return self.max_tokens == 0
 
     @property
-    def num_texts(self) -> int:
-        return len(self.prompt) * self.choices
+    def num_completions(self) -> int:
+        return len(self.prompt) * self.num_choices
 
-    def wanted_logprobs(self, choice: int) -> dict[str, Any]:
+    def logprob_params(self, choice: int) -> dict[str, Any]:
         if self.logprobs is None:
             return {}
-        wanted: dict[str, Any] = {"logprobs": True}
+        params: dict[str, Any] = {"logprobs": True}
         if self.logprobs:
-            wanted["top_logprobs"] = self.logprobs
-        if self.echo and choice == 0:  # all choices for a prompt have these from the first
-            wanted["prompt_logprobs"] = True
-        return wanted
+            params["top_logprobs"] = self.logprobs
+        if self.echo and choice == 0:  # all choices for a prompt use those of the first
+            params["prompt_logprobs"] = True
+        return params
 
-    async def prompts(self, prompts: Prompts) -> list[Prompt]:
-        return await prompts.of(self.prompt, "prompt")
+    async def encode_prompts(self, prompts: PromptEncoder) -> list[Prompt]:
+        return await prompts.encode(self.prompt, "prompt")
 
-    async def echoed(self, prompts: Prompts) -> list[str]:
-        """Return what stands before the texts for each prompt."""
+    async def echoed_prompts(self, prompts: PromptEncoder) -> list[str]:
+        """Return the texts of the prompts to echo; empty texts if ``echo`` is not set."""
         if not self.echo:
             return [""] * len(self.prompt)
-        decoded = iter(await prompts.texts_of([p for p in self.prompt if isinstance(p, list)]))
+        decoded = iter(await prompts.decode([p for p in self.prompt if isinstance(p, list)]))
         return [each if isinstance(each, str) else next(decoded) for each in self.prompt]
 
 
-class Completion(ChoicesAnswer):
+class Completion(ChoicesResponse):
+    """Response of a completion."""
+
     PREFIX = "cmpl"
-    WHOLE = CHUNK = "text_completion"
+    OBJECT = CHUNK_OBJECT = "text_completion"
 
     def __init__(
         self,
@@ -188,71 +203,78 @@ class Completion(ChoicesAnswer):
         token_texts: TokenTexts,
         echoed: list[str],
     ) -> None:
-        """``echoed`` are the prompts, if they are echoed, or else empty texts."""
+        """Prepare a response; ``echoed`` has the text to echo for each prompt, or empty texts."""
         super().__init__(body, generation, token_texts)
-        self._choices = body.choices
+        self._choices = body.num_choices
         self._wants_logprobs = body.logprobs is not None
-        self._likeliest = body.logprobs or 0
+        self._num_top_logprobs = body.logprobs or 0
         self._echoed = echoed
         self._offsets = [
-            TextOffsets(token_texts, len(text)) for text in echoed for _ in range(body.choices)
+            TextOffsets(token_texts, len(text)) for text in echoed for _ in range(body.num_choices)
         ]
-        self._begun: set[int] = set()
-        """Choices of which something was told."""
+        self._echoed_choices: set[int] = set()
+        """Choices whose prompt was echoed."""
         self._texts: dict[int, bytes] = {}
-        """The prompts as JSON, without the quotes at their ends, by their numbers."""
+        """Echoed prompts as JSON, without the final quote, by prompt number."""
         self._columns: dict[int, dict[str, bytes]] = {}
-        """The lists of their log-probabilities."""
+        """Encoded lists of the prompts' logprobs, by prompt number."""
 
-    async def part(self, piece: Piece) -> dict[str, Any] | None:
-        echoes = self._echoed[self._prompt(piece)] and piece.choice not in self._begun
-        says_something = piece.text or self._wants_logprobs or echoes
-        return await self.choice(piece) if says_something or piece.finish_reason else None
+    async def part(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        echoes = self._echoed[self._prompt(delta)] and delta.choice not in self._echoed_choices
+        has_output = delta.text or self._wants_logprobs or echoes
+        return await self.choice(delta) if has_output or delta.finish_reason else None
 
-    async def choice(self, piece: Piece) -> dict[str, Any]:
+    async def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         return {
-            "index": piece.choice,
-            "text": self._text(piece),
-            "logprobs": await self._logprobs(piece) if self._wants_logprobs else None,
-            "finish_reason": piece.finish_reason,
+            "index": delta.choice,
+            "text": self._text(delta),
+            "logprobs": await self._logprobs(delta) if self._wants_logprobs else None,
+            "finish_reason": delta.finish_reason,
         }
 
-    def _prompt(self, piece: Piece) -> int:
-        return piece.choice // self._choices
+    def _prompt(self, delta: ChoiceDelta) -> int:
+        return delta.choice // self._choices
 
-    def _text(self, piece: Piece) -> str | Json:
-        prompt = self._prompt(piece)
-        if piece.choice in self._begun or not self._echoed[prompt]:
-            return piece.text
-        self._begun.add(piece.choice)
+    def _text(self, delta: ChoiceDelta) -> str | EncodedJson:
+        prompt = self._prompt(delta)
+        if delta.choice in self._echoed_choices or not self._echoed[prompt]:
+            return delta.text
+        self._echoed_choices.add(delta.choice)
         if prompt not in self._texts:
             self._texts[prompt] = encode_any(self._echoed[prompt])[:-1].encode()
-        return Json((self._texts[prompt], encode_any(piece.text)[1:].encode()))
+        return EncodedJson((self._texts[prompt], encode_any(delta.text)[1:].encode()))
 
-    async def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        before = await self._of_prompt(piece) if piece.echoed else None
-        offsets = self._offsets[piece.choice]
+    async def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
+        before = await self._prompt_columns(delta) if delta.echoed_tokens else None
+        offsets = self._offsets[delta.choice]
 
-        def told(at: slice) -> Lists:
-            tokens, tops = piece.tokens[at], piece.likeliest[at] if self._likeliest else None
-            return self.token_texts.of_completion(
-                tokens, piece.logprobs[at], tops, offsets.of(tokens)
+        def lists_of(at: slice) -> Lists:
+            tokens, tops = (
+                delta.tokens[at],
+                delta.top_logprobs[at] if self._num_top_logprobs else None,
+            )
+            return self.token_texts.completion_logprobs(
+                tokens, delta.logprobs[at], tops, offsets.of(tokens)
             )
 
-        found = await self.lists(len(piece.tokens), 1 + self._likeliest, told, before)
-        return {name: found.get(name) for name in _COLUMNS}
+        lists = await self.lists(len(delta.tokens), 1 + self._num_top_logprobs, lists_of, before)
+        return {name: lists.get(name) for name in _COLUMNS}
 
-    async def _of_prompt(self, piece: Piece) -> dict[str, bytes]:
-        """Return the lists of a prompt, which are the same for all its choices."""
-        prompt = self._prompt(piece)
+    async def _prompt_columns(self, delta: ChoiceDelta) -> dict[str, bytes]:
+        """Return the encoded logprobs of a prompt, which all its choices share."""
+        prompt = self._prompt(delta)
         if prompt not in self._columns:
             offsets = PromptOffsets(self.token_texts, self._echoed[prompt])
 
-            def told(at: slice) -> Lists:
-                tokens = [token for token, _ in piece.echoed[at]]
-                logprobs = [logprob for _, logprob in piece.echoed[at]]
-                tops: list[Likeliest] | None = [[]] * len(tokens) if self._likeliest else None
-                return self.token_texts.of_completion(tokens, logprobs, tops, offsets.of(tokens))
+            def lists_of(at: slice) -> Lists:
+                tokens = [token for token, _ in delta.echoed_tokens[at]]
+                logprobs = [logprob for _, logprob in delta.echoed_tokens[at]]
+                tops: list[TopLogprobs] | None = (
+                    [[]] * len(tokens) if self._num_top_logprobs else None
+                )
+                return self.token_texts.completion_logprobs(
+                    tokens, logprobs, tops, offsets.of(tokens)
+                )
 
-            self._columns[prompt] = await self.columns(len(piece.echoed), 1, told)
+            self._columns[prompt] = await self.columns(len(delta.echoed_tokens), 1, lists_of)
         return self._columns[prompt]

@@ -1,4 +1,4 @@
-"""What the server offers, as an OpenAPI document made of the kinds of bodies that it takes."""
+"""OpenAPI document of the server, generated from the classes of its request bodies."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _POSTS = {
-    "/v1/completions": (CompletionBody, "Continue prompts."),
-    "/v1/chat/completions": (ChatBody, "Say what an assistant says next."),
-    "/v1/responses": (ResponseBody, "The same in the newer form, for texts."),
+    "/v1/completions": (CompletionBody, "Complete prompts."),
+    "/v1/chat/completions": (ChatBody, "Generate the assistant's next message."),
+    "/v1/responses": (ResponseBody, "Generate a text response, in OpenAI's newer format."),
 }
 _GETS = {
-    "/v1/models": "The names that the model has here.",
-    "/version": "The version of roseinfer.",
-    "/health": "Whether the engine runs.",
-    "/ready": "Whether requests are taken.",
+    "/v1/models": "List the names of the model.",
+    "/version": "Return the version of roseinfer.",
+    "/health": "Check that the engine runs.",
+    "/ready": "Check that requests are accepted.",
 }
 _ERRORS = {
-    400: "Something in the body is wrong, or not supported: `param` names it.",
+    400: "A field of the body is invalid or not supported: `param` is its name.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "Unknown model.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    429: "The queue is full: `Retry-After` says when to come again.",
-    500: "The text could not be generated.",
-    503: "The server is about to end, or its engine has stopped.",
+    415: "The content type is not JSON.",
+    429: "The queue is full: retry after the seconds in `Retry-After`.",
+    500: "The generation failed.",
+    503: "The server is shutting down, or its engine has stopped.",
 }
 _ERROR = {
     "type": "object",
@@ -56,9 +56,9 @@ _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def openapi(names: Sequence[str], vocabulary: int) -> dict[str, Any]:
-    """Return the document of a server whose model has these names and so many tokens."""
-    kinds = [(kind, "validation") for kind, _ in _POSTS.values()]
-    _, schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    """Return the document of a server with these model names and vocabulary size."""
+    models = [(kind, "validation") for kind, _ in _POSTS.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     defined: dict[str, Any] = {**schemas["$defs"], "Error": _ERROR}
     for kind, _ in _POSTS.values():
         defined[kind.__name__]["properties"]["model"]["enum"] = list(names)
@@ -69,7 +69,7 @@ def openapi(names: Sequence[str], vocabulary: int) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "roseinfer", "version": __version__},
         "paths": {
-            **{path: {"get": _get(path, what)} for path, what in _GETS.items()},
+            **{path: {"get": _get(path, summary)} for path, summary in _GETS.items()},
             **{path: {"post": _post(*post)} for path, post in _POSTS.items()},
         },
         "components": {
@@ -79,23 +79,26 @@ def openapi(names: Sequence[str], vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _get(path: str, what: str) -> dict[str, Any]:
-    answers = {"200": {"description": "It is so.", "content": _OBJECT}}
+def _get(path: str, summary: str) -> dict[str, Any]:
+    responses = {"200": {"description": "Success.", "content": _OBJECT}}
     if path in ("/health", "/ready"):
-        answers["503"] = {"description": "It is not so.", "content": _OBJECT}
+        responses["503"] = {"description": "The check failed.", "content": _OBJECT}
     elif path != "/version":
-        answers["401"] = _error(401)
-    return {"summary": what, "responses": answers}
+        responses["401"] = _error(401)
+    return {"summary": summary, "responses": responses}
 
 
-def _post(kind: type, what: str) -> dict[str, Any]:
+def _post(kind: type, summary: str) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    answers = {str(status): _error(status) for status in _ERRORS}
-    answers["200"] = {"description": "The answer, or a stream of it.", "content": _OBJECT | _EVENTS}
+    responses = {str(status): _error(status) for status in _ERRORS}
+    responses["200"] = {
+        "description": "The response, complete or as a stream.",
+        "content": _OBJECT | _EVENTS,
+    }
     return {
-        "summary": what,
+        "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": answers,
+        "responses": responses,
         "security": [{"key": []}, {}],
     }
 

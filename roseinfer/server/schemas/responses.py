@@ -1,4 +1,4 @@
-"""``/v1/responses``, for texts: what is asked is not stored, and no tool is called."""
+"""Schema of ``/v1/responses``, for texts only: nothing is stored, and no tools are called."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from uuid import uuid4
 
 from pydantic import Field
 
-from roseinfer.server.refusals import refusal_of
+from roseinfer.server.api_errors import to_api_error
 from roseinfer.server.schemas.choices import ResponseFormat  # noqa: TC001
 from roseinfer.server.schemas.validation import (
     LIST,
     TEXT,
     TEXT_OR_LIST,
-    Asked,
-    NoList,
+    ChatMessage,
+    ContentPart,
+    EmptyList,
     NoReasoning,
     OnlyFalse,
-    Part,
-    Said,
-    Strict,
+    RequestBody,
+    StrictModel,
 )
-from roseinfer.server.streaming import encode_finite, event, parts_of
+from roseinfer.server.streaming import encode_finite, event, iter_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from roseinfer.guided.guide import Guide
-    from roseinfer.server.generation import Generation, Piece
-    from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.server.generation import ChoiceDelta, Generation
+    from roseinfer.server.prompts import Prompt, PromptEncoder
 
 
-class InputPart(Part):
+class InputPart(ContentPart):
+    """Text part of an input message."""
+
     type: Literal["input_text", "output_text"]
-    annotations: NoList = None
-    logprobs: NoList = None
+    annotations: EmptyList = None
+    logprobs: EmptyList = None
 
 
-class InputItem(Said):
-    """A message: one that is given, or an answer that is sent back as it came."""
+class InputItem(ChatMessage):
+    """Input message: a new one, or the output of an earlier response."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -52,17 +54,23 @@ class InputItem(Said):
     phase: str | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
+    """Options of the output text."""
+
     format: ResponseFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesStreamOptions(Strict):
+class ResponsesStreamOptions(StrictModel):
+    """Options of a stream of ``/v1/responses``."""
+
     include_obfuscation: OnlyFalse = False
 
 
-class ResponseBody(Asked):
-    guided_by: ClassVar[str] = "text.format"
+class ResponseBody(RequestBody):
+    """Request body of a response."""
+
+    guide_field: ClassVar[str] = "text.format"
 
     input: Annotated[
         Annotated[str, TEXT] | Annotated[list[InputItem], Field(min_length=1), LIST], TEXT_OR_LIST
@@ -71,13 +79,13 @@ class ResponseBody(Asked):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     background: OnlyFalse = None
-    tools: NoList = None
+    tools: EmptyList = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: NoList = None
+    include: EmptyList = None
     top_logprobs: int | None = Field(None, ge=0, le=0)
-    context_management: NoList = None
+    context_management: EmptyList = None
     conversation: None = None
     max_tool_calls: None = None
     previous_response_id: None = None
@@ -86,7 +94,7 @@ class ResponseBody(Asked):
     stream_options: ResponsesStreamOptions | None = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_output_tokens
 
     def guide(self) -> Guide | None:
@@ -94,22 +102,22 @@ class ResponseBody(Asked):
 
     @property
     def format(self) -> dict[str, Any]:
-        """The form of the text, as answers repeat it."""
-        asked = self.text.format if self.text else None
-        return asked.model_dump(by_alias=True) if asked else {"type": "text"}
+        """Format of the text, as the response object repeats it."""
+        text_format = self.text.format if self.text else None
+        return text_format.model_dump(by_alias=True) if text_format else {"type": "text"}
 
-    async def prompts(self, prompts: Prompts) -> list[Prompt]:
+    async def encode_prompts(self, prompts: PromptEncoder) -> list[Prompt]:
         items = self.input
         if isinstance(items, str):
-            said = [{"role": "user", "content": items}]
+            messages = [{"role": "user", "content": items}]
         else:
-            said = [item.as_told(item.content) for item in items]
+            messages = [item.to_template_message(item.content) for item in items]
         if self.instructions:
-            said.insert(0, {"role": "system", "content": self.instructions})
-        return await prompts.of_messages(said, "input")
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        return await prompts.encode_chat(messages, "input")
 
 
-_ALWAYS: dict[str, Any] = {
+_CONSTANT_FIELDS: dict[str, Any] = {
     "object": "response",
     "background": False,
     "error": None,
@@ -126,10 +134,12 @@ _ALWAYS: dict[str, Any] = {
     "top_logprobs": 0,
     "truncation": "disabled",
 }
-"""What every response says of what cannot be asked for here."""
+"""Fields of every response object about options that are not supported."""
 
 
-class ResponseAnswer:
+class ResponseObject:
+    """Response of ``/v1/responses``, complete or as a stream of events."""
+
     def __init__(self, body: ResponseBody, generation: Generation) -> None:
         self._body = body
         self._generation = generation
@@ -137,54 +147,54 @@ class ResponseAnswer:
         self._id = f"resp_{uuid4().hex}"
         self._item_id = f"msg_{uuid4().hex}"
         self._sent = 0
-        """How many events, all of which are numbered."""
+        """Number of events sent: the next event's sequence number."""
 
-    async def whole(self) -> list[bytes]:
-        (text,) = await self._generation.whole()
-        return [*parts_of(self._response(text), encode_finite)]
+    async def json_parts(self) -> list[bytes]:
+        (text,) = await self._generation.collect_choices()
+        return [*iter_json(self._response(text), encode_finite)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         text = None
         async with aclosing(self._generation.bursts()) as bursts:
             async for burst in bursts:
-                for piece in burst:
+                for delta in burst:
                     if text is None:
-                        text = piece
-                        yield self._opening(at)
+                        text = delta
+                        yield self._first_events(at)
                     else:
-                        text.add(piece)
-                    if piece.text:
-                        delta = {"delta": piece.text, "logprobs": []}
-                        yield self._event("response.output_text.delta", at | delta)
+                        text.add(delta)
+                    if delta.text:
+                        fields = {"delta": delta.text, "logprobs": []}
+                        yield self._event("response.output_text.delta", at | fields)
         assert text is not None
-        yield self._closing(at, text)
+        yield self._final_events(at, text)
 
-    def failed(self, error: Exception) -> bytes:
-        """Say it as OpenAI does, and as the Open Responses specification does."""
-        found: dict[str, Any] = refusal_of(error).body["error"]
-        flat = {name: found[name] for name in ("code", "message", "param")}
-        return self._event("error", flat | {"error": found})
+    def error_events(self, error: Exception) -> bytes:
+        """Return the error in OpenAI's format, and in that of the Open Responses specification."""
+        error_body: dict[str, Any] = to_api_error(error).body["error"]
+        flat = {name: error_body[name] for name in ("code", "message", "param")}
+        return self._event("error", flat | {"error": error_body})
 
-    def _opening(self, at: dict[str, Any]) -> bytes:
-        begun = {"response": self._response(None)}
+    def _first_events(self, at: dict[str, Any]) -> bytes:
+        created = {"response": self._response(None)}
         item = self._item("", "in_progress") | {"content": []}
         return b"".join(
             (
-                self._event("response.created", begun),
-                self._event("response.in_progress", begun),
+                self._event("response.created", created),
+                self._event("response.in_progress", created),
                 self._event("response.output_item.added", {"output_index": 0, "item": item}),
                 self._event("response.content_part.added", at | {"part": _part("")}),
             )
         )
 
-    def _closing(self, at: dict[str, Any], text: Piece) -> bytes:
+    def _final_events(self, at: dict[str, Any], text: ChoiceDelta) -> bytes:
         response = self._response(text)
-        said = {"text": text.text, "logprobs": []}
+        done = {"text": text.text, "logprobs": []}
         item = {"output_index": 0, "item": response["output"][0]}
         return b"".join(
             (
-                self._event("response.output_text.done", at | said),
+                self._event("response.output_text.done", at | done),
                 self._event("response.content_part.done", at | {"part": _part(text.text)}),
                 self._event("response.output_item.done", item),
                 self._event(f"response.{response['status']}", {"response": response}),
@@ -199,26 +209,26 @@ class ResponseAnswer:
         kind = {"type": "message", "id": self._item_id, "status": status}
         return kind | {"role": "assistant", "content": [_part(text)]}
 
-    def _response(self, text: Piece | None) -> dict[str, Any]:
-        """Return the response, which is in progress while there is no text."""
-        body, used = self._body, self._generation.usage
+    def _response(self, text: ChoiceDelta | None) -> dict[str, Any]:
+        """Return the response object, which is in progress while ``text`` is None."""
+        body, counts = self._body, self._generation.usage
         status = "in_progress"
         if text is not None:
             status = "incomplete" if text.finish_reason == "length" else "completed"
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = {
-            "input_tokens": used.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": used.cached_tokens},
-            "output_tokens": used.completion_tokens,
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "output_tokens": counts.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": used.prompt_tokens + used.completion_tokens,
+            "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         }
-        return _ALWAYS | {
+        return _CONSTANT_FIELDS | {
             "id": self._id,
             "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "incomplete_details": why,
+            "incomplete_details": incomplete_details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},

@@ -1,4 +1,4 @@
-"""Functions, calls of them and what they returned, as bodies of chats have them."""
+"""Tool calling: schemas of functions and calls, a parser of calls, and the guide for them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
-from roseinfer.guided.grammar import JSON_SPACE
+from roseinfer.guided.grammar import JSON_WHITESPACE
 from roseinfer.guided.guide import Guide
-from roseinfer.server.schemas.validation import Strict, wrong
+from roseinfer.server.schemas.validation import StrictModel, value_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
-        raise wrong("must be the schema of an object")
+        raise value_error("must be the schema of an object")
     return schema
 
 
@@ -33,77 +33,87 @@ Parameters = Annotated[
 ]
 
 
-class Function(Strict):
+class Function(StrictModel):
+    """Function that the model may call."""
+
     name: Name
     description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
-    """Arguments are held to the parameters either way."""
+    """Ignored: arguments always obey the schema of the parameters."""
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
+    def arguments_schema(self) -> dict[str, Any]:
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object"} | self.parameters
 
 
-class Tool(Strict):
+class Tool(StrictModel):
+    """Tool of a chat, which is a function."""
+
     type: Literal["function"]
     function: Function
 
 
-class NameOfFunction(Strict):
+class FunctionName(StrictModel):
+    """Name of a function to call."""
+
     name: Name
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
+    """Tool choice of one function, which must be called."""
+
     type: Literal["function"]
-    function: NameOfFunction
+    function: FunctionName
 
 
-def _kind(value: Any) -> str:
+def _tool_choice_tag(value: Any) -> str:
     return "(object)" if isinstance(value, (dict, NamedTool)) else "(text)"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("(text)")]
     | Annotated[NamedTool, Tag("(object)")],
-    Discriminator(_kind),
+    Discriminator(_tool_choice_tag),
 ]
 
 
-class CalledFunction(Strict):
+class FunctionCall(StrictModel):
+    """Function call in a previous message."""
+
     name: Name
     arguments: str
-    """JSON, or its beginning where the call was cut off."""
+    """JSON, or its beginning if the call was cut off."""
 
     @property
-    def arguments_as_told(self) -> dict[str, Any] | str:
-        """The arguments, by which templates mean an object; the text as it is if it is none."""
+    def arguments_for_template(self) -> dict[str, Any] | str:
+        """Arguments as the object that templates expect; the string itself if it is no object."""
         try:
-            found = json.loads(self.arguments)
+            value = json.loads(self.arguments)
         except (ValueError, RecursionError):
             return self.arguments
-        return found if isinstance(found, dict) else self.arguments
+        return value if isinstance(value, dict) else self.arguments
 
 
-class ToolCall(Strict):
-    """A call that the model made before, and that is sent back as it came."""
+class ToolCall(StrictModel):
+    """Tool call in a previous message of the model, which the client sends back unchanged."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
-    def told(self) -> dict[str, Any]:
-        """Return it as chat templates know it."""
-        function = {"name": self.function.name, "arguments": self.function.arguments_as_told}
+    def to_template(self) -> dict[str, Any]:
+        """Return the call in the format of chat templates."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_for_template}
         return {"id": self.id, "type": "function", "function": function}
 
 
-ToolCalls = Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)]
 
 
-# Tells what a text says from the function that it calls, while the text is written.
+# Parser of generated text, which separates content from function calls as the text streams.
 
 
 _TAG = "<tool_call>"
@@ -116,64 +126,64 @@ _BEGIN = re.compile(
 
 
 @dataclass(slots=True)
-class Said:
-    """What a piece of a text came to."""
+class ParsedDelta:
+    """Content and function call in a piece of generated text."""
 
     content: str = ""
     name: str | None = None
-    """The function that is called, in the piece that says so."""
+    """Name of the called function, in the piece that completes it; else None."""
     arguments: str = ""
 
 
-class CallReader:
-    """Reads one text, of the form that ``tool_guide`` gives it."""
+class ToolCallParser:
+    """Parser of one completion, whose form is that of ``call_guide``."""
 
     def __init__(self) -> None:
-        self._held = ""
-        """What may still become the beginning of a call."""
-        self._said_something = False
+        self._buffer = ""
+        """Text that may still become the beginning of a call."""
+        self._has_content = False
         self._in_call = False
         self._name: str | None = None
         self._depth = 0
-        """How many braces and brackets of the arguments are open."""
+        """Number of open braces and brackets in the arguments."""
         self._quoted = self._escaped = False
         self.complete = False
-        """True when all arguments of a call are there."""
+        """True when the arguments of a call are complete."""
 
-    def read(self, text: str, *, last: bool) -> Said:
-        """Take more text, and return what is certain. The ``last`` leaves nothing open."""
-        said = Said()
-        self._held += text
+    def read(self, text: str, *, last: bool) -> ParsedDelta:
+        """Parse more text, and return the part that is certain: all of it at the ``last`` call."""
+        parsed = ParsedDelta()
+        self._buffer += text
         if not self._in_call:
-            self._say(said)
-        if self._in_call and self._name is None and (begun := _BEGIN.match(self._held)):
-            self._name = said.name = begun["name"]
-            self._held = self._held[begun.end() :]
+            self._take_content(parsed)
+        if self._in_call and self._name is None and (match := _BEGIN.match(self._buffer)):
+            self._name = parsed.name = match["name"]
+            self._buffer = self._buffer[match.end() :]
         if self._name is not None:
-            said.arguments = self._arguments()
+            parsed.arguments = self._arguments()
         elif last:
-            said.content += self._held
-            self._held = ""
-        return said
+            parsed.content += self._buffer
+            self._buffer = ""
+        return parsed
 
-    def _say(self, said: Said) -> None:
-        """Let go of what is no call."""
-        before, tag, behind = self._held.partition(_TAG)
-        if not self._said_something and _BARE.match(self._held):
+    def _take_content(self, parsed: ParsedDelta) -> None:
+        """Move the text that cannot be part of a call from the buffer to the content."""
+        before, tag, after = self._buffer.partition(_TAG)
+        if not self._has_content and _BARE.match(self._buffer):
             self._in_call = True
         elif tag:
-            said.content = before if self._said_something or before.strip() else ""
-            self._held, self._in_call = tag + behind, True
-        elif self._said_something or not _MAY_BE_BARE.fullmatch(self._held):
-            keep = next(n for n in range(len(_TAG) - 1, -1, -1) if self._held.endswith(_TAG[:n]))
-            certain = len(self._held) - keep
-            if self._said_something or self._held[:certain].strip():
-                said.content, self._held = self._held[:certain], self._held[certain:]
-                self._said_something |= bool(said.content)
+            parsed.content = before if self._has_content or before.strip() else ""
+            self._buffer, self._in_call = tag + after, True
+        elif self._has_content or not _MAY_BE_BARE.fullmatch(self._buffer):
+            keep = next(n for n in range(len(_TAG) - 1, -1, -1) if self._buffer.endswith(_TAG[:n]))
+            certain = len(self._buffer) - keep
+            if self._has_content or self._buffer[:certain].strip():
+                parsed.content, self._buffer = self._buffer[:certain], self._buffer[certain:]
+                self._has_content |= bool(parsed.content)
 
     def _arguments(self) -> str:
-        """Return more of the arguments, up to the brace that ends them."""
-        text, self._held = self._held, ""
+        """Return the next part of the arguments, up to their closing brace."""
+        text, self._buffer = self._buffer, ""
         if self.complete:
             return ""
         for at, character in enumerate(text):
@@ -192,17 +202,17 @@ class CallReader:
         return text
 
 
-# The form of a text that may be, or must be, the call of a function.
+# Guide of a completion that may be, or must be, a function call.
 #
-# A call is ``{"name": "f", "arguments": {...}}`` and nothing else, where ``parameters`` may stand
-# for ``arguments``. A text that need not be one may also end with it, between ``<tool_call>`` and
-# ``</tool_call>``. No other text begins with ``{"name"`` or has ``<tool_call>`` in it, so there is
-# no doubt which it is.
+# A call is ``{"name": "f", "arguments": {...}}`` and nothing else; ``parameters`` may replace
+# ``arguments``. If a call is optional, text may come before it, and the call is then between
+# ``<tool_call>`` and ``</tool_call>``. No other text begins with ``{"name"`` or contains
+# ``<tool_call>``, so the parser cannot mistake one for the other.
 
 
 _S = r"[ \n\r\t]{0,4}"
 _BARE_CALL = r'/[ \n\r\t]*\{[ \n\r\t]*"name"(?s:.*)/'
-_EITHER = rf"""start: TEXT | head call TAIL | call
+_OPTIONAL_CALL_GRAMMAR = rf"""start: TEXT | head call TAIL | call
 head[lazy]: HEAD
 HEAD: /(?s:.*)<tool_call>/ & ~{_BARE_CALL}
 TEXT: /(?s:.*)/ & ~{_BARE_CALL} & ~/(?s:.*)<tool_call>(?s:.*)/
@@ -211,12 +221,12 @@ TAIL: /{_S}<\/tool_call>/
 
 
 def call_guide(functions: Iterable[Function], *, required: bool) -> Guide:
-    """Return the form of a text that may call one of these functions, or must."""
-    rules = ["start: call"] if required else [_EITHER]
+    """Return the guide of a completion that may call one of the functions, or must."""
+    rules = ["start: call"] if required else [_OPTIONAL_CALL_GRAMMAR]
     calls = []
     for at, function in enumerate(functions):
         begin = rf'"name"{_S}:{_S}"{function.name}"{_S},{_S}"(arguments|parameters)"{_S}:{_S}'
-        schema = _spaced(function.schema_of_arguments)
+        schema = _with_whitespace(function.arguments_schema)
         calls.append(f"call_{at}")
         rules += [
             f"call_{at}: BEGIN_{at} arguments_{at} END",
@@ -227,5 +237,5 @@ def call_guide(functions: Iterable[Function], *, required: bool) -> Guide:
     return Guide(grammar="\n".join(rules))
 
 
-def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
-    return schema | {"x-guidance": {"whitespace_pattern": JSON_SPACE}}
+def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema | {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}

@@ -1,5 +1,5 @@
-"""What every endpoint may be asked for. A field that is not here, or a value that is not served, is
-refused: nothing is ignored that would have changed an answer.
+"""Validation of request bodies. An unknown field, or a value that is not supported, is refused:
+nothing is ignored that would change a response.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from roseinfer.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
-from roseinfer.server.refusals import Refused
+from roseinfer.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from roseinfer.server.api_errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from roseinfer.guided.guide import Guide
-    from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.server.prompts import Prompt, PromptEncoder
 
-# What is wrong with a body, in sentences that name the field and what it must be.
+# Error messages, which name the field and its valid values.
 
 
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
-"""What OpenAI calls errors that pydantic names so; the others are all an invalid value."""
-_WRONG, _UNSERVED = "wrong", "unserved"
+"""OpenAI's error codes by pydantic's error types; all other types are ``invalid_value``."""
+_WRONG, _UNSUPPORTED = "wrong", "unserved"
 _MUST_BE = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -62,92 +62,94 @@ _MUST_BE = {
     "too_long": "an array of at most {max_length} items",
     "too_short": "an array that is not empty",
 }
-"""What pydantic's errors ask for."""
-_SOME = (_UNSERVED, "literal_error", "none_required")
-"""Errors of values that may be right, and yet are not served."""
+"""Valid values by pydantic's error types."""
+_UNSUPPORTED_TYPES = (_UNSUPPORTED, "literal_error", "none_required")
+"""Error types of values that may be valid elsewhere, but are not supported by this server."""
 
 
-def wrong(what: str) -> PydanticCustomError:
-    """Return an error of a value: what is wrong with it, as a sentence goes on from its name."""
+def value_error(what: str) -> PydanticCustomError:
+    """Return an error of a value; the message is the field's name and ``what``."""
     return PydanticCustomError(_WRONG, "{what}", {"what": what})
 
 
-def unserved(what: str) -> PydanticCustomError:
-    """Return the error of a value that others may serve. ``what`` says which are served here."""
-    return PydanticCustomError(_UNSERVED, "{what}", {"what": what})
+def unsupported_value_error(what: str) -> PydanticCustomError:
+    """Return an error of an unsupported value; ``what`` names the supported ones."""
+    return PydanticCustomError(_UNSUPPORTED, "{what}", {"what": what})
 
 
-def refusal_of_body(error: ValidationError) -> Refused:
-    """Return a refusal for the first thing that is wrong with a body. It repeats no value."""
-    found = error.errors(include_url=False, include_input=False)
-    first = min(found, key=lambda each: each["type"] == "missing")  # as of a part of another kind
-    kind = first["type"]
-    # Those in brackets say which of a field's kinds of values was tried.
+def to_body_error(error: ValidationError) -> ApiError:
+    """Return the API error for the first error of a body. The message repeats no value."""
+    errors = error.errors(include_url=False, include_input=False)
+    # Missing fields come last: they may be due to a value of another type.
+    first = min(errors, key=lambda each: each["type"] == "missing")
+    error_type = first["type"]
+    # Names in brackets are tags: the type of value that was tried.
     path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("("))
-    if kind == "json_invalid":
-        return Refused(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
-    if kind == "missing":
-        said = "is missing"
-    elif kind == "extra_forbidden":
-        said = "is not supported by this server"
+    if error_type == "json_invalid":
+        return ApiError(
+            400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json"
+        )
+    if error_type == "missing":
+        message = "is missing"
+    elif error_type == "extra_forbidden":
+        message = "is not supported by this server"
     else:
-        said = _said_of_value(first)
-    code = _CODES.get(kind, "invalid_value")
-    return Refused(400, f"{path or 'the body'} {said}", param=path or None, code=code)
+        message = _value_error_message(first)
+    code = _CODES.get(error_type, "invalid_value")
+    return ApiError(400, f"{path or 'the body'} {message}", param=path or None, code=code)
 
 
-def _said_of_value(error: ErrorDetails) -> str:
-    kind, said = error["type"], error["msg"]
-    if kind in _MUST_BE:
+def _value_error_message(error: ErrorDetails) -> str:
+    error_type, message = error["type"], error["msg"]
+    if error_type in _MUST_BE:
         limits = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
-        said = f"must be {_MUST_BE[kind].format(**limits)}"
-        if kind == "list_type" and error["loc"][-1] == "(list)":
-            said = "must be a string or an array"
-    if kind in _SOME:
-        said += ": other values are not supported by this server"
-    return said
+        message = f"must be {_MUST_BE[error_type].format(**limits)}"
+        if error_type == "list_type" and error["loc"][-1] == "(list)":
+            message = "must be a string or an array"
+    if error_type in _UNSUPPORTED_TYPES:
+        message += ": other values are not supported by this server"
+    return message
 
 
 def _plain(value: Any) -> Any:
-    """Return 2 for the limit 2.0."""
+    """Return a float without a fraction as an int, so that messages have 2 instead of 2.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# Values that change nothing, which clients send for what is not served here. So they are taken.
+# Neutral values of unsupported fields. They are accepted since clients send them.
 
 
-def _require_nothing(value: Any) -> Any:
+def _require_empty(value: Any) -> Any:
     if value:
-        raise unserved("must be null or empty")
+        raise unsupported_value_error("must be null or empty")
     return value
 
 
-_NOTHING = AfterValidator(_require_nothing)
-NoText = Annotated[str, _NOTHING, WithJsonSchema({"const": ""})] | None
-NoList = Annotated[list[Any], _NOTHING, WithJsonSchema({"type": "array", "maxItems": 0})] | None
-NoObject = (
-    Annotated[dict[str, Any], _NOTHING, WithJsonSchema({"type": "object", "maxProperties": 0})]
-    | None
+_EMPTY = AfterValidator(_require_empty)
+EmptyText = Annotated[str, _EMPTY, WithJsonSchema({"const": ""})] | None
+EmptyList = Annotated[list[Any], _EMPTY, WithJsonSchema({"type": "array", "maxItems": 0})] | None
+EmptyObject = (
+    Annotated[dict[str, Any], _EMPTY, WithJsonSchema({"type": "object", "maxProperties": 0})] | None
 )
 
 
 def _require_false(value: bool) -> bool:
     if value:
-        raise unserved("must be false")
+        raise unsupported_value_error("must be false")
     return value
 
 
 OnlyFalse = Annotated[bool, AfterValidator(_require_false), WithJsonSchema({"const": False})] | None
-"""A ``Literal`` would take 0 for it."""
+"""False or None. A ``Literal`` would accept 0 as well."""
 
 
 def _require_zeros(values: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, bool) or value != 0 for value in values.values()):
-        raise unserved("must have no value but 0")
+        raise unsupported_value_error("must have only values of 0")
     return values
 
 
-NoBias = (
+ZeroBias = (
     Annotated[
         dict[str, Any],
         AfterValidator(_require_zeros),
@@ -158,7 +160,7 @@ NoBias = (
 
 
 class NoReasoning(BaseModel):
-    """As answers say it where nothing was reasoned, and as clients send it back."""
+    """Reasoning options without reasoning, as in response objects, which clients send back."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -168,79 +170,83 @@ class NoReasoning(BaseModel):
 
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 _INT64 = 1 << 63
-_NO_FIELDS = {"logprobs", "top_logprobs", "prompt_logprobs", "guide"}
-"""What bodies have in other forms."""
-BodyType = TypeVar("BodyType", bound="Asked")
+_CONVERTED_FIELDS = {"logprobs", "top_logprobs", "prompt_logprobs", "guide"}
+"""Fields of ``SamplingParams`` that bodies have in other forms."""
+BodyType = TypeVar("BodyType", bound="RequestBody")
 
 
 def read_body(kind: type[BodyType], data: bytes) -> BodyType:
-    """Return what was asked, or raise a refusal that names what is wrong."""
+    """Parse and validate a body; raise an error that names the invalid field."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise refusal_of_body(error) from None
+        raise to_body_error(error) from None
 
 
-def _kind(value: Any) -> str:
+def _text_or_list_tag(value: Any) -> str:
     return "(text)" if isinstance(value, str) else "(list)"
 
 
-TEXT, LIST, TEXT_OR_LIST = Tag("(text)"), Tag("(list)"), Discriminator(_kind)
-"""For fields that take one text or a list: an error is told of what was given, not of both."""
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_STOP)]
+TEXT, LIST, TEXT_OR_LIST = Tag("(text)"), Tag("(list)"), Discriminator(_text_or_list_tag)
+"""Tags of fields that accept a text or a list: errors are then about the type that was sent."""
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[
-    Annotated[_Stop, TEXT] | Annotated[list[_Stop], Field(max_length=MOST_STOPS), LIST],
+    Annotated[_Stop, TEXT] | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS), LIST],
     TEXT_OR_LIST,
 ]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
+    """Base of schemas in which unknown fields, type coercion, NaN and infinity are errors."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Part(Strict):
-    """A part of a message, of which only texts are served."""
+class ContentPart(StrictModel):
+    """Part of a message; only text is supported."""
 
     text: str
 
     @field_validator("type", mode="wrap", check_fields=False)
     @classmethod
-    def _only_texts(cls, kind: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    def _check_part_type(cls, kind: Any, check: ValidatorFunctionWrapHandler) -> Any:
         try:
             return check(kind)
         except ValidationError as error:
             expected = error.errors()[0]["ctx"]["expected"]
             why = "images, audio and files are not supported by this server"
-            raise wrong(f"must be {expected}: {why}") from None
+            raise value_error(f"must be {expected}: {why}") from None
 
 
-class Said(Strict):
-    """A message, by whoever said it."""
+class ChatMessage(StrictModel):
+    """Message of a chat, of any role."""
 
     role: str
 
-    def as_told(self, content: str | Sequence[Part]) -> dict[str, str]:
-        """Return it as chat templates know it: developers are a newer word for the system."""
+    def to_template_message(self, content: str | Sequence[ContentPart]) -> dict[str, str]:
+        """Return the message in the format of chat templates, where ``developer`` is ``system``."""
         role = "system" if self.role == "developer" else self.role
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         return {"role": role, "content": content}
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
+    """Options of a stream of completions."""
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    """As vLLM has it: every chunk says the usage so far."""
+    """Usage so far in every chunk, as in vLLM."""
     include_obfuscation: OnlyFalse = False
 
 
-class Asked(Strict):
-    """What every endpoint may be asked for. What is in the last group changes no answer."""
+class RequestBody(StrictModel):
+    """Fields of all request bodies. Those of the last group change no response."""
 
-    guided_by: ClassVar[str] = ""
-    """The field that says which form texts must have."""
+    guide_field: ClassVar[str] = ""
+    """Name of the field with the guide's format, for messages."""
 
     model: str
     stream: bool | None = False
@@ -256,7 +262,7 @@ class Asked(Strict):
     metadata: dict[str, str] | None = None
     moderation: None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: NoObject = None
+    prompt_cache_options: EmptyObject = None
     prompt_cache_retention: Literal["in_memory"] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -264,63 +270,63 @@ class Asked(Strict):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_whole(cls, value: Any) -> Any:
-        """Take 1.0 for the whole number that it is in JSON."""
+    def _whole_float_to_int(cls, value: Any) -> Any:
+        """Convert 1.0 to 1: JSON has one type of numbers."""
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def params(
         self, max_new_tokens: int, choice: int, guide: Guide | None = None
     ) -> SamplingParams:
-        """Return how the tokens of one of the choices are chosen."""
-        given = self.model_dump(include=set(_SAMPLING - _NO_FIELDS), exclude_none=True)
-        given = {"temperature": 1.0} | given
-        if given.get("top_k") == -1:  # as vLLM turns it off
-            given["top_k"] = 0
-        if given.get("top_p") == 0:  # which OpenAI allows: only the likeliest token is left
-            given["top_p"] = 1e-9
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
+        """Return the sampling parameters of a choice."""
+        values = self.model_dump(include=set(_SAMPLING - _CONVERTED_FIELDS), exclude_none=True)
+        values = {"temperature": 1.0} | values
+        if values.get("top_k") == -1:  # as vLLM turns it off
+            values["top_k"] = 0
+        if values.get("top_p") == 0:  # OpenAI allows it: only the argmax is left
+            values["top_p"] = 1e-9
+        if isinstance(values.get("stop"), str):
+            values["stop"] = (values["stop"],)
         if self.seed is not None:
-            given["seed"] = self.seed + choice
+            values["seed"] = self.seed + choice
         return SamplingParams(
-            **given | self.wanted_logprobs(choice) | {"max_new_tokens": max_new_tokens},
+            **values | self.logprob_params(choice) | {"max_new_tokens": max_new_tokens},
             guide=guide,
         )
 
     @property
-    def most_tokens(self) -> int | None:
-        """How many tokens were asked for; None for as many as there is room for."""
+    def requested_max_tokens(self) -> int | None:
+        """Requested limit of generated tokens; None for as many as the context has room for."""
         raise NotImplementedError
 
     @property
-    def prompts_only(self) -> bool:
-        """True where nothing is wanted but what can be told of prompts."""
+    def prefill_only(self) -> bool:
+        """True if only the prompt's logprobs or text are requested, and no generated tokens."""
         return False
 
     @property
-    def choices(self) -> int:
-        """How many texts are wanted for each prompt."""
+    def num_choices(self) -> int:
+        """Number of choices per prompt."""
         return 1
 
     @property
-    def num_texts(self) -> int:
-        """How many are wanted in all."""
-        return self.choices
+    def num_completions(self) -> int:
+        """Number of choices of all prompts."""
+        return self.num_choices
 
-    def wanted_logprobs(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
-        """Return what ``SamplingParams`` are told of them."""
+    def logprob_params(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the fields of ``SamplingParams`` about logprobs."""
         return {}
 
     def guide(self) -> Guide | None:
-        """Return the form that texts must have."""
+        """Return the guide of all completions; None without one."""
         return None
 
-    async def prompts(self, prompts: Prompts) -> list[Prompt]:
+    async def encode_prompts(self, prompts: PromptEncoder) -> list[Prompt]:
         raise NotImplementedError
 
 
-def only_with(name: str, value: dict[str, Any], needed: str) -> dict[str, Any]:
-    """Return a schema by which a field has such a value only where another one is true."""
+def requires_field(name: str, value: dict[str, Any], needed: str) -> dict[str, Any]:
+    """Return a JSON schema rule: if ``name`` has a ``value``, then ``needed`` must be true."""
     return {
         "if": {"properties": {name: value}, "required": [name]},
         "then": {"properties": {needed: {"const": True}}, "required": [needed]},
@@ -331,29 +337,31 @@ _ANY_OPTION = [
     {"properties": {name: {"const": True}}, "required": [name]}
     for name in ("include_usage", "continuous_usage_stats")
 ]
-OF_STREAMS = only_with("stream_options", {"type": "object", "anyOf": _ANY_OPTION}, "stream")
+STREAM_OPTIONS_RULE = requires_field(
+    "stream_options", {"type": "object", "anyOf": _ANY_OPTION}, "stream"
+)
 
 
-class AskedForChoices(Asked):
-    """What completions and chat completions may be asked for besides."""
+class ChoicesRequestBody(RequestBody):
+    """Fields that completions and chat completions have in common."""
 
-    n: int | None = Field(1, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stops | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: NoBias = None
+    logit_bias: ZeroBias = None
 
     @field_validator("stream_options")
     @classmethod
-    def _only_for_streams(
+    def _check_stream_options(
         cls, value: StreamOptions | None, info: ValidationInfo
     ) -> StreamOptions | None:
-        asked = value is not None and any(value.model_dump().values())
-        if asked and not info.data.get("stream"):
-            raise wrong("is for streams alone: it needs stream to be true")
+        has_options = value is not None and any(value.model_dump().values())
+        if has_options and not info.data.get("stream"):
+            raise value_error("needs stream to be true")
         return value
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         return self.n or 1

@@ -69,7 +69,7 @@ def test_the_other_prompts_are_served(run: Run, llm: LLM, form: str) -> None:
 
 def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = iter([False] * 5 + [True])
-    monkeypatch.setattr(EngineConfig, "decodes_in_slots", lambda *_: False)
+    monkeypatch.setattr(EngineConfig, "uses_resident_decode", lambda *_: False)
     monkeypatch.setattr(
         "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),
@@ -101,8 +101,8 @@ NOTHING_DONE = {
     "a folder": (["--prompts-file", "."], "cannot be read: Is a directory"),
     "an empty file": (["--prompts-file", "empty"], "empty has no prompt: write one a line"),
     "not a text": (["--prompts-file", "bytes"], "--prompts-file bytes is not UTF-8"),
-    "words for ids": (["--token-ids", "--prompt", "a 1"], "'a 1' is no list of token ids"),
-    "logprobs alone": (["--prompt", "x", "--logprobs"], "--logprobs are printed with --json"),
+    "words for ids": (["--token-ids", "--prompt", "a 1"], "'a 1' is not a list of token ids"),
+    "logprobs alone": (["--prompt", "x", "--logprobs"], "--logprobs needs --json"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; it must be"),
     "stop": (["--prompt", "x", "--stop", ""], "stop is ['']; it must be"),
     "engine": (["--prompt", "x", "--block-size", "0"], "block_size must be a whole number"),
@@ -159,7 +159,7 @@ def test_a_model_the_engine_refuses(run: Run, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     outcome = run("--model", str(tmp_path), "--prompt", "x")
     assert (outcome.status, outcome.out) == (2, "")
-    assert outcome.err.splitlines()[-1].startswith("roseinfer generate: MambaForCausalLM does not")
+    assert outcome.err.splitlines()[-1].startswith("roseinfer generate: MambaForCausalLM has no")
 
 
 @pytest.mark.parametrize(

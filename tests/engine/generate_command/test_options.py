@@ -99,9 +99,9 @@ def test_every_sampling_parameter_has_an_option() -> None:
     [
         ("x", ": it must be a JSON object, as in"),
         ("[]", ": it must be a JSON object, as in"),
-        ('{"regexp": "a"}', " asks for no form that there is; did you mean regex?"),
-        ('{"zzz": "a"}', " asks for no form that there is: it is one of json_object, json_schema"),
-        ("{}", ": a Guide is one of"),
+        ('{"regexp": "a"}', ": unknown kind of guide; did you mean regex?"),
+        ('{"zzz": "a"}', ": unknown kind of guide; use one of json_object, json_schema"),
+        ("{}", ": a Guide has exactly one of"),
         ('{"choice": "a"}', ": Guide.choice is 'a'; it must be one or more texts"),
     ],
 )
@@ -121,8 +121,8 @@ def test_device_and_dtype(run: Run, used: list[tuple[LLM, SamplingParams]]) -> N
     options = ["--device", "cpu", "--dtype", "bfloat16"]
     assert run("--json", "--prompt", "x", *options, *FEW).status == 0
     ((llm, _),) = used
-    kv = llm.engine.sessions.kv
-    assert (kv.device.type, llm.engine.sessions.model.dtype) == ("cpu", torch.bfloat16)
+    kv = llm.engine.sequence_runner.kv
+    assert (kv.device.type, llm.engine.sequence_runner.model.dtype) == ("cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("option", ["--model", "--hf-model-id"])

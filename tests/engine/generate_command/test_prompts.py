@@ -94,7 +94,7 @@ def test_text_is_seen_before_the_next_token_is_computed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = [update.text for update in llm.stream("Once", GREEDY)]
-    monkeypatch.setattr(EngineConfig, "lag", lambda *_: 0)
+    monkeypatch.setattr(EngineConfig, "max_steps_in_flight", lambda *_: 0)
     stdout, seen, step = Shown(), list[str](), Engine.step
 
     def watched(self: Engine) -> list[Update]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.history import KeptRun
-from pytest_roseinfer.gates.timing_report import Timed, entry_of
+from pytest_roseinfer.gates.history import RunFigures
+from pytest_roseinfer.gates.timing_report import TimedComparison, entry_of
 from tests.gates.simulated import compare, quiet
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 TEST = "test_speed.py::test_decode"
 
 
-def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0") -> KeptRun:
+def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0") -> RunFigures:
     """One in which a step that takes 1000 us there takes ``slower`` times as long here."""
-    timed = entry_of(Timed(TEST, "v1", compare(quiet(), slower), 0.02))
+    timed = entry_of(TimedComparison(TEST, "v1", compare(quiet(), slower), 0.02))
     work = {
         "test": TEST,
         "step": "steady",
@@ -27,15 +27,15 @@ def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0"
         "more": [f"Python calls: {calls} a step, baseline 40"] if calls > 40 else [],
         "less": [],
     }
-    return KeptRun(
-        when=f"2026-11-{day:02}T10:00:00+00:00",
+    return RunFigures(
+        timestamp=f"2026-11-{day:02}T10:00:00+00:00",
         commit=f"{day:02}".ljust(40, "0"),
-        changed=False,
+        dirty=False,
         environment={"python": "3.11.7", "torch": torch},
         times=[timed],
         work=[work],
     )
 
 
-def without_times(runs: Sequence[KeptRun]) -> list[KeptRun]:
+def without_times(runs: Sequence[RunFigures]) -> list[RunFigures]:
     return [replace(each, times=[]) for each in runs]

@@ -127,7 +127,7 @@ def test_the_page_of_a_run_shows_the_history(
     gate.add([*run(12, calls=50).work])
     assert gate.judge(passed=True) == []
     ((title, drawn),) = gate.figures().items()
-    assert title == "What runs kept of their gates"
+    assert title == "History of gate results"
     assert drawn.startswith("<svg")
     assert "44 -&gt; 50" in drawn
     monkeypatch.setattr(settings, "_current", replace(asked, reports=()))

@@ -27,10 +27,10 @@ def test_runs_come_back_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2 is no run of gates"),
-        ("[]", "line 2 is no run of gates"),
-        ('{"format": 1}', "line 2 is no run of gates"),
-        ('{"format": 9}', "line 2 is of format 9, and not of 1"),
+        ("{", "line 2: not a recorded run"),
+        ("[]", "line 2: not a recorded run"),
+        ('{"format": 1}', "line 2: not a recorded run"),
+        ('{"format": 9}', "line 2: format is 9, expected 1"),
     ],
 )
 def test_a_line_that_is_no_run_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -44,7 +44,7 @@ def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannotCompare, match=f"{HISTORY_NAME} cannot be read: .*No such file"):
         read_runs(tmp_path)
     (tmp_path / HISTORY_NAME).write_text("")
-    with pytest.raises(CannotCompare, match=f"{HISTORY_NAME} keeps no run"):
+    with pytest.raises(CannotCompare, match=f"{HISTORY_NAME}: no recorded run"):
         read_runs(tmp_path)
 
 

@@ -1,7 +1,7 @@
-"""Print the table of docs/by-hand.md: what the harness and the test by hand find.
+"""Print the list of docs/by-hand.md: bugs that the harness and the test by hand find.
 
-``python -m tests.plugin.first_minutes``. Both look as hard as they do by themselves; the test by
-hand does not make what it finds smaller, which would take longer than all the rest.
+``python -m tests.plugin.first_minutes``. Both search with their defaults; the test by hand does not
+shrink its failures, which would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from textwrap import fill
 
 from tests.plugin.first_minutes.planted_bugs import PLANTED, SOURCE
 from tests.plugin.first_minutes.row import row_of
 
 
 def main() -> None:
-    print("| planted | harness | by hand | the harness says |\n|---|---|---|---|")
     caches = {"nothing": SOURCE} | {bug.words: bug.source() for bug in PLANTED}
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
         for words, row in zip(caches, processes.map(row_of, caches.values()), strict=True):
-            print(f"| {words} | {row} |", flush=True)
+            entry = f"- **{words}** {row}"
+            print(fill(entry, 110, subsequent_indent="  ", break_on_hyphens=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One row of the table of docs/by-hand.md: what is found in one cache, and by whom.
+"""One entry of the list of docs/by-hand.md: the tests that find a bug in one cache.
 
 A module of its own: a process that is started anew imports no ``__main__`` of a package.
 """
@@ -35,7 +35,8 @@ def row_of(source: str) -> str:
     run = partial(run_state_machine_as_test, seed(1)(by_hand), settings=asked)
     hand, hand_slow = _tried(run)
     print(f"{slow:.1f} s, by hand {hand_slow:.1f} s", file=sys.stderr, flush=True)
-    return f"{_found(said)} | {_found(hand)} | {said}"
+    found = f"(harness: {_found(said)}, by hand: {_found(hand)})"
+    return f"{found}: {said}" if said else f"{found}."
 
 
 def _tried(test: Callable[[], object]) -> tuple[str, float]:
@@ -50,4 +51,4 @@ def _tried(test: Callable[[], object]) -> tuple[str, float]:
 
 
 def _found(said: str) -> str:
-    return "yes" if said else "**no**"
+    return "yes" if said else "no"

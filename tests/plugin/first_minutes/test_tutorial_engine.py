@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TUTORIAL = page("tutorial-engine.md")
 ENGINE = "\n\n\n".join(blocks(TUTORIAL, language="python"))
-OTHERS = re.findall(r"^\| `(.*)` \| `(.*)` \| (.*) \|$", TUTORIAL, re.M)
+OTHERS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
 
 
 def broken(becomes: str, find: str) -> str:
@@ -35,7 +35,7 @@ def test_the_first_run_is_green(project: Project) -> None:
 
 
 def test_the_failure_reads_as_it_is_shown(project: Project) -> None:
-    becomes, find = re.findall(r"write `(.*?)` for `(.*?)`", TUTORIAL)[0]
+    becomes, find = re.findall(r"write\s`(.*?)` for `(.*?)`", TUTORIAL)[0]
     project.write(test_my_engine=broken(becomes, find))
     result = project.pytest()
     assert result.ret == pytest.ExitCode.TESTS_FAILED

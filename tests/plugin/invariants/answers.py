@@ -8,9 +8,9 @@ from typing import Any
 
 from pytest_roseinfer import BadCall, Ledger, Oracle, PrefixTraits
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
-from pytest_roseinfer.capabilities.books import refusals
+from pytest_roseinfer.capabilities.block_tables import refusals
+from pytest_roseinfer.capabilities.cached_blocks import CachedBlocks, CachedBlocksNote
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
-from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
 from pytest_roseinfer.capabilities.prefixes import lookups
 from pytest_roseinfer.capabilities.writes import Append
@@ -60,7 +60,9 @@ def looking_up(
     return replace(
         after(matches={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
-        notes={KeptTexts: KeptNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})},
+        notes={
+            CachedBlocks: CachedBlocksNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})
+        },
         declared=declaring(prefixes=PrefixTraits(shares="equal prefixes", **declared)),
     )
 

@@ -6,8 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_roseinfer import Ledger, PrefixTraits
-from pytest_roseinfer.capabilities.books import ownership
-from pytest_roseinfer.capabilities.kept_blocks import KeptNote, KeptTexts, Released, evictions
+from pytest_roseinfer.capabilities.block_tables import ownership
+from pytest_roseinfer.capabilities.cached_blocks import (
+    CachedBlocks,
+    CachedBlocksNote,
+    ReleasedBlock,
+    evictions,
+)
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
 from pytest_roseinfer.capabilities.shards import shards
@@ -33,7 +38,7 @@ def taking(taken: int | None) -> Observation:
     """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
     out = swapped(seen.oracle)
-    out.stages[5], out.tokens[5] = Stage.OUT, [1, 2, 3]
+    out.stages[5], out.tokens[5] = Stage.SWAPPED_OUT, [1, 2, 3]
     preempted(seen.oracle)[6] = [4]
     return seen
 
@@ -42,11 +47,11 @@ def counting(num_free: int) -> Observation:
     return after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=num_free)])
 
 
-def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
+def evicting(of_2: ReleasedBlock, of_3: ReleasedBlock, **declared: Any) -> Observation:
     """Blocks 2 and 3 were cached, and the first of them was taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
     declared = {"shares": "equal prefixes", "evicts": "least recent", **declared}
-    notes = {KeptTexts: KeptNote(released={2: of_2, 3: of_3})}
+    notes = {CachedBlocks: CachedBlocksNote(released={2: of_2, 3: of_3})}
     return replace(seen, notes=notes, declared=declaring(prefixes=PrefixTraits(**declared)))
 
 
@@ -88,13 +93,17 @@ RIGHT: Right = {
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     evictions: [
         observed(),
-        evicting(Released(1, 0, tokens=OTHERS), Released(2, 0)),
-        evicting(Released(1, 1, TOGETHER, OTHERS), Released(1, 0, TOGETHER)),
-        evicting(Released(1, 0, frozenset({3}), OTHERS), Released(1, 1, frozenset({4}))),
-        evicting(Released(2, 0, tokens=(NEW,)), Released(1, 0)),
-        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0), evicts="any"),
+        evicting(ReleasedBlock(1, 0, tokens=OTHERS), ReleasedBlock(2, 0)),
+        evicting(ReleasedBlock(1, 1, TOGETHER, OTHERS), ReleasedBlock(1, 0, TOGETHER)),
+        evicting(ReleasedBlock(1, 0, frozenset({3}), OTHERS), ReleasedBlock(1, 1, frozenset({4}))),
+        evicting(ReleasedBlock(2, 0, tokens=(NEW,)), ReleasedBlock(1, 0)),
+        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0), evicts="any"),
     ],
-    separate_containers: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
+    separate_containers: [
+        observed(),
+        after(containers={0: 1, 1: 0}),
+        after(containers={0: [0, 2], 1: [0, 2]}),
+    ],
 }
 WRONG: Wrong = [
     (windows, windowed({(0, 0): [0, 1]}, 2), "block 0 of its table is 0, and must be None"),
@@ -166,20 +175,28 @@ WRONG: Wrong = [
     (ownership, sharing([token_of(0, 0), NEW]), "block 0 of sequence 1 is shared with a sequence"),
     (
         evictions,
-        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0)),
+        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0)),
         "block 2 was evicted and block 3 was not, which was released earlier, in step 1 and not",
     ),
     (
         evictions,
-        evicting(Released(1, 0, TOGETHER, OTHERS), Released(1, 1, TOGETHER)),
-        "was released with it and lies nearer to the tail: 1 is behind 0",
+        evicting(ReleasedBlock(1, 0, TOGETHER, OTHERS), ReleasedBlock(1, 1, TOGETHER)),
+        "was released with it and is nearer to the end: index 1 comes after 0",
     ),
-    (swap_space, taking(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
-    (separate_containers, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (
+        swap_space,
+        taking(3),
+        "3 blocks of swap space are in use, and sequences swapped out need 2",
+    ),
+    (separate_containers, after(containers={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
     (
         separate_containers,
-        after(kept={0: SAME, 1: SAME}),
+        after(containers={0: SAME, 1: SAME}),
         "sequences 0 and 1 are kept in the same list",
     ),
-    (separate_containers, after(kept={0: 1, 1: KeyError(1)}), "container(1) raised KeyError: 1"),
+    (
+        separate_containers,
+        after(containers={0: 1, 1: KeyError(1)}),
+        "container(1) raised KeyError: 1",
+    ),
 ]

@@ -17,7 +17,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.attention import attention_by_formula
 from pytest_roseinfer.capabilities.counting import RowConditions
 from pytest_roseinfer.capabilities.observation import (
-    Attended,
+    AttentionOutput,
     Invariant,
     Observation,
     Outcome,
@@ -89,7 +89,7 @@ def observed() -> Observation:
         ),
         oracle=oracle,
         payload=PAYLOAD,
-        seen=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
+        first_writers=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
         declared=declaring(),
     )
 
@@ -111,7 +111,7 @@ def attending(found: Any = None, **shown: Any) -> Observation:
     seen = after(**shown)
     if found is None:
         found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
-    answer = Attended([0], 0, QUERY, found)
+    answer = AttentionOutput([0], 0, QUERY, found)
     asked = Outcome(options={"fast": True})
     return replace(
         seen, operation=None, before=observed().after, outcome=asked, notes={}, answers=[answer]

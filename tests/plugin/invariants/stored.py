@@ -96,7 +96,7 @@ RIGHT: Right = {
         observed(),
         padded(scratch=frozenset({3})),
         cached(value=NEW),
-        copied_back(Stage.COMING),
+        copied_back(Stage.SWAPPING_IN),
     ],
     unwritten_positions: [
         quantised(by=0.1),
@@ -151,7 +151,7 @@ WRONG: Wrong = [
         padded(scratch=frozenset()),
         f"block 3, position 1, head 0: expected {ANY_NAN}, found bits",
     ),
-    (arena, copied_back(Stage.LEAVING), "block 1, position 1"),
+    (arena, copied_back(Stage.SWAPPING_OUT), "block 1, position 1"),
     (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),
     (attention, attending(QUERY[:, :2]), "attend: expected shape [1, 4, 4], found [1, 2, 4]"),
     (

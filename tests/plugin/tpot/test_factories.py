@@ -82,7 +82,7 @@ def test_the_how_to_finds_a_loop_over_a_long_context_which_no_count_does(timed: 
         [
             "*test_speed.py::test_decode[[]short] * SAME",
             "*test_speed.py::test_decode[[]long] * SLOWER",
-            "1 did no more than their baselines say",
+            "1 did no more than their baselines",
         ]
     )
 
@@ -98,9 +98,9 @@ def test_what_a_factory_raises_is_shown(timed: Project) -> None:
     ("offered", "said"),
     [
         ("(print, 4)", "*expected 'step' and 'tokens'*"),
-        ("{'step': print(), 'tokens': 4}", "*returned a step that is no function, but None*"),
-        ("{'step': print, 'tokens': 0}", "*brings 0 tokens*"),
-        ("{'step': print, 'tokens': 1, 'colour': 2}", "*'colour'*mean nothing*"),
+        ("{'step': print(), 'tokens': 4}", "*returned a step that is not a function: None*"),
+        ("{'step': print, 'tokens': 0}", "*tokens is 0: a decode step*"),
+        ("{'step': print, 'tokens': 1, 'colour': 2}", "*unknown keys*'colour'*"),
     ],
 )
 def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> None:
@@ -114,10 +114,10 @@ def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("engin:decode", "here: there is no module 'engin'"),
-        ("engine.fast:decode", "here: there is no module 'engine.fast'"),
-        ("engine", "check('module:function') was given 'engine'"),
-        ("engine:", "check('module:function') was given 'engine:'"),
+        ("engin:decode", "here: module 'engin' does not exist"),
+        ("engine.fast:decode", "here: module 'engine.fast' does not exist"),
+        ("engine", "check('engine'): expected 'module:function'"),
+        ("engine:", "check('engine:'): expected 'module:function'"),
     ],
 )
 def test_a_step_that_is_misspelt_is_so_here(timed: Project, named: str, said: str) -> None:

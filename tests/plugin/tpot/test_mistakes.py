@@ -34,7 +34,7 @@ def test_workers_of_xdist_do_not_time_and_say_why(timed: Project) -> None:
     result.assert_outcomes(skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["FAILED: --roseinfer-against: no test *; decode steps are not timed by workers of *"]
+        ["FAILED: --roseinfer-against: no test *; decode steps are not timed in pytest-xdist *"]
     )
 
 

@@ -19,7 +19,7 @@ def test_it_is_about_gpus(project: Project) -> None:
     project.write(engine=engine(1000), test_speed=marked())
     result = project.pytest(BASELINE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*--roseinfer-tpot is about GPUs: run with --roseinfer-gpu*"])
+    result.stdout.fnmatch_lines(["*--roseinfer-tpot: needs a GPU; add --roseinfer-gpu*"])
 
 
 TORCH = """
@@ -106,7 +106,7 @@ def test_it_says_nothing_about_another_gpu(on_a_gpu: Project) -> None:
     on_a_gpu.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
     result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*no time of this step on Better GPU, it names Imaginary GPU*"])
+    result.stdout.fnmatch_lines(["*no time of this step on Better GPU, only on Imaginary GPU*"])
 
 
 def test_one_that_held_nothing_fails_the_run(on_a_gpu: Project) -> None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 def test_nobody_asked_so_nothing_is_timed(timed: Project) -> None:
     result = timed.pytest("-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * nothing to compare with: --roseinfer-against REF, *"])
+    result.stdout.fnmatch_lines(
+        ["SKIPPED * nothing to compare with: add --roseinfer-against REF, *"]
+    )
 
 
 def test_the_same_step_is_the_same(timed: Project) -> None:
@@ -80,11 +82,11 @@ def test_a_comparison_says_how_far_it_is_to_a_pipe_too(timed: Project) -> None:
     result = against(timed, "-v")
     result.stdout.fnmatch_lines(
         [
-            "test_speed.py::test_decode: 5 series, a look after 13: here / there 2.000 *",
+            "test_speed.py::test_decode: 5 series, next analysis after 13: here / there 2.000 *",
             "*test_decode FAILED *",
         ]
     )
-    assert result.stdout.str().count("a look after") == 1
+    assert result.stdout.str().count("next analysis after") == 1
 
 
 def test_time_that_is_up_decides_nothing(timed: Project) -> None:
@@ -96,7 +98,7 @@ def test_time_that_is_up_decides_nothing(timed: Project) -> None:
     result.stdout.fnmatch_lines(
         [
             "*test_decode* 2.000 *none* 3 * UNDECIDED",
-            "*: UNDECIDED after 3 series and * s: that is too short for an interval, which takes "
+            "*: UNDECIDED after 3 series and * s: too short for an interval, which needs "
             "13 series, about * s here",
         ]
     )
@@ -106,12 +108,12 @@ def test_another_number_of_tokens_is_another_step(timed: Project) -> None:
     there(timed, 1000, tokens=8)
     result = against(timed)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*a step brings 4 tokens here and 8 there*"])
+    result.stdout.fnmatch_lines(["*a step generates 4 tokens here and 8 there*"])
 
 
 def test_the_noise_floor_is_said_in_percent(timed: Project) -> None:
     result = timed.pytest("--roseinfer-noise-floor")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["*against itself +0.00%, give or take 0.00% after 60 series*a slowdown of 2.0% is found*"]
+        ["*against itself +0.00% +/- 0.00% after 60 series*a slowdown of 2.0% is found*"]
     )

@@ -1,19 +1,20 @@
     // ------------------------------------------------------------ attention
-    // A piece is a KV head's own new token or a part of its context, with the query heads that share
-    // it. Tokens are added up as kernels/triton/softmax.py has it, and pieces in the end. Of a part, each warp
-    // takes 8 of 64 tokens for scores, and 16 of a head's numbers for values: both are read from the
-    // cache, block by block, straight to where tensor cores want them.
+    //
+    // A piece is a KV head's new token or a part of its context, with the query heads that share the KV
+    // head. Tokens are added up as in kernels/triton/softmax.py, and pieces at the end. Of a part, each
+    // warp computes the scores of 8 of 64 tokens, and 16 elements of a head's values: both are read from
+    // the cache, block by block, directly into the tensor cores' layout.
     static constexpr int DEEP = DIM / 16;
 
-    struct Held {  // by a lane, of 64 tokens
+    struct Held {  // registers of a lane, for 64 tokens
         u32 k[DEEP * 2], v[TILE_T / 4];
     };
     DEV long long place_of(int kv_head, int token) const {
         long long block = p->table[token / BLOCK_SIZE];
         return block * p->block_pitch + ((long long)kv_head * BLOCK_SIZE + token % BLOCK_SIZE) * DIM;
     }
-    // The place of 16 tokens of a tile, which a block has side by side. Where a block has all tokens of
-    // a tile, the table is looked at once.
+    // Offset of 16 tokens of a tile, which are contiguous in a block. Where a block has all tokens of a
+    // tile, the table is read once.
     DEV long long place_of_some(int kv_head, int tile, int sixteen) const {
         if (BLOCK_SIZE % TILE_T) return place_of(kv_head, tile + sixteen * 16);
         return place_of(kv_head, tile) + sixteen * 16 * DIM;
@@ -28,7 +29,7 @@
         for (int i = 0; i < DEEP * 2; i++) h->k[i] = cached2(k + i * 8);
     }
     DEV void read_values(const Layer& layer, int kv_head, int begin, int end, Held* h) const {
-        int dim = warp * 16 + row * 2;  // the even numbers are one product's columns, the odd ones another's
+        int dim = warp * 16 + row * 2;  // even elements are columns of one GEMM, odd ones of another
 #pragma unroll
         for (int sixteen = 0; sixteen < TILE_T / 16; sixteen++) {
             int left = dim < DIM ? end - begin - sixteen * 16 - pair * 2 : 0;
@@ -47,7 +48,7 @@
         if (member >= GROUP) head = HEADS + kv_head + (member - GROUP) * KV_HEADS;
         return p->qkv_new + head * DIM;
     }
-    // What norms a new head, by a warp: 8 squares in each lane, then the lanes by halves.
+    // Norm factor of a new head, by a warp: 8 squares in each lane, then the lanes by halves.
     DEV void measure(int kv_head, int member, u32 stamp) {
         const u32* head = head_of(kv_head, member) + lane * 8;
         float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -67,8 +68,8 @@
         if (!NORMED || !gain) return x;
         return rounded(rounded(x * s->factors[member]) * wide(kept1(gain + d)));
     }
-    // Bring the queries of a head's group, one row each, and if asked its new key and value, which are
-    // stored: all as the cache has them, normed and rotated by the token's position.
+    // Load the queries of a head's group, one row each, and optionally its new key and value, which are
+    // stored: all as in the cache, normed and rotated by the token's position.
     DEV void bring(const Layer& layer, int kv_head, bool own_too, u32 stamp) {
         constexpr int HALF = TURN / 2, MINE = ((GROUP + 2) * DIM + CONSUMERS - 1) / CONSUMERS;
         int members = GROUP + own_too * 2;
@@ -86,7 +87,7 @@
             if (i >= members * DIM) continue;
             some |= 1u << j;
             if (!layer.cosines || d >= TURN || i >= (GROUP + 1) * DIM) continue;
-            some |= 1u << (MINE + j);  // the number that it is rotated with
+            some |= 1u << (MINE + j);  // the element it is rotated with
             cosine[j] = wide(kept1(layer.cosines + (long long)own * TURN + d));
             sine[j] = wide(kept1(layer.sines + (long long)own * TURN + d));
         }
@@ -108,9 +109,9 @@
         }
         meet();
     }
-    // The number of a head that one is rotated with.
+    // The element of a head that another is rotated with.
     DEV static int other(int d) { return d < TURN / 2 ? d + TURN / 2 : d - TURN / 2; }
-    // Store a number of the new key or value.
+    // Store an element of the new key or value.
     DEV void keep(const Layer& layer, long long to, int which, int d, u16 value) {
         s->own[which * DIM + d] = value;
         if (*(volatile int*)&s->dead) value = 0x7fff;
@@ -132,7 +133,7 @@
         tell(to + 1, total, stamp);
     }
 
-    // Look at the new token.
+    // Attend to the new token.
     DEV void look_at_own(int kv_head, u32 stamp) {
         if (warp == 0) {  // the key is the first column, and the others stay empty
             float d[4] = {0, 0, 0, 0};
@@ -153,8 +154,8 @@
             tell(sums_of(kv_head * GROUP + i / DIM, 0) + i % DIM, wide(s->own[DIM + i % DIM]), stamp);
     }
 
-    // Look at some parts of the context, which follow on each other. A tile is read while the one before
-    // is looked at; the first one is read before the queries come, since it depends on nothing.
+    // Attend to consecutive parts of the context. A tile is loaded while the previous one is computed; the
+    // first one is loaded before the queries arrive, since it depends on nothing.
     struct Looking {
         float top[2], total[4], sums[2][4];
     };
@@ -189,7 +190,7 @@
 #pragma unroll
         for (int e = 0; e < 4; e++) l->total[e] = l->sums[0][e] = l->sums[1][e] = 0;
     }
-    // Make weights of the scores of a tile.
+    // Turn the scores of a tile into weights.
     DEV void look_at_keys(int begin, int end, const Held& h, Looking* l) {
         const float NOTHING = as_float(0xff800000u);  // minus infinity
         float d[4] = {0, 0, 0, 0};
@@ -217,7 +218,7 @@
             u32 a[4];
             const u16* w = &s->weights[(lane % 8 + lane / 8 % 2 * 8) * W_PITCH + i * 16 + lane / 16 * 8];
             load_matrices(a, w);
-            const u32* four = h.v + i * 4;  // of two tokens each: their even numbers, then their odd ones
+            const u32* four = h.v + i * 4;  // two tokens each: their even elements, then their odd ones
             mma(l->total, a[0], a[1], a[2], a[3], 0x3f803f80u, 0x3f803f80u);
             mma(l->sums[0], a[0], a[1], a[2], a[3], evens(four), evens(four + 2));
             mma(l->sums[1], a[0], a[1], a[2], a[3], odds(four), odds(four + 2));
@@ -239,7 +240,8 @@
     DEV u32 evens(const u32* two) const { return (two[0] & 0xffffu) | two[1] << 16; }
     DEV u32 odds(const u32* two) const { return two[0] >> 16 | (two[1] & 0xffff0000u); }
 
-    // Make weights of a tile's scores, for all warps, and say how what was seen before shrinks.
+    // Turn a tile's scores into weights, for all warps, and compute the factor by which earlier sums
+    // shrink.
     DEV void weigh(const float* d, float* top, float* shrink) {
         float most[2] = {larger_of(d[0], d[1]), larger_of(d[2], d[3])};
 #pragma unroll
@@ -264,13 +266,13 @@
         meet();
     }
 
-    // Add up the pieces of heads: the own token's, then those of the parts in order. A program has some
-    // numbers of all heads. Its threads bring words of many pieces at a time to where inputs of products
-    // lie else, and then one thread adds up one number.
-    static constexpr int NUMBERS = (ATT + PROGRAMS - 1) / PROGRAMS;  // of a program, at most
-    static constexpr int OF_HEADS = (NUMBERS + DIM - 2) / DIM + 1;   // which they lie in
+    // Add up the pieces of heads: the new token's, then the parts' in order. A program owns some elements
+    // of all heads. Its threads load words of many pieces at a time into the space of GEMM inputs, and then
+    // one thread adds up one element.
+    static constexpr int NUMBERS = (ATT + PROGRAMS - 1) / PROGRAMS;  // elements of a program, at most
+    static constexpr int OF_HEADS = (NUMBERS + DIM - 2) / DIM + 1;   // heads that these elements are in
     static constexpr int OF_PIECE = NUMBERS + 2 * OF_HEADS;
-    static constexpr int COLUMNS = power_of_two(OF_PIECE), PIECES = CONSUMERS / COLUMNS;  // a time each
+    static constexpr int COLUMNS = power_of_two(OF_PIECE), PIECES = CONSUMERS / COLUMNS;  // at a time
     static constexpr int PLACES = smaller(10, MOST_INPUTS / 2 / OF_PIECE / larger(PIECES, 1));
     static constexpr int AT_A_TIME = PLACES * PIECES;
     static_assert(AT_A_TIME > 0, "a program has too many numbers of heads, or a product too few inputs");
@@ -305,8 +307,8 @@
         }
         if (t < count) tell(p->attended + first + t, to_bf16(over(sum, total)), stamp);
     }
-    // Bring what was seen of some pieces: the sums of the program's numbers, and of each head that they
-    // lie in the highest score and the sum of weights.
+    // Load the partial results of some pieces: the sums of the program's elements, and the highest score
+    // and the sum of weights of each head that they are in.
     DEV void bring_pieces(int first, int count, int begin, int some, u32 stamp) {
         int column = t % COLUMNS, piece = t / COLUMNS, seen = column - NUMBERS;
         bool is_sum = seen < 0;
@@ -326,8 +328,9 @@
                              [&](int j, const u64* w) { to[j * to_pitch] = number(w[0]); });
     }
 
-    // Programs share the KV heads, and those of a head share its context: each has the parts that end
-    // in its stretch of tokens. The first one, which never has more than others, looks at the new token too.
+    // Programs share the KV heads, and the programs of a head share its context: each has the parts that
+    // end in its range of tokens. The first one, which never has more than others, attends to the new token
+    // too.
     DEV int parts() const { return own ? part_of(own - 1) + 1 : 0; }
     DEV int rank(int layer) const { return (u32)(BLOCK + 29 * phase_of(2 * layer, ATTENTION)) % PROGRAMS; }
     DEV void parts_of(int rank, int kv_head, int* first, int* last) const {
@@ -336,7 +339,7 @@
         *first = stretch_begin(member, more);
         *last = member + 1 < FEWEST + more ? stretch_begin(member + 1, more) : parts();
     }
-    // The programs of a head are so many, or one more: numbers that need no division.
+    // The programs of a head are this many, or one more: computed without divisions.
     static constexpr int FEWEST = PROGRAMS < KV_HEADS ? 1 : PROGRAMS / KV_HEADS;
     DEV int stretch_begin(int member, bool more) const {
         u32 before = (u32)own * member;
@@ -355,6 +358,6 @@
             if (own_too || first < last) take_parts(own_layer, kv_head, first, last, own_too, stamp);
             meet();
         }
-        // Only behind all that others may wait for.
+        // Last, after all results that other programs may wait for.
         fold(layer, parts() + 1, stamp);
     }

@@ -2,7 +2,7 @@
 DEV void wait_for(u64* b, u32 parity) {
     while (!mbar_try(b, parity)) yield();
 }
-// Where a thread is in a ring of so many tiles: the phases of a tile's barriers take turns.
+// Position of a thread in a ring of tiles: the phases of a tile's barriers alternate.
 template <int TILES>
 struct RingTurn {
     int slot;

@@ -2,11 +2,11 @@
 
 struct Consumer : Words {
     int t, warp, lane;
-    int slot;       // of a wave's next tiles: a warp takes the one that is its number further
+    int slot;       // first slot of a wave's next tiles: each warp takes the one at its index
     u32 turn;
-    int piece;      // where a lane's piece of a tile's first group lies
-    int row, pair;  // of a fragment of a product: its row or column, and which pair of inputs
-    int own;        // the position of the new token
+    int piece;      // offset of a lane's piece in a tile's first group
+    int row, pair;  // row or column of a GEMM fragment, and pair of inputs
+    int own;        // position of the new token
 
     DEV void start(const Params* params, Shared* shared) {
         Words::start(params, shared);
@@ -15,21 +15,22 @@ struct Consumer : Words {
         slot = 0; turn = 0;
         piece = lane % 8 * (SIDE * 2) + (lane / 8 ^ lane % 8) * 16;
         own = (int)*p->length;
-        // Rows that no query of a group has stay empty.
+        // Rows without a query of the group stay empty.
 #pragma unroll 1
         for (int i = t; i < 16 * Q_PITCH; i += CONSUMERS) s->q[i] = 0;
     }
     DEV void meet() { bar_sync(1, CONSUMERS); }
 
-    // ------------------------------------------------------------ products
-    // Where `multiply` has an input: a lane takes 8 of 32 by one load, and so pairs lie side by side.
+    // ------------------------------------------------------------ GEMMs
+    //
+    // Offset of an input for `multiply`: a lane loads 8 of 32 at once, and so pairs are contiguous.
     DEV u16* input(int k) {
         int group = k / TOGETHER, e = k % TOGETHER;
         return s->x + group * TOGETHER + (e % 8) / 2 * 8 + e / 8 * 2 + e % 2;
     }
-    // A warp's chains of 8 outputs each: inputs are added up 16 by 16, first to last, as in the
-    // Triton kernels, whose bits come out so. Inputs are the rows of the first factor, all alike
-    // or empty; the weights of an output are a column of the second.
+    // A warp's chains of 8 outputs each: inputs are added up 16 by 16, first to last, as in the Triton
+    // kernels, whose bits they have. Inputs are the rows of the first factor, all equal or empty; the
+    // weights of an output are a column of the second.
     template <class Take>
     DEV void multiply(int chains, Cut cut, Take take) {
 #pragma unroll 1
@@ -58,7 +59,7 @@ struct Consumer : Words {
             u32 w[4];
             load_matrices(w, from + k * OF_GROUP + piece);
             multiply_some(d, w, x[k * 8]);
-            load_matrices(w, from + k * OF_GROUP + (piece ^ 64));  // 4 pieces on
+            load_matrices(w, from + k * OF_GROUP + (piece ^ 64));  // 4 pieces further
             multiply_some(d, w, x[k * 8 + 4]);
         }
         sync_warp();
@@ -94,7 +95,7 @@ struct Consumer : Words {
         }
         meet();
     }
-    // What norms the next row depends on nothing, and is read before anything is waited for.
+    // The gain of the next norm depends on nothing, and is loaded before any wait.
     DEV void read_gain(const u16* from, u16* gain) const {
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
@@ -121,11 +122,11 @@ struct Consumer : Words {
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             int n = Norm::held(t, i);
-            v[i] = n < WIDTH ? rounded(wide(kept1(from + n)) * p->embedding_times) : 0;
+            v[i] = n < WIDTH ? rounded(wide(kept1(from + n)) * p->embedding_multiplier) : 0;
             if (n < WIDTH && BLOCK == 0) tell(p->residual + n, to_bf16(v[i]), stamp_of(0));
         }
     }
-    // Words as inputs: a thread asks for up to 16 times 4 of them at a time.
+    // Load words as inputs: a thread requests up to 16 times 4 of them at a time.
     DEV void hear_inputs(const u32* from, int count, u32 stamp) {
         constexpr int ALL = (larger(ATT, MLP) / 4 + CONSUMERS - 1) / CONSUMERS, TIMES = (ALL + 15) / 16;
         constexpr int PLACES = (ALL + TIMES - 1) / TIMES;

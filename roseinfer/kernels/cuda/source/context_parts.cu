@@ -1,4 +1,4 @@
-// Where a context is cut into parts, as kernels/context_parts.py has it.
+// Parts of a context, as in kernels/triton/softmax.py.
 DEV int part_begin(int part) {
     int doubled = part / 16 - 1;
     doubled = doubled > 0 ? doubled : 0;

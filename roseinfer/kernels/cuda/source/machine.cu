@@ -1,5 +1,5 @@
-// What the machine does: barriers in shared memory, copies of tiles, tensor cores, words of global memory.
-// tests/persistent/machine.h has the same names for machines without a GPU.
+// Instructions of the GPU: barriers in shared memory, copies of tiles, tensor cores, words of global
+// memory. tests/persistent/machine.h has the same names for machines without a GPU.
 
 #define DEV __device__ __forceinline__
 
@@ -33,14 +33,15 @@ DEV u64 policy_first() {
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// A matrix, as the copy engine knows it (tensor_maps.py).
+// A tensor map, the copy engine's description of a matrix (tensor_maps.py).
 struct alignas(64) TensorMap { u64 opaque[16]; };
-// The engine reads maps by a way of its own, and may have kept what lay there before the host wrote.
+// The copy engine reads maps through a cache of its own, which may still have the
+// bytes from before the host's write.
 DEV void acquire_map(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// A tile whose first output and first group of inputs these are.
+// Copy the tile with this first output and first group of inputs.
 DEV void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -52,7 +53,7 @@ DEV void fence_init() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 DEV void bar_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
-// True in one thread of a warp: for it alone, code that needs no loop over lanes.
+// True in one thread of a warp, for which alone the compiler generates code without a loop over lanes.
 DEV bool elected() {
     u32 ok;
     asm volatile(
@@ -67,7 +68,7 @@ DEV u32 add_and_see(u32* p) {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
-// Words are loaded and stored each as a whole, in any order, past the first-level cache.
+// Words are loaded and stored whole, in any order, bypassing the L1 cache.
 template <int V, class Word>
 DEV void load_words(const Word* p, Word* w);
 template <>
@@ -95,51 +96,50 @@ DEV void store_word(u32* p, u32 w) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(w) : "memory");
 }
 
-// What no program of this launch writes.
+// Load data that no program of this launch writes.
 DEV u16 kept1(const u16* p) {
     u16 v;
     asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
-// Places of the cache that are read hold the tokens of earlier launches, but lie beside the place
-// that this launch writes.
+// Load from cache slots of earlier launches' tokens, which are next to the slot that this launch writes.
 DEV u32 cached2(const u16* p) {
     u32 v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 
-// One product of 16 rows by 8 columns over 16 inputs, added to d.
+// One GEMM of 16 rows by 8 columns over 16 inputs, accumulated into d.
 DEV void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Four matrices of 8 rows of 16 bytes; lane i says where row i % 8 of matrix i / 8 begins.
+// Four matrices of 8 rows of 16 bytes; lane i has the address of row i % 8 of matrix i / 8.
 DEV void load_matrices(u32* r, const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at(row)) : "memory");
 }
-// The same with rows and columns exchanged.
+// The same, transposed.
 DEV void load_matrices_turned(u32* r, const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at(row)) : "memory");
 }
-// A matrix of 8 rows of which each lane has two numbers, with rows and columns exchanged.
+// Transpose a matrix of 8 rows; each lane has two of its elements.
 DEV u32 turned(u32 two) {
     u32 r;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
     return r;
 }
 
-// Arithmetic as the Triton kernels' instructions do it.
+// Arithmetic by the Triton kernels' instructions.
 DEV u32 two_bf16(float first, float second) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
     return r;
 }
-// The instruction for one takes several times as long.
+// The instruction for a single value takes several times as long.
 DEV u16 to_bf16(float v) { return (u16)two_bf16(v, 0.0f); }
 DEV float exp2_flushed(float v) {
     float r;
@@ -151,7 +151,7 @@ DEV float over(float a, float b) {
     asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-// The same for one over a number that is one or more, in fewer instructions.
+// The reciprocal of a number that is one or more, in fewer instructions.
 DEV float one_over(float v) {
     float r;
     bool large = v > 8.50705917e37f;  // two to the 126th
@@ -167,9 +167,10 @@ DEV float times_plus(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEV float as_float(u32 v) { return __uint_as_float(v); }
 DEV u32 as_bits(float v) { return __float_as_uint(v); }
 DEV void yield() {}
-// What follows from a number is computed anew from here on, and takes no registers before.
+// Make the compiler recompute values derived from v from here on: before, they take no registers.
 DEV void afresh(int& v) { asm volatile("" : "+r"(v)); }
-// A number that is the same in all threads of a warp: the compiler knows it from here on, and has one register for all.
+// A value that is the same in all threads of a warp: the compiler knows it from here on, and uses one
+// register for all.
 DEV int alike(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 #define BLOCK ((int)blockIdx.x)
 #define THREAD ((int)threadIdx.x)

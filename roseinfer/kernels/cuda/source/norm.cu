@@ -1,23 +1,23 @@
-// A row that is normed, by threads of whom each holds some of its numbers. Squares are added up in the
-// order that Triton's norm kernels have: so many in each of their threads, then the threads of a warp
-// by halves, then the warps by halves.
+// The norm of a row whose elements are distributed over threads. Squares are added up in the order of
+// Triton's norm kernels: some in each of their threads, then the threads of a warp by halves, then the
+// warps by halves.
 
 template <int NUMBERS, int TRITONS_WARPS, int ITS_THREADS>
 struct RowNorm {
     static constexpr int TRITONS = TRITONS_WARPS * 32;  // threads
     static constexpr int EACH = larger(power_of_two(NUMBERS) / TRITONS, 1);
-    static constexpr int RUN = EACH < 8 ? EACH : 8;  // that lie side by side
+    static constexpr int RUN = EACH < 8 ? EACH : 8;  // contiguous elements
     static constexpr int TURNS = (TRITONS + ITS_THREADS - 1) / ITS_THREADS;
     static constexpr int HELD = TURNS * EACH;
     static constexpr int LOADED = RUN < 4 ? RUN : 4;  // at once
 
-    // The number that a thread has at some place, or one beyond the row.
+    // Index of a thread's element, or one past the row.
     DEV static int held(int t, int i) {
         int turn = i / EACH, own = turn * ITS_THREADS + t;
         if (own >= TRITONS) return NUMBERS;
         return i % EACH / RUN * RUN * TRITONS + own * RUN + i % RUN;
     }
-    // What numbers are multiplied by before they have their gain.
+    // Factor of the elements before their gain.
     template <class Meet>
     DEV static float factor(const float* v, float* squares_of_warps, int t, float epsilon, Meet meet) {
 #pragma unroll

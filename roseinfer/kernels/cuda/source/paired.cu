@@ -1,15 +1,15 @@
-// Products of many rows, by pairs of programs that share the weights they fetch.
+// GEMMs of many rows, by pairs of programs that share the weights they fetch.
 //
-// A pair has 256 rows by 128 outputs at a time, and takes one such item after the other. Each of the two
-// fetches its own half of the rows and half of the weights for both, 64 inputs at a time, into a ring.
-// Two warpgroups multiply 64 rows each, and for either a thread brings what is added to and takes away
-// what has come out. So nothing waits for what lies in global memory but those who fetch.
+// A pair computes 256 rows by 128 outputs at a time, one such item after the other. Each of the two
+// programs fetches its own half of the rows, and half of the weights for both, 64 inputs at a time, into a
+// ring. Two warpgroups multiply 64 rows each, and for either a thread loads the residual tile and stores
+// the result. So only the fetching threads wait for global memory.
 //
-// Either the parts of a product are added up, each from its first input to its last, and that is added to
-// the residual stream: the bits of parts that kernels/triton/norm.py adds up. Or gates are multiplied
-// beside what they gate.
+// Either the parts of a GEMM are added up, each from its first input to its last, and the sum is added to
+// the residual stream: with the bits of parts that kernels/triton/norm.py adds up. Or gates are multiplied
+// together with the gated values.
 //
-// Told: GATES; STAGES, tiles of the ring; SHARED_BYTES.
+// Macros: GATES; STAGES, tiles of the ring; SHARED_BYTES.
 
 constexpr int SIDE = 64, OUTPUTS = 128, GROUP_ROWS = 64, GROUPS = 2, ROWS = GROUP_ROWS * GROUPS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
@@ -17,7 +17,7 @@ constexpr int STRIPS = GATES ? 2 : 1;
 constexpr int OF_ROWS = ROWS * SIDE * 2, OF_WEIGHTS = OUTPUTS * SIDE * 2;  // bytes of SIDE inputs
 constexpr int STAGE = OF_ROWS + STRIPS * OF_WEIGHTS;
 constexpr int OF_OUT = GROUP_ROWS * OUTPUTS * 2, OF_COLUMNS = GROUP_ROWS * SIDE * 2;
-constexpr int HIGH = 8;  // pairs' rows that are gone through before the next outputs: what runs at a time shares both
+constexpr int HIGH = 8;  // row tiles that are computed before the next outputs: concurrent items share both
 
 struct Params {
     TensorMap rows, weights, out;
@@ -38,7 +38,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 
 typedef RingTurn<STAGES> Turn;
 struct Item {
-    int row, output;  // a program's first ones
+    int row, output;  // a program's first row and output
 };
 template <class Take>
 DEV void each_item(const Params& p, Take take) {
@@ -56,7 +56,7 @@ DEV void fetch(const Params& p, Shared* s) {
     ask_for_map(&p.weights);
     wait_for_kernel_in_front();
     int program = BLOCK % 2;
-    Turn turn = {0, 1};  // the first time round no barrier is waited for
+    Turn turn = {0, 1};  // the first round waits for no barrier
     each_item(p, [&](const Item& item) {
 #pragma unroll 1
         for (int i = 0; i < p.parts * p.tiles; i++) {
@@ -74,7 +74,7 @@ DEV void fetch(const Params& p, Shared* s) {
     });
 }
 
-// Bring what a warpgroup adds to, and take away what has come out.
+// Load the residual tile of a warpgroup, and store its result.
 DEV void exchange(const Params& p, Shared* s, int group) {
     ask_for_map(&p.out);
     wait_for_kernel_in_front();
@@ -101,7 +101,7 @@ struct Multiplying {
     Turn turn;
     u32 parity;
     float part[OUTPUTS / 2];   // or gates
-    float other[OUTPUTS / 2];  // the sum of parts, or what gates gate
+    float other[OUTPUTS / 2];  // the sum of parts, or gated values
 
     DEV Multiplying(const Params& params, Shared* shared) : p(params), s(shared), turn{0, 0}, parity(0) {
         group = alike(THREAD / 128), lane = THREAD % 32;

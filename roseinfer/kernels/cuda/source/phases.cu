@@ -1,12 +1,13 @@
-    // ------------------------------------------------------------ the phases of a layer but attention
-    // Norm the residual stream, and multiply it. What norms it comes before the words that are waited for.
+    // ------------------------------------------------------------ the phases of a layer without attention
+    //
+    // Norm the residual stream, and multiply it. The norm's gain is loaded before waiting for words.
     DEV void first_product(int half) {
         afresh(t);
         int layer = half / 2, mlp = half % 2, first, count;
         bool head = half == 2 * p->num_layers;
         u16 gain[HELD];
         float v[HELD];
-        read_gain(head ? p->norm_end : mlp ? p->layers[layer].norm_of_mlp : p->layers[layer].norm, gain);
+        read_gain(head ? p->norm_end : mlp ? p->layers[layer].mlp_norm : p->layers[layer].norm, gain);
         share(head ? VOCAB : mlp ? MLP : QKV, phase_of(half, FIRST), &first, &count);
         if (half == 0) read_word(v);
         else hear_residual(p->residual + mlp * WIDTH, stamp_of(layer), v);
@@ -19,8 +20,7 @@
             if (r + 1 < count) logits[r + 1] = to_bf16(b);
         });
         meet();
-        // What others gave up is NaN by now. Who waits for the token finds no number in such a row, and
-        // says so (kernels/triton/greedy.py).
+        // After a timeout, results are NaN. Choosing a token reports a row of NaN (kernels/triton/greedy.py).
         bool none = head && *(volatile int*)&s->dead;
 #pragma unroll 1
         for (int r = t; r < count; r += CONSUMERS) {
@@ -33,8 +33,8 @@
         const u16* bias = p->layers[layer].bias;
         return bias ? v + wide(kept1(bias + row)) : v;
     }
-    // Multiply what was made in this half, and add the products to the residual stream. What is added to
-    // comes before the words that are waited for.
+    // Multiply the results of this half, and add to the residual stream. The previous residual is loaded
+    // before waiting for words.
     DEV void second_product(int half) {
         afresh(t);
         constexpr int MINE = (WIDTH / PROGRAMS + CONSUMERS) / CONSUMERS;  // rows, at most
@@ -59,11 +59,11 @@
         for (int j = 0; j < MINE; j++) {
             int r = t + j * CONSUMERS;
             if (r >= count) continue;
-            float sum = times_plus(sum_of(r, cut.parts), p->added_times, before[j]);
+            float sum = times_plus(sum_of(r, cut.parts), p->residual_multiplier, before[j]);
             tell(to + r, to_bf16(sum), stamp_of(layer + mlp));
         }
     }
-    // The last program to end counts the launch, and leaves the rest as the next one needs it.
+    // The last program to end counts the launch, and resets the rest for the next one.
     DEV void leave() {
         meet();
         if (t) return;

@@ -1,34 +1,34 @@
-// One thread fetches the program's rows of all matrices, in the order in which they are needed, into a
-// ring of tiles in shared memory: a tile by one instruction. It waits for free tiles alone, since
-// weights depend on nothing. The ring goes round in a launch that is given up too: who did not wait for a
-// tile would take a slot that is still being filled.
+// One thread fetches the program's rows of all matrices, in the order of their use, into a ring of tiles in
+// shared memory: one instruction per tile. It only waits for free tiles, since weights depend on nothing.
+// The ring continues in a launch that times out too: a warp that did not wait for a tile would use a slot
+// that is still being filled.
 
 struct Producer {
     Shared* s;
     u64 policy;
-    const TensorMap *map, *last;  // of the matrix that is fetched, and of the last one
-    int slot, old;                // of the next tile, and of the one IN_FLIGHT before it
+    const TensorMap *map, *last;  // maps of the matrix that is fetched, and of the last one
+    int slot, old;                // slots of the next tile, and of the tile IN_FLIGHT before it
     u32 turn, old_turn;
 
     DEV void start(const Params& p, Shared* shared) {
         s = shared; policy = policy_first();
         map = p.maps; last = map + p.num_layers * MATRICES;
-        // The first time round no barrier is waited for: the phase before its first counts as over.
+        // The first round waits for no barrier: the phase before its first counts as over.
         slot = 0; old = STAGES - IN_FLIGHT;
         turn = old_turn = 1;
         acquire_map(map);
     }
     DEV void next(int row, int group, u32 bytes) {
         wait_for(&s->empty[slot], turn);
-        // More requests at a time than this make each other wait (docs/performance.md).
+        // More concurrent requests than this delay each other (docs/performance.md).
         wait_for(&s->full[old], old_turn);
         mbar_expect(&s->full[slot], bytes);
         copy_tile(s->ring + slot * SLOT, map, row, group, &s->full[slot], policy);
         forward(1, &slot, &turn);
         forward(1, &old, &old_turn);
     }
-    // The next matrix: of one or two strips, MLP apart, `count` rows each. A tile that has fewer than
-    // ROWS of them comes with what follows in the matrix, or with zeros: nobody looks at their sums.
+    // The next matrix: one or two strips, MLP rows apart, `count` rows each. A tile with fewer than ROWS of
+    // them contains the following rows of the matrix, or zeros: their sums are ignored.
     DEV void fetch(int first, int count, Cut cut, int strips) {
         int blocks = blocks_of(count), chains = blocks * strips * cut.parts;
         if (map != last) acquire_map(map + 1);

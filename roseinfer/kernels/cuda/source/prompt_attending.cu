@@ -1,15 +1,16 @@
-// A warpgroup. Of every 16 rows a thread has two, `row` and `row + 8`, and of every 8 columns two.
+// A computing warpgroup. Of every 16 rows a thread has two, `row` and `row + 8`, and of every 8 columns
+// two.
 struct Attending {
     const Params& p;
     Shared* s;
     int group, t, warp, lane, row, pair;
     Turn k, v;
-    int side;  // where the item's queries lie. Those of the next come to the other side meanwhile
+    int side;  // buffer of the item's queries; the next item's are loaded into the other one meanwhile
     Item item;
-    int position[2];        // of its rows' tokens
+    int position[2];        // positions of its rows' tokens
     float scores[TILE_T / 2];
-    float top[2], sums[SUMS];  // of the part of the context that is looked at
-    bool kept;                 // of what the sums were: nothing where a part begins
+    float top[2], sums[SUMS];  // results of the current part of the context
+    bool kept;                 // sums accumulate if true; false where a part begins
     float all_top[2], all_total[2], all[DIM / 2];
 
     DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0}, side(1) {
@@ -25,13 +26,13 @@ struct Attending {
         item = given;
         side = alike(side ^ 1);
         t = THREAD % 128;
-        afresh(t);  // what follows from it takes no registers else
+        afresh(t);  // values derived from it take no other registers
         warp = alike(t / 32), lane = t % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
         begin_item();
         if (next.count) bring_queries(next);
-        meet();  // all warps' queries are there
+        meet();  // all warps' queries are loaded
         int tiles = item.tiles(), mine = own_tiles();
         begin_part();
         u32 weights[TILE_T / 4];
@@ -43,7 +44,7 @@ struct Attending {
             round_weights(weights);
         }
         int part = 0, end = part_begin(1);
-        bool ends = false;  // a part, which is folded while the scores of the next one's second tile are made
+        bool ends = false;  // end of a part, merged while the scores of the next one's second tile are computed
         float part_top[2];
 #pragma unroll 1
         for (int i = 1; i < mine; i++) {
@@ -59,11 +60,11 @@ struct Attending {
             look_at_last((mine - 1) * TILE_T, weights);
             fold(top);
         }
-        // Others see more than this warpgroup.
+        // Skip the tiles that only other warpgroups attend to.
         for (int i = mine; i < tiles; i++) {
             wait_for(&s->keys_there[k.slot], k.parity);
             wait_for(&s->values_there[v.slot], v.parity);
-            sync_warp();  // before one of it says for all that they have waited
+            sync_warp();  // all lanes have waited before one of them signals it
             give_back(s->keys_read, &k);
             give_back(s->values_read, &v);
         }
@@ -84,8 +85,8 @@ struct Attending {
         load_matrices(a, place_in_queries(warp * 16 + lane % 16, deep * 2 + lane / 16));
     }
 
-    // A warp brings its rows' queries, and its own tokens' keys and values, 16 bytes a thread. Keys and values lie where
-    // the next queries will, until each thread has those that it needs.
+    // A warp loads its rows' queries, and its own tokens' keys and values, 16 bytes per thread. Keys and
+    // values are in the buffer of the next queries, until each thread has those that it needs.
     DEV void begin_item() {
         uint4 keys[OWN_PIECES], values[OWN_PIECES];
         read_own(values, p.v_cache);
@@ -118,7 +119,7 @@ struct Attending {
             pieces[i] = *(const uint4*)(cache + item.cache_row(p, item.position + token) * DIM + lane % (DIM / 8) * 8);
         }
     }
-    // Rows that are no query's have another one's numbers, and are not stored. A thread brings pieces that lie half a
+    // Padding rows have another row's elements, and are not stored. A thread loads pieces that are half a
     // row apart, and rotates them.
     DEV int row_of(int round) const { return warp * 16 + lane / HALF * ROUNDS + round; }
     DEV int piece_of(int half) const { return lane % HALF + half * HALF; }
@@ -159,7 +160,8 @@ struct Attending {
             if (own < OWN_TOKENS) *(uint4*)place_in_next(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
         }
     }
-    // Look at the rows' own tokens, whose products are the diagonal of one with all of the warp's tokens.
+    // Attend to the rows' own tokens, whose scores are the diagonal of a GEMM with all of the warp's
+    // tokens.
     DEV void look_at_own(const u32 (*keys)[DIM / 8], const u32* two) {
         int first = token_of(warp * 16);
         float d[EIGHTS][4];
@@ -196,7 +198,7 @@ struct Attending {
         for (int half = 0; half < 2; half++) top[half] = as_float(0xff800000u);  // minus infinity
         kept = false;
     }
-    // Have the next tile's keys multiplied by the queries.
+    // Multiply the next tile's keys by the queries.
     DEV void ask_for_scores() {
         wait_for(&s->keys_there[k.slot], k.parity);
         begin_products();
@@ -218,8 +220,8 @@ struct Attending {
             else multiply_places_afresh<TILE_T>(scores, queries, keys);
         }
     }
-    // Multiply a tile's weights by its values, and make weights of the next one's scores meanwhile. A warp waits
-    // until a product that it asks for can begin, and so it asks for one at a time.
+    // Multiply a tile's weights by its values, and compute the weights of the next one meanwhile. A warp
+    // waits until its next GEMM can begin, and so it issues one at a time.
     DEV void look_at_tile(int next, u32* weights, bool ends) {
         wait_for(&s->values_there[v.slot], v.parity);
         begin_products();
@@ -229,7 +231,7 @@ struct Attending {
         if (ends) top[0] = top[1] = as_float(0xff800000u);
         weigh(next, shrink, [&](int first, int last) { multiply_values(weights, first, last); });
         settled<TILE_T / 2>(scores);
-        // Without a branch in front of it the compiler would put the wait before all weights are made.
+        // Without a branch before it the compiler would place the wait before all weights are computed.
         if (!ends && any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
             wait_for_last_products<1>();
             settle_values(weights);
@@ -250,7 +252,7 @@ struct Attending {
         settled<SUMS>(sums);
         settled<TILE_T / 4>(weights);
     }
-    // Those of some 16 tokens each.
+    // Weights of 16 tokens at a time.
     DEV void multiply_values(const u32* weights, int first, int last) {
         TilePlace values = columns_at(s->values[v.slot], STRIP);
 #pragma unroll
@@ -269,7 +271,7 @@ struct Attending {
         settle_values(weights);
         give_back(s->values_read, &v);
     }
-    // What is stored behind the last token that is seen may be anything, and nothing times that NaN.
+    // Slots after the last visible token may contain anything, and zero times NaN is NaN.
     DEV void clear_behind(int tokens) {
         const uint4 nothing = {0, 0, 0, 0};
         for (int i = tokens * 8 + t; i < TILE_T * 8; i += 128)
@@ -278,8 +280,8 @@ struct Attending {
         show_copy_engine();
         meet();
     }
-    // Make weights of a tile's scores, and find how much what was seen before shrinks. Products of the tile before
-    // are asked for meanwhile.
+    // Turn a tile's scores into weights, and compute the factor by which earlier sums shrink. GEMMs of the
+    // previous tile are issued meanwhile.
     template <class Ask>
     DEV void weigh(int begin, float* shrink, Ask ask) {
         const float NOTHING = as_float(0xff800000u);  // minus infinity
@@ -317,7 +319,7 @@ struct Attending {
 #pragma unroll
         for (int i = 0; i < TILE_T / 4; i++) weights[i] = two_bf16(scores[i * 2], scores[i * 2 + 1]);
     }
-    // Add what was seen of a part to what was seen before it.
+    // Merge a part into the parts before it.
     DEV void fold(const float* top) {
         float shrink[2], weight[2];
 #pragma unroll
@@ -334,7 +336,7 @@ struct Attending {
 #pragma unroll
         for (int i = 0; i < DIM / 2; i++) all[i] += sums[i] * weight[i / 2 % 2];
     }
-    // The queries have been read: what comes of them goes where they lay, and then row by row.
+    // The queries have been read: the results are written into their buffer, and then stored row by row.
     DEV void store() {
         meet();
 #pragma unroll
@@ -347,7 +349,7 @@ struct Attending {
             }
         }
         sync_warp();
-        constexpr int LANES = DIM / 8;  // of a row
+        constexpr int LANES = DIM / 8;  // lanes per row
 #pragma unroll
         for (int i = 0; i < 16; i += 32 / LANES) {
             int own = warp * 16 + i + lane / LANES, piece = lane % LANES;
@@ -356,7 +358,7 @@ struct Attending {
                 *(uint4*)(p.out + (item.row + token_of(own)) * p.out_token + head_of(own) * p.out_head + piece * 8) = numbers;
         }
     }
-    // Where 8 numbers of a row lie, in the order that the copy engine would lay them.
+    // Offset of 8 elements of a row, in the copy engine's swizzled order.
     DEV unsigned char* place_in_queries(int own, int piece) const { return place(s->queries[side][group], own, piece); }
     DEV unsigned char* place_in_next(int own, int piece) const { return place(s->queries[side ^ 1][group], own, piece); }
     DEV unsigned char* place(unsigned char* queries, int own, int piece) const {

@@ -1,6 +1,6 @@
-// The thread that fetches keys and values, as far as the rings have room.
+// The thread that fetches keys and values, as far ahead as the rings allow.
 
-// Blocks behind the last token's may not be there: the last one stands in for them.
+// Blocks after the last token's may not exist: the last one replaces them.
 DEV void fetch_tile(const Params& p, const Item& item, const TensorMap* map, int begin, unsigned char* to, u64* there) {
     mbar_expect(there, DEEP * STRIP);
 #pragma unroll
@@ -17,7 +17,7 @@ DEV void fetch(const Params& p, Shared* s) {
     ask_for_map(&p.keys);
     ask_for_map(&p.values);
     wait_for_kernel_in_front();
-    Turn k = {0, 1}, v = {0, 1};  // the first time round no barrier is waited for
+    Turn k = {0, 1}, v = {0, 1};  // the first round waits for no barrier
     each_item(p, [&](const Item& item, const Item&) {
         int tiles = item.tiles();
 #pragma unroll 1

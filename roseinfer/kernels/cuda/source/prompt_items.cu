@@ -1,43 +1,43 @@
-// Attention of prompts: of many new tokens of a sequence, whose keys and values are stored already.
+// Prefill attention: many new tokens of a sequence, whose keys and values are stored already.
 //
-// A program has 64 rows for each warpgroup: consecutive tokens of a sequence, and of each the query
-// heads that share a KV head. One thread fetches keys and values of 64 tokens at a time into two
-// rings. A warpgroup multiplies its queries by the keys of the next tile, and its weights by the values of a tile
-// while it makes weights of those scores. Meanwhile the others have the tensor cores too.
+// A program has 64 rows for each warpgroup: consecutive tokens of a sequence, and of each the query heads
+// that share a KV head. One thread fetches keys and values of 64 tokens at a time into two rings. A
+// warpgroup multiplies its queries by the keys of the next tile, and its weights by the values of a tile
+// while it computes the weights of those scores. Meanwhile other warpgroups use the tensor cores too.
 //
-// Each row adds up in the order of kernels/triton/softmax.py, and gets the same bits.
+// Each row is added up in the order of kernels/triton/softmax.py, and gets the same bits.
 //
-// Told: DIM, numbers of a head; GROUP, query heads of a KV head; BLOCK_SIZE; GROUPS, warpgroups, and
+// Macros: DIM, elements per head; GROUP, query heads per KV head; BLOCK_SIZE; GROUPS, warpgroups, and
 // REGISTERS of each of their threads; STAGES, tiles of each ring; SHARED_BYTES.
 
-constexpr int TILE_T = 64;  // tokens that are looked at together
+constexpr int TILE_T = 64;  // tokens of a tile
 constexpr int SIXTEENS = TILE_T / 16;
-constexpr int SIDE = 64;    // numbers that lie side by side
-constexpr int ROWS = 64;    // of a warpgroup
+constexpr int SIDE = 64;    // contiguous elements
+constexpr int ROWS = 64;    // rows of a warpgroup
 constexpr int TILE_G = power_of_two(GROUP);
-constexpr int TOKENS = ROWS / TILE_G;  // of a warpgroup
+constexpr int TOKENS = ROWS / TILE_G;  // tokens of a warpgroup
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
-constexpr int STRIP = 64 * SIDE * 2;  // bytes of 64 rows by SIDE numbers
+constexpr int STRIP = 64 * SIDE * 2;  // bytes of 64 rows by SIDE elements
 constexpr int DEEP = DIM / SIDE;
-constexpr int ONES = 8;                 // columns of ones behind the values, whose products are sums of weights
-constexpr int SUMS = (DIM + ONES) / 2;  // of a thread
+constexpr int ONES = 8;                 // columns of ones after the values, whose sums are the sums of weights
+constexpr int SUMS = (DIM + ONES) / 2;  // sums of a thread
 constexpr int OWN_TOKENS = larger(16 / TILE_G, 1);  // tokens of a warp
 constexpr int EIGHTS = larger(OWN_TOKENS / 8, 1);   // the same, by 8
-constexpr int AT_A_TIME = 32 / (DIM / 8);    // rows that a warp brings, 16 bytes a thread
-constexpr int OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // that a thread brings
-constexpr int HALF = DIM / 16;  // pieces of half a row, which turns against the other half
-constexpr int ROUNDS = DIM / 32;  // in which a warp brings its rows of queries
-constexpr int ALIKE = smaller(TILE_G, ROUNDS);  // rounds in which a thread brings those of one token
-constexpr int AT_ONCE = smaller(BLOCK_SIZE, TILE_T);  // tokens that lie one behind the other
+constexpr int AT_A_TIME = 32 / (DIM / 8);    // rows that a warp loads, 16 bytes per thread
+constexpr int OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // pieces of a thread
+constexpr int HALF = DIM / 16;  // pieces of half a row, which is rotated with the other half
+constexpr int ROUNDS = DIM / 32;  // rounds in which a warp loads its rows of queries
+constexpr int ALIKE = smaller(TILE_G, ROUNDS);  // rounds in which a thread loads one token's queries
+constexpr int AT_ONCE = smaller(BLOCK_SIZE, TILE_T);  // contiguous tokens
 
 struct Params {
     TensorMap keys, values;
     const u16 *query, *k_cache, *v_cache;
-    const u16 *cosines, *sines;  // of positions, by which queries are yet to be rotated, or nothing
+    const u16 *cosines, *sines;  // rotation of queries, by position; null without a rotation
     u16* out;
     const long long *tables, *sequences, *rows, *counts, *positions;
-    long long query_token, query_head, out_token, out_head;  // numbers from one to the next
-    long long block_rows, head_rows;  // rows of a cache from one to the next
+    long long query_token, query_head, out_token, out_head;  // strides in elements
+    long long block_rows, head_rows;  // strides in rows of a cache
     long long table_width;
     int tiles, kv_heads, programs;
     float scale;
@@ -56,7 +56,7 @@ typedef RingTurn<STAGES> Turn;
 // Some tokens of a sequence, for one KV head.
 struct Item {
     const long long* table;
-    long long row;  // of the first token's queries
+    long long row;  // row of the first token's queries
     int kv_head, count, position;
 
     DEV int last() const { return position + count - 1; }
@@ -67,9 +67,10 @@ struct Item {
     }
 };
 
-// Those items come first that see the most: of all sequences, or where these are many, of each. Programs take
-// them to and fro, so that each gets long and short ones. Items of a sequence that are taken at about the same
-// time have its keys and values come from memory once. What an item is is read while the one before is attended to.
+// Items with the longest contexts come first: of all sequences, or, where these are many, of each. Programs
+// take items back and forth, so that each gets long and short ones. Items of a sequence that run at about
+// the same time load its keys and values from memory once. An item's description is loaded while the
+// previous item is computed.
 struct Columns {
     int sequence, row, count, position;
 };

@@ -1,4 +1,4 @@
-// A program of the kernel that attends for prompts.
+// A program of the prefill kernel.
 
 DEV void program(const Params& p, Shared* s) {
     if (THREAD == 0) {

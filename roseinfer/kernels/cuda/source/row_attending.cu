@@ -1,22 +1,23 @@
-// A row and a KV head. Of every 16 rows of a product a thread has two, `row` and `row + 8`, and of every 8 columns two.
+// A row and a KV head. Of every 16 rows of a GEMM a thread has two, `row` and `row + 8`, and of every 8
+// columns two.
 struct Attending {
     const Params& p;
     Shared* s;
     int t, warp, lane, row, pair;
-    int sequence, kv_head, own;  // the own token's position
+    int sequence, kv_head, own;  // the new token's position
     const long long* table;
     TileTurn seeing, fetching;
     u64 once;
     u32 queries[EIGHTS][DIM / 16][2];
     float scores[EIGHTS][TILE_T / 16][4];
-    float top[EIGHTS][2], total[EIGHTS][4], sums[EIGHTS][DIM / 16][4];  // of the part that is looked at
+    float top[EIGHTS][2], total[EIGHTS][4], sums[EIGHTS][DIM / 16][4];  // results of the current part
 
     DEV Attending(const Params& params, Shared* shared)
         : p(params), s(shared), seeing(THREAD / 32), fetching(THREAD / 32) {
         t = THREAD, warp = alike(t / 32), lane = t % 32, row = lane / 4, pair = lane % 4;
         sequence = BLOCK / p.kv_heads, kv_head = BLOCK % p.kv_heads;
         table = p.tables + sequence * p.table_width;
-        ask_for(table);  // it comes while the length does
+        ask_for(table);  // it arrives while the length does
         own = (int)p.lengths[sequence * p.length_pitch];
         once = policy_first();
     }
@@ -25,7 +26,7 @@ struct Attending {
     DEV void attend() {
         for (int i = 0; i < PLACES; i++) fetch_next();
         u32 cosines = 0, sines = 0;
-        if (p.cosines) {  // every round of a thread's has the same place in a head
+        if (p.cosines) {  // all rounds of a thread have the same offset in a head
             long long at = (long long)own * DIM + t % WORDS * 2;
             cosines = *(const u32*)(p.cosines + at), sines = *(const u32*)(p.sines + at);
         }
@@ -37,7 +38,8 @@ struct Attending {
         add_up();
     }
 
-    // Keys or values of stored tokens. Blocks behind the last one's may not be there: that one stands in for them.
+    // Fetch keys or values of stored tokens. Blocks after the last one's may not exist: the last one
+    // replaces them.
     DEV void fetch_next() {
         if (fetching.begin >= own) return;
         int slot = fetching.place.slot;
@@ -59,8 +61,8 @@ struct Attending {
         return table[token / BLOCK_SIZE] * p.block_rows + kv_head * p.head_rows + token % BLOCK_SIZE;
     }
 
-    // Bring the new token's heads, the queries first: two numbers of one half of a head, and two of the other half, at
-    // a time. Queries and key are rotated, and key and value are stored.
+    // Load the new token's heads, the queries first: two elements of one half of a head, and two of the
+    // other half, at a time. Queries and key are rotated, and key and value are stored.
     static constexpr int WORDS = DIM / 4;
     static constexpr int ALL_WORDS = (GROUP + 2) * WORDS, ROUNDS = (ALL_WORDS + THREADS - 1) / THREADS;
     DEV const u16* head(int member) const {
@@ -93,7 +95,7 @@ struct Attending {
             *(u32*)(kept + at) = first[i], *(u32*)(kept + at + DIM / 2) = second[i];
         }
     }
-    // Columns behind the last head have whatever lies there, and are not stored.
+    // Columns after the last head contain arbitrary data, and are not stored.
     DEV void hold_queries() {
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++)
@@ -101,9 +103,9 @@ struct Attending {
             for (int deep = 0; deep < DIM / 16; deep += 2)
                 load_matrices(queries[e][deep], s->queries + (e * 8 + lane % 8) * Q_PITCH + deep * 16 + lane / 8 * 8);
     }
-    // Which query head a thread has the numbers of, in every two.
+    // The query heads of a thread's elements.
     DEV int member_of(int e, int i) const { return e * 8 + pair * 2 + i % 2; }
-    // The key is the first row of a product, and the others stay empty.
+    // The key is the first row of a GEMM, and the others stay empty.
     DEV void look_at_own() {
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
@@ -119,15 +121,15 @@ struct Attending {
         }
     }
 
-    // Add up what is seen of the own token, and then of all parts in their order. A thread has two numbers of a head in
-    // each round.
+    // Merge the new token, and then all parts in their order. A thread has two elements of a head in each
+    // round.
     static constexpr int PAIRS = GROUP * DIM / 2, MINE = (PAIRS + THREADS - 1) / THREADS;
     DEV void add_up() {
         float all_top[MINE], all_total[MINE], all[MINE][2];
         int parts = own ? part_of(own - 1) + 1 : 0;
 #pragma unroll 1
         for (int begin = 0; begin == 0 || begin < parts; begin += WARPS) {
-            if (begin) meet();  // all that was seen before has been added
+            if (begin) meet();  // all earlier parts have been added
             if (begin + warp < parts) look_at_part();
             meet();
             int some = smaller(WARPS, parts - begin);
@@ -206,7 +208,7 @@ struct Attending {
         return s->tiles[warp][seeing.place.slot];
     }
     DEV void go_on() {
-        sync_warp();  // before one of it has something else come there
+        sync_warp();  // before one of its lanes overwrites them
         seeing.forward();
         fetch_next();
     }
@@ -227,7 +229,7 @@ struct Attending {
                 }
         }
     }
-    // Make weights of a tile's scores, and shrink what was seen before.
+    // Turn a tile's scores into weights, and shrink earlier sums.
     DEV void weigh(int begin) {
         const float NOTHING = as_float(0xff800000u);  // minus infinity
         if (begin + TILE_T > own) {
@@ -286,7 +288,7 @@ struct Attending {
             }
         }
     }
-    // What is stored behind the last token that is seen may be anything, and nothing times that NaN.
+    // Slots after the last visible token may contain anything, and zero times NaN is NaN.
     DEV void clear_behind(unsigned char* values, int tokens) {
         const uint4 nothing = {0, 0, 0, 0};
         for (int i = tokens * 8 + lane; i < TILE_T * 8; i += 32)
@@ -294,7 +296,7 @@ struct Attending {
             for (int deep = 0; deep < DEEP; deep++) *(uint4*)(values + deep * STRIP + i * 16) = nothing;
         sync_warp();
     }
-    // Where 8 numbers of a token lie, in the order in which the copy engine lays them.
+    // Offset of 8 elements of a token, in the copy engine's swizzled order.
     DEV static const unsigned char* place(const unsigned char* tile, int token, int piece) {
         return tile + piece / 8 * STRIP + token * SIDE * 2 + ((piece % 8 ^ token % 8) << 4);
     }

@@ -1,16 +1,16 @@
 // Linear layers of a few rows whose weights stream through shared memory.
 //
 // A program has 64 outputs of a layer (two strips of them where one gates the other) in a part of their
-// inputs. Weights are the first factor of its products, so that rows may be as few as 16. One thread
-// fetches tiles of weights into a ring as far as it has room: they depend on no other kernel, and so
-// are on their way while the kernel in front ends. Another fetches the rows when that has ended.
+// inputs. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread fetches
+// tiles of weights into a ring as far ahead as it has space: they depend on no other kernel, and so are in
+// flight while the previous kernel ends. Another fetches the rows when that has ended.
 //
-// Told: COLUMNS, rows of a warpgroup's product; GROUPS, warpgroups with as many rows each; STRIPS;
-// DEPTH, by SIDE inputs of a tile; STAGES, tiles of the ring; IN_FLIGHT, tiles of weights that are
-// asked for at a time; SHARED_BYTES.
+// Macros: COLUMNS, rows of a warpgroup's GEMM; GROUPS, warpgroups with as many rows each; STRIPS; DEPTH, by
+// SIDE inputs of a tile; STAGES, tiles of the ring; IN_FLIGHT, tiles of weights that are requested at a
+// time; SHARED_BYTES.
 
-constexpr int OUTPUTS = 64;  // what a warpgroup's product has at least
-constexpr int SIDE = 64;     // inputs that lie side by side
+constexpr int OUTPUTS = 64;  // smallest number that a warpgroup's GEMM has
+constexpr int SIDE = 64;     // contiguous inputs
 constexpr int ROWS = COLUMNS * GROUPS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 64;
 constexpr int OF_WEIGHTS = OUTPUTS * SIDE * 2, OF_ROWS = ROWS * SIDE * 2;  // bytes of SIDE inputs
@@ -20,10 +20,10 @@ struct Params {
     TensorMap weights, rows;
     void* out;
     const u16* bias;
-    long long part_pitch, row_pitch;  // numbers of `out` from a part, and from a row, to the next
+    long long part_pitch, row_pitch;  // strides of parts and rows of `out`, in elements
     int outputs, num_rows;
     int parts, tiles;  // tiles of a part
-    int as_is;         // sums are stored in float32
+    int as_is;         // nonzero if sums are stored in float32
 };
 
 struct alignas(1024) Shared {
@@ -34,10 +34,10 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 static_assert(IN_FLIGHT > 0 && IN_FLIGHT <= STAGES, "a barrier tells a phase from the next one alone");
 
 struct Place {
-    int output, part;  // a program's first output
+    int output, part;  // a program's first output, and its part
 };
 
-// Go one tile forward in the ring; barriers' phases take turns.
+// Advance by one tile in the ring; barriers' phases alternate.
 DEV void forward(int* slot, u32* turn) {
     if (++*slot < STAGES) return;
     *slot = 0;
@@ -48,11 +48,11 @@ DEV void fetch_weights(const Params& p, Shared* s, Place at) {
     u64 once = policy_first();
     ask_for_map(&p.weights);
     int slot = 0, old = 0, first = at.part * p.tiles * DEPTH;
-    u32 turn = 1, old_turn = 0;  // the first time round no barrier is waited for
+    u32 turn = 1, old_turn = 0;  // the first round waits for no barrier
 #pragma unroll 1
     for (int i = 0; i < p.tiles; i++) {
         wait_for(&s->empty[slot], turn);
-        if (i >= IN_FLIGHT) {  // what others wait for comes no sooner than what is asked for before
+        if (i >= IN_FLIGHT) {  // earlier requests are served first
             wait_for(&s->weights_there[old], old_turn);
             forward(&old, &old_turn);
         }
@@ -66,7 +66,7 @@ DEV void fetch_weights(const Params& p, Shared* s, Place at) {
 }
 
 DEV void fetch_rows(const Params& p, Shared* s, Place at) {
-    ask_for_map(&p.rows);  // to fetch that takes as long as to fetch a tile
+    ask_for_map(&p.rows);  // fetching it takes as long as fetching a tile
     wait_for_kernel_in_front();
     int slot = 0, first = at.part * p.tiles * DEPTH;
     u32 turn = 1;
@@ -105,7 +105,7 @@ DEV void multiply(const Params& p, Shared* s, Sums* sums) {
                 multiply_tiles<COLUMNS>(sums->d[strip], weights + strip * STRIP + k / 4 * OF_WEIGHTS + k % 4 * 32,
                                         rows + k / 4 * OF_ROWS + k % 4 * 32);
         end_products();
-        // Of two strips the compiler keeps no product running while it goes round.
+        // With two strips the compiler keeps no GEMM running across iterations.
         wait_for_products<STRIPS == 1>();
         int read = STRIPS == 1 ? before : slot;  // by this warp
         if ((i || STRIPS == 2) && lane == 0) mbar_arrive(&s->empty[read]);

@@ -1,4 +1,4 @@
-"""What attention is handed of each sequence: a second route by which a cache is read back."""
+"""Keys and values that attention gets of each sequence: a second way to read a cache back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-Attended = defaultdict[int, list[KeysAndValues]]
-"""The keys and values of each layer, ``[tokens, heads, head_dim]``, by sequence."""
+AttentionContext = defaultdict[int, list[KeysAndValues]]
+"""Keys and values of each layer, ``[tokens, heads, head_dim]``, by sequence."""
 
 
-def nothing_attended(spec: CacheSpec) -> Attended:
+def empty_context(spec: CacheSpec) -> AttentionContext:
     shape, dtype = (0, spec.num_heads, spec.head_dim), getattr(torch, spec.dtype)
     nothing = torch.empty(shape, dtype=dtype, device=spec.device)
     return defaultdict(lambda: [(nothing, nothing)] * spec.num_layers)
 
 
-def behind(before: KeysAndValues, unseen: int, seen: Iterable[torch.Tensor]) -> KeysAndValues:
-    """Put the tokens that attention sees behind the ``unseen`` first ones.
+def prepend_unseen(
+    before: KeysAndValues, unseen: int, seen: Iterable[torch.Tensor]
+) -> KeysAndValues:
+    """Prepend the ``unseen`` first tokens to those that attention sees.
 
-    A sliding window hides those; they stay as they were when attention still saw them.
+    A sliding window hides the first ones; they stay as they were when attention last saw them.
     """
     keys, values = (torch.cat([old[:unseen], new]) for old, new in zip(before, seen, strict=True))
     return keys, values

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and which of them an exception means."""
+"""Errors in OpenAI's format, and the mapping from exceptions to them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-LATER = {"Retry-After": "1"}
-"""Headers of a refusal that need not last."""
+RETRY_AFTER_HEADERS = {"Retry-After": "1"}
+"""Headers of an error that may be temporary."""
 
 
-class Refused(Exception):
-    """A request that gets an error for an answer."""
+class ApiError(Exception):
+    """Error response of a request: status, message, parameter and code."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Refused(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def refusal_of(error: Exception) -> Refused:
-    """Return what a client is told of an error. One that nobody raised on purpose is not told."""
-    if isinstance(error, Refused):
+def to_api_error(error: Exception) -> ApiError:
+    """Return the API error for an exception; that of an unexpected one has no details."""
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        return Refused(error.status_code, error.detail, headers=error.headers)
+        return ApiError(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, (BadArgument, ConfigError)):
-        return Refused(400, str(error), code="invalid_value")
+        return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, EngineRestarting):
-        later = {"Retry-After": str(error.retry_after)}
-        return Refused(503, str(error), code="engine_restarting", headers=later)
+        headers = {"Retry-After": str(error.retry_after)}
+        return ApiError(503, str(error), code="engine_restarting", headers=headers)
     if isinstance(error, TooBusy):
-        return Refused(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, EngineStopped):
-        return Refused(503, str(error), code="engine_stopped")
+        return ApiError(503, str(error), code="engine_stopped")
     if isinstance(error, RoseinferError):
-        return Refused(500, str(error), code="generation_failed")
-    return Refused(500, "the server failed at this request; its log says where")
+        return ApiError(500, str(error), code="generation_failed")
+    return ApiError(500, "internal server error; the server's log has the traceback")

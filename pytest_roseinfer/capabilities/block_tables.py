@@ -1,4 +1,4 @@
-"""The books of a cache: tables, refcounts, free blocks, and the slots of sequences."""
+"""Bookkeeping of a cache: block tables, refcounts, free blocks, and slots of sequences."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities import return_values
 from pytest_roseinfer.capabilities.cache_data import Ledger
 from pytest_roseinfer.capabilities.capability import (
-    Across,
     Capability,
-    Look,
     Observer,
+    RankPolicy,
     Run,
+    SnapshotScope,
     View,
     optional,
 )
@@ -24,7 +24,7 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
     location_of_block,
 )
-from pytest_roseinfer.capabilities.operation import asked
+from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.oracle.pages import NEXT_TRY
 from pytest_roseinfer.words import some
 
@@ -36,47 +36,47 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.pages import Page
 
 
-class BookMethods:
-    """The methods by which a cache shows its books."""
+class BlockTableMethods:
+    """Adapter methods that show the cache's bookkeeping."""
 
     @optional
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
         """Return the blocks of a sequence, as indices into ``arena``'s block dimension.
 
-        None stands for a block that was given back since it left the layer's window.
+        None stands for a block that was freed because it left the layer's window.
         """
 
     @optional
     def ledger(self, layer: int) -> Ledger:
-        """Return the cache's own books for one layer. With them, histories run out of room too."""
+        """Return the cache's bookkeeping of one layer. With it, histories also run out of room."""
 
 
 @invariant(rank=20, needs=("ledger", "table"))
-def ownership(seen: Observation) -> Finding | None:
+def ownership(observation: Observation) -> Finding | None:
     """Tables, refcounts and free blocks must agree with each other and with the oracle."""
-    for layer in range(seen.spec.num_layers):
-        if found := _wrong_books(seen, layer) or _wrong_sharing(seen, layer):
-            return found
+    for layer in range(observation.spec.num_layers):
+        if finding := _wrong_books(observation, layer) or _wrong_sharing(observation, layer):
+            return finding
     return None
 
 
-def _wrong_books(seen: Observation, layer: int) -> Finding | None:
-    """Say where refcounts or free blocks disagree with the tables, or with the cache's count."""
-    owners = seen.after.owners(*seen.oracle.pool_of(layer))
-    ledger = seen.after.ledger(layer)
+def _wrong_books(observation: Observation, layer: int) -> Finding | None:
+    """Find refcounts or free blocks that disagree with the tables, or with the cache's count."""
+    owners = observation.after.owners(*observation.oracle.pool_of(layer))
+    ledger = observation.after.ledger(layer)
     held = {block: count for block, count in ledger.refcounts.items() if count}
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
-        where = location_of_block(seen, layer, first)
+        where = location_of_block(observation, layer, first)
         times = some(owners[first], "time")
         counts = f"refcount {held.get(first, 0)}, and tables name it {times}{_by(where)}"
         return Finding(f"layer {layer}: block {first} has {counts}", where)
     if len(set(ledger.free)) < len(ledger.free):
         twice = max(ledger.free, key=list(ledger.free).count)
         what = f"layer {layer}: the free list names a block twice: {ledger.free}"
-        return Finding(what, location_of_block(seen, layer, twice))
+        return Finding(what, location_of_block(observation, layer, twice))
     if both := set(ledger.free) & set(owners):
-        where = location_of_block(seen, layer, min(both))
+        where = location_of_block(observation, layer, min(both))
         return Finding(f"layer {layer}: block {where.block} is free, and held{_by(where)}", where)
     if len(ledger.free) + len(owners) != ledger.total:
         return Finding(
@@ -90,27 +90,27 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
 
 
 def _by(where: Location) -> str:
-    """Say which sequences have a block in their tables, if any has."""
+    """Describe the sequences that have a block in their tables; empty if none has."""
     every = ", ".join(map(str, where.holders))
     return f" (sequence{'s' * (len(where.holders) > 1)} {every})" if every else ""
 
 
-def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
-    """Say where sequences share a block but no page of the oracle, or the other way round.
+def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
+    """Find sequences that share a block but no page of the oracle, or the other way round.
 
-    Pages that hold the same, in sequences that are equal up to there, may be one block too if the
-    cache shares by prefix.
+    Two pages with equal tokens and equal prefixes may also be one block if the cache shares by
+    prefix.
     """
-    by_prefix = seen.declared.prefixes.shares == "equal prefixes"
-    tables = seen.after.tables_of(layer)
+    by_prefix = observation.declared.prefixes.shares == "equal prefixes"
+    tables = observation.after.tables_of(layer)
     block_of: dict[int, int] = {}
     page_of: dict[int, Page] = {}
-    for seq, pages in seen.oracle.sequences.items():
+    for seq, pages in observation.oracle.sequences.items():
         table = tables[seq]
-        if found := wrong_length(seen, seq, layer):
-            return found
+        if finding := wrong_length(observation, seq, layer):
+            return finding
         for at, (block, page) in enumerate(zip(table, pages, strict=True)):
-            if block is None or at < seen.oracle.given_back(seq, layer):
+            if block is None or at < observation.oracle.count_out_of_window(seq, layer):
                 continue
             if block_of.setdefault(id(page), block) != block:
                 return Finding(
@@ -123,63 +123,70 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
                 return Finding(
                     f"layer {layer}: block {block} of sequence {seq} is shared with a "
                     "sequence that must have one of its own by now",
-                    location_of_block(seen, layer, block),
+                    location_of_block(observation, layer, block),
                 )
     return None
 
 
-def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
-    """Say where a table has more or fewer blocks than the tokens of its sequence need."""
-    table, pages = seen.after.tables_of(layer)[seq], seen.oracle.sequences[seq]
+def wrong_length(observation: Observation, seq: int, layer: int) -> Finding | None:
+    """Find a table with more or fewer blocks than the tokens of its sequence need."""
+    table, pages = observation.after.tables_of(layer)[seq], observation.oracle.sequences[seq]
     if len(table) == len(pages):
         return None
     return Finding(
         f"layer {layer}: sequence {seq} has {len(table)} blocks for "
-        f"{seen.oracle.length(seq)} tokens; {len(pages)} are right",
+        f"{observation.oracle.length(seq)} tokens; {len(pages)} are right",
         Location(layer, {seq: None}),
     )
 
 
 @invariant(rank=32)
-def refusals(seen: Observation) -> Finding | None:
-    """A refused step must leave the books as they were.
+def refusals(observation: Observation) -> Finding | None:
+    """A refused step must leave tables and ledgers as they were.
 
-    Where a cache admits row by row, and rows were admitted, or one gave back what left its windows
-    before it found no room, other invariants compare the books with what the oracle says of them.
+    Not judged where a cache admits row by row and some rows were admitted, or where the refused row
+    may have freed blocks outside its windows: other invariants compare tables and ledgers with the
+    oracle there.
     """
-    if seen.outcome.fits or seen.outcome.written or seen.after.books() == seen.before.books():
+    if (
+        observation.outcome.fits
+        or observation.outcome.written
+        or observation.after.tables_and_ledgers() == observation.before.tables_and_ledgers()
+    ):
         return None
-    if seen.spec.windows and seen.declared.windows.gives_back == NEXT_TRY:
+    if observation.spec.windows and observation.declared.windows.gives_back == NEXT_TRY:
         return None
     return Finding("a step that found no room changed the books")
 
 
-BOOK_METHODS = frozenset({"table", "ledger", "container"})
-"""The methods that show a part of them."""
+BLOCK_TABLE_METHODS = frozenset({"table", "ledger", "container"})
+"""Methods that show a part of the bookkeeping."""
 
 
-def books_of(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str, Any]:
-    """Ask a cache, or one of its ranks, for its books; return a copy as fields of a snapshot."""
+def read_block_tables(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str, Any]:
+    """Copy the tables, ledgers and containers of a cache or rank, as fields of a snapshot."""
     can, layers, shown = adapter.abilities, range(num_layers), dict[str, Any]()
     if "table" in can:
         shown["tables"] = {
-            (seq, layer): asked(_table, adapter, seq, layer)
+            (seq, layer): call_or_error(_table, adapter, seq, layer)
             for layer in layers
             for seq in oracle.sequences
         }
     if "ledger" in can:
-        shown["ledgers"] = [asked(_copied, adapter, layer) for layer in layers]
+        shown["ledgers"] = [call_or_error(_copied, adapter, layer) for layer in layers]
     if "container" in can:
-        shown["kept"] = {seq: asked(adapter.container, seq) for seq in oracle.readable}
+        shown["containers"] = {
+            seq: call_or_error(adapter.container, seq) for seq in oracle.readable
+        }
     return shown
 
 
 def _table(adapter: Any, seq: int, layer: int) -> list[int | None]:
-    return answers.table(f"table({seq}, {layer})", adapter.table(seq, layer))
+    return return_values.table(f"table({seq}, {layer})", adapter.table(seq, layer))
 
 
 def _copied(adapter: Any, layer: int) -> Ledger:
-    shown = answers.ledger(f"ledger({layer})", adapter.ledger(layer))
+    shown = return_values.ledger(f"ledger({layer})", adapter.ledger(layer))
     return replace(
         shown,
         refcounts=dict(shown.refcounts),
@@ -188,7 +195,7 @@ def _copied(adapter: Any, layer: int) -> Ledger:
     )
 
 
-class _Free(NamedTuple):
+class _FreeCounts(NamedTuple):
     layer: int
     by_oracle: int
     by_ledger: int
@@ -199,32 +206,32 @@ class _Free(NamedTuple):
 
 
 class FreeBlocks(Observer):
-    """Knows how many blocks are free by the oracle and by the books, and since when these differ.
+    """Free blocks by the oracle and by the ledger, and the step since which they differ.
 
-    What a step is refused for began before it.
+    A wrong refusal is usually caused by an earlier step.
     """
 
     any_of = ("ledger",)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._counts: list[_Free] = []
+        self._counts: list[_FreeCounts] = []
         self._since: int | None = None
 
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
         self._counts = [
-            _Free(layer, self.run.oracle.free_in(layer), len(ledger.free))
-            for layer, ledger in enumerate(self.run.now.ledgers)
+            _FreeCounts(layer, self.run.oracle.free_in(layer), len(ledger.free))
+            for layer, ledger in enumerate(self.run.snapshot.ledgers)
             if isinstance(ledger, Ledger)
         ]
         if not any(each.differ for each in self._counts):
             self._since = None
         elif self._since is None:
-            self._since = len(self.run.done)
+            self._since = len(self.run.completed_steps)
         return {}
 
-    def about_refusals(self) -> str:
-        """Say both numbers of the first layer in which they differ; nothing if none is shown."""
+    def explain_refusal(self) -> str:
+        """Describe both counts of the first layer where they differ; empty without ledgers."""
         if not self._counts:
             return ""
         layer, *both = max(self._counts, key=lambda each: each.differ)
@@ -232,15 +239,15 @@ class FreeBlocks(Observer):
         return "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both) + since
 
 
-def _show_books(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
-    with run.driven.device.working():
-        return books_of(run.adapter, run.oracle, run.spec.num_layers)
+def _show_books(run: Run, look: SnapshotScope) -> Mapping[str, Any]:  # noqa: ARG001
+    with run.cache_under_test.device.torch_context():
+        return read_block_tables(run.adapter, run.oracle, run.spec.num_layers)
 
 
-BOOKS = Capability(
-    methods=BookMethods,
-    sharded={"table": Across.FIRST, "ledger": Across.FIRST},
-    views=(View(BOOK_METHODS, _show_books, in_pictures=True),),
+BLOCK_TABLES = Capability(
+    methods=BlockTableMethods,
+    sharded={"table": RankPolicy.FIRST, "ledger": RankPolicy.FIRST},
+    views=(View(BLOCK_TABLE_METHODS, _show_books, in_pictures=True),),
     needs={"ledger": ("table",)},
     invariants=(
         ownership,

@@ -1,4 +1,4 @@
-"""The answers of an adapter, checked for being answers at all."""
+"""Validation of the types of values that adapter methods return."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ else:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# What is wrong with an answer, and how a failure shows it.
+# Errors
 
 
 _MOST = 80
-"""More characters of an answer say no more."""
+"""Most characters of a value in a message."""
 COUNTS = "a mapping of names to how often each was counted"
 
 
-class WrongAnswer(TypeError):
-    """A method of an adapter returned what it must not; the message says what it should."""
+class InvalidReturnValue(TypeError):
+    """Error for a value of a wrong type that an adapter method returned; names the right type."""
 
 
-def refuse(call: str, shown: object, due: str) -> NoReturn:
-    raise WrongAnswer(f"{call} returned {in_words(shown)}: return {due}")
+def raise_invalid(call: str, value: object, expected: str) -> NoReturn:
+    """Raise ``InvalidReturnValue`` for the value that a call returned."""
+    raise InvalidReturnValue(f"{call} returned {describe_value(value)}: return {expected}")
 
 
 def is_number(value: object) -> bool:
-    """Return True for an integer, be it NumPy's; a tensor is no key of a dictionary."""
+    """Return True for an integer, NumPy's too, but not for a tensor, which is no dictionary key."""
     return type(value) is int or (
         isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
     )
@@ -50,147 +51,151 @@ def are_counts(shown: object) -> TypeGuard[Mapping[Any, int]]:
     return isinstance(shown, Mapping) and are_numbers(shown.values())
 
 
-def in_words(shown: object) -> str:
-    """Return what was shown, cut short; of tensors their shapes."""
+def describe_value(shown: object) -> str:
+    """Describe a value, cut to 80 characters; tensors by their shapes."""
     if isinstance(shown, torch.Tensor):
         return f"a tensor of shape {list(shown.shape)}"
     if isinstance(shown, tuple | list) and any(isinstance(each, torch.Tensor) for each in shown):
-        return f"a {type(shown).__name__} of {', '.join(map(in_words, shown))}"
-    said = " ".join(repr(shown).split())
-    return said if len(said) <= _MOST else f"{said[:_MOST]}..."
+        return f"a {type(shown).__name__} of {', '.join(map(describe_value, shown))}"
+    text = " ".join(repr(shown).split())
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
-# The answers of caches.
+# Caches
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def table(call: str, shown: Any) -> list[int | None]:
+    """Return a list of block numbers as a list; raise ``InvalidReturnValue`` for anything else."""
     listed = isinstance(shown, Iterable) and not isinstance(shown, str | bytes | Mapping)
     blocks = list(shown) if listed else [shown]
     if not (listed and all(block is None or is_number(block) for block in blocks)):
-        refuse(call, shown, "a list of block numbers")
+        raise_invalid(call, shown, "a list of block numbers")
     return blocks
 
 
 def ledger(call: str, shown: Any) -> Ledger:
+    """Return a ledger with valid fields; raise ``InvalidReturnValue`` for anything else."""
     if not isinstance(shown, Ledger):
-        refuse(call, shown, "a Ledger")
+        raise_invalid(call, shown, "a Ledger")
     refcounts = shown.refcounts
     if not (isinstance(refcounts, Mapping) and are_numbers((*refcounts, *refcounts.values()))):
-        raise WrongAnswer(
-            f"{call} returned a Ledger whose refcounts are {in_words(refcounts)}: "
+        raise InvalidReturnValue(
+            f"{call} returned a Ledger whose refcounts are {describe_value(refcounts)}: "
             "map each block that is held to the number of its holders"
         )
     for name in ("free", "cached"):
         blocks = getattr(shown, name)
         if not (isinstance(blocks, Collection) and are_numbers(blocks)):
-            raise WrongAnswer(
-                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: list block numbers"
+            raise InvalidReturnValue(
+                f"{call} returned a Ledger whose {name} is {describe_value(blocks)}: list block "
+                "numbers"
             )
     for name in ("total", "swapped", "num_free"):
         blocks = getattr(shown, name)
         if not (is_number(blocks) or (blocks is None and name != "total")):
-            raise WrongAnswer(
-                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: a number of blocks"
+            raise InvalidReturnValue(
+                f"{call} returned a Ledger whose {name} is {describe_value(blocks)}: a number of "
+                "blocks"
             )
     return shown
 
 
 def pair(call: str, shown: Any) -> Pair:
-    """Check for keys and values; both may lie in one tensor, one behind the other."""
+    """Return keys and values as two tensors; one tensor may hold both, keys first."""
     if not (isinstance(shown, torch.Tensor) and shown.dim() == 4 and len(shown) == 2):
         listed = isinstance(shown, tuple | list) and len(shown) == 2
         if not (listed and all(isinstance(each, torch.Tensor) for each in shown)):
-            refuse(call, shown, "keys and values, two tensors")
+            raise_invalid(call, shown, "keys and values, two tensors")
     keys, values = shown
     return keys, values
 
 
 def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
-    """Check for two views, as ``pair`` does, of what is stored in all layers."""
+    """Return two views of all layers, as ``pair`` does, with one of these numbers of dimensions."""
     in_one = isinstance(shown, torch.Tensor) and shown.dim() and len(shown) == 2
     views = (shown[0], shown[1]) if in_one else pair(call, shown)
     if not all(view.dim() in dimensions for view in views):
-        refuse(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
+        raise_invalid(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
     return views
 
 
-def laid_out(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> None:
-    """Check the sizes of a view that has the first of some dimensions; None is for any size."""
+def require_dimensions(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> None:
+    """Check the sizes of a view, which may lack the last dimensions; None allows any size."""
     sizes = zip(view.shape, due.values(), strict=False)
-    if any(size not in (found, None) for found, size in sizes):
+    if any(size not in (actual, None) for actual, size in sizes):
         names = [name if size is None else f"{name}={size}" for name, size in due.items()]
-        refuse(call, view, f"views [{', '.join(names[: view.dim()])}]")
+        raise_invalid(call, view, f"views [{', '.join(names[: view.dim()])}]")
 
 
-def lies_where_it_did(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
-    """Check that the same is shown again, and not another copy of it."""
+def require_same_storage(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
+    """Check that two calls return views of the same memory, not copies."""
     if view.data_ptr() != again.data_ptr():
-        raise WrongAnswer(
-            f"{call} returned a copy, another one each time: return views of the tensors that the "
-            "cache itself writes to, which the harness poisons where nobody reads"
+        raise InvalidReturnValue(
+            f"{call} returned a new copy each time: return views of the tensors that the cache "
+            "itself writes to, whose free blocks the harness poisons"
         )
 
 
 def count(call: str, shown: Any) -> int:
     if not is_number(shown):
-        refuse(call, shown, "a number of tokens")
+        raise_invalid(call, shown, "a number of tokens")
     return int(shown)
 
 
 def counts(call: str, shown: Any) -> Mapping[str, int]:
     if not are_counts(shown):
-        refuse(call, shown, COUNTS)
+        raise_invalid(call, shown, COUNTS)
     return shown
 
 
 def attention(call: str, shown: Any) -> torch.Tensor:
     if not isinstance(shown, torch.Tensor):
-        refuse(call, shown, "a tensor like the query")
+        raise_invalid(call, shown, "a tensor like the query")
     return shown
 
 
-def reservation(shown: object, error: Exception) -> WrongAnswer | None:
-    """Return what to say where ``fill`` may have raised since ``reserve`` returned nothing."""
+def reservation(shown: object, error: Exception) -> InvalidReturnValue | None:
+    """Return an error if ``fill`` may have raised because ``reserve`` returned None."""
     if shown is None and isinstance(error, TypeError | AttributeError):
         raised = f"{type(error).__name__}: {error}"
-        return WrongAnswer(
+        return InvalidReturnValue(
             f"reserve() returned None, and fill(None, key, value) raised {raised}: "
-            "return from reserve what fill needs"
+            "return the handle that fill needs from reserve"
         )
     return None
 
 
-# The answers of engines, which are declared where their methods are.
+# Engines, whose return values are declared next to their methods
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The value that a method of an adapter must return."""
+class ReturnCheck:
+    """A check of the value that an adapter method returns."""
 
     accepts: Callable[[Any], bool]
-    words: str
+    description: str
     least: str
-    """Name of the adapter's attribute with its least length; empty for any length."""
+    """Adapter attribute that holds the least length; empty for any length."""
 
 
 def returns(accepts: Callable[[Any], bool], words: str, least: str = "") -> Callable[..., Any]:
-    """Declare the value that a method of an adapter must return, as a check and in words."""
+    """Declare the value that an adapter method must return, as a check and in words."""
 
     def declare(method: _Method) -> _Method:
-        method.__dict__["answer"] = Answer(accepts, words, least)
+        method.__dict__["answer"] = ReturnCheck(accepts, words, least)
         return method
 
     return declare
 
 
 def checks_of(adapter: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Return the checks of an adapter class's answers, by the names of methods.
+    """Return checked versions of the methods of an adapter class, by their names.
 
-    A check calls the method: its first argument is a function that returns the method, and the
-    others are passed on.
+    The first argument of each is a function that returns the bound method; the others are the
+    method's own.
     """
     return {
         name: partial(_checked, each.answer, getattr(adapter, each.answer.least, 0), adapter, name)
@@ -200,7 +205,7 @@ def checks_of(adapter: type[Any]) -> dict[str, Callable[..., Any]]:
 
 
 def _checked(
-    answer: Answer,
+    answer: ReturnCheck,
     least: int,
     adapter: type[Any],
     name: str,
@@ -210,12 +215,12 @@ def _checked(
 ) -> Any:
     shown = method()(*arguments, **named)
     if not answer.accepts(shown) or (least and len(shown) < least):
-        refuse(call_of(adapter, name), shown, answer.words.format(least=least))
+        raise_invalid(call_of(adapter, name), shown, answer.description.format(least=least))
     return shown
 
 
 def call_of(adapter: type[Any], name: str) -> str:
-    """Return how the harness calls a method, for messages."""
+    """Return the call of a method with its parameter names, for messages."""
     _, *parameters = signature(adapter.declared[name]).parameters
     return f"{name}({', '.join(parameters)})"
 
@@ -223,11 +228,11 @@ def call_of(adapter: type[Any], name: str) -> str:
 def floats(shown: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return a list of numbers as an array; raise ``TypeError`` for anything else."""
     if isinstance(shown, torch.Tensor) and shown.is_floating_point():
-        shown = shown.detach().cpu().double()  # NumPy cannot read tensors from everywhere
-    found = np.asarray(shown)
-    if found.ndim != 1 or found.dtype.kind not in "fiu":
+        shown = shown.detach().cpu().double()  # NumPy reads no device memory, nor bfloat16
+    array = np.asarray(shown)
+    if array.ndim != 1 or array.dtype.kind not in "fiu":
         raise TypeError(f"no list of numbers: {shown!r}")
-    return found.astype(np.float64)
+    return array.astype(np.float64)
 
 
 def elements(shown: Any) -> list[Any] | None:
@@ -241,11 +246,11 @@ def elements(shown: Any) -> list[Any] | None:
 
 
 def list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check of lists by a check of each element."""
+    """Return a check of lists that applies a check to each element."""
 
     def check(shown: Any) -> bool:
-        found = elements(shown)
-        return found is not None and all(map(accepts, found))
+        listed = elements(shown)
+        return listed is not None and all(map(accepts, listed))
 
     return check
 
@@ -254,7 +259,7 @@ def is_text(shown: Any) -> bool:
     return isinstance(shown, str)
 
 
-def is_truth(shown: Any) -> bool:
+def is_bool(shown: Any) -> bool:
     return isinstance(shown, bool | np.bool_)
 
 

@@ -1,4 +1,4 @@
-"""Imports parts of a package whose own ``__init__`` needs more than those parts do."""
+"""Import of parts of a package whose ``__init__`` has more dependencies than those parts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def part_of(package: str, part: str, install: str) -> Any:
-    """Import ``package.part``, but nothing of what ``package/__init__.py`` does.
+def import_part(package: str, part: str, install: str) -> Any:
+    """Import ``package.part`` without running ``package/__init__.py``.
 
-    ``install`` says how to get the package where it is missing.
+    ``install`` is the advice in the error if the package is missing.
     """
     if package not in sys.modules:
         spec = find_spec(package)
         if spec is None:
-            raise ModuleNotFoundError(f"{package} is not there: {install}", name=package)
+            raise ModuleNotFoundError(f"{package} is not installed: {install}", name=package)
         sys.modules[package] = module_from_spec(spec)
     return import_module(f"{package}.{part}")
 
 
 @contextmanager
-def without(package: str, *parts: str) -> Iterator[None]:
-    """Do, while importing, without a package that is missing and whose names are only taken.
+def stub_package(package: str, *parts: str) -> Iterator[None]:
+    """Replace a missing package by mocks during imports that do not call it.
 
-    ``parts`` are those of its modules that are imported by name.
+    ``parts`` are its modules that are imported by name.
     """
     missing = () if package in sys.modules or find_spec(package) else (package, *parts)
     sys.modules.update({name: mock.MagicMock(name=name) for name in missing})

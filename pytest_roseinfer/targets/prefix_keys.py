@@ -1,7 +1,7 @@
-"""A stand-in for a model, for engines whose own part is what attention finds.
+"""Fake model for engines, which checks what attention would read.
 
-The key of a token follows from the token, its place and the keys before it, and so does the next
-token. If one of them was not found, or another was, all that comes differs.
+The key of a token depends on the token, its position and the previous keys, and the next token
+depends on the key. If a key is missing or wrong, all following tokens differ.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def key_of(token: int, position: int, before: Sequence[int]) -> int:
     return hash((token, position, *before)) % _KEYS
 
 
-def likeliest(key: int, vocabulary: int) -> int:
-    """Return the token after the one with this key."""
+def argmax_token(key: int, vocabulary: int) -> int:
+    """Return the next token after the one with this key."""
     return key % vocabulary
 
 
 def logits_of(tokens: Sequence[int], vocabulary: int) -> list[float]:
-    """Return the logits of the token after these."""
+    """Return the logits of the next token."""
     keys: list[int] = []
     for token in tokens:
         keys.append(key_of(token, len(keys), keys))
-    chosen = likeliest(keys[-1], vocabulary)
+    chosen = argmax_token(keys[-1], vocabulary)
     return [float(token == chosen) for token in range(vocabulary)]

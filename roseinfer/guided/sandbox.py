@@ -1,4 +1,4 @@
-"""Trials of guides in a process of their own, which a hostile one may crash or use up."""
+"""The sandbox of guides: a subprocess compiles each first, since a hostile one may crash it."""
 
 from __future__ import annotations
 
@@ -22,137 +22,138 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from roseinfer.errors import BadArgument, EngineStopped, TooBusy, with_kind
+from roseinfer.errors import BadArgument, EngineStopped, TooBusy, error_with_type
 from roseinfer.guided.grammar import (
-    TokenizerSource,
+    SerializedTokenizer,
     compile_guide,
-    refuse_if_too_hard,
+    raise_matcher_error,
 )
 from roseinfer.guided.guide import Guide
 
 _QUICK_S = 0.1
-"""Processor time in which most guides pass. Those that need more wait for each other elsewhere."""
-_MOST_SLOW = 4
-"""Guides that may be tried for longer, or wait for it, at once."""
-_MOST_REMEMBERED = 256
+"""Seconds of processor time in which most guides compile. Slower ones go to a second worker."""
+_MAX_SLOW_TRIALS = 4
+"""Most slow guides that are being tried, or waiting for it, at once."""
+_MAX_CACHED_RESULTS = 256
 _START_S = 120.0
-"""Time by the clock in which a worker must have imported what it needs and read the tokenizer."""
+"""Wall-clock seconds in which a worker must have started and read the tokenizer."""
 _MAIN = """
 import sys
 sys.path[:] = sys.argv[1:]
-from roseinfer.guided.trial import main
+from roseinfer.guided.sandbox import main
 main()
 """
 
 
 class Outcome(StrEnum):
-    """How a trial ended."""
+    """The outcome of a trial."""
 
     PASSED = "passed"
     REFUSED = "refused"
-    """The compiler said why."""
+    """Refused by the compiler, with a reason."""
     TIME = "time"
     MEMORY = "memory"
     CRASHED = "crashed"
-    LOST = "lost"
-    """It was killed or stopped by something else, so another trial may end otherwise."""
+    KILLED = "lost"
+    """Killed or stopped for another reason: a second trial may have another outcome."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a trial, with the reason against the guide if it did not pass."""
+class TrialResult:
+    """The outcome of a trial, with the reason of a refusal if the guide did not pass."""
 
     outcome: Outcome
     reason: str = ""
+    """Message of the error; empty if the guide passed."""
     megabytes: int = 0
-    """Memory of a grammar that passed, when a text has begun."""
+    """Memory of a grammar that passed, after the first tokens of a text."""
 
 
-class GuideTrial:
-    """Tries guides within limits of processor time and memory. Any thread may ask.
+class GuideSandbox:
+    """Subprocesses that try guides within limits of processor time and memory. Thread-safe.
 
-    All guides have a short trial first, one after the other, and those that did not end a long
-    one, in another worker: a guide that takes long delays few but its like.
+    Each guide gets a short trial first, one guide after another, and a long one in a second worker
+    if it did not finish: a slow guide delays mostly other slow ones.
     """
 
-    def __init__(self, source: TokenizerSource, cpu_seconds: float, memory_mb: int) -> None:
-        self._lanes = [
-            _Lane(source, seconds, memory_mb)
+    def __init__(self, source: SerializedTokenizer, cpu_seconds: float, memory_mb: int) -> None:
+        self._workers = [
+            _SandboxWorker(source, seconds, memory_mb)
             for seconds in sorted({min(cpu_seconds, _QUICK_S), cpu_seconds})
         ]
-        self._slow_places = threading.BoundedSemaphore(_MOST_SLOW)
+        self._slow_trials = threading.BoundedSemaphore(_MAX_SLOW_TRIALS)
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        """By a hash of the guide, those that will not change."""
+        self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
+        """Reproducible results, by a hash of the guide."""
 
-    def require(self, guide: Guide) -> int:
-        """Return the megabytes of a guide's grammar, or raise the reason against it."""
-        given = {
+    def validate(self, guide: Guide) -> int:
+        """Return the megabytes of a guide's grammar, or raise the reason of a refusal."""
+        guide_fields = {
             each.name: value
             for each in fields(guide)
             if (value := getattr(guide, each.name)) != each.default
         }
-        line = json.dumps(given).encode() + b"\n"
-        name = hashlib.sha256(line).digest()
+        line = json.dumps(guide_fields).encode() + b"\n"
+        key = hashlib.sha256(line).digest()
         with self._lock:
-            verdict = self._verdicts.get(name)
-        if verdict is None:
-            verdict = self._try(line)
-            if verdict.outcome is not Outcome.LOST:
-                self._remember(name, verdict)
-        if verdict.outcome is not Outcome.PASSED:
-            raise BadArgument(verdict.reason)
-        return verdict.megabytes
+            result = self._results.get(key)
+        if result is None:
+            result = self._try(line)
+            if result.outcome is not Outcome.KILLED:
+                self._remember(key, result)
+        if result.outcome is not Outcome.PASSED:
+            raise BadArgument(result.reason)
+        return result.megabytes
 
-    def _try(self, line: bytes) -> Verdict:
-        verdict = self._lanes[0].verdict(line)
-        if verdict.outcome is Outcome.TIME and len(self._lanes) > 1:
-            if not self._slow_places.acquire(blocking=False):
+    def _try(self, line: bytes) -> TrialResult:
+        result = self._workers[0].run_trial(line)
+        if result.outcome is Outcome.TIME and len(self._workers) > 1:
+            if not self._slow_trials.acquire(blocking=False):
                 raise TooBusy(
-                    f"this form of text takes long to compile, and {_MOST_SLOW} of that kind are "
-                    "being tried: try again later"
+                    f"the guide is slow to compile, and {_MAX_SLOW_TRIALS} slow guides are being "
+                    "compiled already; try again later"
                 )
             try:
-                verdict = self._lanes[1].verdict(line)
+                result = self._workers[1].run_trial(line)
             finally:
-                self._slow_places.release()
-        return verdict
+                self._slow_trials.release()
+        return result
 
-    def _remember(self, name: bytes, verdict: Verdict) -> None:
+    def _remember(self, key: bytes, result: TrialResult) -> None:
         with self._lock:
-            self._verdicts[name] = verdict
-            while len(self._verdicts) > _MOST_REMEMBERED:
-                self._verdicts.popitem(last=False)
+            self._results[key] = result
+            while len(self._results) > _MAX_CACHED_RESULTS:
+                self._results.popitem(last=False)
 
 
-class _Lane:
-    """One worker process, which tries one guide at a time."""
+class _SandboxWorker:
+    """A worker process, which tries one guide at a time."""
 
-    def __init__(self, source: TokenizerSource, cpu_seconds: float, memory_mb: int) -> None:
-        given = {"cpu_seconds": cpu_seconds, "memory_mb": memory_mb}
-        given |= {each.name: getattr(source, each.name) for each in fields(source)}
-        self._start = json.dumps(given).encode() + b"\n"
+    def __init__(self, source: SerializedTokenizer, cpu_seconds: float, memory_mb: int) -> None:
+        setup = {"cpu_seconds": cpu_seconds, "memory_mb": memory_mb}
+        setup |= {each.name: getattr(source, each.name) for each in fields(source)}
+        self._start = json.dumps(setup).encode() + b"\n"
         self._wall_s = 10.0 * cpu_seconds + 10.0
         self._lock = threading.Lock()
         self._link: socket.socket | None = None
-        self._end: weakref.finalize[..., _Lane] | None = None
+        self._end: weakref.finalize[..., _SandboxWorker] | None = None
 
-    def verdict(self, line: bytes) -> Verdict:
-        """Try a guide, in a new worker if there is none that lives."""
+    def run_trial(self, line: bytes) -> TrialResult:
+        """Try a guide, in a new worker if none is alive."""
         with self._lock:
             for _ in range(2):  # the worker may have been killed since it was last used
                 try:
                     return self._ask(self._running(), line, self._wall_s)
                 except TimeoutError:
                     self._close()
-                    why = f"it did not compile within {self._wall_s:g} s by the clock"
-                    return Verdict(Outcome.LOST, f"this form of text cannot be followed: {why}")
+                    why = f"it did not compile within {self._wall_s:g} s of wall-clock time"
+                    return TrialResult(Outcome.KILLED, f"the constraint cannot be compiled: {why}")
                 except OSError:
                     self._close()
-            raise EngineStopped("the process that tries forms of text was killed, and again")
+            raise EngineStopped("the process that compiles guides was killed twice")
 
     def _running(self) -> socket.socket:
-        """Return the link to the worker, which starts unless it has."""
+        """Return the link to the worker; start the worker if it does not run."""
         if self._link is None:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -160,13 +161,13 @@ class _Lane:
                     [sys.executable, "-c", _MAIN, *sys.path],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # so that its own processes end with it
+                    start_new_session=True,  # so that its children end with it
                 )
             self._link, self._end = ours, weakref.finalize(self, _end, process, ours)
             try:
                 self._ask(ours, self._start, _START_S)
             except TimeoutError:
-                raise ConnectionError("it did not start in time") from None
+                raise ConnectionError("the worker did not start in time") from None
         return self._link
 
     def _close(self) -> None:
@@ -175,7 +176,7 @@ class _Lane:
         self._link = self._end = None
 
     @staticmethod
-    def _ask(link: socket.socket, line: bytes, seconds: float) -> Verdict:
+    def _ask(link: socket.socket, line: bytes, seconds: float) -> TrialResult:
         link.settimeout(seconds)
         link.sendall(line)
         answer = b""
@@ -184,7 +185,7 @@ class _Lane:
                 raise ConnectionError("the worker has ended")
             answer += read
         outcome, reason, megabytes = json.loads(answer)
-        return Verdict(Outcome(outcome), reason, megabytes)
+        return TrialResult(Outcome(outcome), reason, megabytes)
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -194,31 +195,31 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
     process.wait()
 
 
-# The process in which guides are tried, each in a copy of it that has limits and may crash.
+# The worker process. It tries each guide in a fork of itself, which has limits and may crash.
 #
-# It imports no torch, and ends when the process that started it does.
+# It does not import torch, and ends when its parent process does.
 
 
 _USUAL_STACK = 2 << 20
-"""Bytes of a thread's stack where processes may have stacks of any size."""
+"""Bytes of a thread's stack on systems with unlimited stacks."""
 _STEPS = 8
-"""Tokens of the text that a trial begins with each guide."""
+"""Tokens of a text that each trial generates."""
 _STEP_SHARE = 0.1
-"""Part of the processor time that one of them may take: an engine's step waits for it."""
-_REFUSED = "this form of text cannot be followed: "
+"""Fraction of the processor time that one token may take: an engine's step waits for it."""
+_REFUSED = "the constraint cannot be compiled: "
 
 
 def main() -> None:
-    """Read a tokenizer and limits, then guides, from the link that stdin is, and answer each."""
+    """Read the setup and then guides from the socket that is stdin, and answer each."""
     for each in (signal.SIGPROF, signal.SIGCHLD):
         signal.signal(each, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as link, link.makefile("rb") as lines:
         start = json.loads(lines.readline())
         limits = start.pop("cpu_seconds"), start.pop("memory_mb")
-        tokenizer = TokenizerSource(**start).tokenizer()
+        tokenizer = SerializedTokenizer(**start).tokenizer()
         del start
-        gc.freeze()  # the collector would write to what copies share
+        gc.freeze()  # the collector would write to memory that forks share
         _answer(link, Outcome.PASSED)
         for line in lines:
             _try_in_copy(link, line, tokenizer, *limits)
@@ -235,15 +236,15 @@ def _try_in_copy(
             os._exit(1)
     _, status = os.waitpid(pid, 0)
     if status == 0:
-        return  # it answered
-    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended == signal.SIGPROF:
+        return  # the fork answered
+    end_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if end_signal == signal.SIGPROF:
         why = f"it takes more than {cpu_seconds:g} s of processor time to compile, or a tenth of it"
         _answer(link, Outcome.TIME, f"{_REFUSED}{why} for a token (guide_cpu_seconds)")
-    elif ended == signal.SIGABRT:  # Rust has no other answer to an allocation that failed
+    elif end_signal == signal.SIGABRT:  # Rust aborts when an allocation fails
         _answer(link, Outcome.MEMORY, _too_large(memory_mb))
-    elif ended == signal.SIGKILL:
-        _answer(link, Outcome.LOST, f"{_REFUSED}the process that tried it was killed")
+    elif end_signal == signal.SIGKILL:
+        _answer(link, Outcome.KILLED, f"{_REFUSED}the process that tried it was killed")
     else:
         _answer(link, Outcome.CRASHED, f"{_REFUSED}the compiler crashed on it")
 
@@ -251,9 +252,9 @@ def _try_in_copy(
 def _try_in_thread(
     link: socket.socket, line: bytes, tokenizer: Any, cpu_seconds: float, memory_mb: int
 ) -> None:
-    """Try a guide and end this process, with 0 if it has answered."""
+    """Try a guide and end this process, with status 0 if it has answered."""
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # Rust tells of what ends it
+    os.dup2(quiet, 2)  # Rust prints its panics
 
     def attempt() -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -266,10 +267,12 @@ def _try_in_thread(
         except MemoryError:
             _answer(link, Outcome.MEMORY, _too_large(memory_mb))
         except BaseException as error:  # a panic in Rust is not an Exception
-            _answer(link, Outcome.CRASHED, f"{_REFUSED}the compiler broke off: {with_kind(error)}")
+            _answer(
+                link, Outcome.CRASHED, f"{_REFUSED}the compiler failed: {error_with_type(error)}"
+            )
         else:
             megabytes = (_pages()[1] - resident) * resource.getpagesize() >> 20
-            del matcher  # which counts
+            del matcher  # after measuring, since its memory counts
             _answer(link, Outcome.PASSED, megabytes=max(megabytes, 0))
         os._exit(0)
 
@@ -279,25 +282,25 @@ def _try_in_thread(
     thread.join()
 
 
-def _try(given: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> Any:
-    """Return the matcher of a guide, with which a text that it allows was begun."""
-    matcher = compile_guide(Guide(**given), tokenizer)
+def _try(guide_fields: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> Any:
+    """Return the matcher of a guide, after the first tokens of a random text that it allows."""
+    matcher = compile_guide(Guide(**guide_fields), tokenizer)
     rng = random.Random(0)
     for _ in range(_STEPS):
         left = min(cpu_seconds - time.process_time(), cpu_seconds * _STEP_SHARE)
         signal.setitimer(signal.ITIMER_PROF, max(left, 0.001))  # 0 would be no limit
         allowed = matcher.compute_bitmask()
-        refuse_if_too_hard(matcher)
+        raise_matcher_error(matcher)
         bits = int.from_bytes(allowed, "little") & ~(1 << tokenizer.eos_token)
         if not bits:
-            break  # the text can only end, or has no token to go on with
+            break  # the text can only end, or no token is allowed
         bits = (bits & (-1 << rng.randrange(8 * len(allowed)))) or bits
         matcher.consume_token((bits & -bits).bit_length() - 1)
     return matcher
 
 
 def _stack() -> int:
-    """Return half of the bytes that an engine's threads have, so that depth is found out here."""
+    """Return half of the bytes of an engine thread's stack, so that deep guides overflow here."""
     most = resource.getrlimit(resource.RLIMIT_STACK)[0]
     usual = _USUAL_STACK if most == resource.RLIM_INFINITY else most
     page = resource.getpagesize()
@@ -305,9 +308,9 @@ def _stack() -> int:
 
 
 def _pages() -> tuple[int, int]:
-    """Return the pages of this process, and those in memory that are of no file.
+    """Return the pages of this process, and its resident pages that belong to no file.
 
-    Both are 0 where the system does not say.
+    Both are 0 on systems without /proc.
     """
     try:
         size, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())

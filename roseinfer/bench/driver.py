@@ -1,7 +1,7 @@
-"""Drives the engine through the requests of one run, and notes when things happened.
+"""Driver of the engine: runs a workload, and records the times of steps and tokens.
 
-While the clock runs, next to nothing is done for a token: a step's end and whose tokens it
-brought are put on a list, and all else is worked out afterwards.
+To keep the overhead per token low while the clock runs, only the end of each step and the requests
+of its tokens are recorded; everything else is computed afterwards.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from roseinfer.llm import LLM, Prompt
     from roseinfer.sampling_params import SamplingParams
 
-# What happened in a run: its steps, and when each request got its tokens.
+# Records of a run: its steps, and the times of each request's tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A call of ``Engine.step`` that brought tokens, and those before it that brought none."""
+    """Call of ``Engine.step`` that returned tokens, and the calls before it that did not."""
 
     began: float
     ended: float
     requests: list[int]
-    """The number of the request that each token belongs to."""
+    """Request number of each token."""
 
     @property
     def passes(self) -> int:
-        """The steps of the model that it stands for: most tokens that one request got in it."""
+        """Forward passes that it covers: the most tokens that one request got in it."""
         return max(Counter(self.requests).values())
 
     @property
@@ -57,43 +57,46 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request's times, in seconds."""
+    """Times of one request, in seconds."""
 
     arrived: float
     started: float
-    """The step that first worked on it began then."""
+    """Start of the first step with some of its tokens."""
     tokens: tuple[float, ...]
-    """Each token was handed over then; those handed over together have one time."""
+    """Delivery times of its tokens; tokens delivered together have the same time."""
 
     @property
     def time_per_output_token(self) -> float | None:
-        """The mean gap between tokens; None for a single token."""
+        """Mean seconds between tokens; None for a single token."""
         if len(self.tokens) == 1:
             return None
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
 
     def gaps(self, wanted: Callable[[int], bool] = lambda _: True) -> list[float]:
-        """Return the gaps between tokens handed over, however many tokens come together.
+        """Return the gaps between deliveries, each of one or more tokens.
 
-        With ``wanted``, only those before tokens whose number, counted from 0, is wanted.
+        With ``wanted``, return only gaps before deliveries with a token whose number, from 0, is
+        wanted.
         """
         gaps = []
-        earlier = None
+        previous = None
         for moment, tokens in groupby(enumerate(self.tokens), key=itemgetter(1)):
-            if earlier is not None and any(wanted(number) for number, _ in tokens):
-                gaps.append(moment - earlier)
-            earlier = moment
+            if previous is not None and any(wanted(number) for number, _ in tokens):
+                gaps.append(moment - previous)
+            previous = moment
         return gaps
 
-    def in_parts(self, interval: int) -> Timeline:
-        """Hand over the first token at once, and those after it ``interval`` at a time."""
+    def batch_tokens(self, interval: int) -> Timeline:
+        """Return the times if all tokens but the first are delivered ``interval`` at a time."""
         last = len(self.tokens) - 1
-        shown = (min(-(-at // interval) * interval, last) for at in range(last + 1))
-        return Timeline(self.arrived, self.started, tuple(self.tokens[at] for at in shown))
+        delivered_with = (min(-(-at // interval) * interval, last) for at in range(last + 1))
+        return Timeline(self.arrived, self.started, tuple(self.tokens[at] for at in delivered_with))
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
+    """Steps, request times and tokens of one run."""
+
     began: float
     steps: list[StepRecord]
     timelines: list[Timeline]
@@ -101,58 +104,58 @@ class RunRecord:
     token_ids: list[list[int]]
 
     def decode_steps(self) -> list[StepRecord]:
-        """Return the steps that brought no request's first token."""
+        """Return the steps without a first token of any request."""
         begun: set[int] = set()
-        found = []
+        steps = []
         for step in self.steps:
             if begun.issuperset(step.requests):
-                found.append(step)
+                steps.append(step)
             begun.update(step.requests)
-        return found
+        return steps
 
 
 _SEED = 5
 
 
 class RequestFailed(RoseinferError, RuntimeError):
-    """A request ended otherwise than the benchmark can count."""
+    """Error of a request that failed, or whose tokens do not add up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Prompts, and how each is to be continued."""
+class Workload:
+    """Prompts, and the sampling parameters of all of them."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
 
 
 def random_prompts(num_requests: int, length: int, vocab_size: int) -> tuple[list[int], ...]:
-    """Return the same token ids every time; hardly any two requests begin alike."""
+    """Draw prompts of random tokens, the same in every call, with hardly any common prefixes."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.randint(vocab_size, (num_requests, length), generator=generator)
     return tuple(drawn.tolist())
 
 
 def require_positions(engine: Engine, prompt: int, new: int, advice: str) -> None:
-    """Refuse requests that the model would cut short."""
-    most = engine.sessions.model.shape.max_length
+    """Raise if a prompt and its new tokens exceed the model's positions."""
+    most = engine.sequence_runner.model.shape.max_length
     if prompt + new > most:
         raise ConfigError(
-            f"a prompt of {prompt} tokens and {new} new ones are more "
-            f"than the model's {most} positions: {advice}"
+            f"prompt of {prompt} tokens and {new} new ones: the model has only {most} positions; "
+            f"{advice}"
         )
 
 
 @contextmanager
-def coming(
+def tokenized_prompts(
     prompts: Sequence[Prompt], tokenizer: Any = None, workers: int = 0
 ) -> Iterator[list[Future[Prompt]]]:
-    """Yield the prompts as they are or, with ``workers``, while so many threads tokenize them."""
+    """Yield futures of prompts, tokenized by ``workers`` threads, or as they are if 0."""
     if not workers:
-        there: list[Future[Prompt]] = [Future() for _ in prompts]
-        for future, prompt in zip(there, prompts, strict=True):
+        futures: list[Future[Prompt]] = [Future() for _ in prompts]
+        for future, prompt in zip(futures, prompts, strict=True):
             future.set_result(prompt)
-        yield there
+        yield futures
         return
     pool = ThreadPoolExecutor(workers, "tokenize")
     try:
@@ -161,38 +164,38 @@ def coming(
         pool.shutdown(cancel_futures=True)
 
 
-def perform(
+def run_workload(
     engine: Engine,
-    work: Work,
+    work: Workload,
     drive: Callable[[Run], None],
     tokenizer: Any = None,
     workers: int = 0,
 ) -> RunRecord:
-    """Drive the engine through all requests, which share no prefixes with those of other runs."""
+    """Run all requests by ``drive``, with an empty prefix cache, so that runs share no prefixes."""
     if engine.prefixes is not None:
         engine.prefixes.clear()
-    with coming(work.prompts, tokenizer, workers) as prompts:
+    with tokenized_prompts(work.prompts, tokenizer, workers) as prompts:
         run = Run(engine, prompts, work.params)
         drive(run)
     return run.record()
 
 
 class Run:
-    """One pass over the requests."""
+    """Single run over all requests."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Future[Prompt]], params: SamplingParams
     ) -> None:
         self.engine = engine
         self.prompts = deque(prompts)
-        """The prompts that are not submitted yet."""
+        """Prompts that are not submitted yet."""
         self.requests: list[Request] = []
         self._params = params
         self._arrived: list[float] = []
         self._started: dict[int, float] = {}
         self._not_started: list[Request] = []
         self._steps: list[StepRecord] = []
-        self._fruitless_since: float | None = None
+        self._no_update_since: float | None = None
         self.began = time.perf_counter()
 
     def submit(self, arrived: float) -> None:
@@ -206,30 +209,30 @@ class Run:
         began = time.perf_counter()
         updates = self.engine.step()
         ended = time.perf_counter()
-        if self._fruitless_since is None:
-            self._fruitless_since = began
-        if updates:  # if not, the device may have worked all the same, and report later
+        if self._no_update_since is None:
+            self._no_update_since = began
+        if updates:  # else the device may still have worked, with tokens in a later step
             requests = [update.request.id for update in updates]
-            self._steps.append(StepRecord(self._fruitless_since, ended, requests))
-            self._fruitless_since = None
+            self._steps.append(StepRecord(self._no_update_since, ended, requests))
+            self._no_update_since = None
         if self._not_started and self.engine.num_waiting != waiting:
-            self._note_started(began)
+            self._record_started(began)
 
     def drain(self) -> None:
         while self.engine.has_work:
             self.step()
 
-    def _note_started(self, began: float) -> None:
-        still = []
+    def _record_started(self, began: float) -> None:
+        not_started = []
         for request in self._not_started:
-            if request.session.stored or request.finish_reason is not None:
+            if request.sequence.num_stored or request.finish_reason is not None:
                 self._started[request.id] = began
             else:
-                still.append(request)
-        self._not_started = still
+                not_started.append(request)
+        self._not_started = not_started
 
     def record(self) -> RunRecord:
-        """Collect what happened, with requests counted from the first one of this run."""
+        """Return the record of the run, with requests numbered from 0."""
         first = self.requests[0].id
         times: list[list[float]] = [[] for _ in self.requests]
         steps = [
@@ -240,37 +243,41 @@ class Run:
             for number in step.requests:
                 times[number].append(step.ended)
         timelines = []
-        for request, arrived, seen in zip(self.requests, self._arrived, times, strict=True):
+        for request, arrived, token_times in zip(self.requests, self._arrived, times, strict=True):
             name = f"request {request.id}"
             if request.error is not None:
-                raise RequestFailed(f"{name} failed: {request.error}") from request.error
-            if len(seen) != request.num_generated:
+                raise RequestFailed(f"{name}: failed: {request.error}") from request.error
+            if len(token_times) != request.num_generated:
                 raise RequestFailed(
-                    f"{name} generated {request.num_generated} tokens and handed over {len(seen)}"
+                    f"{name}: {request.num_generated} tokens generated, "
+                    f"{len(token_times)} delivered"
                 )
-            timelines.append(Timeline(arrived, self._started[request.id], tuple(seen)))
+            timelines.append(Timeline(arrived, self._started[request.id], tuple(token_times)))
         prompt_lengths = [request.prompt_length for request in self.requests]
         token_ids = [request.token_ids for request in self.requests]
         return RunRecord(self.began, steps, timelines, prompt_lengths, token_ids)
 
 
-# The least time that decoding can take: every byte it needs read once, at full bandwidth.
+# Lower bound of the decode time: each needed byte read once, at full bandwidth.
 
 
 _COPY_BYTES_ON_GPU = 1 << 28
-"""No more than a KV cache that takes what it can leaves free."""
+"""Bytes of the copy: no more than a KV cache of maximal size leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFloor:
+    """Lower bound of decode time by memory traffic."""
+
     weight_bytes: int
-    """Read in every step at least, whatever the batch."""
+    """Bytes of weights that every step reads at least, for any batch."""
     token_bytes: int
-    """The key and the value of one token in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     bandwidth: float
+    """Bytes per second of a large copy."""
 
     def seconds(self, passes: int, stored_tokens: int) -> float:
-        """Return the least time of forward passes that together attend to ``stored_tokens``."""
+        """Return the least seconds of forward passes that attend to ``stored_tokens`` in all."""
         return (passes * self.weight_bytes + stored_tokens * self.token_bytes) / self.bandwidth
 
     def facts(self) -> dict[str, float]:
@@ -282,20 +289,21 @@ class MemoryFloor:
 
 
 def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
-    """Measure the floor; ``skeleton`` is the network before an engine rearranged anything."""
-    model = llm.engine.sessions.model
+    """Measure the floor; ``skeleton`` is the network with its weights not yet rearranged."""
+    model = llm.engine.sequence_runner.model
     values = 2 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim
     return MemoryFloor(
-        values_read(skeleton) * model.dtype.itemsize,
+        count_weights_read(skeleton) * model.dtype.itemsize,
         values * model.dtype.itemsize,
         copy_bandwidth(model.device, _COPY_BYTES_ON_GPU),
     )
 
 
-def values_read(network: Any) -> int:
+def count_weights_read(network: Any) -> int:
     """Count the weights that a decode step reads at least.
 
-    Those are all but tables of which it takes single rows, and experts that one row does not visit.
+    These are all weights but embeddings, of which it reads single rows, and the experts that the
+    router does not select for one row.
     """
     head = network.get_output_embeddings().weight
     tables = {
@@ -304,18 +312,18 @@ def values_read(network: Any) -> int:
         if isinstance(module, nn.Embedding) and module.weight is not head
     }
     read: int = sum(weight.numel() for weight in network.parameters() if id(weight) not in tables)
-    return read - sum(map(_values_of_idle_experts, network.modules()))
+    return read - sum(map(_count_idle_expert_weights, network.modules()))
 
 
-def _values_of_idle_experts(module: Any) -> int:
-    visited: int | None = getattr(getattr(module, "gate", None), "top_k", None)
-    if visited is None or not hasattr(module, "experts"):
+def _count_idle_expert_weights(module: Any) -> int:
+    top_k: int | None = getattr(getattr(module, "gate", None), "top_k", None)
+    if top_k is None or not hasattr(module, "experts"):
         return 0
     weights: list[Tensor] = [*module.experts.parameters()]
-    return sum((len(each) - visited) * (each.numel() // len(each)) for each in weights)
+    return sum((len(each) - top_k) * (each.numel() // len(each)) for each in weights)
 
 
-# The figures of a run, and the medians of several. docs/benchmarks.md says what each one is.
+# Figures of a run, and medians over several runs. docs/benchmarks.md defines each one.
 
 
 Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")
@@ -323,7 +331,7 @@ Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
-    """All requests of a run together."""
+    """Throughput of all requests of a run together."""
 
     run: str
     requests: int
@@ -337,7 +345,7 @@ class ThroughputRow:
     total_tok_per_s: float
     fastest_s: float
     slowest_s: float
-    times_floor: float | None
+    floor_ratio: float | None
 
     @classmethod
     def of(cls, name: str, record: RunRecord, floor: MemoryFloor) -> ThroughputRow:
@@ -359,12 +367,12 @@ class ThroughputRow:
             total_tok_per_s=(prompt + completion) / total_s,
             fastest_s=total_s,
             slowest_s=total_s,
-            times_floor=decode_s / decode_floor_s(record, steps, floor) if steps else None,
+            floor_ratio=decode_s / decode_floor_s(record, steps, floor) if steps else None,
         )
 
 
 def throughput(name: str, records: Sequence[RunRecord], floor: MemoryFloor) -> ThroughputRow:
-    """Return every figure's median over the runs."""
+    """Return the row with each figure's median over the runs."""
     runs = [ThroughputRow.of(name, record, floor) for record in records]
     totals = [run.total_s for run in runs]
     return replace(median_row(runs), fastest_s=min(totals), slowest_s=max(totals))
@@ -372,10 +380,10 @@ def throughput(name: str, records: Sequence[RunRecord], floor: MemoryFloor) -> T
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """One kind of waiting, over the requests of a run; ITL over all of their gaps."""
+    """Percentiles of one latency over the requests of a run; ITL over all of their gaps."""
 
     run: str
-    what: str
+    metric: str
     p50_ms: float | None = None
     p95_ms: float | None = None
     p99_ms: float | None = None
@@ -389,7 +397,7 @@ class LatencyRow:
         return cls(run, what, p50 * 1e3, p95 * 1e3, p99 * 1e3, fmean(seconds) * 1e3)
 
 
-_WAITS: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
+_LATENCIES: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
     "TTFT": lambda seen: [seen.tokens[0] - seen.arrived],
     "TPOT": lambda seen: [seen.time_per_output_token],
     "ITL": lambda seen: seen.gaps(),
@@ -400,13 +408,15 @@ _WAITS: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
 
 def latencies(run: str, timelines: Sequence[Timeline]) -> list[LatencyRow]:
     return [
-        LatencyRow.of(run, what, [s for seen in timelines for s in waits(seen) if s is not None])
-        for what, waits in _WAITS.items()
+        LatencyRow.of(
+            run, metric, [s for timeline in timelines for s in values(timeline) if s is not None]
+        )
+        for metric, values in _LATENCIES.items()
     ]
 
 
 def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: MemoryFloor) -> float:
-    """Return the time to read the weights once a step, and once a token what is stored by then."""
+    """Return the least seconds to read the weights per pass, and the stored tokens per new one."""
     wanted = {id(step) for step in steps}
     lengths = list(record.prompt_lengths)
     stored = 0
@@ -418,11 +428,11 @@ def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: Memory
 
 
 def median_row(rows: Sequence[Row]) -> Row:
-    """Take each field's median; texts, and what was never measured, are the first row's."""
+    """Return each field's median; strings, and fields with None, are those of the first row."""
     values: dict[str, Any] = {}
     for field in fields(rows[0]):
-        found = [getattr(row, field.name) for row in rows]
-        first = found[0]
-        numbers = isinstance(first, (int, float)) and None not in found
-        values[field.name] = type(first)(median(found)) if numbers else first
+        column = [getattr(row, field.name) for row in rows]
+        first = column[0]
+        numbers = isinstance(first, (int, float)) and None not in column
+        values[field.name] = type(first)(median(column)) if numbers else first
     return type(rows[0])(**values)

@@ -1,0 +1,256 @@
+"""Blocks that a cache keeps for later texts: their contents, and the eviction order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
+from pytest_roseinfer.capabilities.capability import Observer, Run
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Observation,
+    invariant,
+    location_of_block,
+)
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.capabilities.observation import Snapshot
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import Page, Table
+
+# Contents of blocks
+
+
+BlockTokens = Mapping[int, Sequence[int]]
+"""Tokens in each block that is held, or free and kept for later texts."""
+
+
+def read_block_tokens(
+    oracle: Oracle,
+    tables: Mapping[int, Sequence[int | None]],
+    cached: Collection[int],
+    before: BlockTokens,
+    shown: Mapping[int, Table],
+) -> BlockTokens:
+    """Return the tokens of blocks after a step; a cached block keeps those from ``before``.
+
+    A long write may move a page out of a window at once, and the cache may keep it in a block that
+    no table in ``shown`` had, or had with fewer tokens. Such pages are kept under block numbers
+    below 0, as long as any block is cached.
+    """
+    contents = {block: before[block] for block in cached if block in before}
+    hidden = oracle.hidden
+    passed = {tuple(before[block]) for block in before if block < 0}
+    for seq, blocks in tables.items():
+        # In a shared block, tokens that a truncation cut off stay until the sequence writes there.
+        stored = oracle.length(seq) + oracle.truncated_on_last[seq] - oracle.unwritten(seq)
+        for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
+            if block is None:
+                if _left_window_unshown(shown.get(seq, ()), at, cached, before, page):
+                    passed.add(tuple(page.tokens))
+                continue
+            written = tuple(page.tokens[: max(0, stored - at * oracle.block_size)])
+            held = before.get(block, ())
+            if seq in hidden and held == tuple(page.tokens):
+                written = held  # reused from the cache, so it need not be copied back
+            contents[block] = max(contents.get(block, ()), written, key=len)
+    if cached:
+        contents |= {-1 - at: page for at, page in enumerate(sorted(passed))}
+    return contents
+
+
+def _left_window_unshown(
+    table: Table, at: int, cached: Collection[int], before: BlockTokens, page: Page
+) -> bool:
+    """Return True if no table showed a block with the whole page before it was freed."""
+    if at >= len(table):
+        return True
+    block = table[at]
+    return block is not None and block in cached and before.get(block) != tuple(page.tokens)
+
+
+# Eviction order
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedBlock:
+    """A block without a holder whose content is kept for later lookups."""
+
+    step: int
+    """Step in which its last holder released it."""
+    at: int
+    """Index in the tables of its last holders; 0 for the first block of a sequence."""
+    holders: frozenset[int] = frozenset()
+    tokens: tuple[int, ...] = ()
+
+    def evicts_before(self, other: ReleasedBlock) -> bool:
+        """Return True if it must be evicted first: released earlier, or nearer to the end."""
+        if self.step != other.step:
+            return self.step < other.step
+        return self.at > other.at and bool(self.holders & other.holders)
+
+
+def update_released_blocks(
+    earlier: Mapping[int, ReleasedBlock],
+    tables: Mapping[int, Sequence[int | None]],
+    cached: Collection[int],
+    contents: BlockTokens,
+    step: int,
+) -> dict[int, ReleasedBlock]:
+    """Return the ``cached`` blocks after a step; those not in ``earlier`` were released in it.
+
+    The tables and contents are those from before the step.
+    """
+    released: dict[int, ReleasedBlock] = {}
+    for block in cached:
+        if block in earlier:
+            released[block] = earlier[block]
+            continue
+        at = {seq: table.index(block) for seq, table in tables.items() if block in table}
+        tokens = tuple(contents.get(block, ()))
+        released[block] = ReleasedBlock(step, max(at.values(), default=0), frozenset(at), tokens)
+    return released
+
+
+@invariant(rank=30, needs=("use_tokens", "table", "ledger"))
+def evictions(observation: Observation) -> Finding | None:
+    """Cached blocks must be evicted in the order that the cache declares."""
+    if observation.declared.prefixes.evicts == "any":
+        return None
+    kept = observation.after.ledger(0).cached
+    staying = {
+        block: each
+        for block, each in cached_blocks_note(observation).released.items()
+        if block in kept
+    }
+    for block, gone in cached_blocks_note(observation).released.items():
+        if block in kept or _still_there(observation, gone):
+            continue
+        for other, stays in staying.items():
+            if stays.evicts_before(gone):
+                return Finding(
+                    f"block {block} was evicted and block {other} was not, which "
+                    + _why(stays, gone),
+                    location_of_block(observation, 0, block),
+                )
+    return None
+
+
+def _still_there(observation: Observation, was: ReleasedBlock) -> bool:
+    """Return True if a sequence now holds the block's tokens, in that block or another.
+
+    If it stored them again, the cache dropped a duplicate, which is not an eviction.
+    """
+    return any(
+        tuple(page.tokens[: len(was.tokens)]) == was.tokens
+        for seq, table in observation.after.tables_of(0).items()
+        for page, _ in zip(observation.oracle.sequences[seq], table, strict=False)
+    )
+
+
+def _why(stays: ReleasedBlock, gone: ReleasedBlock) -> str:
+    if stays.step != gone.step:
+        return f"was released earlier, in step {stays.step} and not in step {gone.step}"
+    return f"was released with it and is nearer to the end: index {stays.at} comes after {gone.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlocksNote:
+    """Knowledge of cached blocks that invariants need to judge a step."""
+
+    contents: Mapping[int, BlockTokens] = field(default_factory=dict)
+    """Tokens of blocks after the step, by the first layer of each group that shares its blocks;
+    empty where the snapshot has no lookups."""
+    released: Mapping[int, ReleasedBlock] = field(default_factory=dict)
+    """Blocks kept for later texts before the step; empty if any eviction order is allowed."""
+
+
+def cached_blocks_note(observation: Observation) -> CachedBlocksNote:
+    """Return the note of the observer ``CachedBlocks``; an empty one without it."""
+    note: CachedBlocksNote = observation.notes.get(CachedBlocks) or CachedBlocksNote()
+    return note
+
+
+class CachedBlocks(Observer):
+    """Contents of blocks, and which of them are kept for later texts."""
+
+    any_of = ("match_prefix", "prefixes.evicts=least recent")
+    conditions: ClassVar = {
+        "prefix_hit": "A sequence begins with the content of a full block that was stored before, "
+        'and some lookup has found tokens. Required of a cache that shares ``"equal prefixes"`` '
+        "and defines ``match_prefix`` and ``prefill``."
+    }
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.oracle = run.oracle
+        self.contents: dict[int, BlockTokens] = {}
+        """Tokens of blocks after the latest step, by the first layer of each group."""
+        self.shown: dict[int, Mapping[int, Table]] = {}
+        """Tables after the latest step, by the first layer of each group."""
+        self.has_lookup_hits = False
+        """True once a lookup has found tokens."""
+        self.released: Mapping[int, ReleasedBlock] = {}
+        """Blocks kept for later texts after the latest step."""
+
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        written, hits = observation.outcome.written, 0
+        if written and self.run.features >= PREFIX_HIT_METHODS:
+            hits = self._count_prefix_hits(observation.after, written.rows)
+        self._note(observation.before, observation.after)
+        return {"prefix_hit": hits}
+
+    def notes(self, after: Snapshot) -> CachedBlocksNote:
+        return CachedBlocksNote(
+            self.block_tokens_after(after) if after.matches else {}, self.released
+        )
+
+    def _note(self, before: Snapshot, after: Snapshot) -> None:
+        self.has_lookup_hits |= any(
+            isinstance(count, int) and count > 0 for count in after.matches.values()
+        )
+        if self.run.declared.prefixes.evicts != "any":
+            self.released = update_released_blocks(
+                self.released,
+                before.tables_of(0),
+                after.ledger(0).cached,
+                self.contents.get(0, {}),
+                len(self.run.completed_steps),
+            )
+        self.contents = self.block_tokens_after(after)
+        for layer in self.oracle.windows.groups:
+            self.shown[layer] = after.tables_of(layer)
+
+    def _count_prefix_hits(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
+        """Count the sequences that began in this step with the content of a full block.
+
+        The block may have been written again with equal tokens, so a lookup must have found some.
+        """
+        begun = [seq for seq, count in rows if count == self.oracle.length(seq)]
+        return sum(self.has_lookup_hits and self._has_prefix_hit(after, seq) for seq in begun)
+
+    def _has_prefix_hit(self, after: Snapshot, seq: int) -> bool:
+        """Return True if one of the sequence's full blocks held these tokens before the step."""
+        pages = [tuple(page.tokens) for page in self.oracle.sequences[seq]]
+        return any(
+            len(page) == self.oracle.block_size
+            and block is not None
+            and self.contents.get(layer, {}).get(block) == page
+            for layer in self.oracle.windows.groups
+            for page, block in zip(pages, after.tables_of(layer)[seq], strict=False)
+        )
+
+    def block_tokens_after(self, after: Snapshot) -> dict[int, BlockTokens]:
+        """Return the tokens of blocks after the present step, by the first layer of each group."""
+        contents: dict[int, BlockTokens] = {}
+        for layer in self.oracle.windows.groups:
+            tables, before = after.tables_of(layer), self.contents.get(layer, {})
+            # A block that now belongs to another group is no longer kept for this one.
+            others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
+            cached = {*after.ledger(layer).cached} - {*others}
+            contents[layer] = read_block_tokens(
+                self.oracle, tables, cached, before, self.shown.get(layer, {})
+            )
+        return contents
