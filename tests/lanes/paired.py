@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.persistent.emulated import EmulatedProgram
 
 _PLANTED = {
-    "reads": Changed("tile_at(stage + OF_ROWS)", "tile_at(stage + 9 * STAGE)"),
+    "reads": Changed("tile_at(stage + OF_ROWS)", "tile_at(s + 1)"),
     "writes": Changed("        show_copy_engine();\n", "        s->out[1][OF_OUT + 1152] = 0;\n"),
 }
 """Beyond the shared memory of a program: what lies in global memory is copied by maps alone."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.lanes.address_sanitizer import ALL_RIGHT, under_the_sanitizer, why_impossible
@@ -14,7 +12,7 @@ pytestmark = [
         "module", ["tests.lanes.whole_step", "tests.lanes.streamed", "tests.lanes.paired"]
     ),
 ]
-FOUND = re.compile("AddressSanitizer: (?:heap|global)-buffer-overflow")
+FOUND = "AddressSanitizer: heap-buffer-overflow"
 
 
 @pytest.mark.many_alike
@@ -28,6 +26,6 @@ def test_all_stays_within_its_tensors(module: str) -> None:
 @pytest.mark.parametrize(("verb", "said"), [("reads", "READ of size"), ("writes", "WRITE of size")])
 def test_what_is_planted_is_found(module: str, verb: str, said: str) -> None:
     output = under_the_sanitizer(module, verb)
-    assert FOUND.search(output)
+    assert FOUND in output
     assert said in output
     assert ALL_RIGHT not in output
