@@ -18,7 +18,7 @@ from tests.sampled import MARKERS, leave_out, note_whether_every_test
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ("pytester",)
+pytest_plugins = ("pytester", "tests.project")
 
 # Triton decides when a kernel is defined whether it will be interpreted, so this must stand
 # before anything imports roseinfer's kernels.

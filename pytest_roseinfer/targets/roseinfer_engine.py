@@ -96,12 +96,12 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
 
 Only ``COMPILED``, ``GUIDED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing.
 Compiling takes seconds for each model of each mix, so no switch here enables it;
-``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
+``tests/models/test_compiling.py`` compares it with its twin. No request here has a guide:
 ``tests/guided`` compares those with what they get alone. No model here is wide enough for a step in
-one kernel: ``tests/persistent`` compares that with several kernels. Streamed and paired GEMMs have
-no switch, nor have ``AttentionPath.PREFILL_CUDA`` and ``APPEND_AND_ATTEND_CUDA``, whose contexts or
-batches are larger than any here: ``tests/warpgroups`` compares them with the kernels that they
-replace."""
+one kernel: ``tests/kernels/cuda/whole_step`` compares that with several kernels. Streamed and
+paired GEMMs have no switch, nor have ``AttentionPath.PREFILL_CUDA`` and
+``APPEND_AND_ATTEND_CUDA``, whose contexts or batches are larger than any here:
+``tests/kernels/cuda/warpgroups`` compares them with the kernels that they replace."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,

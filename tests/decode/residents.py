@@ -11,7 +11,7 @@ from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
 from roseinfer.decode.step import NewResident, Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
-from tests.engine.families import greedy_step, tiny
+from tests.models.families import greedy_step, tiny
 
 if TYPE_CHECKING:
     from roseinfer.kv.sequence import CachedSequence

@@ -11,7 +11,7 @@ from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs, StepKind
 from roseinfer.decode.step import RowSteps
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
-from tests.kv.harness import assert_same_bits, bits
+from tests.kv.twins import assert_same_bits, bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 DRAWN = SamplingParams(temperature=0.8)

@@ -10,7 +10,7 @@ from roseinfer.decode.graphs import StepKind
 from roseinfer.decode.step import step_sizes
 from roseinfer.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
-from tests.kv.harness import assert_same_bits, bits
+from tests.kv.twins import assert_same_bits, bits
 
 DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer import LLM, StepFailed
 from roseinfer.decode.readback import PendingReadback
-from tests.engine.test_mishaps import Mishap, drawn, going_wrong_at
+from tests.engine.test_interrupted_steps import Mishap, drawn, going_wrong_at
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import (
     HARDLY_PENALISED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roseinfer.engine import prefix_cache
-from tests.engine.prefix_world import HASHES, REAL_HASH, Shape, World, prefix_of
+from tests.engine.prefix_cache_simulation import HASHES, REAL_HASH, Shape, World, prefix_of
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import PrefixEntry
 from roseinfer.kv.sequence import CachedSequence
-from tests.engine.prefix_world import REAL_HASH, Shape, World
+from tests.engine.prefix_cache_simulation import REAL_HASH, Shape, World
 
 
 class Tokens(abc.Sequence[int]):

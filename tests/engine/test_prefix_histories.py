@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.engine import prefix_cache
-from tests.engine.prefix_world import HASHES, Sequence, Shape, World, prefix_of
+from tests.engine.prefix_cache_simulation import HASHES, Sequence, Shape, World, prefix_of
 
 
 @dataclass(eq=False)

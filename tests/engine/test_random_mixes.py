@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from tests.engine.families import CONFIGS, VOCABULARY, WINDOWED, tiny
+from tests.models.families import CONFIGS, VOCABULARY, WINDOWED, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,8 @@ import transformers
 from roseinfer import LLM, BadArgument, ConfigError, OutOfBlocks, UnsupportedModel
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.checkpoint import load_checkpoint
-from tests.engine.families import CONFIGS, VOCABULARY, tiny
-from tests.engine.test_against_transformers import engine_for, prompts
+from tests.models.families import CONFIGS, VOCABULARY, tiny
+from tests.models.test_against_transformers import engine_for, prompts
 
 
 def build(config: Any, **options: Any) -> CausalModel:

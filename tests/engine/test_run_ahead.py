@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams, tiny_gpt2
-from tests.engine.families import VOCABULARY, tiny
 from tests.engine.test_random_mixes import assert_no_block_is_lost
+from tests.models.families import VOCABULARY, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM, BadArgument, ConfigError, EngineConfig, EnginePath, SamplingParams
-from tests.engine.families import CONFIGS, VOCABULARY, tiny
-from tests.engine.repeating import drafted, repeating_llm
-from tests.engine.test_mishaps import Mishap
+from tests.engine.repeating_models import drafted, repeating_llm
+from tests.engine.test_interrupted_steps import Mishap
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import greedy
+from tests.models.families import CONFIGS, VOCABULARY, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.scheduling_world import World
+from tests.engine.scheduler_simulation import World
 
 if TYPE_CHECKING:
     from roseinfer.engine.request import Request

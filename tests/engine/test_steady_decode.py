@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer import LLM, SamplingParams
-from tests.engine.families import VOCABULARY, tiny
+from tests.models.families import VOCABULARY, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable

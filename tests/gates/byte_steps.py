@@ -10,7 +10,7 @@ import transformers
 
 from pytest_roseinfer.gates.step_work import Step
 from roseinfer import LLM, SamplingParams
-from tests.engine.families import POSITIONS, VOCABULARY, scaled_up, tiny
+from tests.models.families import POSITIONS, VOCABULARY, scaled_up, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.step_work import Step
 from roseinfer import LLM, SamplingParams
-from tests.engine.families import greedy_step, tiny
+from tests.models.families import greedy_step, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import torch
 
 from roseinfer import LLM, Guide, SamplingParams, tiny_gpt2
 from tests.engine.continuations import END, one, original
-from tests.guided.forms import SETTINGS, WORDS, engine
+from tests.guided.constraints import SETTINGS, WORDS, engine
 
 if TYPE_CHECKING:
     from roseinfer import RequestOutput

@@ -10,7 +10,7 @@ import pytest
 from pytest_roseinfer import DeviceQueue
 from pytest_roseinfer.capabilities.simulated_device import QueuedTorch
 from roseinfer import LLM, SamplingParams
-from tests.guided.forms import FORMS, drawn_params, drawn_prompt, engine, together
+from tests.guided.constraints import FORMS, drawn_params, drawn_prompt, engine, together
 from tests.late_transfers import late_transfers
 
 EVERY_OTHER = [None, *FORMS.values()]

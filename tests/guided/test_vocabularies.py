@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from roseinfer import LLM, Guide, SamplingParams
 from roseinfer.models.tiny import draw_weights
-from tests.engine.tokenizers import byte_level, metaspace, word_ends, word_pieces
+from tests.text.tokenizers import byte_level, metaspace, word_ends, word_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import torch
 from roseinfer.kernels import triton
 from roseinfer.kernels.triton import linear
 from tests.interpreted import interpreted
+from tests.kernels.accessed_bytes import touched_by
 from tests.kernels.calls import CALLS
-from tests.kernels.touched import touched_by
 
 pytestmark = interpreted
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPlan, AppendPolicy, KVBlockManager
-from tests.kv.harness import assert_same_bits, build, random_words
+from tests.kv.twins import assert_same_bits, build, random_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import AppendPolicy, KVBlockManager, RoseinferError
-from tests.kv.harness import BLOCK_SIZE, Snapshot, build
+from tests.kv.twins import BLOCK_SIZE, Snapshot, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
-from tests.kv.harness import SIZES
 from tests.kv.scene import POLICIES, Call, Refused, Scene, assert_refused, set_up
+from tests.kv.twins import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from roseinfer import AppendPolicy, KVBlockInfo, KVBlockManager
-from tests.kv.harness import BLOCK_SIZE, Twins, build
-from tests.kv.recorded import block_records_made
+from tests.kv.recording import block_records_made
+from tests.kv.twins import BLOCK_SIZE, Twins, build
 
 POLICIES = {
     "triton": AppendPolicy(),

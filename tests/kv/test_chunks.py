@@ -8,7 +8,7 @@ import pytest
 
 from roseinfer import AppendPolicy, BadArgument, Condition, OutOfBlocks, Path
 from tests.kv.grouped import GROUP, GroupTwins
-from tests.kv.harness import BLOCK_SIZE, Snapshot
+from tests.kv.twins import BLOCK_SIZE, Snapshot
 
 POLICIES = {
     "triton": AppendPolicy(),

@@ -15,7 +15,7 @@ import torch
 
 from roseinfer import AppendPolicy, KVBlockManager
 from roseinfer.kv.pool import BlockPool
-from tests.kv.recorded import count_steps
+from tests.kv.recording import count_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

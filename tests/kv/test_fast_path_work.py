@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from roseinfer import AppendPolicy, KVBlockManager, Path
-from tests.kv.harness import Twins
-from tests.kv.recorded import Operations
+from tests.kv.recording import Operations
+from tests.kv.twins import Twins
 
 EVEN = (2, 2, 2)
 UNEVEN = (1, 2, 3)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kv.harness import BLOCK_SIZE, DTYPES, assert_same_bits, build, random_words
+from tests.kv.twins import BLOCK_SIZE, DTYPES, assert_same_bits, build, random_words
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import AppendPolicy, BadArgument, Condition, Path
 from tests.kv.grouped import GROUP, LAYERS, GroupTwins
-from tests.kv.harness import BLOCK_SIZE, DTYPES, Snapshot, build
+from tests.kv.twins import BLOCK_SIZE, DTYPES, Snapshot, build
 
 POLICIES = {
     "triton": AppendPolicy(),

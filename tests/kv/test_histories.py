@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer import OutOfBlocks
-from tests.kv.harness import Snapshot, Twins, random_words
 from tests.kv.test_policy_switches import COMBINATIONS
+from tests.kv.twins import Snapshot, Twins, random_words
 
 if TYPE_CHECKING:
     from roseinfer import AppendPolicy

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.kv.harness import Twins, assert_same_bits
 from tests.kv.test_write_paths import WRITES
+from tests.kv.twins import Twins, assert_same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

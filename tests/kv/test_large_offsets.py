@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from roseinfer.kernels.triton.clone import kv_clone_triton
-from tests.kv.harness import assert_same_bits, random_words
-from tests.kv.kernels import Pair, index, run
+from tests.kernels.triton.append_calls import Pair, index, run
+from tests.kv.twins import assert_same_bits, random_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

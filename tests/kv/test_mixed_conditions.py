@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from roseinfer import AppendPolicy, Condition, Path
-from tests.kv.harness import BLOCK_SIZE, Counts, Twins
+from tests.kv.twins import BLOCK_SIZE, Counts, Twins
 
 ROWS = {
     Condition.FRESH: 1,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import AppendPolicy, KVBlockManager, OutOfBlocks
-from tests.kv.harness import BLOCK_SIZE
 from tests.kv.scene import POLICIES, Call, Refused, Scene, assert_refused, set_up
+from tests.kv.twins import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

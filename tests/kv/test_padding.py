@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, Condition, KVBlockManager
-from tests.kv.harness import assert_same_bits, build
+from tests.kv.twins import assert_same_bits, build
 
 POLICIES = {
     "triton": AppendPolicy(),

@@ -6,7 +6,7 @@ import pytest
 
 from roseinfer import AppendPlan, AppendPolicy, Path
 from roseinfer.kv.storage import choose_write_path
-from tests.kv.harness import Twins
+from tests.kv.twins import Twins
 
 EVEN = True
 UNEVEN = False

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from roseinfer import AppendPolicy, Path
-from tests.kv.harness import BLOCK_SIZE, Counts, Twins
+from tests.kv.twins import BLOCK_SIZE, Counts, Twins
 
 SWITCHES = (
     "batched",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import AppendPolicy, Condition, KVBlockManager, Path
-from tests.kv.harness import BLOCK_SIZE, DTYPES, assert_same_cache, build, random_words
+from tests.kv.twins import BLOCK_SIZE, DTYPES, assert_same_cache, build, random_words
 
 if TYPE_CHECKING:
     import torch

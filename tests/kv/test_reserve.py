@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import AppendPolicy, BadArgument, BadBlock, Condition, OutOfBlocks
 from tests.kv.grouped import facts
-from tests.kv.harness import BLOCK_SIZE, Metadata, assert_same_cache, bits, build
 from tests.kv.scene import POLICIES, Refused, assert_refused, set_up
+from tests.kv.twins import BLOCK_SIZE, Metadata, assert_same_cache, bits, build
 
 if TYPE_CHECKING:
     from roseinfer import KVBlockManager

@@ -11,7 +11,7 @@ from itertools import permutations
 import pytest
 
 from roseinfer import AppendPolicy, Path
-from tests.kv.harness import BLOCK_SIZE, Twins
+from tests.kv.twins import BLOCK_SIZE, Twins
 
 ODD_ONES = range(5)
 

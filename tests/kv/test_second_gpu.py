@@ -7,9 +7,16 @@ import torch
 
 from roseinfer import BadArgument, Condition, Path
 from roseinfer.kernels.triton.clone import kv_clone_triton
-from tests.kv.harness import Snapshot, Twins
-from tests.kv.kernels import CACHE_SHAPE, KERNELS, Caches, assert_appends, index, new_tokens
+from tests.kernels.triton.append_calls import (
+    CACHE_SHAPE,
+    KERNELS,
+    Caches,
+    assert_appends,
+    index,
+    new_tokens,
+)
 from tests.kv.test_write_paths import WRITES
+from tests.kv.twins import Snapshot, Twins
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs: the current one and another"

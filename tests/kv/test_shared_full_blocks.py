@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, Condition, Path
-from tests.kv.harness import BLOCK_SIZE, Twins, assert_same_bits, bits
-from tests.kv.recorded import Operations
+from tests.kv.recording import Operations
+from tests.kv.twins import BLOCK_SIZE, Twins, assert_same_bits, bits
 
 POLICIES = {
     "triton": AppendPolicy(),

@@ -11,7 +11,7 @@ from itertools import combinations, permutations
 import pytest
 
 from roseinfer import AppendPolicy, Condition, Path
-from tests.kv.harness import BLOCK_SIZE, Twins
+from tests.kv.twins import BLOCK_SIZE, Twins
 
 POLICIES = {
     "triton": AppendPolicy(),

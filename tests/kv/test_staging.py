@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, StalePlan
-from tests.kv.harness import Snapshot, build
+from tests.kv.twins import Snapshot, build
 
 RING = 64
 cuda: Any = torch.cuda

@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import AppendPolicy, BadArgument, BadRefcount, KVBlockManager, OutOfBlocks
 from tests.kv.grouped import facts
-from tests.kv.harness import BLOCK_SIZE, Metadata, bits, build
 from tests.kv.scene import POLICIES, Refused, assert_refused, set_up
+from tests.kv.twins import BLOCK_SIZE, Metadata, bits, build
 
 if TYPE_CHECKING:
     from roseinfer.kv.plan import AppendPlan

@@ -6,7 +6,7 @@ import pytest
 
 from roseinfer import AppendPolicy, BadArgument
 from roseinfer.paths import Work
-from tests.kv.harness import Twins
+from tests.kv.twins import Twins
 
 
 def test_plans_and_the_indices_staged_for_them(device: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import AppendPolicy, Condition, Path
-from tests.kv.harness import DTYPES, HEAD_DIMS, Twins
+from tests.kv.twins import DTYPES, HEAD_DIMS, Twins
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.persistent.emulated import COMPILER
+from tests.kernels.cuda.whole_step.emulated import COMPILER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

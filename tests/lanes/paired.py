@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.kernels.cuda.warpgroups.pairs import SMALL, Paired, Shape, emulated
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
-from tests.warpgroups.pairs import SMALL, Paired, Shape, emulated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.persistent.emulated import EmulatedProgram
+    from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
 
 _PLANTED = {
     "reads": Changed("tile_at(stage + OF_ROWS)", "tile_at(s + 1)"),

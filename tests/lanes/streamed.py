@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.kernels.cuda.streamed import tiles_for
+from tests.kernels.cuda.warpgroups.products import SHAPES, Product, emulated
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
-from tests.warpgroups.products import SHAPES, Product, emulated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.persistent.emulated import EmulatedProgram
+    from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
 
 _PLANTED = {
     "reads": Changed(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.kernels.cuda.whole_step import Megakernel, source
+from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
+from tests.kernels.cuda.whole_step.small_models import small_rig, small_sizes
 from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
-from tests.persistent.emulated import EmulatedProgram
-from tests.persistent.rigs import small_rig, small_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -73,7 +73,7 @@ NOT_PLANTED: dict[str, str] = {
         "simulated by running the step on emptied rows"
     ),
     "A step that never ends": (
-        "it takes a minute of every search; tests/plugin/test_watchdog.py has caches that hang"
+        "it takes a minute of every search; tests/run/test_watchdog.py has caches that hang"
     ),
     "A static cache in another dtype than the model (row 22)": (
         "the cache is made in the model's dtype, and there is no other place to say one"

@@ -16,8 +16,8 @@ from tests.mutants.mutant import Mutant
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PACKAGE = "tests.plugin.caches"
-_FOLDER = Path(__file__).parents[1] / "plugin" / "caches"
+_PACKAGE = "tests.capabilities.caches"
+_FOLDER = Path(__file__).parents[1] / "capabilities" / "caches"
 _ROWS = re.compile(r"(S?\d+(?:, S?\d+)*)[:,] ")
 _OF_NO_ROW = {"RevivesWithoutItsKey", "HandsBackAFullHandle", "LeavesASlotActive"}
 """Caches lost data in these ways too, which nobody has reported."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.mutants import command, hunt
 from tests.mutants.catalogue import CATALOGUE
+from tests.mutants.exhaustive import in_the_cache, walk_on
 from tests.mutants.forking import in_child
 from tests.mutants.install import plant, source_of
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
@@ -19,7 +20,6 @@ from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
 from tests.mutants.planted import BROKEN, CRASH, EQUIVALENT, POOL, RELEASE
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.tally import Tally
-from tests.mutants.walked import in_the_cache, walk_on
 from tests.sampled import sampled
 
 if TYPE_CHECKING:

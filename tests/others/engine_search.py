@@ -8,7 +8,7 @@ from pytest_roseinfer import conformance, settings
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.suite.engine_tests import EngineTests
-from tests.plugin.fresh_run import fresh_run
+from tests.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from pytest_roseinfer import EngineAdapter

@@ -28,10 +28,10 @@ from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.capabilities.cache_data import HARNESS_CONDITIONS
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
+from tests.fresh_run import fresh_run
 from tests.others.fetch import FOLDER, PROJECTS
-from tests.plugin.first_minutes import paged_kv
-from tests.plugin.first_minutes.printed import adapter_of_paged_kv, blocks, list_cache, page
-from tests.plugin.fresh_run import fresh_run
+from tests.tutorials import paged_kv
+from tests.tutorials.printed import adapter_of_paged_kv, blocks, list_cache, page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,9 +11,9 @@ import pytest
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
 from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.vllm_kv import VllmAdapter, WindowsVllmAdapter
+from tests.histories.drawn import drawn
 from tests.others.fetch import FOLDER
 from tests.others.planted import plant
-from tests.plugin.drawn import drawn
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter

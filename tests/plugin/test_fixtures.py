@@ -12,7 +12,7 @@ from roseinfer import Path
 if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec
     from roseinfer import KVBlockManager, TinyGPT2
-    from tests.plugin.conftest import Project
+    from tests.project import Project
 
 PROMPTS = ("The quick brown fox", "a", "KV cache", "ü" * 30, "0123456789" * 12, "0123456789" * 100)
 

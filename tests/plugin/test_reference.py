@@ -260,12 +260,12 @@ def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_lists_are_printed_for_another_adapter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "tests.plugin.test_capabilities:PinningCache"
+    name = "tests.capabilities.test_capability:PinningCache"
     monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
     assert reference.main() == ""
     printed = capsys.readouterr().out
     assert "- `pin(seq, pin)` (needs `free`, `table`): " in printed
-    name = "tests.plugin.test_engine_capabilities:BiasedEngine"
+    name = "tests.engine_capabilities.test_capability:BiasedEngine"
     monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
     assert reference.main() == ""
     printed = capsys.readouterr().out

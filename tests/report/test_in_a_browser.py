@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer.report.html import page
-from tests.plugin.test_reports import example
+from tests.findings.recorded_findings import FORKED, of_never_copies
 from tests.report.browser import asked, require_browser
-from tests.report.findings import FORKED, of_never_copies
+from tests.report.test_reports import example
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from roseinfer import EnginePath, SamplingParams
 from roseinfer.engine.drafter import MAX_DRAFT_TOKENS
 from roseinfer.engine_client.in_process import InProcessClient
 from roseinfer.server.metrics import CompletionMetrics, HttpMetrics, MetricsPage, length_bounds
-from tests.engine.repeating import repeating_llm
+from tests.engine.repeating_models import repeating_llm
 from tests.server.served import running
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.python_process import ROOT
 from tests.server.serve_process import CODE, PATIENCE
-from tests.server.test_ends import LONG, await_status, status_of
+from tests.server.test_shutdown import LONG, await_status, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,5 +1,5 @@
 // Instructions of the GPU: barriers in shared memory, copies of tiles, tensor cores, words of global
-// memory. tests/persistent/machine.h has the same names for machines without a GPU.
+// memory. tests/kernels/cuda/whole_step/machine.h has the same names for machines without a GPU.
 
 #define DEV __device__ __forceinline__
 

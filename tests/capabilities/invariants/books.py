@@ -1,0 +1,202 @@
+"""What invariants about a cache's books must pass, and must find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pytest_roseinfer import Ledger, PrefixTraits
+from pytest_roseinfer.capabilities.block_tables import ownership
+from pytest_roseinfer.capabilities.cached_blocks import (
+    CachedBlocks,
+    CachedBlocksNote,
+    ReleasedBlock,
+    evictions,
+)
+from pytest_roseinfer.capabilities.observation import Observation, Snapshot
+from pytest_roseinfer.capabilities.preemption import preempted
+from pytest_roseinfer.capabilities.shards import shards
+from pytest_roseinfer.capabilities.storage import separate_containers
+from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
+from pytest_roseinfer.capabilities.windows import windows
+from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.pages import Page, Windows, token_of
+from tests.capabilities.invariants.observations import (
+    CHANGED,
+    NEW,
+    PAYLOAD,
+    SPEC,
+    Right,
+    Wrong,
+    after,
+    declaring,
+    observed,
+)
+
+
+def taking(taken: int | None) -> Observation:
+    """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
+    out = swapped(seen.oracle)
+    out.stages[5], out.tokens[5] = Stage.SWAPPED_OUT, [1, 2, 3]
+    preempted(seen.oracle)[6] = [4]
+    return seen
+
+
+def counting(num_free: int) -> Observation:
+    return after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=num_free)])
+
+
+def evicting(of_2: ReleasedBlock, of_3: ReleasedBlock, **declared: Any) -> Observation:
+    """Blocks 2 and 3 were cached, and the first of them was taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
+    declared = {"shares": "equal prefixes", "evicts": "least recent", **declared}
+    notes = {CachedBlocks: CachedBlocksNote(released={2: of_2, 3: of_3})}
+    return replace(seen, notes=notes, declared=declaring(prefixes=PrefixTraits(**declared)))
+
+
+def sharing(page: list[int]) -> Observation:
+    """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
+    seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
+    seen.oracle.sequences[1] = [Page(page)]
+    return replace(seen, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes")))
+
+
+def on_ranks(**shown: Any) -> Observation:
+    """Two ranks keep the cache; the second shows something else in its books."""
+    books = observed().after
+    return after(shards=[books, replace(books, **shown)])
+
+
+def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
+    """Sequence 0 has three tokens, of which the last is live in a window of 2."""
+    spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
+    oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
+    oracle.append([(0, 3)], range(3))
+    return Observation(
+        spec=spec,
+        declared=declaring(),
+        after=Snapshot(tables=tables),
+        oracle=oracle,
+        payload=PAYLOAD,
+    )
+
+
+OTHERS, TOGETHER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
+SHARED = {(0, 0): [0, 2], (1, 0): [0]}
+SAME = [0]
+
+RIGHT: Right = {
+    windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
+    ownership: [observed(), counting(1), sharing([token_of(0, 0), token_of(0, 1)])],
+    swap_space: [taking(2), taking(0), taking(None), observed()],
+    shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
+    evictions: [
+        observed(),
+        evicting(ReleasedBlock(1, 0, tokens=OTHERS), ReleasedBlock(2, 0)),
+        evicting(ReleasedBlock(1, 1, TOGETHER, OTHERS), ReleasedBlock(1, 0, TOGETHER)),
+        evicting(ReleasedBlock(1, 0, frozenset({3}), OTHERS), ReleasedBlock(1, 1, frozenset({4}))),
+        evicting(ReleasedBlock(2, 0, tokens=(NEW,)), ReleasedBlock(1, 0)),
+        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0), evicts="any"),
+    ],
+    separate_containers: [
+        observed(),
+        after(containers={0: 1, 1: 0}),
+        after(containers={0: [0, 2], 1: [0, 2]}),
+    ],
+}
+WRONG: Wrong = [
+    (windows, windowed({(0, 0): [0, 1]}, 2), "block 0 of its table is 0, and must be None"),
+    (windows, windowed({(0, 0): [None, None]}, 2), "is to be held: tokens from 2 on are live"),
+    (windows, windowed({(0, 0): [None]}, 2), "has 1 blocks for 3 tokens; 2 are right"),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [2, 1]}, 2, None),
+        "blocks [1] of layer 0 are held in another group",
+    ),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [None, 2]}, 2, 2),
+        "layers 0 and 1 have one window and different tables",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0, 3], (1, 0): [1]}),
+        "rank 1, layer 0: block 1 of sequence 0 is block 3, and block 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0], (1, 0): [1]}),
+        "rank 1, layer 0: sequence 0 has 1 blocks, and 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 3)]),
+        "rank 1, layer 0: there are 3 blocks, and 4 on rank 0",
+    ),
+    (shards, on_ranks(**CHANGED), "rank 1, layer 0: block 2 has 2 holders, and 1 on rank 0"),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]),
+        "rank 1, layer 0: block 3 is not free, and free on rank 0",
+    ),
+    (
+        ownership,
+        after(**CHANGED),
+        "layer 0: block 2 has refcount 2, and tables name it 1 time (sequence 0)",
+    ),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3, 3], 4)]), "names a block twice"),
+    (
+        ownership,
+        after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [2], 4)]),
+        "layer 0: block 2 is free, and held (sequence 0)",
+    ),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
+    (
+        ownership,
+        counting(2),
+        "layer 0: the cache counts 2 free blocks, and has 1",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=2)]),
+        "rank 1, layer 0: 2 free blocks are counted, and None on rank 0",
+    ),
+    (
+        ownership,
+        after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)]),
+        "block 0 of sequence 1 is shared with a sequence that must have one of its own by now",
+    ),
+    (
+        ownership,
+        after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
+        "sequence 0 has 1 blocks for 3 tokens; 2 are right",
+    ),
+    (ownership, sharing([token_of(0, 0), NEW]), "block 0 of sequence 1 is shared with a sequence"),
+    (
+        evictions,
+        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0)),
+        "block 2 was evicted and block 3 was not, which was released earlier, in step 1 and not",
+    ),
+    (
+        evictions,
+        evicting(ReleasedBlock(1, 0, TOGETHER, OTHERS), ReleasedBlock(1, 1, TOGETHER)),
+        "was released with it and is nearer to the end: index 1 comes after 0",
+    ),
+    (
+        swap_space,
+        taking(3),
+        "3 blocks of swap space are in use, and sequences swapped out need 2",
+    ),
+    (separate_containers, after(containers={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (
+        separate_containers,
+        after(containers={0: SAME, 1: SAME}),
+        "sequences 0 and 1 are kept in the same list",
+    ),
+    (
+        separate_containers,
+        after(containers={0: 1, 1: KeyError(1)}),
+        "container(1) raised KeyError: 1",
+    ),
+]

@@ -1,0 +1,164 @@
+"""What invariants about what is stored must pass, and must find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_roseinfer import Ledger, PrefixTraits, Tolerance
+from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
+from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
+from pytest_roseinfer.capabilities.quantisation import unwritten_positions
+from pytest_roseinfer.capabilities.reading import read_back
+from pytest_roseinfer.capabilities.storage import arena
+from pytest_roseinfer.capabilities.swapping import Stage, swapped
+from pytest_roseinfer.capabilities.writes import AppendPadded
+from pytest_roseinfer.oracle.pages import padding_token, token_of
+from tests.capabilities.invariants.observations import (
+    CHANGED,
+    LATER,
+    NEW,
+    OLD,
+    PAYLOAD,
+    QUERY,
+    SPEC,
+    WROTE_TWO,
+    Right,
+    Wrong,
+    after,
+    attending,
+    declaring,
+    observed,
+    stored,
+)
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.capabilities.observation import Observation
+
+
+def reading(found: Any) -> Observation:
+    return after(reads={("gather", 1, 0): found})
+
+
+def one_slot_late() -> Observation:
+    seen = reading(PAYLOAD.layer([NEW], 0))
+    return replace(seen, after=replace(seen.after, arena=stored((1, 1, token_of(1, 0)))))
+
+
+def padded(*, scratch: frozenset[int]) -> Observation:
+    """A row of padding was written into block 3."""
+    seen = after(arena=stored(*OLD, (2, 0, NEW), (3, 1, padding_token(1))))
+    return replace(seen, operation=AppendPadded((0, None)), scratch_blocks=scratch)
+
+
+def copied_back(stage: Stage) -> Observation:
+    """The block of sequence 1 got what sequence 0 says, while sequence 1 was away like this."""
+    seen = after(arena=stored(*OLD, (2, 0, NEW), (1, 1, NEW)))
+    out = swapped(seen.oracle)
+    out.stages[1], out.tokens[1] = stage, seen.oracle.tokens(1)
+    return seen
+
+
+def cached(*, value: int) -> Observation:
+    """Block 3 is free and kept for later texts, and got this token."""
+    kept = [Ledger({0: 1, 1: 1, 2: 1}, [3], 4, cached={3})]
+    seen = after(ledgers=kept, arena=stored(*OLD, (2, 0, NEW), (3, 0, value)))
+    before = replace(seen.before, ledgers=kept, arena=stored(*OLD, (3, 0, NEW)))
+    return replace(
+        seen, before=before, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes"))
+    )
+
+
+def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: int) -> Observation:
+    """A quantised cache reads back one token of sequence 0 as it was not before, and a scale too.
+
+    Such a token is off by a part of its greatest value.
+    """
+    seen = replace(observed(), payload=Payload(SPEC, tolerance=Tolerance(1 / 250, over)))
+    was = seen.payload.layer(seen.oracle.tokens(0), 0)
+    now = was[0].clone(), was[1].clone()
+    now[1][token, 1] += by * now[1][token].abs().max()
+    old, new = torch.ones(1, 4, 2, 2), torch.ones(1, 4, 2, 2)
+    new[0, scaled.get("block", 2), 1, scaled.get("position", 0)] = 2
+    reads = {("peek", 0, 0): (was[0][:2], was[1][:2])}
+    return replace(
+        seen,
+        before=replace(seen.before, reads=reads, scales=(old, old)),
+        after=replace(seen.after, reads={("peek", 0, 0): now}, scales=(old, new)),
+    )
+
+
+RIGHT: Right = {
+    read_back: [observed(), quantised(by=0.003), quantised("block", token=0, by=0.003)],
+    arena: [
+        observed(),
+        padded(scratch=frozenset({3})),
+        cached(value=NEW),
+        copied_back(Stage.SWAPPING_IN),
+    ],
+    unwritten_positions: [
+        quantised(by=0.1),
+        quantised("block", block=2, position=1),
+        replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),
+    ],
+    attention: [attending()],
+}
+WRONG: Wrong = [
+    (read_back, reading(KeyError(1)), "gather(1, 0) raised KeyError: 1"),
+    (read_back, reading(PAYLOAD.layer([token_of(1, 0), NEW], 0)), "found [2, 2, 4]"),
+    (
+        read_back,
+        reading(PAYLOAD.layer([NEW], 0)),
+        "gather: sequence 1, layer 0, K: position 0, head 0 (2 of 2 wrong): expected sequence 1, "
+        "token 0, found sequence 0, token 2",
+    ),
+    (
+        read_back,
+        one_slot_late(),
+        "token 2; the right one lies in block 1, position 1",
+    ),
+    (
+        read_back,
+        quantised(by=0.1),
+        "V: position 2, head 1 (1 of 6 wrong): expected sequence 0, token 2",
+    ),
+    (
+        unwritten_positions,
+        quantised(token=1, by=0.001),
+        "peek: sequence 0, layer 0, V: position 1, head 1 reads back",
+    ),
+    (
+        unwritten_positions,
+        replace(quantised(token=0, by=0.001), outcome=WROTE_TWO),
+        "peek: sequence 0, layer 0, V: position 0, head 1 reads back",
+    ),
+    (
+        unwritten_positions,
+        quantised(block=1, position=1),
+        "layer 0, V, block 1, head 1: the scale is 2, and was 1 before the step",
+    ),
+    (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),
+    (
+        arena,
+        after(arena=LATER),
+        f"block 3, position 1, head 0: expected {ANY_NAN}, found sequence 1",
+    ),
+    (arena, cached(value=token_of(1, 0)), "block 3, position 0, head 0: expected sequence 0, tok"),
+    (
+        arena,
+        padded(scratch=frozenset()),
+        f"block 3, position 1, head 0: expected {ANY_NAN}, found bits",
+    ),
+    (arena, copied_back(Stage.SWAPPING_OUT), "block 1, position 1"),
+    (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),
+    (attention, attending(QUERY[:, :2]), "attend: expected shape [1, 4, 4], found [1, 2, 4]"),
+    (
+        attention,
+        attending(attention_by_formula(QUERY[0], *PAYLOAD.layer([token_of(1, 0)], 0))[None]),
+        "as it would be over sequence 1",
+    ),
+    (attention, attending(**CHANGED), "attend changed the books"),
+    (attention, attending(arena=LATER), "attend changed what is stored"),
+]

@@ -1,0 +1,59 @@
+"""Caches made to fool the harness: each is rejected, and the message says why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.project import Project
+
+POISONED = "expected sequence 0, token 0, found poison"
+REASONS = {
+    "ReturnsItsInputs": POISONED,
+    "IgnoresAppends": "expected shape [1, 1, 1], found [0, 1, 1]",
+    "WritesNothing": POISONED,
+    "PeekSharesMemory": POISONED,
+    "ChangesItsInputs": "the write changed its input keys",
+    "UploadsItsTableLate": "found poison (the block was freed",
+    "ClaimsAPathItsRowsRuleOut": (
+        "path 'all_rows' was counted, which writes one position for all rows; these rows needed "
+        "positions ["
+    ),
+    "ClaimsAPathItsSwitchesRuleOut": "path 'all_rows' was counted, which batched=False rules out",
+    "ClaimsAPathForNothing": "paths ['all_rows'] were counted though nothing was written",
+    "ClaimsNoPath": "tokens were written and no path was counted",
+    "TakesAnUndeclaredPath": "'shortcut' was counted, and is in neither paths nor conditions",
+}
+SEARCH = ("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
+
+
+def test_each_is_rejected_for_what_it_does(project: Project) -> None:
+    project.copy_caches()
+    project.judge_after(100)
+    result = project.pytest("caches/adversaries.py", *SEARCH, "--junitxml=results.xml")
+    found = failures(project)
+    missed = {name: found.get(name) for name in REASONS if REASONS[name] not in found.get(name, "")}
+    assert missed == {}
+    # What never happens cannot be wrong: no test fails, and the run does.
+    assert "NeverTakesItsFastPath" not in found
+    result.stdout.fnmatch_lines(
+        [
+            "*adversaries:NeverTakesItsFastPath*",
+            "path * all_rows * row_by_row * 0 *NOT REACHED",
+            "FAILED: path 'all_rows' was never reached, by none of 100 *",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def failures(project: Project) -> dict[str, str]:
+    """Return the message of every failed test, by the name of the cache."""
+    cases = ElementTree.parse(project.path / "results.xml").iter("testcase")
+    return {
+        case.attrib["classname"].rpartition(".Test")[2]: str(failure.text)
+        for case in cases
+        for failure in case.iter("failure")
+    }

@@ -1,0 +1,153 @@
+"""Counts of conditions and paths are held against what the oracle and the switches say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
+from pytest_roseinfer.capabilities.counting import conditions_met
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill
+from tests.capabilities.caches.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from pytest_roseinfer.capabilities.operation import Operation
+
+SIZE = 2
+
+
+def met(*steps: Operation) -> dict[str, int]:
+    """Return what the last step finds after the others."""
+    oracle = Oracle(SIZE, capacity=20)
+    for step in steps[:-1]:
+        step.apply(oracle)
+    return dict(conditions_met(oracle, steps[-1]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([Append((0, 1))], {"fresh": 2}),
+        ([Prefill(0, 1), Append((0,))], {"in_place": 1}),
+        ([Prefill(0, 2), Append((0, 1))], {"rollover": 1, "fresh": 1}),
+        ([Prefill(0, 2), Fork(0, 1), Append((1,))], {"rollover_shared": 1}),
+        ([Prefill(0, 1), Fork(0, 1), Append((0,))], {"copy_on_write": 1}),
+        ([Prefill(0, 1), Fork(0, 1), Append((0, 1))], {"copy_on_write": 1, "in_place": 1}),
+        (
+            [Prefill(0, 1), Fork(0, 1), Fork(0, 2), Append((0, 2))],
+            {"copy_on_write": 2},
+        ),
+        ([Prefill(0, 1), AppendMany((0, 1), (4, 3))], {"in_place": 1, "fresh": 1}),
+        ([AppendPadded((None, 0, None))], {"fresh": 1, "padding": 2}),
+        ([Prefill(0, 1), Free(0)], {}),
+        ([SetOptions({})], {}),
+    ],
+)
+def test_the_oracle_says_what_rows_meet(steps: list[Operation], expected: dict[str, int]) -> None:
+    assert met(*steps) == expected
+
+
+class CountingCache(PagedCache):
+    """It counts what its rows met, for one list of all layers."""
+
+    conditions = ("new", "old")
+    row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "new", "in_place": "old"}
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        known = self.lengths.copy()
+        super().append(seqs, key, value)
+        del self.counts["new_block"]
+        self.count([not known[seq] for seq in seqs])
+
+    def count(self, fresh: list[bool]) -> None:
+        self.counts.update({"new": sum(fresh), "old": len(fresh) - sum(fresh)})
+
+
+class CountsEachLayer(CountingCache):
+    def count(self, fresh: list[bool]) -> None:
+        for _ in range(self.spec.num_layers):
+            super().count(fresh)
+
+
+class CountsTheFirstRow(CountingCache):
+    def count(self, fresh: list[bool]) -> None:
+        super().count(fresh[:1])
+
+
+class CountsAllAsNew(CountingCache):
+    def count(self, fresh: list[bool]) -> None:
+        self.counts["new"] += len(fresh)
+
+
+MIXED = History(CacheSpec(num_layers=2), (Append((0, 1)), Append((1, 2, 0))))
+
+
+@pytest.mark.parametrize("cache", [CountingCache, CountsEachLayer])
+def test_right_counts_pass(cache: type[CountingCache]) -> None:
+    run_history(cache, MIXED)
+
+
+@pytest.mark.parametrize("cache", [CountsTheFirstRow, CountsAllAsNew])
+def test_wrong_counts_are_found(cache: type[CountingCache]) -> None:
+    with pytest.raises(Divergence, match="conditions were counted as"):
+        run_history(cache, MIXED)
+
+
+class SwitchedCache(PagedCache):
+    """It has a switch that keeps the fast path off, and obeys it."""
+
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"fast": (True, False)}
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "all_rows": FastPath(equals="row_by_row", never_with=[{"fast": False}])
+    }
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.fast = spec.options["fast"]
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        self.fast = options["fast"]
+
+    def write(
+        self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        if self.fast:
+            super().write(blocks, positions, key, value)
+            return
+        for row, (block, position) in enumerate(zip(blocks, positions, strict=True)):
+            one = slice(row, row + 1)
+            super().write([block], [position], key[:, one], value[:, one])
+
+
+class HeedlessCache(SwitchedCache):
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        pass
+
+
+def switched(*, fast: bool, later: bool) -> History:
+    return History(
+        CacheSpec(options={"fast": fast}),
+        (Append((0, 1)), SetOptions({"fast": later}), Append((0, 1))),
+    )
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("later", [True, False])
+def test_a_cache_that_heeds_its_switches_passes(fast: bool, later: bool) -> None:
+    counts = run_history(SwitchedCache, switched(fast=fast, later=later))
+    assert Counter(counts)["all_rows"] == fast + later
+
+
+def test_a_path_that_is_switched_off_must_not_run() -> None:
+    run_history(HeedlessCache, switched(fast=True, later=True))
+    with pytest.raises(Divergence, match="path 'all_rows' was counted, which fast=False rules out"):
+        run_history(HeedlessCache, switched(fast=True, later=False))

@@ -1,0 +1,59 @@
+"""Tensors that lie in memory in other ways hold the same values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from pytest_roseinfer import Divergence, History, conformance, run_history, settings
+from pytest_roseinfer.capabilities.payload import VIEWS, lay_out
+from pytest_roseinfer.histories.strategies import histories, strided_views
+from tests.capabilities.caches import interleaved_caches
+from tests.capabilities.caches.interleaved_caches import Interleaved
+
+if TYPE_CHECKING:
+    from pytest_roseinfer import KVCacheAdapter
+
+TENSOR = torch.arange(2 * 3 * 2 * 4, dtype=torch.float32).view(2, 3, 2, 4)
+
+
+@given(st.data())
+def test_a_view_has_the_same_values(data: st.DataObject) -> None:
+    assert torch.equal(data.draw(strided_views(TENSOR)), TENSOR)
+
+
+def test_no_two_layouts_have_the_same_strides_and_all_are_drawn() -> None:
+    strides = {lay_out(TENSOR, layout).stride() for layout in VIEWS}
+    assert len(strides) == len(VIEWS)
+    drawn: set[tuple[int, ...]] = set()
+
+    @given(strided_views(TENSOR))
+    def draw(view: torch.Tensor) -> None:
+        drawn.add(view.stride())
+
+    draw()
+    assert drawn == strides
+
+
+@pytest.mark.usefixtures("short_run")
+def test_a_cache_that_keeps_both_in_one_tensor_passes() -> None:
+    settings.set_current(settings.Settings(examples=10, steps=8, seed=1))
+    conformance(Interleaved)().test_histories()
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("broken", interleaved_caches.BROKEN, ids=lambda cache: cache.__name__)
+def test_one_that_reads_another_layout_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+    @hypothesis_settings(max_examples=200, database=None, phases=[Phase.generate], deadline=None)
+    @seed(number)
+    @given(histories(broken))
+    def look(history: History) -> None:
+        run_history(broken, history)
+
+    with pytest.raises(Divergence, match="gather: sequence"):
+        look()

@@ -1,0 +1,194 @@
+"""Caches that are told what sequences say, and share blocks by it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    KVCacheAdapter,
+    conformance,
+    run_history,
+    settings,
+)
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.oracle.texts import WHOLE, Texts
+from pytest_roseinfer.report.verdict import TargetVerdict
+from pytest_roseinfer.run import coverage
+from tests.capabilities.caches import broken_text_caches
+from tests.capabilities.caches.paged_cache import PagedCache
+from tests.capabilities.caches.tail_cache import TailCache
+from tests.capabilities.caches.text_cache import (
+    HashedTextCache,
+    HashesOnce,
+    RenewedTextCache,
+    TextCache,
+)
+from tests.histories.drawn import drawn
+
+
+def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
+    texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
+    assert texts.text_slice(0, 0, 5).tokens == [1, 1, 1, 1, 1]
+    assert texts.text_slice(1, 0, 5).tokens == [1, 1, 1, 2, 1]
+    assert texts.text_slice(2, 0, 5).tokens == [1, 1, 1, 2, 1]
+    texts.fork(2, child=9, length=4)
+    assert texts.text_slice(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 1]
+    texts.forget(9)
+    assert texts.of(9, life=1) == 1
+
+
+@pytest.mark.usefixtures("short_run")
+@pytest.mark.parametrize("cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache])
+def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> None:
+    settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
+    tests = conformance(cache)()
+    tests.test_histories()
+    tests.test_permuting_a_batch_permutes_the_result()
+    tests.test_one_batch_equals_its_split_in_two()
+
+
+@pytest.mark.many_alike
+@pytest.mark.parametrize("broken", broken_text_caches.BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize("number", range(3))
+def test_one_that_shares_wrongly_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+    @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)
+    @seed(number)
+    @given(histories(broken))
+    def look(history: History) -> None:
+        run_history(broken, history)
+
+    with pytest.raises(Divergence):
+        look()
+
+
+SPEC = CacheSpec(block_size=2)
+SAME = ((0, 0), (0, WHOLE))
+
+
+def test_equal_texts_store_the_same_and_others_do_not() -> None:
+    history = History(SPEC, (Prefill(0, 3), Prefill(1, 3), Append((0, 1)), Free(0), Append((1,))))
+    run_history(TextCache, replace(history, texts=SAME))
+    run_history(TextCache, replace(history, texts=((0, 0), (0, 1))))
+
+
+def test_what_stands_behind_another_beginning_is_another_though_it_says_the_same() -> None:
+    history = History(SPEC, (Prefill(0, 4), Prefill(1, 4)), texts=((0, 0), (0, 1)))
+    run_history(TextCache, history)
+    with pytest.raises(Divergence, match=r"expected text 1, token 2, found text 0"):
+        run_history(broken_text_caches.KnowsTheBlockAtItsPlace, history)
+
+
+def test_a_step_that_needs_what_is_shared_may_be_accepted() -> None:
+    """Two blocks hold one prompt and no more; the same prompt again needs none."""
+    steps = (Prefill(0, 4), Prefill(1, 4))
+    small = replace(SPEC, num_blocks=2)
+    run_history(TextCache, History(small, steps, texts=SAME))
+    run_history(TextCache, History(small, steps, texts=((0, 0), (0, 2))))
+
+
+def test_a_history_with_texts_is_saved_and_said() -> None:
+    history = History(SPEC, (Prefill(0, 3),), texts=((0, 0), (0, 3), (1, WHOLE)))
+    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
+    assert "text 1 shares its first 3 tokens with text 0" in history.describe()
+    assert "text 2 is equal to text 1" in history.describe()
+    assert "sequence n has text n mod 3, and the next text when" in history.describe()
+    alone = replace(history, texts=((0, 0),)).describe()
+    assert "all sequences have the same text, whose token ids are all 1" in alone
+    assert "mod" not in alone
+
+
+def test_one_without_texts_is_loaded_as_before() -> None:
+    saved = History(SPEC, (Append((0,)),)).to_json()
+    del saved["texts"]
+    assert History.from_json(saved).texts == ()
+
+
+class SharesWithoutTexts(PagedCache):
+    prefixes = PagedCache.prefixes.but(shares="equal prefixes")
+
+
+class EvictsWithoutTexts(PagedCache):
+    prefixes = PagedCache.prefixes.but(evicts="least recent")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (SharesWithoutTexts, "cannot be judged without use_tokens: define it"),
+        (
+            EvictsWithoutTexts,
+            "'least recent', which cannot be judged without use_tokens: define it",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_judged_is_refused(
+    adapter: type[KVCacheAdapter], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        conformance(adapter)
+
+
+def test_a_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="choose one of 'exact', 'equal prefixes', 'none'"):
+        PagedCache.prefixes.but(shares="anyhow")
+
+
+@pytest.mark.parametrize("branches_off", [0, WHOLE])
+def test_only_a_collision_excuses_a_lookup_that_finds_less(branches_off: int) -> None:
+    """The first tokens of texts 0 and 4 have one hash, those of texts 0 and 1 have not."""
+    texts = ((0, 0),) * 4 + ((0, branches_off),)
+    steps = (Append((0,)), Append((4,)), Free(4), Free(0))
+    history = History(CacheSpec(block_size=1), steps, texts=texts)
+    run_history(HashedTextCache, history)
+    if branches_off:  # the texts are equal, and nothing collides
+        with pytest.raises(Divergence, match="found 0, though 1 of them are stored"):
+            run_history(broken_text_caches.DropsHits, history)
+    else:
+        run_history(broken_text_caches.DropsHits, history)
+
+
+def test_what_lookups_hash_collides_with_nothing() -> None:
+    """Text 4 is looked up after every step, and never stored."""
+    steps = (Append((0,)), Free(0))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    with pytest.raises(Divergence, match="found 0, though 1 of them are stored"):
+        run_history(broken_text_caches.DropsHits, history)
+
+
+@pytest.mark.usefixtures("short_run")
+@pytest.mark.parametrize(
+    ("cache", "missed"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]
+)
+def test_hashes_that_never_collide_fail_the_run(
+    cache: type[KVCacheAdapter], missed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 20)
+    settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
+    conformance(cache)().test_histories()
+    problems = TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)
+    assert any("hash_collision" in line for line in problems) == missed
+
+
+def test_some_histories_have_one_of_two_kept_blocks_evicted() -> None:
+    """Only then it shows which one a cache evicts first."""
+    pattern = ("Prefill", "Prefill", "Free", "Free", "Prefill")
+    counts = Counter[type[KVCacheAdapter]]()
+    for cache in (TextCache, TailCache):
+
+        def count(history: History, cache: type[KVCacheAdapter] = cache) -> None:
+            counts[cache] += pattern == tuple(type(s).__name__ for s in history.operations[:5])
+
+        drawn(cache, 200, 1, count)
+    assert counts[TextCache] >= 4
+    assert counts[TailCache] < counts[TextCache] // 2, "it says nothing of the order"

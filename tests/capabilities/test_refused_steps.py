@@ -1,0 +1,172 @@
+"""What the cache had to refuse, and did, is marked in the history of a failure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_roseinfer import CacheFull, CacheSpec, Divergence, History, KVCacheAdapter, run_history
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append
+from tests.capabilities.caches.paged_cache import PagedCache
+from tests.capabilities.caches.row_wise_caches import RowWise
+from tests.capabilities.caches.truncating_caches import CannotTrim, StateCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pytest_roseinfer.capabilities.operation import Operation
+
+SPEC = CacheSpec(block_size=2, num_blocks=2)
+
+
+class LosesAllWhenFull(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            super().append(seqs, key, value)
+        except CacheFull:
+            self.keys.zero_()
+            raise
+
+
+class LosesAllButTheRowsAhead(LosesAllWhenFull, RowWise):
+    pass
+
+
+class LosesAllThatItCannotTrim(StateCache):
+    def truncate(self, seq: int, length: int) -> None:
+        try:
+            super().truncate(seq, length)
+        except CannotTrim:
+            self.keys.zero_()
+            raise
+
+
+@pytest.mark.parametrize(
+    ("cache", "steps", "marked"),
+    [
+        (
+            LosesAllWhenFull,
+            [Append((0, 1)), Append((0, 1)), Append((0,))],
+            r"3\. append .*; refused: no room \(1 block needed, 0 free\)",
+        ),
+        (
+            LosesAllButTheRowsAhead,
+            [Append((0,)), Append((0,)), Append((1, 0, 2))],
+            r"3\. append .*; refused after its first 1 row: no room \(3 blocks needed, 1 free\)",
+        ),
+        (
+            LosesAllThatItCannotTrim,
+            [Append((0,)), Append((0,)), Append((0,)), Truncate(0, 1)],
+            r"4\. .*; refused: it cannot be truncated",
+        ),
+    ],
+)
+def test_a_step_that_was_refused_says_why(
+    cache: type[KVCacheAdapter], steps: list[Operation], marked: str
+) -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(cache, History(SPEC, tuple(steps)))
+    said = str(found.value).splitlines()
+    assert [line.strip() for line in said if "; refused" in line and re.search(marked, line)]
+    assert sum("; refused" in line for line in said) == 1
+
+
+class HasNoWords(PagedCache):
+    def append(self, *_: object) -> None:
+        raise CacheFull
+
+
+class Breaks(PagedCache):
+    def append(self, *_: object) -> None:
+        raise IndexError("pop from empty list")
+
+
+class RunsOut(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            super().append(seqs, key, value)
+        except CacheFull:
+            raise IndexError("pop from empty list") from None
+
+
+class RunsOutOfWhatItMayFind(RunsOut):
+    prefixes = RunsOut.prefixes.but(shares="equal prefixes")
+
+    def use_tokens(self, said: object) -> None:
+        """Find nothing by them."""
+
+
+@pytest.mark.parametrize(
+    ("cache", "seqs", "said"),
+    [
+        (
+            HasNoWords,
+            (0,),
+            "refused a write that fits (1 block needed, 2 free): CacheFull"
+            "; layer 0: 2 free by the oracle, 2 by the ledger",
+        ),
+        (
+            Breaks,
+            (0,),
+            "the write raised IndexError: pop from empty list (1 block needed, 2 free)",
+        ),
+        (
+            RunsOutOfWhatItMayFind,
+            (0, 1, 2),
+            "the write raised IndexError: pop from empty list (3 blocks needed, 2 free); if it "
+            "fits only with blocks that are reused, raise one of full_errors (CacheFull)",
+        ),
+        (
+            RunsOut,
+            (0, 1, 2),
+            "the write raised IndexError: pop from empty list; expected one of full_errors "
+            "(CacheFull): no room (3 blocks needed, 2 free)",
+        ),
+    ],
+)
+def test_a_wrong_refusal_says_what_is_due(
+    cache: type[KVCacheAdapter], seqs: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(cache, History(SPEC, (Append(seqs),)))
+    assert found.value.what == said
+
+
+class LosesABlockOfEach(PagedCache):
+    """No table is shown that says so at once."""
+
+    table: Any = KVCacheAdapter.table  # not offered
+
+    def free(self, seq: int) -> None:
+        self.tables[seq].pop()
+        super().free(seq)
+
+
+def test_a_step_refused_for_a_leak_says_when_that_began() -> None:
+    steps = (Append((0, 1)), Free(1), Append((2,)), Free(0), Append((3,)))
+    with pytest.raises(Divergence) as found:
+        run_history(LosesABlockOfEach, History(SPEC, steps[:3]))
+    leaked = "layer 0: 1 free by the oracle, 0 by the ledger, which differ since step 2"
+    assert found.value.what.endswith(f"CacheFull: 1 blocks needed, 0 free; {leaked}")
+    larger = replace(SPEC, num_blocks=3)
+    with pytest.raises(Divergence, match=r"2 free by the oracle, 0 by the ledger, .* since step 2"):
+        run_history(LosesABlockOfEach, History(larger, steps))
+
+
+class LosesAllWhenItFrees(PagedCache):
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.keys.zero_()
+
+
+def test_a_step_that_was_not_refused_is_not_marked() -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(LosesAllWhenItFrees, History(SPEC, (Append((0, 1)), Free(1))))
+    assert "; refused" not in str(found.value)

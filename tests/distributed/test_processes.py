@@ -1,0 +1,314 @@
+"""Ranks in processes of their own: started by the leader or by torchrun, and ended in any order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import (
+    LLM,
+    AsyncLLM,
+    EnginePath,
+    EngineStopped,
+    Guide,
+    RanksFailed,
+    SamplingParams,
+)
+from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
+from roseinfer.config import EngineConfig
+from roseinfer.distributed import processes
+from roseinfer.distributed.processes import prestarted_ranks
+from tests import warm_process
+from tests.distributed.followers import in_threads
+from tests.engine.continuations import TEXTS, by_transformers, greedy
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SIZES: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "kv_cache_tokens": 2000,
+}
+_SECONDS = 5.0
+"""A rank that dies ends the others within so long."""
+_STREAMS_S = 10.0
+"""Within so long all streams have ended, even if they compete for the cores with other tests."""
+LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llms() -> Iterator[list[LLM]]:
+    """Yield the list of those that were started, whose ranks have to end afterwards."""
+    started: list[LLM] = []
+    yield started
+    for llm in started:
+        assert llm.ranks is not None
+        llm.ranks.rank_connections.close()
+        for process in llm.ranks.rank_connections.child_processes:
+            process.wait(_SECONDS)
+
+
+@pytest.fixture
+def llm(llms: list[LLM]) -> LLM:
+    """Return one whose ranks are alive: what the test before has left, if it killed none."""
+    if not llms or not is_running(other_process(llms[-1])):
+        llms.append(LLM("tiny", tensor_parallel_size=2, resident_decode=True, **SIZES))
+    return llms[-1]
+
+
+def other_process(llm: LLM) -> int:
+    assert llm.ranks is not None
+    (process,) = llm.ranks.rank_connections.child_processes
+    return process.pid
+
+
+def test_texts_with_guides(llm: LLM) -> None:
+    """The leader alone knows them, and what it chooses goes to the others."""
+    params = [
+        SamplingParams(1.0, seed=at, max_new_tokens=12, guide=guide)
+        for at, guide in enumerate([Guide(regex="[0-9]{5}"), Guide(choice=("yes", "no")), None])
+    ]
+    outputs = llm.generate(TEXTS[:3], params, progress=False)
+    alone = LLM("tiny", resident_decode=False, **SIZES).generate(TEXTS[:3], params, progress=False)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
+    assert str(outputs[0].text).isdigit()
+    assert outputs[1].text in ("yes", "no")
+    assert llm.engine.path_counts[EnginePath.GUIDED] > 0
+
+
+def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
+    outputs = llm.generate(TEXTS, greedy(), progress=False)
+    for prompt, output in zip(TEXTS, outputs, strict=True):
+        assert output.token_ids == by_transformers("cpu", prompt, 16)
+    served, killed = AsyncLLM(llm), list[float]()
+
+    async def read(prompt: str) -> tuple[str, float]:
+        """Return why the stream ended, and how long after the kill."""
+        try:
+            async for update in served.stream(prompt, LONG):
+                if len(update.request.token_ids) == 20 and prompt == TEXTS[0]:
+                    os.kill(other_process(llm), signal.SIGKILL)
+                    killed.append(time.monotonic())
+        except EngineStopped as error:
+            return str(error), time.monotonic() - killed[0]
+        return "its text is whole", 0.0
+
+    async def main() -> list[tuple[str, float]]:
+        streams = [asyncio.wait_for(read(prompt), 60) for prompt in TEXTS]
+        return [*await asyncio.gather(*streams), await asyncio.wait_for(read("later"), 5)]
+
+    ends = asyncio.run(main())
+    assert len(ends) == len(TEXTS) + 1
+    assert all("rank 1 has ended" in why and after < _STREAMS_S for why, after in ends), ends
+    served.close()
+    with pytest.raises(RanksFailed, match="rank 1 has ended"):
+        llm.generate(TEXTS, greedy(), progress=False)
+
+
+def test_an_idle_engine_notices_that_a_rank_has_ended(llm: LLM) -> None:
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        assert (await served.generate(TEXTS[1], greedy(3))).finish_reason == "length"
+        os.kill(other_process(llm), signal.SIGKILL)
+        until = time.monotonic() + _SECONDS
+        while not served.closed and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert served.closed
+
+
+_BROKEN = """
+import sys
+from pathlib import Path
+from roseinfer.distributed import follower
+
+def break_down(own, order):
+    raise MemoryError("no room for activations")
+
+follower.Follower._execute = break_down
+follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
+
+    monkeypatch.setattr(processes, "start_rank", start_rank)
+    llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
+    for _ in range(2):
+        with pytest.raises(RanksFailed, match="rank 1 failed: MemoryError: no room for activa"):
+            llm.generate(TEXTS, greedy(), progress=False)
+
+
+_ENDS = """
+import os, sys
+from pathlib import Path
+from roseinfer.distributed import follower
+
+setattr(follower, sys.argv[4], lambda *given, **named: os._exit(3))
+follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.many_alike
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [
+        ("rank_device", "rank 1 cannot start: it has ended"),
+        ("FollowingRank", "rank 1 has ended"),
+        ("load", "rank 1 has ended"),
+    ],
+)
+def test_a_rank_that_ends_before_the_model_is_loaded(
+    at: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        where = [str(folder), str(rank), str(size), at]
+        return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
+
+    monkeypatch.setattr(processes, "start_rank", start_rank)
+    with pytest.raises(RanksFailed, match=why):
+        LLM("tiny", tensor_parallel_size=2, **SIZES)
+
+
+_LEADER = """
+import os, sys, time
+from roseinfer import LLM
+llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
+print(llm.ranks.rank_connections.child_processes[0].pid, flush=True)
+os._exit(9)
+"""
+
+
+def test_ranks_end_with_a_leader_that_was_killed() -> None:
+    done = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
+    assert done.returncode == 9, done.stderr
+    until = time.monotonic() + _SECONDS
+    while is_running(int(done.stdout)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_running(int(done.stdout))
+
+
+def is_running(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+_LETS_GO = """
+from roseinfer import LLM
+llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
+del llm
+"""
+
+
+def test_a_process_exits_right_after_it_has_let_go_of_its_ranks() -> None:
+    """A process of its own: what ``warm_process`` runs ends with no interpreter's end."""
+    command = [sys.executable, "-c", _LETS_GO]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.takes_long
+def test_torchrun_starts_the_ranks() -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]
+    command = ["--prompt", TEXTS[0], "--json", "--max-new-tokens", "16", "--device", "cpu"]
+    command += ["--tensor-parallel-size", "2"]
+    done = warm_process.run([*launcher, *command], cwd=ROOT, environment=os.environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["token_ids"] == by_transformers("cpu", TEXTS[0], 16)
+
+
+def test_ranks_are_started_before_their_leader_imports_torch() -> None:
+    """They import it meanwhile; and end if nobody comes to lead them."""
+    code = """
+import subprocess, sys
+from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
+from roseinfer.distributed import processes as rank_processes
+from roseinfer.distributed.processes import prestarted_ranks
+
+with prestarted_ranks(3):
+    assert "torch" not in sys.modules
+    (meeting,) = rank_processes._prestarted.values()
+    assert [process.poll() for process in meeting.child_processes] == [None, None]
+assert [process.returncode for process in meeting.child_processes] == [-9, -9]
+assert not meeting.folder.exists() and not rank_processes._prestarted
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command would start them all, only to say that there are fewer GPUs."""
+    monkeypatch.setattr(processes, "start_rank", None)
+    with prestarted_ranks(64):
+        assert not processes._prestarted
+    with pytest.raises(TypeError), prestarted_ranks(8):
+        pytest.fail("they were started")
+
+
+@pytest.mark.parametrize("begin", [prestarted_ranks, processes.take_rendezvous])
+def test_ranks_end_if_one_of_them_cannot_be_started(
+    begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        folders.append(folder)
+        if rank == size - 1:
+            raise BlockingIOError("no more processes")
+        begun.append(subprocess.Popen(["sleep", "60"]))
+        return begun[-1]
+
+    monkeypatch.setattr(processes, "start_rank", start_rank)
+    with pytest.raises(BlockingIOError), begin(4):
+        pytest.fail("they were started")
+    assert [process.returncode for process in begun] == [-9, -9]
+    assert not folders[0].exists()
+    assert not processes._prestarted
+
+
+def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[processes.Rendezvous] = []
+    own = processes.Rendezvous.open
+
+    def open_one() -> processes.Rendezvous:
+        opened.append(own())
+        return opened[-1]
+
+    ranks = in_threads(monkeypatch)
+    monkeypatch.setattr(processes.Rendezvous, "open", open_one)
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    add_settings(parser, EngineConfig)
+    args = parser.parse_args(["--device", "cpu", "--tensor-parallel-size", "2"])
+    llm = load_llm(args, "test")
+    assert llm.ranks is not None
+    (meeting,) = opened
+    assert [*llm.ranks.rank_connections.child_processes] == meeting.child_processes
+    assert len(ranks) == 1
+    (output,) = llm.generate([TEXTS[1]], greedy(2), progress=False)
+    assert len(output.token_ids) == 2

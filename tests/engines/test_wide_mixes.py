@@ -1,0 +1,211 @@
+"""Mixes of many requests at a time: what every engine gets, and what they find."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from pytest_roseinfer import MixDivergence, conformance, settings
+from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
+from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.report.verdict import TargetVerdict
+from pytest_roseinfer.run.coverage import current
+from pytest_roseinfer.search import shrink
+from pytest_roseinfer.suite import large_search
+from pytest_roseinfer.suite.engine_tests import WideMixes
+from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
+from tests.fresh_run import fresh_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tests.engine_capabilities.engines.toy_engine import ToyRequest
+
+
+class Wide(ToyAdapter):
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "batch_size": (2, 8, 100),
+        "prefixes": (False, True),
+    }
+
+
+class WrongRow(ToyEngine):
+    """It takes the token of the row before for the last of some rows."""
+
+    rows = 0
+
+    def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
+        tokens = super().choose(batch)
+        if len(tokens) >= self.rows:
+            tokens[self.rows - 1] = tokens[self.rows - 2]
+        return tokens
+
+
+def wrong_from(rows: int) -> type[Wide]:
+    engine = type("WrongFrom", (WrongRow,), {"rows": rows})
+    return type("WrongFromRow", (Wide,), {"engine_type": engine})
+
+
+class Slots(ToyEngine):
+    def submit(self, *asked: Any) -> ToyRequest:
+        if len(self.waiting) + len(self.running) == 16:
+            raise IndexError("no slot left")
+        return super().submit(*asked)
+
+
+class HasSlots(Wide):
+    engine_type = Slots
+
+
+class SaysSo(HasSlots):
+    most_requests = 16
+
+
+@pytest.fixture(autouse=True)
+def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(shrink, "SHRINK_SECONDS", 2.0)
+    with fresh_run(settings.Settings(examples=20, seed=1, failures_dir=None)):
+        yield
+
+
+def search(adapter: type[ToyAdapter]) -> None:
+    made: Any = conformance(adapter)()
+    made.test_requests_get_what_they_get_alone()
+
+
+def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
+    search(Wide)
+    target = current().of(Wide)
+    assert TargetVerdict(target).sizes == "largest: 35 rows, 47 tokens"
+    assert target.histories == 32  # those are the drawn ones
+
+
+def test_rows_are_those_of_a_batch_and_not_all_requests() -> None:
+    class Narrow(Wide):
+        option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+            **Wide.option_choices,
+            "batch_size": (2, 8),
+        }
+
+    search(Narrow)
+    assert TargetVerdict(current().of(Narrow)).sizes == "largest: 8 rows, 48 tokens"
+
+
+@pytest.mark.parametrize("rows", [8, 9, 20, 35])
+def test_a_row_that_only_wide_batches_have_is_found(rows: int) -> None:
+    with pytest.raises(MixDivergence) as caught:
+        search(wrong_from(rows))
+    assert "alone it gets" in caught.value.what
+    assert rows <= len(caught.value.mix.requests) <= rows + 1
+
+
+def test_an_engine_that_is_not_made_for_so_many_is_told_how_to_say_so() -> None:
+    with pytest.raises(Difference) as caught:
+        search(HasSlots)
+    assert caught.value.what == "request 16 was refused: IndexError: no slot left"
+    (hint,) = (
+        each for each in caught.value.extra_paragraphs if each.startswith("This is a wide mix")
+    )
+    assert "If HasSlots does not support that, declare its maximum: most_requests" in hint
+
+
+def test_one_that_says_so_gets_mixes_of_that_size() -> None:
+    search(SaysSo)
+    assert TargetVerdict(current().of(SaysSo)).sizes == "largest: 16 rows, 48 tokens"
+
+
+def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    class Slow(ToyEngine):
+        def step(self) -> None:
+            now[0] += 0.1 * (len(self.waiting) + len(self.running) > 6)
+            super().step()
+
+    class IsSlow(Wide):
+        engine_type = Slow
+
+    monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
+    monkeypatch.setattr(WideMixes, "seconds", 0.6)
+    search(IsSlow)
+    told = TargetVerdict(current().of(IsSlow)).sizes
+    assert told.endswith("(wide mixes cut short: 2, for lack of time)")
+
+
+def test_what_is_left_behind_a_wide_mix_alone_is_found() -> None:
+    class Forgets(ToyEngine):
+        def step(self) -> None:
+            super().step()
+            self.leases += len(self.running) > 20
+
+    class Leaks(Wide):
+        engine_type = Forgets
+
+    with pytest.raises(MixDivergence, match="every request has ended, and the engine still holds"):
+        search(Leaks)
+
+
+@pytest.mark.parametrize("most", [None, 6, 20])
+@pytest.mark.parametrize("tokens", [3, 8, 48])
+def test_every_request_is_one_that_the_engine_takes(tokens: int, most: int | None) -> None:
+    class Bounded(Wide):
+        most_tokens = tokens
+        most_requests = most
+
+    mix = wide_mix(Bounded, {}, "cpu")
+    assert mix.size == (most or REQUESTS)
+    assert all(each.prompt and each.most_tokens <= tokens for each in mix.requests)
+    assert all(0 <= token < 32 for each in mix.requests for token in each.prompt)
+    if tokens == 48:
+        assert len({each.prompt for each in mix.requests}) == mix.size
+
+
+def test_settings_have_every_value_and_most_pairs() -> None:
+    choices = dict.fromkeys("ab", "wx") | {"c": "xyz", "d": "uvwxyz", "rows": (4, 40, 8)}
+    found = wide_settings(choices)
+    assert found[0] == {"a": "w", "b": "w", "c": "x", "d": "u", "rows": 40}
+    assert len(found) == 6
+    for name in "abcd":
+        assert {each[name] for each in found} == {*choices[name]}
+    assert {each["rows"] for each in found} == {40}
+    for one, other in combinations("abc", 2):
+        assert len({(each[one], each[other]) for each in found}) >= 4
+
+
+def test_only_numbers_are_compared() -> None:
+    choices = {"kernels": (False, True), "ahead": (None, 3), "rows": (4,)}
+    assert wide_settings(choices) == [
+        {"kernels": False, "ahead": None, "rows": 4},
+        {"kernels": True, "ahead": 3, "rows": 4},
+    ]
+    assert wide_settings({}) == [{}]
+
+
+def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
+    class Bounded(ToyEngine):
+        def __init__(self, *, tokens: int, **options: Any) -> None:
+            super().__init__(**options)
+            self.batch_size = min(self.batch_size, tokens)
+
+    class TwoBounds(Wide):
+        engine_type = Bounded
+        option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+            **Wide.option_choices,
+            "tokens": (64, 1, 3),
+        }
+
+    search(TwoBounds)
+    assert TargetVerdict(current().of(TwoBounds)).sizes == "largest: 35 rows, 48 tokens"
+
+
+@pytest.mark.parametrize("said", [5, "many"])
+def test_a_bound_that_makes_no_sense_is_refused(said: object) -> None:
+    adapter = type("Bounded", (Wide,), {"most_requests": said})
+    with pytest.raises(
+        TypeError, match=rf"Bounded\.most_requests is {said!r}: write a number of 6 or more"
+    ):
+        conformance(adapter)

@@ -1,0 +1,64 @@
+"""A project whose decode step moves a clock of its own, and another to compare it with."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.project import Project
+
+ENGINE = """
+    MICROSECONDS = {microseconds}
+
+
+    def decode():
+        taken = []
+
+        def step():
+            taken.append(MICROSECONDS * (1 + len(taken) % 3 / 1000))
+
+        return {{
+            "step": step,
+            "tokens": {tokens},
+            "clock": lambda: sum(taken) / 1e6,
+            "floor_seconds": 250e-6,
+            "path_counts": lambda: {{"fast": len(taken)}},
+        }}
+"""
+TEST = """
+    import pytest
+
+    @pytest.mark.roseinfer_tpot({marker})
+    def test_decode(roseinfer_tpot):
+        roseinfer_tpot.check("engine:decode")
+"""
+FEW_PROCESSES = "series_per_process=10"
+"""Noise is none of these tests' business, and starting processes takes most of their time."""
+
+
+def marked(marker: str = FEW_PROCESSES) -> str:
+    return TEST.format(marker=marker)
+
+
+def engine(microseconds: float, tokens: int = 4) -> str:
+    return ENGINE.format(microseconds=microseconds, tokens=tokens)
+
+
+def there(project: Project, microseconds: float, tokens: int = 4) -> None:
+    (project.path / "before").mkdir(exist_ok=True)
+    project.write(**{"before/engine": engine(microseconds, tokens)})
+
+
+def against(project: Project, *arguments: str, reference: str = "before") -> pytest.RunResult:
+    return project.pytest(f"--roseinfer-against={reference}", *arguments)
+
+
+def benchmarks(project: Project, *arguments: str) -> list[dict[str, Any]]:
+    against(project, f"--benchmark-json={project.path / 'saved.json'}", *arguments)
+    found: list[dict[str, Any]] = json.loads((project.path / "saved.json").read_text())[
+        "benchmarks"
+    ]
+    return found

@@ -1,0 +1,114 @@
+"""Caches are drawn in every shape that their adapters list, and in no other."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import CacheSpec, Divergence, KVCacheAdapter, conformance, settings
+from pytest_roseinfer.histories.strategies import boundary_lengths, cache_specs, histories
+from tests.capabilities.caches.list_cache import ListCache
+from tests.capabilities.caches.shaped_caches import CutsHeadsAt128, FewShapes, MasksPositions
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+SHAPE = ("head_counts", "head_dims", "block_sizes")
+
+
+def drawn(specs: SearchStrategy[CacheSpec], times: int) -> list[CacheSpec]:
+    found: list[CacheSpec] = []
+
+    @seed(1)
+    @hypothesis_settings(max_examples=times, deadline=None, database=None, phases=[Phase.generate])
+    @given(specs)
+    def note(spec: CacheSpec) -> None:
+        found.append(spec)
+
+    note()
+    return found
+
+
+def of_each(found: list[CacheSpec]) -> dict[str, set[Any]]:
+    return {
+        "head_counts": {spec.num_heads for spec in found},
+        "head_dims": {spec.head_dim for spec in found},
+        "block_sizes": {spec.block_size for spec in found},
+    }
+
+
+def test_every_shape_of_the_defaults_is_drawn_and_large_heads_in_small_caches() -> None:
+    found = drawn(cache_specs(), 500)
+    assert of_each(found) == {name: set(getattr(KVCacheAdapter, name)) for name in SHAPE}
+    assert {64, 80, 96, 128, 256} <= set(KVCacheAdapter.head_dims)
+    assert 1 in KVCacheAdapter.block_sizes
+    assert max(spec.num_heads * spec.head_dim * spec.block_size for spec in found) <= 12800
+    assert sum(spec.head_dim > 16 for spec in found) < len(found) / 2
+
+
+def test_nothing_is_drawn_that_an_adapter_does_not_list() -> None:
+    found = drawn(histories(FewShapes, most_steps=2).map(lambda history: history.spec), 150)
+    assert of_each(found) == {name: set(getattr(FewShapes, name)) for name in SHAPE}
+    assert {spec.dtype for spec in found} == {"bfloat16"}
+
+
+def test_the_end_of_a_block_is_drawn_however_long_it_is() -> None:
+    lengths: set[int] = set()
+
+    @seed(1)
+    @hypothesis_settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate])
+    @given(boundary_lengths(1024))
+    def note(length: int) -> None:
+        lengths.add(length)
+
+    note()
+    assert {1023, 1024, 1025} <= lengths
+
+
+@pytest.mark.usefixtures("short_run")
+def test_a_cache_of_few_shapes_passes() -> None:
+    settings.set_current(settings.Settings(examples=15, steps=8, seed=1))
+    conformance(FewShapes)().test_histories()
+
+
+@pytest.mark.usefixtures("short_run")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("adapter", [CutsHeadsAt128, MasksPositions])
+def test_a_cache_that_is_wrong_in_one_shape_is_found(
+    adapter: type[KVCacheAdapter], number: int
+) -> None:
+    settings.set_current(settings.Settings(examples=100, steps=4, seed=number))
+    with pytest.raises(Divergence) as failure:
+        conformance(adapter)().test_histories()
+    spec = failure.value.history.spec
+    assert spec.head_dim == 256 if adapter is CutsHeadsAt128 else spec.block_size == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "right"),
+    [
+        ("head_dims", (), "numbers of 1 or more, as in (64, 128)"),
+        ("head_dims", 64, "numbers of 1 or more, as in (64, 128)"),
+        ("head_counts", (0, 1), "numbers of 1 or more, as in (1, 8)"),
+        ("block_sizes", ("16",), "numbers of 1 or more, as in (16, 32)"),
+        ("block_sizes", {16}, "numbers of 1 or more, as in (16, 32)"),
+        ("block_sizes", (True,), "numbers of 1 or more, as in (16, 32)"),
+        ("dtypes", "float32", 'names of torch dtypes, as in ("float32", "bfloat16")'),
+        ("dtypes", ("float33",), 'names of torch dtypes, as in ("float32", "bfloat16")'),
+        (
+            "dtypes",
+            ("float32", "int8"),
+            'names of torch dtypes, as in ("float32", "bfloat16"); '
+            "int8 needs tolerance['int8'] as well",
+        ),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_refused(name: str, said: Any, right: str) -> None:
+    wrong = type("Wrong", (ListCache,), {name: said})
+    says = f"Wrong.{name} is {said!r}: list what the cache can be built with, the usual first: "
+    with pytest.raises(TypeError, match=re.escape(says + right)):
+        conformance(wrong)

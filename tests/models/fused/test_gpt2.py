@@ -1,0 +1,112 @@
+"""GPT-2 on fused kernels against transformers' own, whose weights it has."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from roseinfer import LLM, EnginePath
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import fused_family, gpt2, register_family
+from roseinfer.models.families.gpt2 import FusedGPT2
+from tests.models.families import tiny
+from tests.models.fused.runners import assert_close, by_transformers, fused
+
+PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(40))]
+
+
+def test_prompts_and_what_follows_them(device: str) -> None:
+    """A prompt's own logits, then those of single tokens, several sequences at once."""
+    network = tiny("gpt2", device)
+    engine = fused(FusedGPT2, device, network)
+    sessions, logits = engine.prefill(PROMPTS)
+    assert_close(logits, by_transformers(network, PROMPTS))
+    for step in range(4):
+        for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
+            session.token_ids.append((token + step) % 97)
+        logits = engine.extend(sessions)
+        tokens = [session.token_ids for session in sessions]
+        assert_close(logits, by_transformers(network, tokens))
+    assert engine.path_counts[EnginePath.FUSED] == 5
+
+
+@pytest.mark.parametrize("most", [1, 2, 45])
+def test_more_rows_than_are_read_for_once(
+    device: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's products take over, for all layers or for all but the head."""
+    monkeypatch.setattr(gpt2, "MAX_ROWS", most)
+    network = tiny("gpt2", device)
+    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, by_transformers(network, PROMPTS))
+
+
+def test_biases_and_norms_of_any_size(device: str) -> None:
+    """Tiny models have none of them: they begin with biases of 0 and gains of 1."""
+    network = tiny("gpt2", device)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn(weight.shape).to(device))
+    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, by_transformers(network, PROMPTS))
+
+
+def variant(**settings: Any) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=96, **settings
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_the_usual_kind_fits() -> None:
+    assert fused_family(variant()) is FusedGPT2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"activation_function": "relu"},
+        {"activation_function": "gelu"},
+        {"add_cross_attention": True},
+    ],
+    ids=str,
+)
+def test_variants_do_not_fit_and_run_as_they_are(device: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    network = variant(**settings).to(device)
+    assert fused_family(network) is None
+    if not settings.get("add_cross_attention"):
+        llm = LLM(network, device=device, fused_model=True, kv_cache_tokens=64)
+        llm.generate([[1, 2, 3]], progress=False)
+        assert not llm.engine.path_counts[EnginePath.FUSED]
+
+
+def test_other_models_do_not_fit(device: str) -> None:
+    assert fused_family(tiny("gemma2", device)) is None
+
+
+def test_another_family_registers_itself(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.models.families._FAMILIES", {})
+
+    @register_family("LlamaForCausalLM")
+    class Family(CausalModel):
+        paths = (EnginePath.FUSED,)
+
+        @staticmethod
+        def is_supported(model: Any) -> bool:
+            return bool(model.config.hidden_act == "silu")
+
+    network = deepcopy(tiny("llama", device))
+    assert fused_family(variant()) is None
+    llm = LLM(network, device=device, fused_model=True, kv_cache_tokens=64)
+    assert type(llm.engine.sequence_runner.model) is Family
+    network.config.hidden_act = "relu"
+    assert fused_family(network) is None

@@ -1,0 +1,48 @@
+"""Models of random shapes are drawn alike from a seed, and what differs in a mix is reported."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import LLM
+from tests.models.fused import random_shapes
+
+
+def test_seeds_draw_all_families_and_odd_vocabularies() -> None:
+    shapes = [random_shapes.shape_of(random.Random(seed)) for seed in range(200)]
+    assert shapes == [random_shapes.shape_of(random.Random(seed)) for seed in range(200)]
+    assert {shape.family for shape in shapes} == set(random_shapes.FAMILIES)
+    vocabularies = {shape.sizes["vocab_size"] for shape in shapes}
+    assert {32000, 50257, 50304} < vocabularies
+    assert sum(size % 8 > 0 for size in vocabularies) > 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU keeps what is claimed")
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_difference_fails_where_the_same_bits_are_claimed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, claimed: bool
+) -> None:
+    """On a CPU products are rounded by the size of a batch."""
+    shape = random_shapes.Shape("gpt2", {"n_embd": 192, "n_head": 3, "n_layer": 2})
+    monkeypatch.setattr(random_shapes, "shape_of", lambda _: shape)
+    monkeypatch.setattr(LLM, "batch_invariant", property(lambda _: claimed))
+    status = random_shapes.main(["--count", "1", "--mixes", "2", "--device", "cpu", "--seed", "5"])
+    text = capsys.readouterr().out
+    assert status == claimed
+    assert text.startswith("seed 5: gpt2")
+    assert ("FAILED: mix" if claimed else "not claimed: mix") in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no bits are promised on a CPU")
+def test_random_shapes_keep_what_they_claim(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("this is about a GPU")
+    found: list[Any] = []
+    for seed in range(6):
+        found += random_shapes.run(seed, 2, device)
+    assert any(each.claimed for each in found)
+    assert not [each.text for each in found if each.claimed and each.text]

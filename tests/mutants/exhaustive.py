@@ -1,0 +1,71 @@
+"""Says which planted bugs of the cache are found by running every short history.
+
+``python -m tests.mutants.exhaustive STEPS [NAME ...]``; without names, all that are in the cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.catalogue import CATALOGUE
+from tests.mutants.forking import in_child
+from tests.mutants.install import import_from, plant
+from tests.mutants.mutant import MANAGERS, Mutant
+
+KERNELS_OFF = {"triton": False}
+SHORTEST = 3
+
+
+def in_the_cache() -> list[Mutant]:
+    """List the bugs in what the walk runs: kernels are left out of it."""
+    left_out = ("roseinfer.kernels.", "roseinfer.attention.")
+    return [
+        mutant
+        for mutant in CATALOGUE
+        if set(mutant.targets) & set(MANAGERS) and not mutant.module.startswith(left_out)
+    ]
+
+
+def walk_on(mutant: Mutant | None, most: int) -> str:
+    """Return how many steps it takes to find a bug, "" if ``most`` do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        plant(mutant, Path(folder))
+        ended = in_child(lambda: _steps_to_find(mutant, Path(folder), most))
+    return ended.answer or ended.ended_by
+
+
+def _steps_to_find(mutant: Mutant | None, copy: Path, most: int) -> str:
+    import_from(copy)
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.adapters.load_target import load_target
+    from pytest_roseinfer.findings.divergence import Divergence
+    from pytest_roseinfer.suite.exhaustive import WalkCounts, empty_histories, walk
+
+    targets = [name for name in MANAGERS if mutant is None or name in mutant.targets]
+    for steps in range(min(SHORTEST, most), most + 1):
+        for name in targets:
+            adapter = load_target(name)
+            assert issubclass(adapter, KVCacheAdapter)
+            for beginning in empty_histories(adapter, KERNELS_OFF):
+                try:
+                    for _ in walk(adapter, beginning, steps, WalkCounts()):
+                        pass
+                except Divergence as found:
+                    return str(found.history.size)
+    return ""
+
+
+def main() -> None:
+    most, *names = sys.argv[1:]
+    for mutant in in_the_cache():
+        if not names or mutant.name in names:
+            found = walk_on(mutant, int(most))
+            print(f"{mutant.name}: {f'{found} steps' if found else 'not found'}", flush=True)
+
+
+if __name__ == "__main__":
+    import pytest_roseinfer.suite.exhaustive  # noqa: F401  (once, for all children)
+
+    main()

@@ -1,0 +1,90 @@
+"""Two histories that must end alike are two runs; one history that has no twin is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, History
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.capabilities.caches.branching_text_caches import BranchingTextCache
+from tests.capabilities.caches.text_cache import HashedTextCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from pytest_roseinfer import KVCacheAdapter
+    from pytest_roseinfer.capabilities.operation import Operation
+
+ONE_BY_ONE = (Append((0,)), Append((1,)))
+TOGETHER = (*ONE_BY_ONE, Append((0, 1)))
+FORKED = (Append((0,)), Fork(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("check", "steps", "runs"),
+    [
+        (check_permuted, ONE_BY_ONE, 1),
+        (check_permuted, TOGETHER, 2),
+        (check_split, ONE_BY_ONE, 1),
+        (check_split, TOGETHER, 2),
+        (check_copied, TOGETHER, 1),
+        (check_copied, FORKED, 2),
+    ],
+)
+def test_a_history_is_run_again_if_there_is_something_to_compare(
+    check: Callable[[type[KVCacheAdapter], History], None],
+    steps: tuple[Operation, ...],
+    runs: int,
+) -> None:
+    made: list[CacheSpec] = []
+
+    class Watched(GroupedManager):
+        def make(self, spec: CacheSpec) -> None:
+            super().make(spec)
+            made.append(spec)
+
+    check(Watched, History(CacheSpec(options={"triton": False}), steps))
+    assert len(made) == runs
+
+
+def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
+    """The first tokens of texts 0 and 4 have one hash, and the cache keeps one block for it."""
+    steps = (Append((4, 0)), LookUp(5, 1), BeginWith(5))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    check_permuted(HashedTextCache, history)
+
+
+class FindsNothingOutOfOrder(HashedTextCache):
+    """A text that was written in a batch out of order is not found when a sequence begins."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.in_order = [*seqs] == sorted(seqs)
+        super().append(seqs, key, value)
+
+    def begin_with(self, found: Any, seq: int) -> int:
+        return super().begin_with(found if self.in_order else [], seq)
+
+
+def test_what_is_found_may_not_depend_on_the_order_where_no_hashes_are_equal() -> None:
+    steps = (Append((0, 1)), LookUp(5, 1), BeginWith(5))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    with pytest.raises(Divergence, match="differs from the run without its batches in reverse"):
+        check_permuted(FindsNothingOutOfOrder, history)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_copy_has_as_many_tokens_as_were_found(times: int) -> None:
+    """How many that is nobody knows before the run, and a copy shares no block."""
+    begun = (LookUp(0, times), BeginWith(0), Append((0,)), Fork(0, 1), Append((0, 1)))
+    steps = (*(Append((0,)),) * times, Free(0), *begun)
+    same = (0, 0), (0, 1 << 16)
+    check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=same))

@@ -1,0 +1,216 @@
+"""A search goes on, for a while, where what was declared was reached too rarely."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+from pytest_roseinfer import FastPath, settings
+from pytest_roseinfer.run.coverage import (
+    CONCLUSIVE_EXAMPLES,
+    REQUIRED_TIMES,
+    TargetCoverage,
+    repeat_searches,
+    split_examples,
+)
+from pytest_roseinfer.settings import Part
+from tests.capabilities.caches.paged_cache import PagedCache
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.project import Project
+
+LATE_CACHE = """
+    from caches.adversaries import NeverTakesItsFastPath
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import conformance
+
+    class FastFromThe{first}th(NeverTakesItsFastPath):
+        made = 0
+
+        def make(self, spec):
+            super().make(spec)
+            type(self).made += 1
+
+        def write(self, *rows):
+            late = type(self).made >= {first}
+            (PagedCache if late else NeverTakesItsFastPath).write(self, *rows)
+
+    TestLate = conformance(FastFromThe{first}th)
+"""
+LATE_ENGINE = """
+    from collections import Counter
+
+    from pytest_roseinfer import FastPath, conformance
+    from tests.engine_capabilities.engines.toy_engine import ToyForks
+
+    class Late(ToyForks):
+        paths = {**ToyForks.paths, "late": FastPath(equals="by itself")}
+        conditions = (*ToyForks.conditions, "forked")
+        made = 0
+
+        def make(self, mix):
+            super().make(mix)
+            type(self).made += 1
+
+        def fork(self, prompt, samplings):
+            self.engine.counts["forked"] += 1
+            return super().fork(prompt, samplings)
+
+        def path_counts(self):
+            return self.engine.counts + Counter(late=int(self.made >= 30))
+
+    TestLate = conformance(Late)
+"""
+EXAMPLES = 12
+SEARCH = (f"--roseinfer-examples={EXAMPLES}", "--roseinfer-seed=1")
+
+
+def late_cache(project: Project, *, first: int, options: tuple[str, ...] = ()) -> pytest.RunResult:
+    """A cache that takes its fast path from one of its histories on, and not before."""
+    project.copy_caches()
+    project.write(test_late=LATE_CACHE.format(first=first))
+    return project.pytest("-k", "histories", *SEARCH, *options)
+
+
+def test_what_comes_after_the_share_of_examples_is_still_reached(project: Project) -> None:
+    result = late_cache(project, first=30)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["path * all_rows * row_by_row * equal"])
+
+
+def test_no_more_is_searched_than_it_takes(project: Project) -> None:
+    result = late_cache(project, first=0)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *"])
+
+
+def test_what_so_few_do_not_reach_is_a_warning(project: Project) -> None:
+    result = late_cache(project, first=EXAMPLES + 100)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        [
+            "path * all_rows * row_by_row * 0 *too rarely",
+            "WARNING: path 'all_rows' was not reached by 72 histories that could reach it, *",
+        ]
+    )
+
+
+def test_what_enough_do_not_reach_is_a_failure(project: Project) -> None:
+    project.judge_after(70)
+    result = late_cache(project, first=EXAMPLES + 100)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["FAILED: path 'all_rows' was never reached, by none of 72 histories that could reach it*"]
+    )
+
+
+def test_no_more_is_searched_where_nothing_is_required(project: Project) -> None:
+    result = late_cache(project, first=30, options=("--roseinfer-required-paths=off",))
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *", "*too rarely"])
+
+
+def test_mixes_and_forks_of_an_engine_go_on_as_well(project: Project) -> None:
+    """Forks are searched again too, since requests alone may be unable to take a path."""
+    project.monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    project.write(test_late=LATE_ENGINE)
+    result = project.pytest("-k", "requests_get", *SEARCH)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["path * late * by itself * equal", "condition * forked * met"])
+
+
+def test_only_what_is_missing_has_more_turns() -> None:
+    target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
+    before = Counter(fast=10, rare=10, met=10)
+    target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
+    aims = []
+    for aim, _, _ in repeat_searches(
+        lambda tries: target.missing_paths(before, tries), 4, math.inf
+    ):
+        aims.append(aim)
+        target.note({aim or "met": 1})
+    assert aims == ["rare", None, None]
+
+
+@pytest.mark.parametrize(
+    ("examples", "tries", "aims"),
+    [
+        (25, 0, ["never", "once", "dead"]),
+        (25, 60, ["once"]),  # no turns of so few examples make it a fact that one is never reached
+        (100, 60, ["never", "once"]),
+        (100, 1000, ["never", "once"]),
+        (100, 1008, []),
+    ],
+)
+@pytest.mark.usefixtures("short_run")
+def test_what_goes_on_when_all_had_their_turns(
+    examples: int, tries: int, aims: list[str | None]
+) -> None:
+    settings.set_current(replace(settings.current(), examples=examples))
+    target = TargetCoverage(dict.fromkeys(("never", "once", "often", "dead"), "slow"), [])
+    target.counts.update(once=1, often=REQUIRED_TIMES)
+    target.eligible_examples.update(
+        never=CONCLUSIVE_EXAMPLES - 1, dead=CONCLUSIVE_EXAMPLES, once=CONCLUSIVE_EXAMPLES
+    )
+    assert target.missing_paths({}, tries) == aims
+
+
+def test_no_two_turns_draw_the_same() -> None:
+    def missing(tries: int) -> list[str | None]:
+        return ["never", None] if tries < 40 else []
+
+    names = [(aim, turn) for aim, turn, _ in repeat_searches(missing, 4, math.inf)]
+    assert len(names) == len(set(names)) > 2
+
+
+class _Shares(PagedCache):
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "often": FastPath("slow", share=2),
+        "usual": FastPath("slow"),
+        "rare": FastPath("slow", share=0.25),
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_paths_take_turns_and_get_their_shares() -> None:
+    turns = list(split_examples(_Shares, 130, 4))
+    due = Counter[str | None]()
+    for aim, _, examples in turns:
+        due[aim] += examples
+    assert due == {"often": 80, "usual": 40, "rare": 10}
+    assert len({(aim, turn) for aim, turn, _ in turns}) == len(turns)
+    assert [aim for aim, turn, _ in turns if turn == "0"] == ["often", "usual", "rare"]
+    # Of one example alone Hypothesis tries the simplest, which shows little.
+    assert {aim: [n for each, _, n in turns if each == aim] for aim in due} == {
+        "often": [8] * 10,
+        "usual": [4] * 10,
+        "rare": [5, 5],
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_parts_are_the_whole_and_keep_a_path_together() -> None:
+    whole = list(split_examples(_Shares, 130, 4))
+    parts = []
+    for number in (1, 2):
+        settings.set_current(replace(settings.current(), part=Part(number, 2)))
+        parts.append(list(split_examples(_Shares, 130, 4)))
+    assert sorted(parts[0] + parts[1]) == sorted(whole)
+    assert [{aim for aim, _, _ in part} for part in parts] == [{"often", "rare"}, {"usual"}]
+
+
+@pytest.mark.usefixtures("short_run")
+def test_only_one_part_goes_on_for_what_is_missing() -> None:
+    target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
+    missing = []
+    for number in (1, 2):
+        settings.set_current(replace(settings.current(), part=Part(number, 2)))
+        missing.append(target.missing_paths({}))
+    assert missing == [["fast", None], ["rare"]]

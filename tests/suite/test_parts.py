@@ -1,0 +1,66 @@
+"""On a GPU long tests come in parts, which lose nothing and are dealt out evenly."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.plugin.shipped import interleave_long_tests
+from pytest_roseinfer.settings import Part
+from pytest_roseinfer.suite.conformance import ConformanceTests
+
+if TYPE_CHECKING:
+    from tests.project import Project
+
+MANY_PATHS = """
+    from collections import Counter
+
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import FastPath, conformance
+
+    class Many(PagedCache):
+        paths = {**PagedCache.paths, "all_rows_again": FastPath(equals="row_by_row")}
+
+        def path_counts(self):
+            counts = super().path_counts()
+            return Counter(counts) + Counter(all_rows_again=counts["all_rows"])
+
+    TestMany = conformance(Many)
+"""
+OF_HISTORIES = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
+IN_PARTS = """
+    from pytest_roseinfer.plugin import shipped
+
+    def pytest_generate_tests(metafunc):
+        shipped.split_into_parts(metafunc)
+"""
+
+
+def test_a_test_in_parts_tries_the_same_examples(project: Project) -> None:
+    project.copy_caches()
+    project.write(test_cache=MANY_PATHS)
+    whole = project.pytest(*OF_HISTORIES)
+    project.write(conftest=IN_PARTS)
+    parts = project.pytest(*OF_HISTORIES)
+    parts.assert_outcomes(passed=2)
+    parts.stdout.fnmatch_lines(["*::test_histories?1of2? PASSED*"])
+    shown = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
+    lines = [[*filter(shown.match, result.outlines)] for result in (whole, parts)]
+    assert lines[0] == lines[1] != []
+
+
+def _item(name: str, of: int = 1, cls: type | None = ConformanceTests) -> Any:
+    call = SimpleNamespace(params={"roseinfer_part": Part(1, of)})
+    return SimpleNamespace(name=name, cls=cls, callspec=call)
+
+
+def test_each_long_test_has_a_short_one_beside_it() -> None:
+    items = [
+        *(_item("own", cls=None), _item("long 1", of=3), _item("long 2", of=3)),
+        *(_item("short 1"), _item("own too", cls=None), _item("long 3", of=3), _item("short 2")),
+    ]
+    interleave_long_tests(items)
+    assert [item.name for item in items] == [
+        *("own", "long 1", "short 1", "long 2", "own too", "short 2", "long 3")
+    ]

@@ -1,0 +1,64 @@
+"""Byte-level vocabularies by looking up: exactly what their tokenizers decode."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from roseinfer.text.completion_text import new_detokenizer_factory
+from roseinfer.text.detokenizer import BYTE_OF
+from tests.text.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level
+
+
+@lru_cache(maxsize=1)
+def cut_bytes() -> Any:
+    """Pieces of up to three bytes cut through characters, and some tokens were added by hand."""
+    tokenizer = byte_level([bytes([byte]) for byte in range(256)] + all_cuts(3))
+    tokenizer.add_tokens(["héllo wörld", "plain", " spaced "])
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|tool|>")]})
+    return tokenizer
+
+
+tokens = st.integers(0, len(cut_bytes()) - 1) | st.sampled_from([SPECIAL, UNKNOWN])
+new_detokenizer = new_detokenizer_factory(cut_bytes())
+
+
+def decoded(token_ids: list[int]) -> str:
+    text: str = cut_bytes().decode(
+        token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+@given(st.lists(tokens, max_size=30))
+def test_any_tokens(token_ids: list[int]) -> None:
+    detokenizer = new_detokenizer()
+    parts = [detokenizer.add(token) for token in token_ids]
+    known = [token for token in token_ids if token != UNKNOWN]
+    assert "".join(parts) + detokenizer.flush() == decoded(known)
+
+
+@given(st.text(min_size=1))
+def test_a_character_comes_with_its_last_byte(text: str) -> None:
+    tokenizer = cut_bytes()
+    detokenizer = new_detokenizer()
+    written = {byte: character for character, byte in BYTE_OF.items()}
+    for character in text:
+        *early, last = (
+            detokenizer.add(tokenizer.convert_tokens_to_ids(written[byte]))
+            for byte in character.encode()
+        )
+        assert early == [""] * len(early)
+        assert last == character
+    assert detokenizer.flush() == ""
+
+
+def test_added_tokens_are_written_as_they_are() -> None:
+    ids = cut_bytes().convert_tokens_to_ids(["héllo wörld", "<|tool|>", " spaced "])
+    detokenizer = new_detokenizer()
+    assert "".join(map(detokenizer.add, ids)) == decoded(ids)
+    assert "tool" not in decoded(ids)
