@@ -1,4 +1,4 @@
-"""A pytest plugin that searches for inputs on which a KV cache returns wrong keys or values.
+"""A pytest plugin that searches for inputs that make a KV cache return wrong keys or values.
 
 To test a cache of your own, write one class and one line in a test file::
 

@@ -34,7 +34,7 @@ _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that change what a run does."""
+    """Return the environment variables that affect a run."""
     return {
         name: text
         for name, text in sorted(os.environ.items())
@@ -56,8 +56,8 @@ def version() -> str:
 def distribution_of(target: str) -> str:
     """Return name and version of the distribution that has ``package.module:Class``, or ""."""
     package = target.partition(":")[0].partition(".")[0]
-    if found := _version(package):
-        return f"{package} {found}"
+    if found_version := _version(package):
+        return f"{package} {found_version}"
     # The slow way, since it reads the file list of every installed distribution.
     owners = _owners(package) or _editable_owners(package)
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))

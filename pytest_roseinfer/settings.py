@@ -116,7 +116,7 @@ class Timing:
     noise_floor: bool = False
     report_slower: bool = False
     seconds: float | None = None
-    """Seconds after which a comparison ends; None uses the marker's value or the default."""
+    """Time limit in seconds of a comparison; None uses the marker's value or the default."""
     tpot: str | None = None
     update_tpot: bool = False
     folder: str | None = None

@@ -19,11 +19,11 @@ class OptionError(ValueError):
     """Invalid value of an option; the message names valid ones."""
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, known_names: Iterable[str], prefix: str = "") -> str:
     """Return a question with the known name closest to a misspelt one, or ""."""
-    from roseinfer import did_you_mean as suggest  # imported late: most runs do not need it
+    from roseinfer._plugin import did_you_mean as suggest  # late: most runs do not need it
 
-    return suggest(name, known, prefix)
+    return suggest(name, known_names, prefix)
 
 
 def profile_named(option: str, name: str) -> Profile:
@@ -33,9 +33,9 @@ def profile_named(option: str, name: str) -> Profile:
     return PROFILES[name]
 
 
-def require_at_least(option: str, number: float, least: int) -> None:
-    if number < least:
-        raise OptionError(f"{option} {number:g}: must be at least {least}")
+def require_at_least(option: str, number: float, minimum: int) -> None:
+    if number < minimum:
+        raise OptionError(f"{option} {number:g}: must be at least {minimum}")
 
 
 def require_report(option: str, file: str) -> None:
@@ -43,6 +43,6 @@ def require_report(option: str, file: str) -> None:
         raise OptionError(f"{option} {file}: the name must end in {' or '.join(_REPORT_SUFFIXES)}")
 
 
-def some(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a count with its noun, as in "1 token" and "2 tokens"."""
     return f"{count} {noun}{'s' * (count != 1)}"

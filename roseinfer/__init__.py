@@ -20,50 +20,53 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
-    from roseinfer.attention.reference import paged_attention_reference as paged_attention_reference
-    from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
-    from roseinfer.errors import *  # noqa: F403
+    from roseinfer.errors import BadArgument as BadArgument
+    from roseinfer.errors import BadBlock as BadBlock
+    from roseinfer.errors import BadRefcount as BadRefcount
+    from roseinfer.errors import ConfigError as ConfigError
+    from roseinfer.errors import DetokenizationFailed as DetokenizationFailed
+    from roseinfer.errors import EngineStopped as EngineStopped
+    from roseinfer.errors import NoDistribution as NoDistribution
+    from roseinfer.errors import OutOfBlocks as OutOfBlocks
+    from roseinfer.errors import RanksFailed as RanksFailed
+    from roseinfer.errors import RequestTooLarge as RequestTooLarge
+    from roseinfer.errors import RoseinferError as RoseinferError
+    from roseinfer.errors import StalePlan as StalePlan
+    from roseinfer.errors import StepFailed as StepFailed
+    from roseinfer.errors import TooBusy as TooBusy
+    from roseinfer.errors import TritonUnavailable as TritonUnavailable
+    from roseinfer.errors import UnsupportedModel as UnsupportedModel
     from roseinfer.guided.guide import Guide as Guide
-    from roseinfer.interrupts import interrupts_kill as interrupts_kill
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
     from roseinfer.kv.plan import AppendPlan as AppendPlan
     from roseinfer.kv.pool import KVBlockInfo as KVBlockInfo
-    from roseinfer.layer_traits import LayerTraits as LayerTraits
     from roseinfer.llm import LLM as LLM
     from roseinfer.llm import RequestOutput as RequestOutput
     from roseinfer.models.tiny import TinyGPT2 as TinyGPT2
-    from roseinfer.models.tiny import byte_tokenizer as byte_tokenizer
     from roseinfer.models.tiny import tiny_gpt2 as tiny_gpt2
     from roseinfer.paths import AttentionPath as AttentionPath
     from roseinfer.paths import Condition as Condition
     from roseinfer.paths import EnginePath as EnginePath
     from roseinfer.paths import Path as Path
-    from roseinfer.sampling.batch import SamplingBatch as SamplingBatch
     from roseinfer.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     name: f"roseinfer.{home}"
     for home, names in {
         "async_llm": "AsyncLLM",
-        "attention.reference": "paged_attention_reference",
-        "attention.triton": "load_attention_kernels",
         "config": "AppendPolicy EngineConfig",
         "paths": "AttentionPath Condition EnginePath Path",
         "errors": "BadArgument BadBlock BadRefcount ConfigError DetokenizationFailed "
         "EngineStopped NoDistribution OutOfBlocks RanksFailed RequestTooLarge "
-        "RoseinferError StalePlan StepFailed TooBusy TritonUnavailable UnsupportedModel "
-        "did_you_mean",
+        "RoseinferError StalePlan StepFailed TooBusy TritonUnavailable UnsupportedModel",
         "guided.guide": "Guide",
-        "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",
         "kv.plan": "AppendPlan",
         "kv.pool": "KVBlockInfo",
-        "layer_traits": "LayerTraits",
         "llm": "LLM RequestOutput",
-        "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
-        "sampling.batch": "SamplingBatch",
+        "models.tiny": "TinyGPT2 tiny_gpt2",
         "sampling_params": "SamplingParams",
     }.items()
     for name in names.split()

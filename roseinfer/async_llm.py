@@ -50,9 +50,9 @@ class _TaskListener(Listener):
 
 
 def _put_updates(news: Sequence[Delivery]) -> None:
-    for listener, what in news:
+    for listener, update in news:
         assert isinstance(listener, _TaskListener)
-        listener.arrived.put_nowait((listener, what))
+        listener.arrived.put_nowait((listener, update))
 
 
 class StreamGroup:
@@ -78,21 +78,21 @@ class StreamGroup:
         self._numbers[listener] = len(self._numbers)
         self._thread.submit(listener, prompt, params, text, guide)
 
-    async def next(self, most: int | None = None) -> list[tuple[int, Update]]:
+    async def next(self, max_updates: int | None = None) -> list[tuple[int, Update]]:
         """Wait for updates, and return all available ones, each with the number of its prompt.
 
-        At most ``most`` are returned. This raises for a prompt that cannot be served.
+        At most ``max_updates`` are returned. This raises for a prompt that cannot be served.
         """
         self._llm.require_not_forked()
         news = [await self._arrived.get()]
-        while not self._arrived.empty() and len(news) != most:
+        while not self._arrived.empty() and len(news) != max_updates:
             news.append(self._arrived.get_nowait())
         updates = []
-        for listener, what in news:
+        for listener, update in news:
             self._thread.acknowledge(listener)
-            if isinstance(what, BaseException):
-                raise what
-            updates.append((self._numbers[listener], what))
+            if isinstance(update, BaseException):
+                raise update
+            updates.append((self._numbers[listener], update))
         return updates
 
     def cancel(self) -> None:
@@ -128,7 +128,7 @@ class AsyncLLM:
         try:
             group.add(prompt, params)
             while True:
-                ((_, update),) = await group.next(most=1)
+                ((_, update),) = await group.next(max_updates=1)
                 yield update
                 if update.finish_reason is not None:
                     if update.request.error is not None:

@@ -19,9 +19,9 @@ TRITON_FULL_BATCH_MIN_BATCH = "ROSEINFER_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
 MAX_RUN_AHEAD = 16
 MAX_UNREAD_UPDATES = 128
-"""Number of unread updates of a stream at which its request is paused."""
+"""Number of unread updates of a stream that pauses its request."""
 RESUME_UNREAD_UPDATES = MAX_UNREAD_UPDATES // 2
-"""Number of unread updates at which a paused request is resumed."""
+"""Number of unread updates that resumes a paused request."""
 ADMISSION_POLICIES = ("fifo", "pack")
 SPECULATIONS = ("ngram",)
 
@@ -37,8 +37,8 @@ def setting(
     text: str,
     *,
     unset: str = "",
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     choices: Sequence[str] = (),
     unit: str = "",
     listed: str = "commas",
@@ -52,7 +52,7 @@ def setting(
     unset; ``unit`` names the value of the option, and ``also`` are further names of it. Several
     texts are separated by ``commas`` or are ``words``, or the option is ``repeated``.
     """
-    bounds = {"least": least, "most": most}
+    bounds = {"minimum": minimum, "maximum": maximum}
     metadata = {
         **{name: bound for name, bound in bounds.items() if bound is not None},
         "text": text,
@@ -94,7 +94,7 @@ class AppendPolicy:
     """Smallest number that the full-batch kernel writes; ``triton_min_batch`` when None."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self, "AppendPolicy.", least=0)
+        _check_kinds(self, "AppendPolicy.", default_minimum=0)
 
     @property
     def full_batch_threshold(self) -> int:
@@ -150,8 +150,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 def require_dtype(name: str) -> None:
     """Raise for an unsupported dtype."""
     if not (isinstance(name, str) and name in DTYPES):
-        alike = did_you_mean(str(name), DTYPES)
-        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}{alike}")
+        suggestion = did_you_mean(str(name), DTYPES)
+        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}{suggestion}")
 
 
 _DEVICES = ("cpu", "cuda")
@@ -163,8 +163,8 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
     """Raise for an unsupported device, as far as is known without torch."""
     kind, colon, number = name.partition(":")
     if kind not in _DEVICES or (colon and not number.isdecimal()):
-        alike = "; did you mean cuda?" if kind == "gpu" else did_you_mean(kind, _DEVICES)
-        raise ConfigError(f"device {name!r}: the engine runs on cpu, cuda or cuda:1{alike}")
+        suggestion = "; did you mean cuda?" if kind == "gpu" else did_you_mean(kind, _DEVICES)
+        raise ConfigError(f"device {name!r}: the engine runs on cpu, cuda or cuda:1{suggestion}")
     if kind == "cuda" and sys.platform == "linux":
         if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):
             raise ConfigError(f"device {name!r}: there is no GPU here; device='cpu' works")
@@ -174,7 +174,7 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
 class EngineConfig:
     """Sizes, limits and optimisations of an engine."""
 
-    max_batch_size: int = setting(64, "requests that run at once", most=1 << 20)
+    max_batch_size: int = setting(64, "requests that run at once", maximum=1 << 20)
     block_size: int = setting(
         64,
         "tokens in a block of the KV cache; smaller blocks waste less at the end of a sequence, "
@@ -207,8 +207,8 @@ class EngineConfig:
         "prompt tokens of a step, at most, that are stored as rows of a decode step, so that a "
         "CUDA graph can be replayed",
         unset="128 where decode steps are CUDA graphs, else 0",
-        least=0,
-        most=1 << 10,
+        minimum=0,
+        maximum=1 << 10,
     )
     chunked_prefill: bool = setting(True, "prefill long prompts in chunks over several steps")
     attention_backend: str | None = setting(
@@ -252,8 +252,8 @@ class EngineConfig:
         None,
         "steps in flight when another is launched; a stream may lag by as many tokens",
         unset="2 on a GPU, else 0",
-        least=0,
-        most=MAX_RUN_AHEAD,
+        minimum=0,
+        maximum=MAX_RUN_AHEAD,
     )
     speculation: str | None = setting(
         None,
@@ -273,15 +273,15 @@ class EngineConfig:
     guide_cpu_seconds: float = setting(
         2.0,
         "seconds of processor time in which a guide must compile in its own process",
-        least=0.05,
-        most=3600.0,
+        minimum=0.05,
+        maximum=3600.0,
         unit="S",
     )
     guide_memory_mb: int = setting(
         512,
         "megabytes that a guide may take there, and that all cached grammars may take together",
-        least=64,
-        most=1 << 20,
+        minimum=64,
+        maximum=1 << 20,
         unit="MB",
     )
     per_layer_kv: bool = setting(
@@ -293,7 +293,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.append_policy is None:
             AppendPolicy.from_env()  # refuses a bad variable now, before a model is loaded
-        _check_kinds(self, "", least=1)
+        _check_kinds(self, "", default_minimum=1)
         if self.paged_attention is not None:
             meant = "triton" if self.paged_attention else "reference"
             if self.attention_backend not in (None, meant):
@@ -348,35 +348,38 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_kinds(
-    settings: AppendPolicy | EngineConfig | ServerConfig, owner: str, least: int
+    settings: AppendPolicy | EngineConfig | ServerConfig, owner: str, default_minimum: int
 ) -> None:
-    """Raise unless every field matches its annotation and bounds, and is at least ``least``."""
+    """Raise unless every field matches its annotation and bounds, ``default_minimum`` included."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
         if choices := each.metadata.get("choices"):
             optional = kind != "str"
-            wanted = " or ".join(map(repr, choices)) + ", or None" * optional
+            requirement = " or ".join(map(repr, choices)) + ", or None" * optional
             holds = (isinstance(value, str) and value in choices) or (optional and value is None)
         elif kind in _KINDS:
-            types, wanted = _KINDS[kind]
+            types, requirement = _KINDS[kind]
             holds = isinstance(value, types)
         elif kind in ("int", "int | None"):
-            lowest = each.metadata.get("least", least)
-            most = each.metadata.get("most", _MAX_INTEGER)
-            wanted = f"a whole number of at least {lowest} and at most {most}"
-            holds = type(value) is int and lowest <= value <= most
+            lowest = each.metadata.get("minimum", default_minimum)
+            highest = each.metadata.get("maximum", _MAX_INTEGER)
+            requirement = f"a whole number of at least {lowest} and at most {highest}"
+            holds = type(value) is int and lowest <= value <= highest
             holds = holds or (value is None and kind != "int")
         elif kind == "float":
-            lowest, most = each.metadata.get("least", 0), each.metadata.get("most", _MAX_INTEGER)
-            wanted = f"a number of at least {lowest} and at most {most}"
-            holds = type(value) in (int, float) and lowest <= value <= most
+            lowest, highest = (
+                each.metadata.get("minimum", 0),
+                each.metadata.get("maximum", _MAX_INTEGER),
+            )
+            requirement = f"a number of at least {lowest} and at most {highest}"
+            holds = type(value) in (int, float) and lowest <= value <= highest
         elif kind == "tuple[str, ...]":
-            wanted = "names in a tuple"
+            requirement = "names in a tuple"
             holds = isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value)
         else:
             continue
         if not holds:
-            raise ConfigError(f"{owner}{each.name} must be {wanted}, not {short_repr(value)}")
+            raise ConfigError(f"{owner}{each.name} must be {requirement}, not {short_repr(value)}")
 
 
 API_KEY = "ROSEINFER_API_KEY"
@@ -393,7 +396,11 @@ class ServerConfig:
         unit="HOST",
     )
     port: int = setting(
-        8000, "port to listen on; 0 for a free one", least=0, most=(1 << 16) - 1, group="address"
+        8000,
+        "port to listen on; 0 for a free one",
+        minimum=0,
+        maximum=(1 << 16) - 1,
+        group="address",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -459,14 +466,14 @@ class ServerConfig:
         120.0,
         "seconds that the engine may have work and complete no step before /health and /ready "
         "answer 503; more than any step takes",
-        least=2,
+        minimum=2,
         group="limits",
         unit="S",
     )
     access_log: bool = setting(True, "write a line for each HTTP request", group="limits")
 
     def __post_init__(self) -> None:
-        _check_kinds(self, "", least=1)
+        _check_kinds(self, "", default_minimum=1)
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(API_KEY))
         if self.api_key is not None and not self.api_key.strip():
@@ -499,11 +506,11 @@ class TorchrunRank:
         """Return the rank of this process, or None if ``torchrun`` did not start it."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
-        rank, size, here = (
+        rank, size, local_size = (
             _whole_number(name, os.environ[name])
             for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
-        if here != size:
+        if local_size != size:
             raise ConfigError(
                 f"torchrun started {size} processes on several hosts: the ranks of a model are all "
                 "on one; use a single host"

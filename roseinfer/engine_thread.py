@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from roseinfer.text.completion_text import CompletionText
 
 
-_MOST_FAILURES = 3
-"""Number of failed steps in a row after which the engine stops: the requests cannot be the cause
-of so many."""
+_MAX_FAILURES = 3
+"""Number of failed steps in a row that stops the engine: the requests cannot be the cause of so
+many."""
 _POLL_S = 1.0
 """Seconds between two checks of an idle engine for closed inboxes of paused requests."""
 
@@ -87,13 +87,13 @@ class EngineThread:
         self._failures = 0
         """Number of failed steps in a row."""
         self.num_iterations = 0
-        """Number of iterations of its loop, each of which runs a step."""
+        """Number of iterations of its loop, with one step each."""
         self._closed = False
         self._new_stop_error: Callable[[], RoseinferError] = partial(
             EngineStopped, "the engine was closed"
         )
         """Factory of the error that streams raise once the engine no longer runs."""
-        self._ended = False
+        self._has_ended = False
         """True once the thread no longer runs ``_tasks``."""
 
         if llm.ranks is not None:
@@ -151,7 +151,7 @@ class EngineThread:
             self.stop()
             self._thread.join()
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def _do(self, task: Callable[[], None]) -> None:
         """Run a task in the thread, between two steps."""
         if self._llm.is_forked:
             return  # the thread is in the other process, and locks may be held for ever here
@@ -160,8 +160,8 @@ class EngineThread:
                 thread = threading.Thread(target=self._run, name="roseinfer", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._tasks.put(what)
-            if self._ended or self._thread is None:
+            self._tasks.put(task)
+            if self._has_ended or self._thread is None:
                 self._run_tasks()
 
     def _run(self) -> None:
@@ -210,9 +210,9 @@ class EngineThread:
             raise  # ranks never recover
         except Exception as error:
             self._failures += 1
-            if self._failures == _MOST_FAILURES:
-                what = f"the engine stopped after {self._failures} failed steps in a row"
-                self._new_stop_error = partial(EngineStopped, what, error)
+            if self._failures == _MAX_FAILURES:
+                problem = f"the engine stopped after {self._failures} failed steps in a row"
+                self._new_stop_error = partial(EngineStopped, problem, error)
                 self._closed = True
             return self._engine.fail_step(error)
         if not idle:
@@ -278,5 +278,5 @@ class EngineThread:
                 self._engine.cancel(request)
         finally:
             with self._starting:
-                self._ended = True
+                self._has_ended = True
                 self._run_tasks()

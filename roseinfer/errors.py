@@ -23,9 +23,9 @@ class RoseinferError(Exception):
 class OutOfBlocks(RoseinferError, RuntimeError):
     """An operation that needs more blocks than the pool has free."""
 
-    def __init__(self, *, needed: int, free: int, where: str) -> None:
+    def __init__(self, *, needed: int, free: int, owner: str) -> None:
         super().__init__(
-            f"{where} has {free} free blocks and {needed} are needed: "
+            f"{owner} has {free} free blocks and {needed} are needed: "
             "free some sequences, or build the cache with a larger max_blocks_per_layer"
         )
         self.needed = needed
@@ -65,18 +65,18 @@ class RequestTooLarge(BadArgument):
 
 
 class TooBusy(RoseinferError, RuntimeError):
-    """A request beyond what can be done at once; the same may work later."""
+    """A request beyond the present capacity; the same may work later."""
 
 
 class NoDistribution(RoseinferError, RuntimeError):
-    """Logits from which no next token can be chosen."""
+    """Logits that allow no choice of a next token."""
 
 
-def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, known_names: Iterable[str], prefix: str = "") -> str:
     """Return a question that suggests the known name with the closest spelling, or ``""``."""
     from difflib import get_close_matches
 
-    matches = get_close_matches(said, known, n=1)
+    matches = get_close_matches(name, known_names, n=1)
     return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
@@ -103,16 +103,15 @@ _LONGEST_INT = 600
 """Bits of the largest integer written in digits."""
 
 
-def to_argument_error(error: Exception, wanted: str, *given: object) -> RoseinferError:
+def to_argument_error(error: Exception, requirement: str, *values: object) -> RoseinferError:
     """Return the error to raise instead of one caused by unchecked arguments.
 
-    A ``RoseinferError`` stays. Any other becomes ``BadArgument``: ``wanted``, not the ``given``
-    values.
+    A ``RoseinferError`` stays. Any other becomes ``BadArgument``: ``requirement``, not ``values``.
     """
     if isinstance(error, RoseinferError):
         return error
-    values = " and ".join(map(short_repr, given))
-    return BadArgument(f"{wanted}, not {values} ({error_with_type(error)})")
+    actual = " and ".join(map(short_repr, values))
+    return BadArgument(f"{requirement}, not {actual} ({error_with_type(error)})")
 
 
 def _rebuild_error(
@@ -127,12 +126,12 @@ def _rebuild_error(
 class _ErrorWithCause(RoseinferError, RuntimeError):
     """An error with an optional cause, safe to keep: the frames of the cause are cleared."""
 
-    def __init__(self, what: str, cause: BaseException | None = None) -> None:
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
         if cause is not None:
-            what += f": {type(cause).__name__}: {cause}"
+            message += f": {type(cause).__name__}: {cause}"
             self.__cause__ = cause
             _clear_all_frames(cause)
-        super().__init__(what)
+        super().__init__(message)
 
 
 class StepFailed(_ErrorWithCause):
@@ -156,10 +155,10 @@ class EngineStopped(_ErrorWithCause):
 class EngineRestarting(EngineStopped):
     """A request to an engine whose process has ended and is being restarted."""
 
-    def __init__(self, what: str, *, retry_after: int) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
         self.retry_after = retry_after
-        """Seconds after which it may run again."""
+        """Seconds until it may run again."""
 
 
 class RanksFailed(_ErrorWithCause):

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class LayerTraits:
     """Traits of one layer's attention, read when a model is loaded; None for an absent trait.
 
-    A score is ``scale * query.key``, then ``cap * tanh(score / cap)``, from which
-    ``slope * distance`` is then subtracted.
+    A score is ``scale * query.key``, then ``cap * tanh(score / cap)``, minus ``slope * distance``.
     """
 
     scale: float

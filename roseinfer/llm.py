@@ -25,8 +25,8 @@ from roseinfer.errors import (
     did_you_mean,
 )
 from roseinfer.models.loading import load
-from roseinfer.progress import track_progress
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import track_progress
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -76,9 +76,9 @@ class LLM:
         tokenizer: Any = None,
         **config: Any,
     ) -> None:
-        known = [each.name for each in fields(EngineConfig)]
-        for name in config.keys() - set(known):
-            raise ConfigError(f"LLM: unknown setting {name!r}{did_you_mean(name, known)}")
+        option_names = [each.name for each in fields(EngineConfig)]
+        for name in config.keys() - set(option_names):
+            raise ConfigError(f"LLM: unknown setting {name!r}{did_you_mean(name, option_names)}")
         self.config = EngineConfig(**config)
         self.ranks: LeadingRank | None = None
         """Ranks of a tensor-parallel model; None without tensor parallelism."""
@@ -112,9 +112,9 @@ class LLM:
         return self.engine.sequence_runner.model.batch_invariant
 
     @property
-    def why_batch_variant(self) -> str | None:
+    def batch_variance_reason(self) -> str | None:
         """The reason, in words, why ``batch_invariant`` is False; None if it is True."""
-        return self.engine.sequence_runner.model.why_batch_variant
+        return self.engine.sequence_runner.model.batch_variance_reason
 
     def generate(
         self,

@@ -1,8 +1,10 @@
-"""Counter names: paths of engine, cache and attention, and conditions that rows meet."""
+"""Counters: names of paths of engine, cache and attention, conditions of rows, and histograms."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -36,7 +38,7 @@ class EnginePath(StrEnum):
     STREAMING_GEMM = "engine_streamed"
     """A forward pass of few tokens on GEMMs that stream weights to warpgroups."""
     PAIRED_GEMM = "engine_paired"
-    """A forward pass of many tokens on GEMMs in which pairs of programs share weights."""
+    """A forward pass of many tokens on GEMMs whose programs share weights in pairs."""
     MEGAKERNEL = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"
@@ -94,10 +96,6 @@ class Path(StrEnum):
     def needs_triton(self) -> bool:
         return "triton" in self.value
 
-    @property
-    def needs_rows(self) -> bool:
-        return self in GATHER_PATHS
-
 
 SCALAR_POSITION_PATHS = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
 GATHER_PATHS = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
@@ -147,3 +145,35 @@ class AttentionPath(StrEnum):
     RESIDENT_REFERENCE = "attention_slots_reference"
     """Torch reference of ``APPEND_AND_ATTEND``."""
     REFERENCE = "attention_reference"
+
+
+# Histograms.
+
+
+STEP_TOKEN_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
+"""Bounds of tokens per step, equal to vLLM's: 1, then 8, 16, 32 and so on up to 16384."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """A histogram without locks. The one of prometheus-client takes a lock for each value."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    """Number of values in each range; the last range has no upper bound."""
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each bound as Prometheus writes it, with the number of values up to it."""
+        sums, total = [], 0
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            total += count
+            sums.append((str(bound), float(total)))
+        return sums

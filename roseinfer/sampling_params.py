@@ -26,7 +26,7 @@ _LEAST_PENALTY = 1e-38
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters by which a request's tokens are sampled and its completion ends."""
+    """Sampling parameters and stop conditions of a request."""
 
     temperature: float = setting(
         0.0, "divisor of the logits; 0 takes the argmax, whatever top_k, top_p and min_p say"
@@ -81,7 +81,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, (kinds, holds, wanted) in _SAMPLING.items():
+        for name, (kinds, holds, requirement) in _SAMPLING.items():
             value = getattr(self, name)
             # bool is a subclass of int, but True is a mistake for a numeric parameter.
             typed = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
@@ -90,7 +90,7 @@ class SamplingParams:
                     f" of type {type(value).__name__}" if kinds[0] in _NUMBER and not typed else ""
                 )
                 raise ConfigError(
-                    f"SamplingParams.{name} is {short_repr(value)}{kind}; it must be {wanted}"
+                    f"SamplingParams.{name} is {short_repr(value)}{kind}; it must be {requirement}"
                 )
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
         if self.top_logprobs:

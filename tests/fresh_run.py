@@ -1,4 +1,4 @@
-"""Settings and coverage of a test's own, as a run of pytest has them."""
+"""Context with settings and a coverage of its own, as in a run of pytest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def fresh_run(asked: settings.Settings) -> Iterator[None]:
-    """Have these settings and nothing covered inside; all is as before behind it."""
-    before, seen = settings.current(), coverage.current()
-    settings.set_current(asked)
+def fresh_run(used: settings.Settings) -> Iterator[None]:
+    """Use these settings and an empty coverage within the context."""
+    saved_settings, saved_coverage = settings.current(), coverage.current()
+    settings.set_current(used)
     coverage.set_current(coverage.Coverage())
     try:
         yield
     finally:
-        settings.set_current(before)
-        coverage.set_current(seen)
+        settings.set_current(saved_settings)
+        coverage.set_current(saved_coverage)

@@ -1,4 +1,4 @@
-"""A mark for tests of kernels that Triton's interpreter runs."""
+"""Mark for tests of kernels that run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 import torch
 
 interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
+    torch.cuda.is_available(), reason="needs kernels that run in Triton's interpreter"
 )

@@ -1,4 +1,4 @@
-"""The engine's copies between host and device, on a simulated device that is late."""
+"""Copies between host and device on a simulated device that runs late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LateTransfers(transfers.Transfers):
-    """What is pinned, on the device and recorded is so on a queue."""
+    """Transfers whose pinned buffers, device buffers and events belong to a device queue."""
 
     def __init__(self, queue: DeviceQueue, device: torch.device) -> None:
         super().__init__(device)
@@ -30,15 +30,15 @@ class LateTransfers(transfers.Transfers):
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with outside_inference_mode():
-            made = torch.zeros(tuple(shape), dtype=dtype)
-        self._queue.pinned(made)
-        return made
+            buffer = torch.zeros(tuple(shape), dtype=dtype)
+        self._queue.pinned(buffer)
+        return buffer
 
     def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
         with outside_inference_mode():
-            made = torch.zeros_like(host)
-        self._queue.on_device(made)
-        return made
+            buffer = torch.zeros_like(host)
+        self._queue.on_device(buffer)
+        return buffer
 
     def event(self) -> torch.cuda.Event:
         return Event()  # type: ignore[return-value]
@@ -46,7 +46,7 @@ class LateTransfers(transfers.Transfers):
 
 @contextmanager
 def late_transfers(queue: DeviceQueue, ring: int) -> Iterator[None]:
-    """What is built in this context copies late, and stages indices in ``ring`` buffers."""
+    """Make caches built in the context copy late, and stage indices in ``ring`` buffers."""
     with (
         patch.object(transfers, "Transfers", partial(LateTransfers, queue)),
         patch.object(storage, "_NUM_RING_BUFFERS", ring),

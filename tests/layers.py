@@ -1,6 +1,6 @@
-"""The rules about who may import what, as a function from sources to violations.
+"""Rules for imports, as a function from sources to violations.
 
-Taking sources and not files, it can be handed one that breaks a rule and be seen to object.
+The function takes sources instead of files, so that tests can pass sources that break a rule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ ENGINE_LAYERS = (
         "guided",
         "sampling_params",
         "text",
-        "histogram",
-        "progress",
-        "interrupts",
+        "terminal",
         "layer_traits",
     },
     {"kernels"},
@@ -38,6 +36,7 @@ ENGINE_LAYERS = (
     {"async_llm"},
     {"cli", "server", "engine_client", "replicas", "bench", "__main__"}
     | {"benchmark_scheduler", "benchmark_streaming"},
+    {"_plugin"},
 )
 PLUGIN_LAYERS = (
     {"settings", "words"},
@@ -60,9 +59,9 @@ RANKS = {
     package: {module: rank for rank, layer in enumerate(layers) for module in layer}
     for package, layers in (("roseinfer", ENGINE_LAYERS), ("pytest_roseinfer", PLUGIN_LAYERS))
 }
-"""The rooms of each package, and files with a layer of their own; each imports from its own layer
-and those before it."""
-TOP = len(ENGINE_LAYERS) - 1
+"""Layer numbers of each package's rooms, and of files with a layer of their own. Each imports only
+from its own layer and earlier ones."""
+TOP = RANKS["roseinfer"]["cli"]
 TORCH_FREE = {f"roseinfer/{name}.py" for name in ("kv/pool", "kv/plan", "paths")}
 HEAVY = {"torch", "triton", "transformers"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -78,29 +77,29 @@ class Import:
 
 
 def missing_rooms(paths: Iterable[str]) -> set[str]:
-    """Return what has a layer although its package has no such room or file."""
-    there = {".".join(PurePath(path).with_suffix("").parts) for path in paths}
+    """Return names that have a layer and are no room or file of their package."""
+    modules = {".".join(PurePath(path).with_suffix("").parts) for path in paths}
     return {
         room
         for package, ranks in RANKS.items()
         for room in ranks
-        if not any(f"{path}.".startswith(f"{package}.{room}.") for path in there)
+        if not any(f"{path}.".startswith(f"{package}.{room}.") for path in modules)
     }
 
 
 def violations(sources: Mapping[str, str], public: frozenset[str]) -> list[str]:
-    """What is wrong in ``sources``, a mapping from path to text, as ``path:line: reason``.
+    """Return the violations in ``sources``, a mapping from path to text, as ``path:line: reason``.
 
-    ``public`` are the names that roseinfer offers to outsiders.
+    ``public`` are the public names of roseinfer.
     """
-    found: list[str] = []
+    lines: list[str] = []
     for path, source in sources.items():
         tree = ast.parse(source)
         reasons = [*_import_reasons(path, tree, public)]
         if path.startswith("roseinfer/") and path != READS_ENVIRONMENT:
             reasons += _environment_reasons(tree)
-        found += [f"{path}:{line}: {reason}" for line, reason in reasons]
-    return found
+        lines += [f"{path}:{line}: {reason}" for line, reason in reasons]
+    return lines
 
 
 def _import_reasons(
@@ -110,26 +109,26 @@ def _import_reasons(
     module = module_of(path)
     front_door = path == f"{package}/__init__.py"
     if package in RANKS and not front_door and module not in RANKS[package]:
-        yield 1, f"{package}.{module} has no place in the layers: give it one in tests/layers.py"
+        yield 1, f"{package}.{module} has no layer: add it to tests/layers.py"
         return
-    for found in imports(path, tree):
-        root = found.target.split(".")[0]
-        if path in TORCH_FREE and root in HEAVY and found.at_runtime:
-            yield found.line, f"imports {root} at run time"
+    for each in imports(path, tree):
+        root = each.target.split(".")[0]
+        if path in TORCH_FREE and root in HEAVY and each.at_runtime:
+            yield each.line, f"imports {root} at run time"
         reason = None
         if package in RANKS and not front_door:
-            reason = _against_the_layers(package, module, found.target)
+            reason = _layer_violation(package, module, each.target)
         if package == "pytest_roseinfer":
-            reason = reason or _past_the_front_door(found.target, public)
+            reason = reason or _private_import(each.target, public)
         if reason:
-            yield found.line, reason
+            yield each.line, reason
 
 
-def _against_the_layers(package: str, module: str, target: str) -> str | None:
+def _layer_violation(package: str, module: str, target: str) -> str | None:
     root, *rest = target.split(".")
     ranks = RANKS[package]
     if package == "roseinfer" and root == "pytest_roseinfer":
-        return f"{module} imports the plugin, which stands above roseinfer"
+        return f"{module} imports the plugin, which is above roseinfer"
     if root != package:
         return None
     room = room_of(package, rest)
@@ -137,14 +136,13 @@ def _against_the_layers(package: str, module: str, target: str) -> str | None:
         above = package == "roseinfer" and ranks[module] == TOP
         return None if above else f"{module} imports {package}'s front door"
     if ranks[room] > ranks[module]:
-        return f"{module} imports {room}, which stands above it"
+        return f"{module} imports {room}, which is above it"
     return None
 
 
-def _past_the_front_door(target: str, public: frozenset[str]) -> str | None:
-    root, *rest = target.split(".")
-    if root == "roseinfer" and rest and (len(rest) > 1 or rest[0] not in public):
-        return f"imports {target}, which is no public name of roseinfer"
+def _private_import(target: str, public: frozenset[str]) -> str | None:
+    if target.startswith("roseinfer.") and target not in public:
+        return f"imports {target}, which is neither a public name nor one of roseinfer._plugin"
     return None
 
 
@@ -173,7 +171,7 @@ def room_of(package: str, rest: Sequence[str]) -> str:
 
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:
-    """Every import in the file, wherever it stands, by statement or by ``import_module``."""
+    """Yield every import in a file, at any depth, by statement or by ``import_module``."""
     type_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -207,30 +205,30 @@ def _targets(path: str, node: ast.AST) -> list[str]:
 
 
 def _base(path: str, node: ast.ImportFrom) -> str:
-    """The absolute name of the module that is imported from."""
+    """Return the absolute name of the module that is imported from."""
     if not node.level:
         return node.module or ""
     package = path.split("/")[: -node.level]
     return ".".join([*package, *([node.module] if node.module else [])])
 
 
-def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """The modules that import each other, however many steps apart; type-only imports count."""
+def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Return cycles of modules that import each other, of any length; type-only imports count."""
     paths = {_dotted(path): path for path in sources}
     graph = {
         module: {
             imported
-            for found in imports(path, ast.parse(sources[path]))
-            if (imported := _module_in(found.target, paths)) not in (None, module)
+            for each in imports(path, ast.parse(sources[path]))
+            if (imported := _module_in(each.target, paths)) not in (None, module)
         }
         for module, path in paths.items()
     }
-    reached = {module: _reached(module, graph) for module in graph}
-    found = {
-        tuple(sorted(other for other in reached[module] if module in reached[other]))
+    reachable = {module: _reachable(module, graph) for module in graph}
+    cycles = {
+        tuple(sorted(other for other in reachable[module] if module in reachable[other]))
         for module in graph
     }
-    return sorted(list(circle) for circle in found if circle)
+    return sorted(list(cycle) for cycle in cycles if cycle)
 
 
 def _dotted(path: str) -> str:
@@ -238,21 +236,21 @@ def _dotted(path: str) -> str:
 
 
 def _module_in(target: str, modules: Collection[str]) -> str | None:
-    """The module that a dotted name is, or is found in."""
+    """Return the module that a dotted name is, or is in."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None
 
 
-def _reached(module: str, graph: Mapping[str, set[str]]) -> set[str]:
-    """What a module imports, and what that imports, and so on."""
-    reached: set[str] = set()
-    due = [module]
-    while due:
-        new = graph[due.pop()] - reached
-        reached |= new
-        due += new
-    return reached
+def _reachable(module: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """Return all modules that a module imports, directly or not."""
+    reachable: set[str] = set()
+    pending = [module]
+    while pending:
+        new = graph[pending.pop()] - reachable
+        reachable |= new
+        pending += new
+    return reachable
 
 
 def out_of_order(sources: Mapping[str, str], order: Sequence[str]) -> list[str]:
@@ -261,11 +259,11 @@ def out_of_order(sources: Mapping[str, str], order: Sequence[str]) -> list[str]:
     ``sources`` are the modules of one folder.
     """
     ranks = {module: rank for rank, module in enumerate(order)}
-    found = []
+    lines = []
     for path, source in sources.items():
         own = ranks.get(_dotted(path), -1)
         for each in imports(path, ast.parse(source)):
             module = _module_in(each.target, ranks)
             if module is not None and ranks[module] > own:
-                found.append(f"{path}:{each.line}: imports {module}, which comes later")
-    return found
+                lines.append(f"{path}:{each.line}: imports {module}, which comes later")
+    return lines

@@ -1,4 +1,4 @@
-"""A fresh project for every test: an empty folder and a pytest that found the plugin installed."""
+"""Fresh project for a test: an empty folder, and runs of pytest with the plugin installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CACHES = Path(__file__).parent / "capabilities" / "caches"
-_OUTSIDE = (
+_OUTER_VARIABLES = (
     "TRITON_INTERPRET",
     "GITHUB_STEP_SUMMARY",
     "PYTEST_ADDOPTS",
@@ -31,7 +31,7 @@ _OUTSIDE = (
     "PYTEST_XDIST_WORKER_COUNT",
     "PYTEST_XDIST_TESTRUNUID",
 )
-"""Variables of the run these tests are part of that theirs must not see."""
+"""Variables of the outer test run that are hidden from runs in a project."""
 
 
 _TORCH_WITH_GPUS = """
@@ -49,7 +49,7 @@ _TORCH_WITH_GPUS = """
 """
 
 
-# Whatever imports one of these fails, as it would where they are not installed.
+# Imports of pytest and hypothesis fail here, as where they were not installed.
 _WITHOUT_PYTEST = """
 import runpy, sys
 sys.modules["pytest"] = sys.modules["hypothesis"] = None
@@ -61,25 +61,25 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 class Project:
     pytester: pytest.Pytester
     monkeypatch: pytest.MonkeyPatch
-    from_cold: bool = False
-    """Its processes import torch and transformers themselves."""
+    cold_start: bool = False
+    """True if its processes import torch and transformers themselves."""
 
     @property
     def path(self) -> Path:
         return self.pytester.path
 
     def write(self, **files: str) -> None:
-        """``name=text`` becomes name.py."""
+        """Write each ``name=text`` to name.py."""
         for name, text in files.items():
             (self.path / f"{name}.py").write_text(dedent(text))
 
     def copy_caches(self) -> None:
-        """Copy the caches beside this file into the project, as a package."""
+        """Copy the caches of the capabilities' tests into the project, as a package."""
         shutil.copytree(CACHES, self.path / "caches", ignore=shutil.ignore_patterns("__pycache__"))
 
     def pretend_gpus(self, *, count: int) -> list[str]:
-        """Options of a run in which torch is no more than a claim to have GPUs."""
-        self.from_cold = True
+        """Return options of a run with a fake torch that reports GPUs."""
+        self.cold_start = True
         self.write(torch_with_gpus=_TORCH_WITH_GPUS.format(count=count))
         self.monkeypatch.setenv("PYTHONPATH", str(self.path), prepend=os.pathsep)
         return ["-p", "torch_with_gpus", "--roseinfer-gpu"]
@@ -88,41 +88,41 @@ class Project:
         (self.path / "pytest.ini").write_text("\n".join(["[pytest]", *lines]) + "\n")
 
     def pytest(self, *arguments: str) -> pytest.RunResult:
-        """Run pytest in its own process, so that the plugin comes in as it does for a user."""
+        """Run pytest in a process of its own, where the plugin is loaded as for a user."""
         arguments = ("-p", "no:cacheprovider", *arguments)
-        if self.from_cold:
+        if self.cold_start:
             return self.pytester.runpytest_subprocess(*arguments)
         folder = tempfile.mkdtemp(prefix="runpytest-", dir=self.path)
         path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
         begin = time.perf_counter()
-        done = warm_process.run(
+        process = warm_process.run(
             ["-m", "pytest", f"--basetemp={folder}", *arguments],
             cwd=self.path,
             environment={**os.environ, "HOME": str(self.path), "PYTHONPATH": path},
         )
         seconds = time.perf_counter() - begin
-        print(done.stdout, done.stderr)
-        lines = done.stdout.splitlines(), done.stderr.splitlines()
-        return pytest.RunResult(done.returncode, *lines, seconds)
+        print(process.stdout, process.stderr)
+        lines = process.stdout.splitlines(), process.stderr.splitlines()
+        return pytest.RunResult(process.returncode, *lines, seconds)
 
-    def judge_after(self, tries: int) -> None:
-        """Let so few examples decide that something is never reached, in a conftest.py."""
-        enough = f"coverage.CONCLUSIVE_EXAMPLES = {tries}"
-        self.write(conftest=f"from pytest_roseinfer.run import coverage\n\n{enough}\n")
+    def set_conclusive_examples(self, count: int) -> None:
+        """Write a conftest.py that sets after how many examples a path counts as never reached."""
+        statement = f"coverage.CONCLUSIVE_EXAMPLES = {count}"
+        self.write(conftest=f"from pytest_roseinfer.run import coverage\n\n{statement}\n")
 
-    def saved(self, suffix: str) -> Path:
-        """Return the trace, or script, of the only failure."""
+    def failure_file(self, suffix: str) -> Path:
+        """Return the trace or script of the only saved failure, by its suffix."""
         (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")
         return file
 
-    def shown(self, suffix: str) -> Path:
-        """Return how a run that was started in the project names it."""
-        return self.saved(suffix).relative_to(self.path)
+    def failure_name(self, suffix: str) -> Path:
+        """Return the same path as a run in the project prints it."""
+        return self.failure_file(suffix).relative_to(self.path)
 
     def run_script(self, file: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", _WITHOUT_PYTEST, str(file or self.saved(".py"))],
-            cwd=self.path.parent,  # not where the project is
+            [sys.executable, "-c", _WITHOUT_PYTEST, str(file or self.failure_file(".py"))],
+            cwd=self.path.parent,  # outside of the project
             capture_output=True,
             text=True,
             check=False,
@@ -131,13 +131,13 @@ class Project:
 
 @pytest.fixture(scope="session")
 def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hypothesis keeps the constants of each source here, which take longer to find than a test."""
+    """Return a folder for the constants that Hypothesis finds in sources, which takes long."""
     return tmp_path_factory.mktemp("constants")
 
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, constants: Path) -> Project:
-    for name in _OUTSIDE:
+    for name in _OUTER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (pytester.path / ".hypothesis").mkdir()
     (pytester.path / ".hypothesis" / "constants").symlink_to(constants)
@@ -146,9 +146,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, constant
 
 @pytest.fixture
 def short_run() -> Iterator[None]:
-    """The searches of a test are as short as it sets them, whatever run it is part of."""
-    asked, seen = settings.current(), coverage.current()
+    """Let the enclosing run after a test change settings and coverage without effects on others."""
+    saved_settings, saved_coverage = settings.current(), coverage.current()
     coverage.set_current(coverage.Coverage())
     yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
+    settings.set_current(saved_settings)
+    coverage.set_current(saved_coverage)

@@ -1,4 +1,4 @@
-"""Running a snippet in a fresh interpreter, for what only a whole process can show."""
+"""Runs of Python code in an interpreter of its own, to test effects on a whole process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TIMEOUT = 120
 def run_python(
     code: str, *, interpret: bool = False, warm: bool = False, **environment: str
 ) -> str:
-    """Return what ``code`` prints; it must exit cleanly.
+    """Return the output of ``code``, which must exit without an error.
 
-    A ``warm`` process has torch and transformers imported when it begins.
+    A ``warm`` process begins with torch and transformers imported.
     """
     env = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= environment

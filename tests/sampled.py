@@ -1,6 +1,6 @@
-"""Which tests run where the command line names none of them, as in CI's run, which has little time.
+"""Selection of tests for runs that name none, such as CI's, which has little time.
 
-Many alike run as one of four there, and some that take long not at all. ``pytest tests`` has all.
+A quarter of many similar cases runs, and long tests do not run. ``pytest tests`` runs all.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _ONE_OF = 4
-_EVERY_TEST = "EVERY_TEST"
+_ALL_TESTS = "EVERY_TEST"
 MARKERS = (
-    "many_alike: where no test is named, a fourth of the cases of this one run",
-    "takes_long: where no test is named, this one does not run",
+    "sampled_cases: runs a quarter of its cases if the command line names no test",
+    "takes_long: does not run if the command line names no test",
 )
 
 
-def note_whether_every_test(config: pytest.Config) -> None:
-    """Remember it in a variable that the workers of pytest-xdist have too."""
+def record_selection(config: pytest.Config) -> None:
+    """Record whether all tests run, in a variable that workers of pytest-xdist inherit."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     if named or config.option.keyword:
-        os.environ[_EVERY_TEST] = "1"
+        os.environ[_ALL_TESTS] = "1"
 
 
-def every_test() -> bool:
-    return bool(os.environ.get(_EVERY_TEST))
+def all_tests_selected() -> bool:
+    return bool(os.environ.get(_ALL_TESTS))
 
 
-def sampled(names: Iterable[str]) -> list[str]:
-    """Return one of every few names, or all of them where all tests run."""
-    return _part_of([*names], str)
+def sample_names(names: Iterable[str]) -> list[str]:
+    """Return a quarter of the names, or all if all tests run."""
+    return _sample([*names], str)
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave those out that do not run where no test is named."""
-    if every_test():
+def deselect_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests that do not run if the command line names none."""
+    if all_tests_selected():
         return
-    out = {item for item in items if item.get_closest_marker("takes_long")}
-    alike: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    deselected = {item for item in items if item.get_closest_marker("takes_long")}
+    cases_by_test: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("many_alike"):
-            alike[item.nodeid.partition("[")[0]].append(item)
-    for cases in alike.values():
-        out |= {*cases} - {*_part_of(cases, lambda case: case.nodeid)}
-    config.hook.pytest_deselected(items=[item for item in items if item in out])
-    items[:] = [item for item in items if item not in out]
+        if item.get_closest_marker("sampled_cases"):
+            cases_by_test[item.nodeid.partition("[")[0]].append(item)
+    for cases in cases_by_test.values():
+        deselected |= {*cases} - {*_sample(cases, lambda case: case.nodeid)}
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+    items[:] = [item for item in items if item not in deselected]
 
 
-def _part_of(all_of_them: list[_T], name: Callable[[_T], str]) -> list[_T]:
-    """Choose by names, so that no value of a parameter is always the one that is chosen."""
-    if every_test():
-        return all_of_them
-    most = -(-len(all_of_them) // _ONE_OF)
-    chosen = sorted(all_of_them, key=lambda each: crc32(name(each).encode()))[:most]
-    return [each for each in all_of_them if each in chosen]
+def _sample(items: list[_T], name: Callable[[_T], str]) -> list[_T]:
+    """Choose by hashes of names, so that no value of a parameter is always chosen."""
+    if all_tests_selected():
+        return items
+    most = -(-len(items) // _ONE_OF)
+    chosen = sorted(items, key=lambda each: crc32(name(each).encode()))[:most]
+    return [each for each in items if each in chosen]

@@ -20,7 +20,7 @@ PAGES: dict[str, dict[str, type]] = {
 
 
 def listed(settings: type) -> str:
-    """Return a list with every field: its default, its option, and what it is."""
+    """Return a list of all fields with meaning, option and default."""
     lines = []
     for each in fields(settings):
         declared = each.metadata
@@ -38,7 +38,7 @@ def listed(settings: type) -> str:
     return "\n".join(lines) + "\n"
 
 
-_BOUNDS = {"least": "at least", "most": "at most"}
+_BOUNDS = {"minimum": "at least", "maximum": "at most"}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Settings: defaults, the environment variables behind them, what is refused."""
+"""Settings: defaults, environment variables, and invalid values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 FULL_BATCH = "ROSELLM_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
 
-def test_an_empty_environment_gives_the_defaults() -> None:
+def test_empty_environment_gives_the_defaults() -> None:
     assert AppendPolicy.from_env({}) == AppendPolicy()
 
 
-def test_by_default_everything_is_on_from_the_first_token() -> None:
+def test_default_policy_has_every_path_on() -> None:
     policy = AppendPolicy()
     switches = [f.name for f in fields(policy) if f.type == "bool"]
     assert len(switches) == 6
@@ -27,13 +27,13 @@ def test_by_default_everything_is_on_from_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(AppendPolicy)])
-def test_a_policy_does_not_change(name: str) -> None:
+def test_policy_is_frozen(name: str) -> None:
     policy = AppendPolicy()
     with pytest.raises(FrozenInstanceError):
         setattr(policy, name, getattr(policy, name))
 
 
-def test_policies_compare_and_hash_by_what_they_say() -> None:
+def test_policies_compare_and_hash_by_value() -> None:
     assert len({AppendPolicy(), AppendPolicy(triton=True), AppendPolicy(triton=False)}) == 2
 
 
@@ -44,19 +44,19 @@ def test_policies_compare_and_hash_by_what_they_say() -> None:
         ("off", False), ("0", False), ("false", False), ("no", False), ("OFF", False),
     ],
 )  # fmt: skip
-def test_the_switch(text: str, on: bool) -> None:
+def test_switch_variable(text: str, on: bool) -> None:
     assert AppendPolicy.from_env({SWITCH: text}) == AppendPolicy(triton=on)
 
 
 @pytest.mark.parametrize("number", [0, 1, 8, 4096])
-def test_the_first_threshold_is_the_second_ones_default(number: int) -> None:
+def test_first_threshold_is_the_default_of_the_second(number: int) -> None:
     policy = AppendPolicy.from_env({MIN_BATCH: str(number)})
     assert policy == AppendPolicy(triton_min_batch=number)
     assert policy.full_batch_threshold == number
 
 
 @pytest.mark.parametrize("number", [0, 3])
-def test_the_full_batch_threshold_alone(number: int) -> None:
+def test_full_batch_threshold_alone(number: int) -> None:
     policy = AppendPolicy.from_env({FULL_BATCH: str(number)})
     assert (policy.triton_min_batch, policy.full_batch_threshold) == (1, number)
 
@@ -68,7 +68,7 @@ def test_both_thresholds() -> None:
 
 @pytest.mark.parametrize("variable", [MIN_BATCH, FULL_BATCH])
 @pytest.mark.parametrize("text", ["eight", "8.0", "1e3", "-1", "", " ", "0x10", "8 tokens"])
-def test_a_threshold_that_is_no_whole_number(variable: str, text: str) -> None:
+def test_threshold_that_is_no_whole_number_is_refused(variable: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AppendPolicy.from_env({variable: text})
     message = str(caught.value)
@@ -77,7 +77,7 @@ def test_a_threshold_that_is_no_whole_number(variable: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["maybe", "", "2", "enabled"])
-def test_a_switch_that_is_neither_on_nor_off(text: str) -> None:
+def test_switch_that_is_neither_on_nor_off_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AppendPolicy.from_env({SWITCH: text})
     message = str(caught.value)
@@ -87,18 +87,18 @@ def test_a_switch_that_is_neither_on_nor_off(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["triton_min_batch", "triton_full_batch_min_batch"])
 @pytest.mark.parametrize("value", [-1, 1.0, "8", True])
-def test_a_threshold_from_code_is_checked_too(name: str, value: Any) -> None:
+def test_threshold_in_code_is_validated(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"AppendPolicy\.{name} must be .*, not {value!r}"):
         AppendPolicy(**{name: value})
 
 
-def test_no_first_threshold_is_an_error() -> None:
+def test_threshold_none_is_refused() -> None:
     none: Any = None
     with pytest.raises(ConfigError, match="triton_min_batch must be a whole number"):
         AppendPolicy(triton_min_batch=none)
 
 
-def test_the_process_environment_is_read_when_asked_and_only_then(
+def test_only_from_env_reads_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SWITCH, "off")
@@ -111,7 +111,7 @@ def test_the_process_environment_is_read_when_asked_and_only_then(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "wanted"),
+    ("settings", "message"),
     [
         ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
         ({"chunked_prefill": None}, "chunked_prefill must be True or False, not None"),
@@ -120,15 +120,17 @@ def test_the_process_environment_is_read_when_asked_and_only_then(
     ],
     ids=str,
 )
-def test_a_switch_of_the_engine_is_checked_too(wrong: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ConfigError, match=wanted):
-        EngineConfig(**wrong)
+def test_engine_switches_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
 
 
-@pytest.mark.parametrize(("given", "captured", "else_"), [(None, 128, 0), (0, 0, 0), (30, 30, 30)])
-def test_short_prompts_have_rows_where_steps_are_graphs_unless_told(
-    given: int | None, captured: int, else_: int
+@pytest.mark.parametrize(
+    ("prompt_rows", "with_graphs", "without_graphs"), [(None, 128, 0), (0, 0, 0), (30, 30, 30)]
+)
+def test_default_of_prompt_rows_depends_on_graphs(
+    prompt_rows: int | None, with_graphs: int, without_graphs: int
 ) -> None:
-    config = EngineConfig(prompt_rows=given)
-    assert config.num_prompt_rows(captured=True) == captured
-    assert config.num_prompt_rows(captured=False) == else_
+    config = EngineConfig(prompt_rows=prompt_rows)
+    assert config.num_prompt_rows(captured=True) == with_graphs
+    assert config.num_prompt_rows(captured=False) == without_graphs

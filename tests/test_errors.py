@@ -1,4 +1,4 @@
-"""Errors go from process to process as what they are."""
+"""Pickling of errors between processes."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CAUSE = MemoryError("no room")
-MADE_OF = {
-    "OutOfBlocks": {"needed": 3, "free": 1, "where": "layer 0"},
+ARGUMENTS = {
+    "OutOfBlocks": {"needed": 3, "free": 1, "owner": "layer 0"},
     "StepFailed": {"cause": CAUSE},
     "DetokenizationFailed": {"cause": CAUSE},
-    "EngineStopped": {"what": "the engine stopped", "cause": CAUSE},
-    "EngineRestarting": {"what": "it is started again", "retry_after": 7},
-    "RanksFailed": {"what": "rank 1 has ended", "cause": CAUSE},
+    "EngineStopped": {"message": "the engine stopped", "cause": CAUSE},
+    "EngineRestarting": {"message": "it is started again", "retry_after": 7},
+    "RanksFailed": {"message": "rank 1 has ended", "cause": CAUSE},
 }
-"""What those are made of that take anything but words."""
+"""Arguments of errors that take more than a message."""
 
 
-def kinds(root: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
+def error_classes(root: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
     yield root
-    for kind in root.__subclasses__():
-        yield from kinds(kind)
+    for error_class in root.__subclasses__():
+        yield from error_classes(error_class)
 
 
-@pytest.mark.parametrize("kind", [*kinds(RoseinferError)], ids=lambda kind: kind.__name__)
-def test_one_that_was_pickled_says_the_same(kind: type[RoseinferError]) -> None:
-    if kind.__name__ in MADE_OF:
-        error = kind(**MADE_OF[kind.__name__])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "error_class", [*error_classes(RoseinferError)], ids=lambda error_class: error_class.__name__
+)
+def test_pickled_error_keeps_its_message_and_arguments(error_class: type[RoseinferError]) -> None:
+    if error_class.__name__ in ARGUMENTS:
+        error = error_class(**ARGUMENTS[error_class.__name__])  # type: ignore[arg-type]
     else:
         error = (
-            kind("what is wrong") if kind.__name__ != "_ErrorWithCause" else kind("wrong", CAUSE)
+            error_class("what is wrong")
+            if error_class.__name__ != "_ErrorWithCause"
+            else error_class("wrong", CAUSE)
         )
-    read = pickle.loads(pickle.dumps(error))
-    assert type(read) is kind
-    assert (str(read), read.args) == (str(error), error.args)
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is error_class
+    assert (str(unpickled), unpickled.args) == (str(error), error.args)
 
 
-def test_the_whole_tree_was_looked_at() -> None:
-    assert {kind.__name__ for kind in kinds(RoseinferError)} >= {
+def test_error_classes_include_the_whole_module() -> None:
+    assert {error_class.__name__ for error_class in error_classes(RoseinferError)} >= {
         name
-        for name, found in vars(errors).items()
-        if isinstance(found, type) and issubclass(found, RoseinferError)
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, RoseinferError)
     }
 
 
-def test_what_it_knows_beside_words_is_kept() -> None:
-    read = pickle.loads(pickle.dumps(OutOfBlocks(needed=3, free=1, where="layer 0")))
-    assert (read.needed, read.free) == (3, 1)
-    later = EngineRestarting("it is started again", retry_after=7)
-    assert pickle.loads(pickle.dumps(later)).retry_after == 7
+def test_pickled_error_keeps_its_attributes() -> None:
+    unpickled = pickle.loads(pickle.dumps(OutOfBlocks(needed=3, free=1, owner="layer 0")))
+    assert (unpickled.needed, unpickled.free) == (3, 1)
+    restarting = EngineRestarting("it is started again", retry_after=7)
+    assert pickle.loads(pickle.dumps(restarting)).retry_after == 7

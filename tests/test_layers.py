@@ -1,17 +1,20 @@
-"""Imports go one way, and importing costs nothing that was not asked for."""
+"""Directions of imports, and the modules that imports load."""
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 import roseinfer
+import roseinfer._plugin
 from pytest_roseinfer import KVCacheAdapter
 from tests.layers import (
     TORCH_FREE,
-    circles,
+    import_cycles,
+    imports,
     missing_rooms,
     out_of_order,
     violations,
@@ -21,7 +24,11 @@ from tests.python_process import ROOT, run_python
 if TYPE_CHECKING:
     from pathlib import Path
 
-PUBLIC = frozenset(roseinfer.__all__)
+PUBLIC = frozenset(
+    f"{module.__name__}.{name}"
+    for module in (roseinfer, roseinfer._plugin)
+    for name in module.__all__
+)
 
 
 def sources(*packages: str) -> dict[str, str]:
@@ -29,63 +36,63 @@ def sources(*packages: str) -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
-def test_no_import_goes_against_the_layers() -> None:
+def test_imports_follow_the_layers() -> None:
     assert violations(sources("roseinfer", "pytest_roseinfer"), PUBLIC) == []
 
 
-def test_every_layer_is_there() -> None:
-    found = sources("roseinfer", "pytest_roseinfer")
-    assert missing_rooms(found) == set()
-    assert missing_rooms(path for path in found if "/kv/" not in path) == {"kv"}
-    assert missing_rooms(path for path in found if "/histories/" not in path) == {"histories"}
+def test_every_name_with_a_layer_exists() -> None:
+    files = sources("roseinfer", "pytest_roseinfer")
+    assert missing_rooms(files) == set()
+    assert missing_rooms(path for path in files if "/kv/" not in path) == {"kv"}
+    assert missing_rooms(path for path in files if "/histories/" not in path) == {"histories"}
 
 
-def test_the_packages_were_looked_at() -> None:
-    """An empty list of violations of nothing would be no news."""
-    found = sources("roseinfer", "pytest_roseinfer")
-    assert found.keys() >= TORCH_FREE | {"roseinfer/config.py", "pytest_roseinfer/__init__.py"}
+def test_sources_include_both_packages() -> None:
+    """No sources would have no violations."""
+    files = sources("roseinfer", "pytest_roseinfer")
+    assert files.keys() >= TORCH_FREE | {"roseinfer/config.py", "pytest_roseinfer/__init__.py"}
 
 
 WRONG = {
     "kv_imports_attention": (
         "roseinfer/kv/pool.py",
         "from roseinfer.attention.decode import attend",
-        "kv imports attention, which stands above it",
+        "kv imports attention, which is above it",
     ),
     "kv_imports_engine_inside_a_function": (
         "roseinfer/kv/manager.py",
         "def f():\n    import roseinfer.engine.engine\n",
-        "kv imports engine, which stands above it",
+        "kv imports engine, which is above it",
     ),
     "kv_imports_bench_by_relative_import": (
         "roseinfer/kv/manager.py",
         "from ..bench import timing",
-        "kv imports bench, which stands above it",
+        "kv imports bench, which is above it",
     ),
     "kv_imports_model_by_name": (
         "roseinfer/kv/manager.py",
         "import importlib\nimportlib.import_module('roseinfer.models.causal')",
-        "kv imports models, which stands above it",
+        "kv imports models, which is above it",
     ),
     "types_count_too": (
         "roseinfer/attention/decode.py",
         "if TYPE_CHECKING:\n    from roseinfer.engine import scheduler",
-        "attention imports engine, which stands above it",
+        "attention imports engine, which is above it",
     ),
     "errors_import_config": (
         "roseinfer/errors.py",
         "from roseinfer.config import AppendPolicy",
-        "errors imports config, which stands above it",
+        "errors imports config, which is above it",
     ),
     "decode_imports_scheduler": (
         "roseinfer/decode/step.py",
         "from roseinfer.engine.scheduler import Scheduler",
-        "decode imports engine, which stands above it",
+        "decode imports engine, which is above it",
     ),
     "engine_imports_cli": (
         "roseinfer/engine/engine.py",
         "from roseinfer import cli",
-        "engine imports cli, which stands above it",
+        "engine imports cli, which is above it",
     ),
     "front_door_from_inside": (
         "roseinfer/kv/plan.py",
@@ -95,17 +102,17 @@ WRONG = {
     "engine_imports_the_plugin": (
         "roseinfer/engine/engine.py",
         "import pytest_roseinfer",
-        "engine imports the plugin, which stands above roseinfer",
+        "engine imports the plugin, which is above roseinfer",
     ),
     "cli_imports_the_plugin": (
         "roseinfer/cli/generate.py",
         "def f():\n    from pytest_roseinfer import conformance\n",
-        "cli imports the plugin, which stands above roseinfer",
+        "cli imports the plugin, which is above roseinfer",
     ),
-    "a_module_nobody_placed": (
+    "module_without_a_layer": (
         "roseinfer/surprise.py",
         "",
-        "roseinfer.surprise has no place in the layers",
+        "roseinfer.surprise has no layer",
     ),
     "plan_imports_torch": (
         "roseinfer/kv/plan.py",
@@ -120,32 +127,47 @@ WRONG = {
     "plugin_imports_a_submodule": (
         "pytest_roseinfer/run/machine.py",
         "from roseinfer.kv.pool import KVBlockInfo",
-        "imports roseinfer.kv.pool.KVBlockInfo, which is no public name",
+        "imports roseinfer.kv.pool.KVBlockInfo, which is neither a public name",
     ),
     "plugin_imports_a_module_whole": (
         "pytest_roseinfer/run/machine.py",
         "import roseinfer.kv",
-        "imports roseinfer.kv, which is no public name",
+        "imports roseinfer.kv, which is neither a public name",
     ),
     "plugin_imports_a_subpackage_by_name": (
         "pytest_roseinfer/run/machine.py",
         "from roseinfer import kv",
-        "imports roseinfer.kv, which is no public name",
+        "imports roseinfer.kv, which is neither a public name",
+    ),
+    "plugin_imports_the_private_module_whole": (
+        "pytest_roseinfer/run/machine.py",
+        "from roseinfer import _plugin",
+        "imports roseinfer._plugin, which is neither a public name",
+    ),
+    "plugin_imports_a_private_name_as_a_public_one": (
+        "pytest_roseinfer/run/machine.py",
+        "from roseinfer import LayerTraits",
+        "imports roseinfer.LayerTraits, which is neither a public name",
+    ),
+    "cli_imports_names_of_the_plugin": (
+        "roseinfer/cli/generate.py",
+        "from roseinfer._plugin import interrupts_kill",
+        "cli imports _plugin, which is above it",
     ),
     "an_invariant_imports_the_machine": (
         "pytest_roseinfer/capabilities/storage.py",
         "if TYPE_CHECKING:\n    from pytest_roseinfer.run.machine import Machine",
-        "capabilities imports run, which stands above it",
+        "capabilities imports run, which is above it",
     ),
     "findings_import_the_front_door": (
         "pytest_roseinfer/findings/divergence.py",
         "from pytest_roseinfer import conformance",
         "findings imports pytest_roseinfer's front door",
     ),
-    "a_module_of_the_plugin_that_nobody_placed": (
+    "plugin_module_without_a_layer": (
         "pytest_roseinfer/surprise.py",
         "",
-        "pytest_roseinfer.surprise has no place in the layers",
+        "pytest_roseinfer.surprise has no layer",
     ),
     "environment": (
         "roseinfer/kernels/runtime.py",
@@ -167,6 +189,10 @@ RIGHT = {
     "types_of_torch": ("roseinfer/kv/plan.py", "if TYPE_CHECKING:\n    import torch"),
     "environment_in_config": ("roseinfer/config.py", "import os\nos.environ"),
     "public_name": ("pytest_roseinfer/run/machine.py", "from roseinfer import KVBlockManager"),
+    "name_for_the_plugin": (
+        "pytest_roseinfer/run/machine.py",
+        "from roseinfer._plugin import did_you_mean",
+    ),
     "plugin_itself": (
         "pytest_roseinfer/run/machine.py",
         "from pytest_roseinfer.oracle.oracle import Oracle",
@@ -183,22 +209,34 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("path", "source", "reason"), WRONG.values(), ids=WRONG)
-def test_a_violation_is_caught(path: str, source: str, reason: str) -> None:
-    (found,) = violations({path: source}, PUBLIC)
-    assert found.startswith(f"{path}:")
-    assert reason in found
+def test_violation_is_found(path: str, source: str, reason: str) -> None:
+    (violation,) = violations({path: source}, PUBLIC)
+    assert violation.startswith(f"{path}:")
+    assert reason in violation
 
 
 @pytest.mark.parametrize(("path", "source"), RIGHT.values(), ids=RIGHT)
-def test_what_is_allowed_is_left_alone(path: str, source: str) -> None:
+def test_allowed_import_is_no_violation(path: str, source: str) -> None:
     assert violations({path: source}, PUBLIC) == []
+
+
+def test_the_private_module_has_what_the_plugin_imports_and_no_public_name() -> None:
+    assert not {*roseinfer._plugin.__all__} & {*roseinfer.__all__}
+    prefix = "roseinfer._plugin."
+    imported = {
+        each.target.removeprefix(prefix)
+        for path, source in sources("pytest_roseinfer").items()
+        for each in imports(path, ast.parse(source))
+        if each.target.startswith(prefix)
+    }
+    assert sorted(imported) == roseinfer._plugin.__all__
 
 
 def test_no_capability_imports_a_later_one() -> None:
     order = [each.methods.__module__ for each in KVCacheAdapter.capabilities]
-    found = sources("pytest_roseinfer/capabilities")
-    assert len(found) > len(order)
-    assert out_of_order(found, order) == []
+    files = sources("pytest_roseinfer/capabilities")
+    assert len(files) > len(order)
+    assert out_of_order(files, order) == []
 
 
 @pytest.mark.parametrize(
@@ -211,16 +249,16 @@ def test_no_capability_imports_a_later_one() -> None:
         ("second", "from p.contract import Contract", False),
     ],
 )
-def test_an_import_of_a_later_module_is_caught(module: str, imported: str, wrong: bool) -> None:
-    found = out_of_order({f"p/{module}.py": imported}, ["p.first", "p.second"])
-    assert len(found) == wrong
+def test_import_of_a_later_capability_is_found(module: str, imported: str, wrong: bool) -> None:
+    lines = out_of_order({f"p/{module}.py": imported}, ["p.first", "p.second"])
+    assert len(lines) == wrong
 
 
-def test_no_module_imports_what_imports_it() -> None:
-    assert circles(sources("roseinfer", "pytest_roseinfer")) == []
+def test_packages_have_no_import_cycles() -> None:
+    assert import_cycles(sources("roseinfer", "pytest_roseinfer")) == []
 
 
-CIRCLES: list[tuple[dict[str, str], list[str]]] = [
+CYCLES: list[tuple[dict[str, str], list[str]]] = [
     ({"a": "import p.b", "b": "from p import a"}, ["p.a", "p.b"]),
     ({"a": "from p.b import f", "b": "import p.c", "c": "from . import a"}, ["p.a", "p.b", "p.c"]),
     ({"a": "if TYPE_CHECKING: import p.b", "b": "def f():\n import p.a"}, ["p.a", "p.b"]),
@@ -229,26 +267,29 @@ CIRCLES: list[tuple[dict[str, str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("files", "circle"), CIRCLES)
-def test_a_circle_is_found(files: dict[str, str], circle: list[str]) -> None:
-    beside = {"p/__init__.py": "", "p/z.py": "import p.a"}
-    assert circles({**beside, **{f"p/{name}.py": text for name, text in files.items()}}) == [circle]
+@pytest.mark.parametrize(("files", "cycle"), CYCLES)
+def test_import_cycle_is_found(files: dict[str, str], cycle: list[str]) -> None:
+    others = {"p/__init__.py": "", "p/z.py": "import p.a"}
+    assert import_cycles({**others, **{f"p/{name}.py": text for name, text in files.items()}}) == [
+        cycle
+    ]
 
 
 LOADED = "; import json, sys; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
 
 
 def loaded_by(statement: str, *heavy: str) -> list[str]:
-    """Which of ``heavy`` a fresh process has imported after ``statement``."""
+    """Return which of ``heavy`` a fresh process has imported after ``statement``."""
     names: list[str] = json.loads(run_python(statement + LOADED.format(heavy=heavy)))
     return names
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert loaded_by("import roseinfer", "torch", "triton", "transformers", "numpy") == []
+@pytest.mark.parametrize("module", ["roseinfer", "roseinfer._plugin"])
+def test_importing_the_package_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}", "torch", "triton", "transformers", "numpy") == []
 
 
-def test_importing_the_planning_loads_nothing_heavy() -> None:
+def test_importing_plans_loads_nothing_heavy() -> None:
     statement = "import roseinfer.kv.plan, roseinfer.kv.pool, roseinfer.paths"
     assert loaded_by(statement, "torch", "triton", "transformers", "numpy") == []
 
@@ -281,7 +322,7 @@ IMPORT_KERNELS = """
     assert not is_interpreted()
     for kernel in (append_triton._gather_kernel, append_triton._full_batch_kernel,
                    append_triton._identity_pos_kernel, clone_triton._clone_kernel):
-        assert not kernel.device_caches, kernel
+        assert not kernel.jit.device_caches, kernel.name
     print("imported")
 """
 

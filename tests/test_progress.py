@@ -1,4 +1,4 @@
-"""Long work says how far it is: in lines to a pipe, at most one in ten seconds."""
+"""Progress of long work: a bar on a terminal, and at most one line in ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
-from roseinfer import progress
-from roseinfer.progress import track_items
+from roseinfer import terminal as terminal_module
+from roseinfer.terminal import track_items
 
 if TYPE_CHECKING:
     import pytest
@@ -20,11 +20,11 @@ class Clock:
         return self.now
 
 
-def test_a_line_at_the_begin_and_then_one_in_ten_seconds(
+def test_first_line_and_one_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(terminal_module, "time", clock)
     for _ in track_items(range(12), "rungs", "climbed"):
         clock.now += 4
     assert capsys.readouterr().err.splitlines() == [
@@ -32,12 +32,12 @@ def test_a_line_at_the_begin_and_then_one_in_ten_seconds(
     ]
 
 
-def test_what_is_quick_says_no_more_than_that_it_began(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_prints_the_first_line_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(track_items("abc", "letters", "read")) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "letters: 0 of 3 read\n")
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,14 +1,16 @@
-"""The promises the project makes about itself: its commands, its files, its typing."""
+"""Promises of the project: its commands, its files, its types."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
@@ -31,10 +33,52 @@ def test_readme_has_one_command_to_verify_and_one_to_test() -> None:
     assert "pytest" in test
 
 
-def test_the_files_of_the_short_run_are_there() -> None:
+def test_files_named_by_the_readme_exist() -> None:
     named = re.findall(r"tests/[\w/]+\.py", (ROOT / "README.md").read_text())
     assert named
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_test_files_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    files = re.findall(r"\btests/(?!v1/)[\w/]+\.(?:py|h|json)\b", text)  # vLLM has a tests/v1/
+    modules = [name.replace(".", "/") for name in re.findall(r"-m (tests[\w.]*)\b", text)]
+    missing = {name for name in files if not (ROOT / name).is_file()}
+    missing |= {
+        name
+        for name in modules
+        if not (ROOT / f"{name}.py").is_file() and not (ROOT / name / "__main__.py").is_file()
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_and_headings_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+    inside = [target.partition("#") for target in targets if not re.match(r"\w+:", target)]
+    broken = []
+    for name, _, anchor in inside:
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{name}#{anchor}")
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: Counter[str] = Counter()
+    named = set()
+    for heading in re.findall(r"^#+ (.*)", without_code(page), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        named.add(f"{anchor}-{found[anchor]}" if found[anchor] else anchor)
+        found[anchor] += 1
+    return named
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
@@ -42,11 +86,11 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert readme_commands()[1] in lines
 
 
-def test_the_workflow_runs_what_ci_runs() -> None:
+def test_workflow_runs_the_ci_script() -> None:
     assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-def test_nothing_else_lies_at_the_top_level() -> None:
+def test_top_level_has_only_known_files() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -61,14 +105,14 @@ def test_packages_ship_their_types(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
     assert "torch.Size([4, 21, 64])" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
-def test_the_layout_names_every_room(package: str) -> None:
+def test_layout_names_every_room(package: str) -> None:
     layout = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [f"{each.parent.name}/" for each in (ROOT / package).glob("*/__init__.py")]
     files = [file.name for file in (ROOT / package).glob("*.py") if "__" not in file.name]
@@ -84,8 +128,8 @@ def test_every_constraint_is_exact() -> None:
     assert [pin for pin in pins if not re.match(r"^[\w.-]+==[\w.]+(; .*)?$", pin)] == []
 
 
-def test_an_upper_bound_names_the_break_it_is_for() -> None:
-    """Else it keeps people with a newer version out for nothing."""
+def test_upper_bounds_have_a_reason() -> None:
+    """A bound without a reason excludes newer versions for nothing."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     requirements = [line for line in lines if re.match(r' +"[\w.-]+ *[<>=!~]', line)]
     assert any("torch>=" in line for line in requirements)

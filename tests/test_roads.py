@@ -1,14 +1,17 @@
-"""The roads of a key and a value: through how few files a call comes to where they are stored."""
+"""Call paths of a key and a value: the number of files entered before they are stored."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 
 from roseinfer import LLM, SamplingParams
 from tests.python_process import ROOT
+from tests.server.served import running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,48 +19,61 @@ if TYPE_CHECKING:
 
     Place = tuple[str, str]
 
+PACKAGE = f"{ROOT / 'roseinfer'}/"
 STORE = ("kv/storage.py", "write_vector")
 STORE_ONE = ("kv/storage.py", "write_scalar")
 RESIDENT_STORE = ("attention/reference.py", "append_and_attend_reference")
 STEP = ("llm.py", "_step")
 
-MOST_FROM_A_PROMPT = 14
-MOST_FROM_A_STEP = {False: 10, True: 12}
-"""By whether the sequences are resident."""
+MAX_FILES_OF_PROMPT = 14
+MAX_FILES_OF_STEP = {False: 10, True: 12}
+"""Most files, by whether sequences are resident."""
+MAX_FILES_OF_BODY = 20
+CONNECTION_FILES = {"server/connections.py", "server/http_server.py"}
+"""Files that serve connections, at the same time as the engine gets a body."""
 
 
-def road(call: Callable[[], object], begin: Place, times: int, end: Place) -> list[str]:
-    """The files of roseinfer entered between the ``times``-th call of ``begin`` and ``end``."""
-    package = ROOT / "roseinfer"
-    entered: list[str] = []
-    left = times
-    arrived = False
+@dataclass(slots=True)
+class FileRecorder:
+    """Profile function that lists the files of roseinfer entered from one call to another."""
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal left, arrived
-        if event != "call" or arrived or not frame.f_code.co_filename.startswith(f"{package}/"):
+    begin: Place
+    end: Place
+    remaining: int = 1
+    """Calls of ``begin`` until the list begins."""
+    armed: bool = True
+    """False to ignore all calls for now."""
+    entered: list[str] = field(default_factory=list)
+    arrived: bool = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event != "call" or not self.armed or self.arrived or not file.startswith(PACKAGE):
             return
-        file = frame.f_code.co_filename.removeprefix(f"{package}/")
-        place = (file, frame.f_code.co_name)
-        left -= place == begin
-        if left > 0:
+        place = (file.removeprefix(PACKAGE), frame.f_code.co_name)
+        self.remaining -= place == self.begin
+        if self.remaining > 0:
             return
-        if file not in entered:
-            entered.append(file)
-        arrived = place == end
+        if place[0] not in self.entered:
+            self.entered.append(place[0])
+        self.arrived = place == self.end
 
+
+def files_entered(call: Callable[[], object], begin: Place, times: int, end: Place) -> list[str]:
+    """Return the files entered between the ``times``-th call of ``begin`` and ``end``."""
+    recorder = FileRecorder(begin, end, times)
     before = sys.getprofile()
-    sys.setprofile(note)
+    sys.setprofile(recorder)
     try:
         call()
     finally:
         sys.setprofile(before)
-    assert arrived
-    return entered
+    assert recorder.arrived
+    return recorder.entered
 
 
-def generating(resident: bool) -> Callable[[], object]:
-    """A call that finds all that is made once made already."""
+def warm_generate(resident: bool) -> Callable[[], object]:
+    """Return a call to ``generate`` of an engine that is warmed up."""
     llm = LLM("tiny", device="cpu", resident_decode=resident, kv_cache_tokens=1000)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     llm.generate(["warm up"], params, progress=False)
@@ -65,12 +81,29 @@ def generating(resident: bool) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_from_a_prompt_to_its_stored_keys(resident: bool) -> None:
-    files = road(generating(resident), ("llm.py", "generate"), 1, STORE)
-    assert len(files) <= MOST_FROM_A_PROMPT, files
+def test_prompt_reaches_its_stored_keys_through_few_files(resident: bool) -> None:
+    files = files_entered(warm_generate(resident), ("llm.py", "generate"), 1, STORE)
+    assert len(files) <= MAX_FILES_OF_PROMPT, files
 
 
 @pytest.mark.parametrize(("resident", "end"), [(False, STORE_ONE), (True, RESIDENT_STORE)])
-def test_from_a_step_to_the_stored_token(resident: bool, end: Place) -> None:
-    files = road(generating(resident), STEP, 3, end)
-    assert len(files) <= MOST_FROM_A_STEP[resident], files
+def test_step_reaches_its_stored_token_through_few_files(resident: bool, end: Place) -> None:
+    files = files_entered(warm_generate(resident), STEP, 3, end)
+    assert len(files) <= MAX_FILES_OF_STEP[resident], files
+
+
+def test_http_body_reaches_the_engine_through_few_files() -> None:
+    """The first request makes what is made once."""
+    body = ("server/app.py", "_read_json_body")
+    recorder = FileRecorder(body, ("engine/engine.py", "submit"), armed=False)
+    threading.setprofile(recorder)
+    try:
+        with running() as server:
+            for _ in range(2):
+                assert server.post("completions", prompt="hello", max_tokens=2).status == 200
+                recorder.armed = True
+    finally:
+        threading.setprofile(None)
+    assert recorder.arrived
+    files = [file for file in recorder.entered if file not in CONNECTION_FILES]
+    assert len(files) <= MAX_FILES_OF_BODY, files

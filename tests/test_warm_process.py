@@ -1,4 +1,4 @@
-"""A warm process begins as a new interpreter would, where that can be seen."""
+"""Warm processes behave as new interpreters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PROFILE = """
 
 
 def test_hypothesis_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was imported in another one, and sees there whether it is in a CI."""
+    """It checks at its import whether it runs in a CI, and the server has imported it before."""
     for name in ("CI", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
     assert run_python(PROFILE, warm=True) == "default\n"
     assert run_python(PROFILE, warm=True, CI="true") == "ci\n"
 
 
-def test_nothing_under_test_is_imported() -> None:
+def test_packages_under_test_are_not_imported() -> None:
     loaded = """
         import sys
         print({"torch", "hypothesis"} <= sys.modules.keys())
@@ -30,12 +30,12 @@ def test_nothing_under_test_is_imported() -> None:
 
 
 @pytest.mark.takes_long
-def test_assertions_of_plugins_are_rewritten_and_nothing_warns_of_it() -> None:
+def test_assertions_of_plugins_are_rewritten_without_warnings() -> None:
     code = """
         import sys, pytest
         print(type(sys.modules["hypothesis"].__loader__).__name__)
         pytest.main(["--collect-only", "-q", "-W", "error", "no_such_file.py"])
     """
-    first, _, said = run_python(code, warm=True).partition("\n")
+    first, _, output = run_python(code, warm=True).partition("\n")
     assert first == "AssertionRewritingHook"
-    assert "Warning" not in said
+    assert "Warning" not in output

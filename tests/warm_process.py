@@ -1,9 +1,8 @@
-"""Python processes that begin with the slow imports done.
+"""Python processes that begin with slow imports done.
 
-Torch and transformers take seconds to import, and hundreds of tests want a process of their own.
-A server imports them once; a process is a fork of it. So it does with pytest, Hypothesis and the
-plugins of others. Of the packages under test it has nothing, so these come in as they do in a new
-interpreter.
+Torch and transformers take seconds to import, and hundreds of tests need a process of their own.
+A server imports them once, with pytest, Hypothesis and third-party plugins, and forks for each
+process. It never imports the packages under test, so a fork imports them as a new interpreter does.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ _SLOW_IMPORTS = (
     "transformers.generation.continuous_batching.cache",
 )
 _UNDER_TEST = "pytest_roseinfer"
-_LOOKS_FOR_HYPOTHESIS = "_hypothesis_pytestplugin"
-"""When it is imported it counts from when on Hypothesis is in use."""
+_HYPOTHESIS_DETECTOR = "_hypothesis_pytestplugin"
+"""Module that detects at its import whether Hypothesis is in use."""
 _READ_BY_HYPOTHESIS = re.compile("HYPOTHESIS_|CI$|GITHUB_ACTIONS$")
-"""The variables that it reads when it is imported."""
+"""Names of variables that Hypothesis reads at its import."""
 _NUMBER = Struct("q")
 
 
 def run(
     arguments: list[str], *, cwd: Path, environment: Mapping[str, str], timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``python *arguments`` does, for arguments that begin with ``-c`` or ``-m``."""
-    # Triton's own functions are made for its interpreter, or not, when it is imported.
+    """Run ``python *arguments``, where arguments begin with ``-c`` or ``-m``."""
+    # Triton decides at its import whether its own functions are interpreted.
     server = _server(environment.get("TRITON_INTERPRET"))
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         status = server.call(arguments, cwd, environment, (out, errors), timeout)
@@ -74,7 +73,7 @@ def _server(interpret: str | None) -> _Server:
 
 
 class _Server:
-    """The process that is forked, as the tests see it."""
+    """Handle of the server process."""
 
     def __init__(self, interpret: str | None) -> None:
         read, write = os.pipe()
@@ -90,7 +89,7 @@ class _Server:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        self._process.communicate()  # nothing: it ends with its input
+        self._process.communicate()  # sends nothing: the server exits at the end of its input
         os.close(self._replies)
 
     def call(
@@ -101,11 +100,11 @@ class _Server:
         files: tuple[Any, Any],
         timeout: float,
     ) -> int:
-        """Have a process run; return its exit status."""
+        """Run a process; return its exit status."""
         output = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
-        asked = {"arguments": arguments, "cwd": str(cwd), "environment": dict(environment)}
+        request = {"arguments": arguments, "cwd": str(cwd), "environment": dict(environment)}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**asked, "output": output}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({**request, "output": output}).encode() + b"\n")
         self._process.stdin.flush()
         pid = self._reply()
         if not select.select([self._replies], [], [], timeout)[0]:
@@ -123,8 +122,8 @@ class _Server:
 
 
 def serve(replies: int) -> None:
-    """Fork a process for every request, and tell its number and then its status."""
-    _import_plugins()  # ahead of whatever would import parts of them
+    """Fork a process for every request; write its process id, and then its status."""
+    _import_plugins()  # before other imports, which load parts of them
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
@@ -136,26 +135,26 @@ def serve(replies: int) -> None:
         pid = os.fork()
         if not pid:
             os.close(replies)
-            asked = json.loads(line)
-            if _read_by_hypothesis(asked["environment"]) != read:
+            request = json.loads(line)
+            if _read_by_hypothesis(request["environment"]) != read:
                 _forget_hypothesis()
-            _become(**asked)
+            _become(**request)
         os.write(replies, _NUMBER.pack(pid))
         _, status = os.waitpid(pid, 0)
         os.write(replies, _NUMBER.pack(status))
 
 
 def _import_plugins() -> None:
-    """Import pytest and the plugins that are not under test, with their assertions rewritten.
+    """Import pytest and the plugins that are not under test, with rewritten assertions.
 
-    Pytest warns of what it finds imported before it could do that.
+    Pytest warns about plugins that are imported before it can rewrite them.
     """
     config = get_config()
     hook = install_importhook(config)
-    others = [found for found in entry_points(group="pytest11") if not _is_under_test(found)]
-    files = [file for found in others if found.dist for file in found.dist.files or ()]
+    plugins = [each for each in entry_points(group="pytest11") if not _is_under_test(each)]
+    files = [file for each in plugins if each.dist for file in each.dist.files or ()]
     hook.mark_rewrite(*{file.parts[0].removesuffix(".py") for file in files})
-    for name in {found.module for found in others} - {_LOOKS_FOR_HYPOTHESIS}:
+    for name in {each.module for each in plugins} - {_HYPOTHESIS_DETECTOR}:
         importlib.import_module(name)
     importlib.import_module("hypothesis.strategies")
     sys.meta_path.remove(hook)
@@ -170,7 +169,7 @@ def _read_by_hypothesis(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _forget_hypothesis() -> None:
-    """Have it imported again, where it would read something else in the environment."""
+    """Unload Hypothesis, so that its next import reads the environment."""
     for name in [name for name in sys.modules if re.match(r"_?hypothesis(_|\.|$)", name)]:
         del sys.modules[name]
 
@@ -178,7 +177,7 @@ def _forget_hypothesis() -> None:
 def _become(
     arguments: list[str], cwd: str, environment: dict[str, str], output: list[str]
 ) -> NoReturn:
-    """Be the process that was asked for, from its beginning to its end."""
+    """Turn this process into the requested one, and exit with its status."""
     descriptors = [os.open(os.devnull, os.O_RDONLY)]
     descriptors += [os.open(path, os.O_WRONLY | os.O_APPEND) for path in output]
     for number, descriptor in enumerate(descriptors):
@@ -193,9 +192,9 @@ def _become(
             os.path.abspath(".hypothesis")
         )
     sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    random.seed()  # or all forks would draw the same
+    random.seed()  # otherwise all forks would draw the same numbers
     status = _exit_status(arguments)
-    # Python's own way out takes torch apart, object by object, for half a second.
+    # A regular exit spends half a second on deleting torch's objects.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -204,15 +203,15 @@ def _become(
 
 
 def _exit_status(arguments: list[str]) -> int:
-    """Run the code or the module, and say how a process ends that did so."""
-    kind, what, *rest = arguments
-    sys.argv = [kind, *rest]
+    """Run the code or module, and return the exit status of a process that did so."""
+    option, code, *rest = arguments
+    sys.argv = [option, *rest]
     main = sys.modules["__main__"] = ModuleType("__main__")
     try:
-        if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        if option == "-m":
+            runpy.run_module(code, run_name="__main__", alter_sys=True)
         else:
-            exec(compile(what, "<string>", "exec"), vars(main))
+            exec(compile(code, "<string>", "exec"), vars(main))
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF

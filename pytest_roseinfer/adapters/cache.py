@@ -1,4 +1,4 @@
-"""The base class of adapters by which the harness drives a user's KV cache."""
+"""The base class of adapters, which let the harness drive a user's KV cache."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -61,12 +61,13 @@ class KVCacheAdapter(
     was freed, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
     An optional method is tested if it is overridden. A class that defines a method without another
-    one that it needs is refused. The methods are listed in the order in which one would add them to
-    a cache.
+    one that it needs is refused. The methods are listed in the order of adding them to a cache.
     """
 
+    _renamed: ClassVar = {"most_sequences": "max_sequences", "most_tokens": "max_tokens"}
+
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
-    """Errors of which ``append`` and others raise one, without changes, if there is no room."""
+    """Errors for a lack of room: ``append`` and others raise one of them, and change nothing."""
     atomic_batches: ClassVar[bool] = True
     """True if an append without room for all its rows stores none. False for a cache that admits
     row by row, as vLLM's scheduler does: rows before the first one without room are stored, that
@@ -81,10 +82,10 @@ class KVCacheAdapter(
     ones with few heads and small blocks, if such are listed."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
     """Tokens per block that the cache can be built with."""
-    most_sequences: ClassVar[int | None] = None
+    max_sequences: ClassVar[int | None] = None
     """Most sequences at a time, 6 or more, if slots or a kernel limit them; None if unlimited. Only
     large histories have more than 6."""
-    most_tokens: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
     """Most tokens of one sequence, 16 or more; None if only the number of blocks limits them."""
 
     def make(self, spec: CacheSpec) -> None:

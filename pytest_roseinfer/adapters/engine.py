@@ -1,4 +1,4 @@
-"""The base class of adapters by which the harness drives a user's engine, and mixes of requests."""
+"""The base class of adapters, which let the harness drive a user's engine; mixes of requests."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
@@ -93,7 +93,9 @@ class EngineAdapter(
     LifecycleMethods,
     Adapter,
 ):
-    """Override ``make``, ``submit``, ``step``, ``tokens``, ``is_finished``, ``find_leaks``,
+    """Base class of the adapters of engines.
+
+    Override ``make``, ``submit``, ``step``, ``tokens``, ``is_finished``, ``find_leaks``,
     ``path_counts`` and ``generate_alone``; the other methods are optional.
 
     A token is a number below ``vocabulary``. A request must get the tokens that ``generate_alone``
@@ -107,14 +109,16 @@ class EngineAdapter(
         "leftovers": "find_leaks()",
         "lag": "extra_steps",
         "longest": "large_mix_tokens",
+        "most_tokens": "max_tokens",
+        "most_requests": "max_requests",
         "request_in_words": "describe_request(spec)",
     }
 
     vocabulary: ClassVar[int] = 32
     """Size of the vocabulary; tokens of prompts are below it."""
-    most_tokens: ClassVar[int] = 48
+    max_tokens: ClassVar[int] = 48
     """Most tokens of a prompt and its completion together, 3 or more."""
-    most_requests: ClassVar[int | None] = None
+    max_requests: ClassVar[int | None] = None
     """Most requests at a time, 6 or more; None if unlimited. Only wide mixes have more than 6."""
     extra_steps: ClassVar[int] = 0
     """Extra steps, per request, that a mix may take until all requests have finished. Only

@@ -66,11 +66,11 @@ class Names:
 
 def find_module(name: str) -> ModuleSpec | None:
     """Find a module without importing its parent packages, unless their code may provide it."""
-    top, *rest = name.split(".")
+    top, *attributes = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
         path = top
-        for part in rest:
+        for part in attributes:
             if spec is None or spec.submodule_search_locations is None:
                 return None
             package, path = spec, f"{path}.{part}"
@@ -143,14 +143,14 @@ def _no_module(target: str) -> TargetError:
     package = find_module(parent) if parent else None
     folders = (package.submodule_search_locations or ()) if package else ()
     siblings = [each.name for each in pkgutil.iter_modules(None if not parent else list(folders))]
-    alike = did_you_mean(last, siblings, parent + dot)
-    return TargetError(f"{target}: there is no module {name}{alike}")
+    suggestion = did_you_mean(last, siblings, parent + dot)
+    return TargetError(f"{target}: there is no module {name}{suggestion}")
 
 
-def _no_class(target: str, known: Iterable[str]) -> TargetError:
+def _no_class(target: str, class_names: Iterable[str]) -> TargetError:
     module_name, class_name = _parts(target)
-    alike = did_you_mean(class_name, known)
-    return TargetError(f"{target}: {module_name} has no {class_name}{alike}")
+    suggestion = did_you_mean(class_name, class_names)
+    return TargetError(f"{target}: {module_name} has no {class_name}{suggestion}")
 
 
 def _is_adapter(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""A cache on ranks of tensor parallelism, each of which stores some of the heads.
+"""A cache on tensor-parallel ranks; each rank stores some of the heads.
 
 Every call goes to all ranks, each with its own heads of the written tensors. The tensors that ranks
 return are concatenated; their tables and ledgers are compared by an invariant.
@@ -63,7 +63,7 @@ class ShardedAdapter(KVCacheAdapter):
             "head_counts": tuple(count * cls.ranks for count in cls.of.head_counts),
             # The handles of all ranks are returned as one list, which is a new object each time.
             "conditions": [name for name in cls.of.conditions if name != "handle_used_again"],
-            **_offered(cls.of),
+            **_methods_of_all_ranks(cls.of),
         }
 
     def rank(self, at: int) -> KVCacheAdapter:  # noqa: ARG002
@@ -108,7 +108,10 @@ class ShardedAdapter(KVCacheAdapter):
         if len(errors) == len(self.caches) and len({*map(type, errors.values())}) == 1:
             raise errors[0]
         if errors:
-            parts = [f"rank {at} raised {type(why).__name__}: {why}" for at, why in errors.items()]
+            parts = [
+                f"rank {at} raised {type(raised).__name__}: {raised}"
+                for at, raised in errors.items()
+            ]
             if answers:
                 parts.append(f"{len(answers)} of {len(self.caches)} ranks raised nothing")
             raise RankMismatch("; ".join(parts)) from next(iter(errors.values()))
@@ -170,7 +173,7 @@ _COMBINE_METHODS: Mapping[RankPolicy, Callable[..., Any]] = {
 }
 
 
-def _offered(adapter: type[KVCacheAdapter]) -> Mapping[str, Callable[..., Any]]:
+def _methods_of_all_ranks(adapter: type[KVCacheAdapter]) -> Mapping[str, Callable[..., Any]]:
     """Return a method for all ranks for each one that the adapter of one rank defines."""
     return {
         name: _combine(how, name) if isinstance(how, RankPolicy) else how

@@ -33,7 +33,7 @@ _METHODS = (classmethod, staticmethod)
 def refuse_misspelt(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a name that is probably a misspelt one of the harness."""
     for name, value in _user_names(adapter):
-        if meant := _meant(adapter, name, value):
+        if meant := _closest_name(adapter, name, value):
             raise TypeError(
                 f"{adapter.__name__} has {name}, which the harness does not use: did you mean "
                 f"{meant}? Begin the name with an underscore if it is your own"
@@ -72,7 +72,7 @@ def _names(adapter: type[Adapter], each: type) -> bool:
     return _is_shipped(each) or each in adapter.declaring()
 
 
-def _meant(adapter: type[Adapter], name: str, value: object) -> str | None:
+def _closest_name(adapter: type[Adapter], name: str, value: object) -> str | None:
     """Return the name that was probably meant; None if the name is the user's own.
 
     A method is only compared with methods, and a value with values. Properties and classes are the
@@ -81,31 +81,34 @@ def _meant(adapter: type[Adapter], name: str, value: object) -> str | None:
     is_method = _is_method(value)
     if not is_method and (isinstance(value, type) or hasattr(value, "__get__")):
         return None
-    alike = {
-        known: _likeness(name, known)
-        for known, definition in _known_names(adapter).items()
-        if _is_method(definition) == is_method and not _defines(adapter, known)
+    similarity = {
+        known_name: _likeness(name, known_name)
+        for known_name, definition in _known_names(adapter).items()
+        if _is_method(definition) == is_method and not _defines(adapter, known_name)
     }
     if is_method:
-        for known in alike:
-            if name in (f"{known}d", f"{known}ed"):  # a participle such as `truncated` is intended
-                alike[known] = 0.0
-    meant = max(alike, key=alike.__getitem__, default=None)
-    return meant if meant and alike[meant] >= _CLOSE else None
+        for known_name in similarity:
+            if name in (
+                f"{known_name}d",
+                f"{known_name}ed",
+            ):  # a participle such as `truncated` is intended
+                similarity[known_name] = 0.0
+    meant = max(similarity, key=similarity.__getitem__, default=None)
+    return meant if meant and similarity[meant] >= _CLOSE else None
 
 
 def _is_method(value: object) -> bool:
     return isfunction(value) or isinstance(value, _METHODS)
 
 
-def _defines(adapter: type[Adapter], known: str) -> bool:
+def _defines(adapter: type[Adapter], known_name: str) -> bool:
     """Return True if a user class also defines this name."""
-    return any(known in vars(each) for each in adapter.__mro__ if not _names(adapter, each))
+    return any(known_name in vars(each) for each in adapter.__mro__ if not _names(adapter, each))
 
 
-def _likeness(name: str, known: str) -> float:
+def _likeness(name: str, known_name: str) -> float:
     """Return the similarity of two names; 1 if only case, underscores or letter order differ."""
-    one, other = (each.replace("_", "").lower() for each in (name, known))
+    one, other = (each.replace("_", "").lower() for each in (name, known_name))
     if sorted(one) == sorted(other):
         return 1.0
     return SequenceMatcher(None, one, other).ratio()
@@ -119,16 +122,16 @@ _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 def refuse_signatures(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for methods that cannot be called with the harness's arguments."""
-    if wrong := [*_not_made(adapter), *_not_called(adapter)]:
+    if wrong := [*_check_constructor(adapter), *_not_called(adapter)]:
         raise TypeError("; ".join(wrong))
 
 
-def _not_made(adapter: type[Adapter]) -> Iterator[str]:
+def _check_constructor(adapter: type[Adapter]) -> Iterator[str]:
     actual = _signature(adapter, "__init__")
     if actual and not _takes(actual, 0):
         yield (
-            f"{adapter.__name__}.__init__ takes {_listed(actual)}, and the harness calls "
-            f"{adapter.__name__}(): build in make what needs them, or give them defaults"
+            f"{adapter.__name__}.__init__ takes {_format_parameters(actual)}, and the harness "
+            f"calls {adapter.__name__}(): build in make what needs them, or give them defaults"
         )
 
 
@@ -141,8 +144,8 @@ def _not_called(adapter: type[Adapter]) -> Iterator[str]:
         if not (_takes(actual, len(expected.parameters)) and _in_order(actual, expected)):
             arguments = ", ".join(expected.parameters)
             yield (
-                f"{adapter.__name__}.{name} takes ({_listed(actual)}), and the harness calls "
-                f"{name}({arguments})"
+                f"{adapter.__name__}.{name} takes ({_format_parameters(actual)}), and the harness "
+                f"calls {name}({arguments})"
             )
 
 
@@ -175,7 +178,7 @@ def _in_order(actual: Signature, expected: Signature) -> bool:
     return sorted(names) != sorted(expected.parameters) or names == [*expected.parameters]
 
 
-def _listed(actual: Signature) -> str:
+def _format_parameters(actual: Signature) -> str:
     return ", ".join(
         str(each.replace(annotation=Parameter.empty)) for each in actual.parameters.values()
     )
@@ -195,7 +198,7 @@ _RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "block_sizes": (_is_size, "numbers of 1 or more, as in (16, 32)"),
 }
 """Check of each listed value, and example of the right values, by attribute."""
-_FEWEST = {"most_sequences": 6, "most_tokens": 16}
+_FEWEST = {"max_sequences": 6, "max_tokens": 16}
 """Least values that drawn histories need: their sequences at a time, and a few blocks of tokens."""
 
 
@@ -221,16 +224,16 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
                 f"{adapter.__name__}.{name} is {values!r}: list what the cache can be built with, "
                 f"the usual first: {example}{_codes(values)}"
             )
-    for name, least in _FEWEST.items():
-        refuse_bound(adapter, name, least)
+    for name, minimum in _FEWEST.items():
+        refuse_bound(adapter, name, minimum)
 
 
-def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
-    """Raise ``TypeError`` for a limit that is not a number, or below the ``least`` allowed."""
+def refuse_bound(adapter: type[Adapter], name: str, minimum: int) -> None:
+    """Raise ``TypeError`` for a limit that is not a number, or below the ``minimum`` allowed."""
     limit = getattr(adapter, name)
-    if limit is not None and not (_is_size(limit) and limit >= least):
+    if limit is not None and not (_is_size(limit) and limit >= minimum):
         raise TypeError(
-            f"{adapter.__name__}.{name} is {limit!r}: write a number of {least} or more, or None "
+            f"{adapter.__name__}.{name} is {limit!r}: write a number of {minimum} or more, or None "
             "for unlimited"
         )
 
@@ -244,8 +247,8 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         hint = ""
         if isinstance(adapter, Adapter):
-            made = type(adapter).__name__
-            hint = f": write conformance({made}), since each history gets a new cache"
+            class_name = type(adapter).__name__
+            hint = f": write conformance({class_name}), since each history gets a new cache"
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}{hint}")
     name = adapter.__name__
     _refuse_renamed(adapter)
@@ -261,7 +264,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
             f"{name}.fast_interpreter is {adapter.fast_interpreter!r}: write True or False"
         )
     if issubclass(adapter, EngineAdapter):
-        refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
+        refuse_bound(adapter, "max_requests", _FEWEST_REQUESTS)
     if issubclass(adapter, KVCacheAdapter):
         refuse_shapes(adapter)
         if not isinstance(adapter.atomic_batches, bool):

@@ -51,19 +51,19 @@ _EVERY = 4
 """Steps between two attention calls; the last step of a history is always followed by one."""
 _TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest error by dtype, relative to the largest value that a head has stored."""
-_MOST_SEQUENCES = 3
-_MOST_HEADS = 6
+_MAX_SEQUENCES = 3
+_MAX_HEADS = 6
 """KV heads checked after one step, over sequences and layers: interpreted, each takes milliseconds,
 so attention is not checked for a cache with more than these in one layer."""
 _MANY_SEQUENCES, _LONG = 9, 512
-"""Live sequences, and tokens of one sequence, from which on all sequences and layers are checked:
-such histories are made for large batches and long contexts."""
+"""Live sequences, and tokens of one sequence, that are enough for a check of all sequences and
+layers: such histories are made for large batches and long contexts."""
 _QUERY_HEADS = (1, 2, 4, 5, 8, 16)
 """Query heads per KV head."""
 
 
 def questions(
-    payload: Payload, oracle: Oracle, done: int
+    payload: Payload, oracle: Oracle, num_done: int
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, str, int]]:
     """Yield sequences, a query for them, its layout, and a layer: every layer unless many.
 
@@ -71,13 +71,13 @@ def questions(
     """
     spec = payload.spec
     live = [seq for seq in oracle.sequences if oracle.length(seq) and not oracle.unwritten(seq)]
-    if not payload.finite or not live or spec.num_heads > _MOST_HEADS:
+    if not payload.finite or not live or spec.num_heads > _MAX_HEADS:
         return
     lengths = {seq: oracle.length(seq) for seq in live}
-    rng = random.Random(f"{done} {lengths}")
-    most = min(len(live), _MOST_SEQUENCES, _MOST_HEADS // spec.num_heads)
-    seqs = rng.sample(live, rng.randint(1, most))
-    layers = _MOST_HEADS // (len(seqs) * spec.num_heads)
+    rng = random.Random(f"{num_done} {lengths}")
+    max_seqs = min(len(live), _MAX_SEQUENCES, _MAX_HEADS // spec.num_heads)
+    seqs = rng.sample(live, rng.randint(1, max_seqs))
+    layers = _MAX_HEADS // (len(seqs) * spec.num_heads)
     if len(live) >= _MANY_SEQUENCES or max(lengths.values()) >= _LONG:
         seqs, layers = rng.sample(live, len(live)), spec.num_layers
     groups: Sequence[int] = _QUERY_HEADS
@@ -107,7 +107,7 @@ def attention(observation: Observation) -> Finding | None:
 
 
 def _wrong_answer(observation: Observation, answer: AttentionOutput) -> Finding | None:
-    output, query = answer.found, answer.query
+    output, query = answer.actual, answer.query
     if isinstance(output, Exception):
         call = f"attend({list(answer.seqs)}, query, {answer.layer})"
         return Finding(f"{call} raised {type(output).__name__}: {output}", cause=output)
@@ -172,11 +172,11 @@ def _likely_cause(
     """Describe a common mistake that would give this output; empty if none matches."""
     if not output.isfinite().all():
         return ": something was read that is not stored"
-    for words, keys, values in _mistakes(observation, seq, layer):
+    for cause, keys, values in _mistakes(observation, seq, layer):
         other = attention_by_formula(query, keys, values)
         near = (output.double() - other).abs() <= _tolerance(query.dtype) * values.abs().max()
         if near.all():
-            return f", as it would be {words}"
+            return f", as it would be {cause}"
     return ""
 
 
@@ -205,7 +205,7 @@ def _mistakes(
             yield f"in layer {other}", *_stored(observation, seq, other, tokens)
 
 
-def _ask(run: Run) -> list[AttentionOutput]:
+def _call_attend(run: Run) -> list[AttentionOutput]:
     """Call ``attend`` for the questions after a step, up to the first that raises an error."""
     answers: list[AttentionOutput] = []
     device = run.cache_under_test.device
@@ -237,5 +237,5 @@ ATTENTION = Capability(
     methods=AttentionMethods,
     sharded={"attend": _attend_by_heads},
     invariants=(attention,),
-    inquiries=(Inquiry(("attend",), _EVERY, _ask, AFTER_ATTENTION),),
+    inquiries=(Inquiry(("attend",), _EVERY, _call_attend, AFTER_ATTENTION),),
 )

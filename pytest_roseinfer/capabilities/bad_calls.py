@@ -67,15 +67,15 @@ def bad_calls(observation: Observation) -> Finding | None:
     if bad is None:
         return None
     if error is not None and not isinstance(error, bad.errors):
-        return Finding(f"{bad.words} raised {type(error).__name__}: {error}", cause=error)
+        return Finding(f"{bad.description} raised {type(error).__name__}: {error}", cause=error)
     if error is None and bad.errors:
         names = " or ".join(kind.__name__ for kind in bad.errors)
-        return Finding(f"{bad.words} went through; it must raise {names}")
+        return Finding(f"{bad.description} went through; it must raise {names}")
     if observation.after.tables_and_ledgers() != observation.before.tables_and_ledgers():
-        return Finding(f"{bad.words} changed the books")
+        return Finding(f"{bad.description} changed the books")
     if change := find_change(observation, observation.before.arena, observation.after.arena):
         location, contents = change
-        return Finding(f"{bad.words} changed what is stored in {contents.kind}", location)
+        return Finding(f"{bad.description} changed what is stored in {contents.kind}", location)
     return None
 
 
@@ -130,12 +130,12 @@ def _of_wrong_blocks(method: str, wrong: Callable[[MisuseState], _Wrong]) -> Mis
 
     @misuse(method, "table", "ledger", name=f"{method}_of{wrong.__name__}")
     def made_up(at: MisuseState) -> Iterator[Call]:
-        for layer, block, words in wrong(at):
+        for layer, block, description in wrong(at):
             for table in at.tables(layer)[:1]:
                 # A read or append must get a table of the right length: replace its last block.
                 replaces_last = method in ("gather_blocks", "append_to_blocks")
                 blocks = [*(table[:-1] if replaces_last else table), block]
-                described = f"{method} of {words}, last in the list,"
+                described = f"{method} of {description}, last in the list,"
                 yield described, partial(call, at, layer, blocks)
 
     return made_up
@@ -188,9 +188,9 @@ def refuse_unknown_bad_calls(adapter: type[Any]) -> None:
     name, bad_call_names = adapter.__name__, getattr(adapter, "standard_bad_calls", ())
     known_misuse = catalogue(adapter)
     if unknown := [repr(each) for each in bad_call_names if each not in known_misuse]:
-        known = ", ".join(map(repr, known_misuse))
+        known_names = ", ".join(map(repr, known_misuse))
         raise TypeError(
-            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known}"
+            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known_names}"
         )
     for each in bad_call_names:
         needs = known_misuse[each].needs

@@ -26,7 +26,7 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.oracle.pages import NEXT_TRY
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,20 +64,24 @@ def _wrong_books(observation: Observation, layer: int) -> Finding | None:
     """Find refcounts or free blocks that disagree with the tables, or with the cache's count."""
     owners = observation.after.owners(*observation.oracle.pool_of(layer))
     ledger = observation.after.ledger(layer)
-    held = {block: count for block, count in ledger.refcounts.items() if count}
-    if held != dict(owners):
-        first = min(block for block, _ in held.items() ^ owners.items())
-        where = location_of_block(observation, layer, first)
-        times = some(owners[first], "time")
-        counts = f"refcount {held.get(first, 0)}, and tables name it {times}{_by(where)}"
-        return Finding(f"layer {layer}: block {first} has {counts}", where)
+    refcounts = {block: count for block, count in ledger.refcounts.items() if count}
+    if refcounts != dict(owners):
+        first = min(block for block, _ in refcounts.items() ^ owners.items())
+        location = location_of_block(observation, layer, first)
+        times = format_count(owners[first], "time")
+        counts = f"refcount {refcounts.get(first, 0)}, and tables name it {times}"
+        problem = f"layer {layer}: block {first} has {counts}{_describe_holders(location)}"
+        return Finding(problem, location)
     if len(set(ledger.free)) < len(ledger.free):
         twice = max(ledger.free, key=list(ledger.free).count)
-        what = f"layer {layer}: the free list names a block twice: {ledger.free}"
-        return Finding(what, location_of_block(observation, layer, twice))
+        problem = f"layer {layer}: the free list names a block twice: {ledger.free}"
+        return Finding(problem, location_of_block(observation, layer, twice))
     if both := set(ledger.free) & set(owners):
-        where = location_of_block(observation, layer, min(both))
-        return Finding(f"layer {layer}: block {where.block} is free, and held{_by(where)}", where)
+        location = location_of_block(observation, layer, min(both))
+        return Finding(
+            f"layer {layer}: block {location.block} is free, and held{_describe_holders(location)}",
+            location,
+        )
     if len(ledger.free) + len(owners) != ledger.total:
         return Finding(
             f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
@@ -89,10 +93,10 @@ def _wrong_books(observation: Observation, layer: int) -> Finding | None:
     return None
 
 
-def _by(where: Location) -> str:
+def _describe_holders(location: Location) -> str:
     """Describe the sequences that have a block in their tables; empty if none has."""
-    every = ", ".join(map(str, where.holders))
-    return f" (sequence{'s' * (len(where.holders) > 1)} {every})" if every else ""
+    every = ", ".join(map(str, location.holders))
+    return f" (sequence{'s' * (len(location.holders) > 1)} {every})" if every else ""
 
 
 def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
@@ -154,7 +158,7 @@ def refusals(observation: Observation) -> Finding | None:
         or observation.after.tables_and_ledgers() == observation.before.tables_and_ledgers()
     ):
         return None
-    if observation.spec.windows and observation.declared.windows.gives_back == NEXT_TRY:
+    if observation.spec.windows and observation.declared.windows.frees == NEXT_TRY:
         return None
     return Finding("a step that found no room changed the books")
 
@@ -173,7 +177,7 @@ def read_block_tables(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str
             for seq in oracle.sequences
         }
     if "ledger" in can:
-        shown["ledgers"] = [call_or_error(_copied, adapter, layer) for layer in layers]
+        shown["ledgers"] = [call_or_error(_copy_ledger, adapter, layer) for layer in layers]
     if "container" in can:
         shown["containers"] = {
             seq: call_or_error(adapter.container, seq) for seq in oracle.readable
@@ -185,13 +189,13 @@ def _table(adapter: Any, seq: int, layer: int) -> list[int | None]:
     return return_values.table(f"table({seq}, {layer})", adapter.table(seq, layer))
 
 
-def _copied(adapter: Any, layer: int) -> Ledger:
-    shown = return_values.ledger(f"ledger({layer})", adapter.ledger(layer))
+def _copy_ledger(adapter: Any, layer: int) -> Ledger:
+    ledger = return_values.ledger(f"ledger({layer})", adapter.ledger(layer))
     return replace(
-        shown,
-        refcounts=dict(shown.refcounts),
-        free=list(shown.free),
-        cached=set(shown.cached),
+        ledger,
+        refcounts=dict(ledger.refcounts),
+        free=list(ledger.free),
+        cached=set(ledger.cached),
     )
 
 

@@ -60,11 +60,12 @@ class Ledger:
 class BadCall:
     """A call that a cache must refuse, or that must leave no trace."""
 
-    words: str
+    description: str
     """The call in words, as in "free_blocks with a block of another layer"."""
     call: Callable[[], object]
     errors: tuple[type[BaseException], ...] = ()
-    """Errors of which the call must raise one; empty for a valid call that undoes itself."""
+    """Accepted errors: the call must raise one of them; empty for a valid call that undoes
+    itself."""
 
 
 # Fast paths, as an adapter declares them
@@ -81,8 +82,8 @@ class FastPath:
     equals: str
     """Slow path whose results it must reproduce, by its name in ``path_counts``."""
     runs_with: Sequence[Mapping[str, Any]] = ()
-    """Settings under each of which it can run, so that histories can aim at it; may be empty if it
-    can run with the first choice of every switch."""
+    """Settings that allow it to run, each alone, so that histories can aim at it; may be empty if
+    it can run with the first choice of every switch."""
     never_with: Sequence[Mapping[str, Any]] = ()
     """Settings that each rule it out: counting it under one is a failure."""
     device: str | None = None

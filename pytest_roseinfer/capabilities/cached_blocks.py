@@ -37,7 +37,7 @@ def read_block_tokens(
     """Return the tokens of blocks after a step; a cached block keeps those from ``before``.
 
     A long write may move a page out of a window at once, and the cache may keep it in a block that
-    no table in ``shown`` had, or had with fewer tokens. Such pages are kept under block numbers
+    no table in ``tables`` had, or had with fewer tokens. Such pages are kept under block numbers
     below 0, as long as any block is cached.
     """
     contents = {block: before[block] for block in cached if block in before}
@@ -52,9 +52,9 @@ def read_block_tokens(
                     passed.add(tuple(page.tokens))
                 continue
             written = tuple(page.tokens[: max(0, stored - at * oracle.block_size)])
-            held = before.get(block, ())
-            if seq in hidden and held == tuple(page.tokens):
-                written = held  # reused from the cache, so it need not be copied back
+            known_contents = before.get(block, ())
+            if seq in hidden and known_contents == tuple(page.tokens):
+                written = known_contents  # reused from the cache, so it need not be copied back
             contents[block] = max(contents.get(block, ()), written, key=len)
     if cached:
         contents |= {-1 - at: page for at, page in enumerate(sorted(passed))}
@@ -79,7 +79,7 @@ class ReleasedBlock:
     """A block without a holder whose content is kept for later lookups."""
 
     step: int
-    """Step in which its last holder released it."""
+    """Step of its release by the last holder."""
     at: int
     """Index in the tables of its last holders; 0 for the first block of a sequence."""
     holders: frozenset[int] = frozenset()
@@ -119,20 +119,20 @@ def evictions(observation: Observation) -> Finding | None:
     """Cached blocks must be evicted in the order that the cache declares."""
     if observation.declared.prefixes.evicts == "any":
         return None
-    kept = observation.after.ledger(0).cached
+    cached = observation.after.ledger(0).cached
     staying = {
         block: each
         for block, each in cached_blocks_note(observation).released.items()
-        if block in kept
+        if block in cached
     }
-    for block, gone in cached_blocks_note(observation).released.items():
-        if block in kept or _still_there(observation, gone):
+    for block, evicted in cached_blocks_note(observation).released.items():
+        if block in cached or _still_there(observation, evicted):
             continue
         for other, stays in staying.items():
-            if stays.evicts_before(gone):
+            if stays.evicts_before(evicted):
                 return Finding(
                     f"block {block} was evicted and block {other} was not, which "
-                    + _why(stays, gone),
+                    + _order_reason(stays, evicted),
                     location_of_block(observation, 0, block),
                 )
     return None
@@ -150,10 +150,12 @@ def _still_there(observation: Observation, was: ReleasedBlock) -> bool:
     )
 
 
-def _why(stays: ReleasedBlock, gone: ReleasedBlock) -> str:
-    if stays.step != gone.step:
-        return f"was released earlier, in step {stays.step} and not in step {gone.step}"
-    return f"was released with it and is nearer to the end: index {stays.at} comes after {gone.at}"
+def _order_reason(cached: ReleasedBlock, evicted: ReleasedBlock) -> str:
+    if cached.step != evicted.step:
+        return f"was released earlier, in step {cached.step} and not in step {evicted.step}"
+    return (
+        f"was released with it and is nearer to the end: index {cached.at} comes after {evicted.at}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class CachedBlocks(Observer):
         self.oracle = run.oracle
         self.contents: dict[int, BlockTokens] = {}
         """Tokens of blocks after the latest step, by the first layer of each group."""
-        self.shown: dict[int, Mapping[int, Table]] = {}
+        self.tables: dict[int, Mapping[int, Table]] = {}
         """Tables after the latest step, by the first layer of each group."""
         self.has_lookup_hits = False
         """True once a lookup has found tokens."""
@@ -221,15 +223,15 @@ class CachedBlocks(Observer):
             )
         self.contents = self.block_tokens_after(after)
         for layer in self.oracle.windows.groups:
-            self.shown[layer] = after.tables_of(layer)
+            self.tables[layer] = after.tables_of(layer)
 
     def _count_prefix_hits(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
         """Count the sequences that began in this step with the content of a full block.
 
         The block may have been written again with equal tokens, so a lookup must have found some.
         """
-        begun = [seq for seq, count in rows if count == self.oracle.length(seq)]
-        return sum(self.has_lookup_hits and self._has_prefix_hit(after, seq) for seq in begun)
+        new_seqs = [seq for seq, count in rows if count == self.oracle.length(seq)]
+        return sum(self.has_lookup_hits and self._has_prefix_hit(after, seq) for seq in new_seqs)
 
     def _has_prefix_hit(self, after: Snapshot, seq: int) -> bool:
         """Return True if one of the sequence's full blocks held these tokens before the step."""
@@ -251,6 +253,6 @@ class CachedBlocks(Observer):
             others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
             cached = {*after.ledger(layer).cached} - {*others}
             contents[layer] = read_block_tokens(
-                self.oracle, tables, cached, before, self.shown.get(layer, {})
+                self.oracle, tables, cached, before, self.tables.get(layer, {})
             )
         return contents

@@ -2,7 +2,7 @@
 
 A capability is a module with a mixin of adapter methods and one ``Capability`` that refers to it.
 The bases of an adapter class determine its capabilities: those of ``KVCacheAdapter`` are the
-shipped ones, and another one is mixed in, as in ``class Toy(PinningMethods, KVCacheAdapter)``.
+shipped ones, and another one is mixed in, as in ``class Toy(PinMethods, KVCacheAdapter)``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Traits:
         for name, hint in get_type_hints(type(self)).items():
             choices, chosen = get_args(hint), getattr(self, name)
             if get_origin(hint) is Literal and chosen not in choices:
-                known = ", ".join(map(repr, choices))
+                allowed = ", ".join(map(repr, choices))
                 raise TypeError(
-                    f"{type(self).__name__}: {name} is {chosen!r}; choose one of {known}"
+                    f"{type(self).__name__}: {name} is {chosen!r}; choose one of {allowed}"
                 )
 
     def but(self, **changes: Any) -> Self:
@@ -131,7 +131,7 @@ class OptionalPart(Protocol):
 
     @property
     def any_of(self) -> Collection[str]:
-        """Features as in ``Run.features``, any of which suffices; every cache if empty."""
+        """Features as in ``Run.features``; one of them is enough; every cache if empty."""
 
 
 class Observer:
@@ -149,11 +149,11 @@ class Observer:
         """Observe the run before a step; return counts by condition."""
         return {}
 
-    def before_call(self, step: Operation, said: Sequence[TextSlice]) -> None:
+    def before_call(self, step: Operation, text_slices: Sequence[TextSlice]) -> None:
         """Prepare the adapter right before a step, whose rows have these texts."""
 
     def after(self, observation: Observation) -> Mapping[str, int]:  # noqa: ARG002
-        """Observe the run after a step in which all invariants held; return counts by condition."""
+        """Observe the run after a step without findings; return counts by condition."""
         return {}
 
     def notes(self, after: Snapshot) -> object:  # noqa: ARG002
@@ -180,7 +180,7 @@ class Prelude:
     """Fixed first steps of drawn histories, for states that random steps rarely reach."""
 
     any_of: Collection[str]
-    """Methods of an adapter, any of which enables the prelude."""
+    """Methods of an adapter; any one of them enables the prelude."""
     rank: int
     """Position among preludes; the lowest comes first."""
     open: Callable[[Writer], None]
@@ -243,7 +243,7 @@ class Large:
     block_size: int
     names: list[int]
     """Sequences so far, in the order of a batch of all of them."""
-    most_names: int
+    max_names: int
 
     def fresh(self) -> int:
         """Return a name that was not used before."""

@@ -56,9 +56,7 @@ class CountingMethods:
 
     @optional
     def path_counts(self) -> Mapping[str, int]:
-        """Return the number of runs of each path, and of times each condition was met, since
-        ``make``.
-        """
+        """Return how often each path ran and each condition was met since ``make``."""
 
 
 def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
@@ -76,7 +74,7 @@ def counts(observation: Observation) -> Finding | None:
 
 
 def _mistakes(observation: Observation) -> Iterator[str]:
-    yield from _undeclared(observation)
+    yield from _check_declared(observation)
     if observation.operation:
         yield from _wrong_paths(observation, observation.operation)
     if not (observation.operation and observation.operation.in_parts):
@@ -89,7 +87,7 @@ def _twins(observation: Observation) -> set[str]:
     return {path.equals for path in observation.declared.paths.values()}
 
 
-def _undeclared(observation: Observation) -> Iterator[str]:
+def _check_declared(observation: Observation) -> Iterator[str]:
     declared = {*observation.declared.paths, *_twins(observation), *observation.declared.conditions}
     for name, times in observation.step_counts.items():
         if name not in declared:
@@ -133,7 +131,7 @@ def _wrong_conditions(observation: Observation) -> Iterator[str]:
     met = observation.notes.get(RowConditions) or Counter[str]()
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, observation.spec.num_layers + 1)
-    right = [{own: met[name] * times for name, own in names.items()} for times in lists]
+    right = [{own_name: met[name] * times for name, own_name in names.items()} for times in lists]
     if names and counted not in right:
         yield f"conditions were counted as {counted}; the rows met {right[0]}"
 
@@ -189,18 +187,18 @@ class BlockReuseWhileAbsent:
     lost_blocks: dict[int, set[int | None]] = field(default_factory=dict)
     """Former blocks of each absent sequence that has no blocks now."""
 
-    def met(self, away: Collection[int], tables: Mapping[int, Sequence[int | None]]) -> int:
+    def count_met(self, away: Collection[int], tables: Mapping[int, Sequence[int | None]]) -> int:
         """Count the blocks of absent sequences that a sequence got in this step."""
-        gone = [seq for seq in away if seq not in tables]
+        absent = [seq for seq in away if seq not in tables]
         self.lost_blocks = {
-            seq: self.lost_blocks.get(seq, set(self.tables.get(seq, ()))) for seq in gone
+            seq: self.lost_blocks.get(seq, set(self.tables.get(seq, ()))) for seq in absent
         }
-        came = _held(tables) - _held(self.tables)
+        came = _blocks_in(tables) - _blocks_in(self.tables)
         self.tables = tables
         return len(came & set[int | None]().union(*self.lost_blocks.values()))
 
 
-def _held(tables: Mapping[int, Sequence[int | None]]) -> set[int | None]:
+def _blocks_in(tables: Mapping[int, Sequence[int | None]]) -> set[int | None]:
     return {block for table in tables.values() for block in table}
 
 
@@ -216,17 +214,17 @@ class _ReuseCounter:
     ever: dict[Hashable, object] = field(default_factory=dict)
     """Everything handed out so far, by identity; kept alive so that no ``id`` is reused."""
 
-    def count_reused(self, things: Iterable[object]) -> int:
+    def count_reused(self, items: Iterable[object]) -> int:
         """Record the things in use now; count those that were in use before, with a gap."""
-        shown = {_identity(thing): thing for thing in things}
-        again = sum(each in self.ever and each not in self.now for each in shown)
+        shown = {_identity(item): item for item in items}
+        num_reused = sum(each in self.ever and each not in self.now for each in shown)
         self.now = set(shown)
         self.ever.update(shown)
-        return again
+        return num_reused
 
 
-def _identity(thing: object) -> Hashable:
-    return thing if isinstance(thing, int | str) else ("the object", id(thing))
+def _identity(item: object) -> Hashable:
+    return item if isinstance(item, int | str) else ("the object", id(item))
 
 
 class ReuseConditions(Observer):
@@ -251,7 +249,7 @@ class ReuseConditions(Observer):
             "list_used_again": self._lists.count_reused(
                 each for each in kept if isinstance(each, list)
             ),
-            "block_used_while_absent": self._blocks.met(away, observation.after.tables_of(0)),
+            "block_used_while_absent": self._blocks.count_met(away, observation.after.tables_of(0)),
         }
         return {
             name: times for name, times in met.items() if name in observation.declared.conditions
@@ -265,19 +263,19 @@ class RowConditions(Observer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._met: Counter[str] = Counter()
+        self._conditions_met: Counter[str] = Counter()
 
     def before(self, step: Operation) -> Mapping[str, int]:
         if self.run.declared.row_conditions and (admitted := step.admitted_part(self.run.oracle)):
-            self._met = conditions_met(self.run.oracle, admitted)
+            self._conditions_met = conditions_met(self.run.oracle, admitted)
         return {}
 
     def after(self, observation: Observation) -> Mapping[str, int]:  # noqa: ARG002
-        self._met = Counter()
+        self._conditions_met = Counter()
         return {}
 
     def notes(self, after: Snapshot) -> Counter[str]:  # noqa: ARG002
-        return self._met
+        return self._conditions_met
 
 
 class HarnessConditions(Observer):

@@ -18,7 +18,7 @@ from pytest_roseinfer.capabilities.capability import (
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.reading import Reads, read
 from pytest_roseinfer.capabilities.writes import Append, begin_sequence
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class RunQueued(operation.Operation):
     needs = frozenset({"use_queue"})
 
     def describe(self) -> str:
-        calls = some(self.count, "call")
+        calls = format_count(self.count, "call")
         return f"the device makes the next {calls} of stream {self.stream}"
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
@@ -64,11 +64,11 @@ class RunQueued(operation.Operation):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> RunQueued:
+        def draw_step() -> RunQueued:
             return cls(writer.between(1, _MOST), writer.pick((0, 1)))
 
         if writer.oracle.lives or writer.oracle.sequences:
-            yield operation.DrawOption(111, 3, drawn)
+            yield operation.DrawOption(111, 3, draw_step)
 
 
 @operation.register("Read")
@@ -108,7 +108,11 @@ class CallsInFlight(Observer):
         self.early: Reads = {}
         """Tokens read in this step while calls were in flight, which the cache had to wait for."""
 
-    def before_call(self, step: operation.Operation, said: Sequence[operation.TextSlice]) -> None:  # noqa: ARG002
+    def before_call(
+        self,
+        step: operation.Operation,
+        text_slices: Sequence[operation.TextSlice],  # noqa: ARG002
+    ) -> None:
         reads = step.waits_for_device and self.run.adapter.gather_in_flight
         routes = ["gather"] if reads and "gather" in self.run.features else []
         self.early = read(self.run, lambda _: routes, " with calls in flight")

@@ -16,7 +16,7 @@ from pytest_roseinfer.capabilities.misuse import (
     misuse,
 )
 from pytest_roseinfer.oracle.oracle import FORK_SHARES
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ class Copy(operation.Write):
         return [(self.child, self.count)]
 
     def describe(self) -> str:
-        tokens = some(self.count, "token")
+        tokens = format_count(self.count, "token")
         return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
     def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
@@ -62,7 +62,7 @@ class Copy(operation.Write):
         return oracle.tokens(self.parent)
 
     def text_slices(self, oracle: operation.Oracle) -> list[operation.TextSlice]:
-        return oracle.said_by(self.parent)
+        return oracle.stored_text(self.parent)
 
     def change(self, oracle: operation.Oracle) -> None:
         oracle.append(self.rows(), self.tokens(oracle))
@@ -120,16 +120,16 @@ class Fork(operation.Operation):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        if writer.filled and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+        if writer.filled and len(writer.oracle.sequences) < operation.MAX_SEQUENCES:
             yield operation.DrawOption(70, 4, lambda: cls.draw_for_any(writer))
 
 
 def refuse_fork_shares(adapter: type[Any]) -> None:
     """Raise ``TypeError`` for an unknown choice of ``fork_shares``."""
     if adapter.fork_shares not in FORK_SHARES:
-        known = ", ".join(map(repr, FORK_SHARES))
+        allowed = ", ".join(map(repr, FORK_SHARES))
         raise TypeError(
-            f"{adapter.__name__}.fork_shares is {adapter.fork_shares!r}: choose one of {known}"
+            f"{adapter.__name__}.fork_shares is {adapter.fork_shares!r}: choose one of {allowed}"
         )
 
 
@@ -163,7 +163,7 @@ one."""
 def _large(at: Large) -> Iterator[operation.Operation]:
     """Fork some of the rows, and move each parent and its child to the end of the batch."""
     for parent in _LARGE:
-        if parent in at.names and len(at.names) < at.most_names:
+        if parent in at.names and len(at.names) < at.max_names:
             child = at.fresh()
             yield Fork(parent, child)
             at.names = [*(seq for seq in at.names if seq != parent), parent, child]

@@ -102,7 +102,7 @@ def catalogue(adapter: type[Any]) -> Mapping[str, Misuse]:
 
 def standard_bad_calls(at: MisuseState) -> Iterator[BadCall]:
     """Yield the standard bad calls that the adapter declares."""
-    known = catalogue(type(at.adapter))
+    known_misuse = catalogue(type(at.adapter))
     for name in at.adapter.standard_bad_calls:
-        for words, call in known[name].make_calls(at):
-            yield BadCall(words, call, at.adapter.bad_call_errors)
+        for description, call in known_misuse[name].make_calls(at):
+            yield BadCall(description, call, at.adapter.bad_call_errors)

@@ -56,7 +56,7 @@ class Snapshot:
         """Return the blocks of every sequence in one layer."""
         if layer not in self._of_layers:
             tables = self.tables_or_errors(layer).items()
-            self._of_layers[layer] = {seq: _shown(table) for seq, table in tables}
+            self._of_layers[layer] = {seq: _value_or_raise(table) for seq, table in tables}
         return self._of_layers[layer]
 
     def tables_or_errors(self, layer: int) -> dict[int, list[int | None] | Exception]:
@@ -64,7 +64,7 @@ class Snapshot:
         return {seq: table for (seq, at), table in (self.tables or {}).items() if at == layer}
 
     def ledger(self, layer: int) -> Ledger:
-        return _shown(self.ledgers[layer])
+        return _value_or_raise(self.ledgers[layer])
 
     def ledger_or_none(self, layer: int) -> Ledger | None:
         """Return the ledger of a layer for a picture; None if the cache shows none."""
@@ -78,13 +78,15 @@ class Snapshot:
 
     def tables_and_ledgers(self) -> list[object]:
         """Return all tables and ledgers in a form that can be compared."""
-        books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
-        for ledger in map(_shown, self.ledgers):
+        books: list[object] = [
+            (key, _value_or_raise(table)) for key, table in (self.tables or {}).items()
+        ]
+        for ledger in map(_value_or_raise, self.ledgers):
             books.append((ledger.refcounts, sorted(ledger.free), ledger.swapped, ledger.num_free))
         return books
 
 
-def _shown(value: _T | Exception) -> _T:
+def _value_or_raise(value: _T | Exception) -> _T:
     if isinstance(value, Exception):
         raise value
     return value
@@ -97,7 +99,7 @@ class Outcome:
     fits: bool = True
     """True if there was room for the whole step; otherwise it was refused."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches under which the step was planned."""
+    """Values of the switches when the step was planned."""
     written: Written | None = None
     """Stored tokens; of a refused step, those of the admitted rows; None if it stores none."""
     refusal: str = ""
@@ -112,7 +114,7 @@ class AttentionOutput:
     layer: int
     query: torch.Tensor
     """``[len(seqs), q_heads, head_dim]``"""
-    found: torch.Tensor | Exception
+    actual: torch.Tensor | Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ class Location:
 class Finding:
     """One violation of an invariant, in words."""
 
-    what: str
+    summary: str
     location: Location | None = None
     cause: BaseException | None = None
     """Error that the cache raised; None if it raised none."""
@@ -213,7 +215,7 @@ def location_of_block(
 def find_change(
     observation: Observation, expected: Pair | None, actual: Pair | None
 ) -> tuple[Location, HeadMismatch] | None:
-    """Find the first position in which two arenas differ; None if they are equal or not shown."""
+    """Find the first difference of two arenas; None if they are equal or not shown."""
     if expected is None or actual is None:
         return None
     for kind, was, now in zip("KV", expected, actual, strict=True):
@@ -231,8 +233,8 @@ def find_change(
 
 def find_misplaced(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
     """Describe the position of a layer that holds a missing row; empty if none does."""
-    held = arena["KV".index(kind)][layer]
-    places = (as_bits(held) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
+    stored = arena["KV".index(kind)][layer]
+    places = (as_bits(stored) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
     for block, other, slot in places:
         of_head = f", head {other}" if other != head else ""
         return f"; the right one lies in block {block}, position {slot}{of_head}"

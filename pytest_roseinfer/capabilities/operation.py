@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Rows = list[tuple[int, int]]
 """Sequences, and the number of tokens that each gets."""
 Tokens = Sequence[int]
-MOST_SEQUENCES = 6
+MAX_SEQUENCES = 6
 """Most sequences that a drawn history has at a time."""
 NAMING = ("seq", "seqs", "parent", "child")
 """Fields that hold names of sequences, in all operations."""
@@ -53,7 +53,7 @@ class Device:
         """Make all calls in flight."""
 
     def torch_context(self) -> AbstractContextManager[object]:
-        """Return a context in which torch operations on the device's tensors are deferred."""
+        """Return a context that defers torch operations on the device's tensors."""
         return nullcontext()
 
     def hand_over(self, *tensors: torch.Tensor) -> None:
@@ -72,14 +72,14 @@ class CacheUnderTest:
     options: Mapping[str, Any]
     """Current values of the switches."""
     planned_options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches under which the present step was planned."""
+    """Values of the switches when the present step was planned."""
     open_reservations: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
     """Handle that the cache returned, and the switches at that time, of each open reservation."""
     lookup_handles: dict[int, object] = field(default_factory=dict)
     """Return values of ``look_up``, by the sequence that is to begin with them."""
     swap_handles: dict[int, object] = field(default_factory=dict)
     """Handles that the cache returned, by the sequence that is being swapped out or in."""
-    said: list[TextSlice] = field(default_factory=list)
+    text_slices: list[TextSlice] = field(default_factory=list)
     """Texts of the rows of the present step; empty if sequences have no texts."""
     device: Device = field(default_factory=lambda: Device())
     key: Any = None
@@ -126,9 +126,9 @@ class Writer(Protocol):
 
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
-    def between(self, least: int, most: int) -> int: ...
+    def between(self, min_value: int, max_value: int) -> int: ...
 
-    def shuffled(self, choices: Sequence[_T]) -> Sequence[_T]:
+    def shuffle(self, choices: Sequence[_T]) -> Sequence[_T]:
         """Draw an order of these choices."""
 
     def length(self, seq: int) -> int:
@@ -297,7 +297,7 @@ class Operation:
             oracle.slide_refused(refused[0][0])
 
     def change(self, oracle: Oracle) -> None:
-        """Apply it to an oracle in which it fits."""
+        """Apply it to an oracle that has room for it."""
 
     # ------------------------------------------------------------------- on a cache
 
@@ -404,7 +404,7 @@ def register(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
 
     def registered(kind: type[_Kind]) -> type[_Kind]:
         kind.trace_name = name
-        OPERATIONS[name] = made = dataclass(frozen=True, slots=True)(kind)
-        return made
+        OPERATIONS[name] = operation_class = dataclass(frozen=True, slots=True)(kind)
+        return operation_class
 
     return registered

@@ -33,7 +33,7 @@ else:
 
 
 _TELLING = 4
-"""Elements of a row from which on it can be recognised as a multiple of another one."""
+"""Fewest elements of a row that can be recognised as a multiple of another row."""
 _ALIKE = 0.995
 """Cosine similarity above which one row is taken for a multiple of the other."""
 
@@ -85,9 +85,9 @@ _WORDS = {
     Poison.NOT_COMPUTED: "poison (the device has not computed it yet)",
 }
 POISON_DESCRIPTIONS = {
-    (name, nan | why << place): _WORDS[why]
+    (name, nan | reason << place): _WORDS[reason]
     for name, (_, nan, place) in _QUIET.items()
-    for why in Poison
+    for reason in Poison
 }
 """Descriptions of poison, by the name of the dtype and the bits of the number."""
 ANY_NAN = "NaN (poison, or computed from it)"
@@ -98,18 +98,18 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @cache
-def poison_of(dtype: torch.dtype, why: Poison) -> torch.Tensor:
+def poison_of(dtype: torch.dtype, reason: Poison) -> torch.Tensor:
     """Return the NaN of a reason; a plain NaN if the dtype has no bits for a reason."""
     if name_of(dtype) not in _QUIET:
         return torch.tensor(float("nan"))
     integer, nan, place = _QUIET[name_of(dtype)]
-    return torch.tensor(nan | why << place, dtype=getattr(torch, integer)).view(dtype)
+    return torch.tensor(nan | reason << place, dtype=getattr(torch, integer)).view(dtype)
 
 
-def poison(tensor: torch.Tensor, why: Poison) -> None:
+def poison(tensor: torch.Tensor, reason: Poison) -> None:
     """Overwrite memory that must not be read: with NaN, or the lowest or highest integer."""
     if tensor.is_floating_point():
-        tensor.copy_(poison_of(tensor.dtype, why))
+        tensor.copy_(poison_of(tensor.dtype, reason))
     else:
         codes = torch.iinfo(tensor.dtype)
         tensor.fill_(codes.min or codes.max)
@@ -194,7 +194,7 @@ class HeadPosition(NamedTuple):
         """Describe the token, with layer, head and kind if these differ from ``here``."""
         token, *place = self
         elsewhere = f", layer {self.layer}, head {self.head}, {self.kind}" * (tuple(place) != here)
-        return token_words(token) + elsewhere
+        return describe_token(token) + elsewhere
 
     def likely_cause(self, other: HeadPosition) -> str:
         """Describe a common mistake that would put ``other`` here; empty if none would."""
@@ -208,7 +208,7 @@ class HeadPosition(NamedTuple):
 
 
 def rounded_to(exact: torch.Tensor, actual: torch.Tensor) -> str:
-    """Return the dtype to which a row was rounded; empty if rounding does not explain it."""
+    """Return the dtype that a row was rounded to; empty if rounding does not explain it."""
     for name in _NARROWER:
         narrow = getattr(torch, name)
         if narrow != exact.dtype and same_bits(exact.to(narrow).to(exact.dtype), actual):
@@ -224,7 +224,7 @@ class HeadMismatch:
     kind: str
     """K or V."""
     expected: str
-    found: str
+    actual: str
     token: int | None
     """Token whose bits were found; None if they are no token's."""
     likely_cause: str = ""
@@ -232,7 +232,7 @@ class HeadMismatch:
 
     def describe(self) -> str:
         likely_cause = f": {self.likely_cause}" * bool(self.likely_cause)
-        return f"expected {self.expected}, found {self.found}{likely_cause}"
+        return f"expected {self.expected}, found {self.actual}{likely_cause}"
 
 
 @dataclass(slots=True)
@@ -244,10 +244,10 @@ class Payload:
     """True for numbers of moderate size; False for any bit pattern, with NaNs and infinities."""
     tolerance: Tolerance | None = None
     """Tolerance of a quantised cache, whose numbers are always of moderate size; None if exact."""
-    _known: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _known_tokens: torch.Tensor | None = field(default=None, init=False, repr=False)
     """Tokens encoded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    """Index of each token in ``_known``."""
+    """Index of each token in ``_known_tokens``."""
 
     @classmethod
     def of(cls, adapter: type[Any], spec: CacheSpec, *, finite: bool) -> Self:
@@ -278,15 +278,19 @@ class Payload:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode keys and values as fresh tensors, ``[layers, tokens, heads, head_dim]``."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._place]
-        if new or self._known is None:
-            coded = self._coded(new, range(self.spec.num_layers))
-            self._known = coded if self._known is None else torch.cat([self._known, coded], 2)
-            self._place.update(zip(new, range(len(self._place), self._known.shape[2]), strict=True))
+        if new or self._known_tokens is None:
+            coded = self._encode(new, range(self.spec.num_layers))
+            self._known_tokens = (
+                coded if self._known_tokens is None else torch.cat([self._known_tokens, coded], 2)
+            )
+            self._place.update(
+                zip(new, range(len(self._place), self._known_tokens.shape[2]), strict=True)
+            )
         places = torch.tensor([self._place[token] for token in tokens], dtype=torch.int64)
-        keys, values = self._known[:, layers].index_select(2, places.to(self.spec.device))
+        keys, values = self._known_tokens[:, layers].index_select(2, places.to(self.spec.device))
         return keys, values
 
-    def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
+    def _encode(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
         heads, device = (self.spec.num_heads, self.spec.head_dim), self.spec.device
         inner = torch.arange(math.prod(heads), device=device).view(heads)
         layer = torch.tensor(list(layers), device=device).view(-1, 1, 1, 1)
@@ -319,25 +323,27 @@ class Payload:
 
     def describe_mismatch(
         self,
-        want: torch.Tensor,
-        got: torch.Tensor,
+        expected_row: torch.Tensor,
+        actual_row: torch.Tensor,
         layer: int,
         head: int,
         kind: str,
-        known: Sequence[int],
+        known_tokens: Sequence[int],
     ) -> HeadMismatch:
-        """Describe two rows ``[head_dim]`` in words, decoded to ``known`` tokens if possible."""
-        place = self._find_position(want, layer, head, known)
-        other = self._find_position(got, layer, head, known)
+        """Describe two rows ``[head_dim]`` in words, as ``known_tokens`` tokens if possible."""
+        place = self._find_position(expected_row, layer, head, known_tokens)
+        other = self._find_position(actual_row, layer, head, known_tokens)
         here = layer, head, kind
-        actual = other.describe(here) if other else self._words(got, want)
+        actual = (
+            other.describe(here) if other else self._describe_unknown_row(actual_row, expected_row)
+        )
         likely_cause = place.likely_cause(other) if place and other else ""
-        expected = place.describe(here) if place else self._words(want)
+        expected = place.describe(here) if place else self._describe_unknown_row(expected_row)
         return HeadMismatch(
             head, kind, expected, actual, other.token if other else None, likely_cause
         )
 
-    def _words(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
+    def _describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
         """Describe a row that is no token's, and its difference from the ``right`` one."""
         if row.dtype != self.dtype:
             return f"the codes {row.tolist()[:4]}..."
@@ -354,7 +360,7 @@ class Payload:
             return bits_of_none
         wrong = (as_bits(row) != as_bits(right)).nonzero().flatten().tolist()
         if not self.tolerance and row[wrong].isnan().all() and right[wrong].isnan().all():
-            return f"that but for the bits of NaN in elements {_listed(wrong)}{_NOT_KEPT}"
+            return f"that but for the bits of NaN in elements {_format_numbers(wrong)}{_NOT_KEPT}"
         if not right.isfinite().all():
             return bits_of_none
         off = f"up to {(row.double() - right.double()).abs().max():.3g} off"
@@ -368,7 +374,8 @@ class Payload:
         if rounded := rounded_to(right, row):
             return f"that rounded to {rounded}, {off}"
         if not self.tolerance and len(wrong) < len(row):
-            return f"that but for elements {_listed(wrong)}: {self._words(row[wrong])}"
+            difference = self._describe_unknown_row(row[wrong])
+            return f"that but for elements {_format_numbers(wrong)}: {difference}"
         return f"{bits_of_none}, {off}"
 
     def _find_position(
@@ -378,21 +385,21 @@ class Payload:
         if row.dtype != self.dtype:
             return None
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
-        for alike in (_equal, self._near) if self.tolerance else (_equal,):
+        for is_match in (_equal, self._is_near) if self.tolerance else (_equal,):
             for token in tokens:
-                coded = self._coded([token], layers)
-                if hit := alike(coded, row).all(-1).nonzero().tolist():
+                coded = self._encode([token], layers)
+                if hit := is_match(coded, row).all(-1).nonzero().tolist():
                     kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
                     return HeadPosition(token, layers[layer_at], head_at, "KV"[kind])
         return None
 
-    def _near(self, coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    def _is_near(self, coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         assert self.tolerance
         limit = coded.abs().amax((-1, -2), keepdim=True) * self.tolerance.of_greatest
         return (row - coded).abs() <= limit
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _format_numbers(numbers: Sequence[int]) -> str:
     """List ascending numbers, as a range if they are consecutive."""
     first, last = numbers[0], numbers[-1]
     if last - first + 1 == len(numbers) > 2:
@@ -405,7 +412,7 @@ def _equal(coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 
 def page_number(token: int, block_size: int) -> int:
-    """Number the page that a token was written to, alike for all tokens of the page.
+    """Return the number of the page that a token was written to, one for all tokens of the page.
 
     After a truncation, new tokens of the same page get another number.
     """
@@ -413,7 +420,7 @@ def page_number(token: int, block_size: int) -> int:
     return wrote * POSITIONS + position // block_size
 
 
-def token_words(token: int) -> str:
+def describe_token(token: int) -> str:
     """Describe a token by its sequence or text, and its position."""
     seq, position, life = token_parts(token)
     if seq == PADDING_SEQUENCE:
@@ -421,5 +428,5 @@ def token_words(token: int) -> str:
     if seq >= TEXTS:
         within = f" in namespace {life}" if life else ""
         return f"text {seq - TEXTS}{within}, token {position}"
-    again = f" (life {life + 1}: it was freed or cut before)" if life else ""
-    return f"sequence {seq}{again}, token {position}"
+    rewrites = f" (life {life + 1}: it was freed or cut before)" if life else ""
+    return f"sequence {seq}{rewrites}, token {position}"

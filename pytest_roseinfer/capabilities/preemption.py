@@ -10,7 +10,7 @@ from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.misuse import Call, MisuseState, misuse
 from pytest_roseinfer.capabilities.writes import draw_long_writes
 from pytest_roseinfer.oracle.pages import Absence, State
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -97,7 +97,7 @@ class Resume(operation.Write):
         return [(self.seq, self.count)]
 
     def describe(self) -> str:
-        tokens = some(self.count, "token")
+        tokens = format_count(self.count, "token")
         return f"resume sequence {self.seq}, with its {tokens}{self.describe_layout()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
@@ -123,11 +123,11 @@ class Resume(operation.Write):
         rows = [(seq, len(tokens)) for seq, tokens in preempted(oracle).items()]
         fitting = [row for row in rows if oracle.fits([row])]
 
-        def drawn() -> Resume:
+        def draw_step() -> Resume:
             return cls(*writer.pick(fitting or rows), writer.layout())
 
         if rows:
-            yield operation.DrawOption(122, 6 if fitting else 3, drawn)
+            yield operation.DrawOption(122, 6 if fitting else 3, draw_step)
             yield from draw_long_writes(writer)
 
 

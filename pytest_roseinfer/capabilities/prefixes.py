@@ -36,7 +36,7 @@ from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill, begin_sequence, draw_long_writes
 from pytest_roseinfer.oracle.pages import State, first_live
 from pytest_roseinfer.oracle.texts import explain_equal_block
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class PrefixTraits(Traits):
     ``"equal prefixes"``, also blocks with equal tokens and equal prefixes, which needs
     ``use_tokens``, ``table`` and ``ledger``; with ``"none"``, no blocks."""
     granularity: Literal["block", "token"] = "block"
-    """Unit in which ``match_prefix`` finds tokens: whole blocks, or single tokens."""
+    """Unit of the lengths that ``match_prefix`` returns: whole blocks, or single tokens."""
     recomputed_tokens: Literal[0, 1] = 0
     """Last tokens of a text that are never found, since the model computes them again."""
     finds: Literal["all", "some"] = "all"
@@ -142,7 +142,7 @@ def pending_prefixes(oracle: Oracle) -> dict[int, int]:
 class PrefixPages(State):
     """Pages that sequences began with, for caches that keep them unchanged."""
 
-    where: ClassVar = {"prefixes.keeps_prefix": True}
+    required_attributes: ClassVar = {"prefixes.keeps_prefix": True}
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -176,7 +176,7 @@ class LookUp(operation.Operation):
     needs = frozenset({"use_tokens", "look_up", "begin_with"})
 
     def describe(self) -> str:
-        tokens = some(self.count, "token")
+        tokens = format_count(self.count, "token")
         return f"look up the first {tokens} of the text of sequence {self.seq}"
 
     def new_seqs(self) -> list[int]:
@@ -189,16 +189,16 @@ class LookUp(operation.Operation):
         return oracle.text_slices([(self.seq, self.count)])
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
-        cache.lookup_handles[self.seq] = cache.adapter.look_up(cache.said[0].tokens)
+        cache.lookup_handles[self.seq] = cache.adapter.look_up(cache.text_slices[0].tokens)
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> LookUp:
+        def draw_step() -> LookUp:
             seq = writer.name_reusing_prefix()
             return cls(seq, writer.count(seq))
 
-        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.DrawOption(90, 3, drawn)
+        if len(writer.oracle.sequences) < operation.MAX_SEQUENCES:
+            yield operation.DrawOption(90, 3, draw_step)
 
 
 @operation.register("BeginWith")
@@ -251,16 +251,16 @@ def lookups(observation: Observation) -> Finding | None:
         lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(hit, Exception):
             return Finding(f"{lookup} raised {type(hit).__name__}: {hit}", cause=hit)
-        most = _stored(observation, text, count)
-        if hit > most:
-            what = f"{lookup} found {hit}, and only {most} of them may be found now"
-            return Finding(what + _describe_false_hit(observation, text, most))
+        max_hit = _stored(observation, text, count)
+        if hit > max_hit:
+            problem = f"{lookup} found {hit}, and only {max_hit} of them may be found now"
+            return Finding(problem + _describe_false_hit(observation, text, max_hit))
         excused = (
             observation.declared.prefixes.finds == "some"
             or (text, count) in observation.after.collided
         )
-        if hit < most and not excused:
-            return Finding(f"{lookup} found {hit}, though {most} of them are stored")
+        if hit < max_hit and not excused:
+            return Finding(f"{lookup} found {hit}, though {max_hit} of them are stored")
         if (
             observation.declared.prefixes.granularity == "block"
             and hit % observation.spec.block_size
@@ -274,9 +274,11 @@ def _describe_false_hit(observation: Observation, text: int, stored: int) -> str
     size = observation.spec.block_size
     assert observation.oracle.texts
     begin = stored - stored % size
-    wanted = observation.oracle.text_tokens(text, begin + size)[begin:]
+    requested = observation.oracle.text_tokens(text, begin + size)[begin:]
     every = (
-        explain_equal_block(observation.oracle.texts, wanted, contents, observation.first_writers)
+        explain_equal_block(
+            observation.oracle.texts, requested, contents, observation.first_writers
+        )
         for contents in cached_blocks_note(observation).contents.values()
     )
     return next(filter(None, every), "")
@@ -285,11 +287,11 @@ def _describe_false_hit(observation: Observation, text: int, stored: int) -> str
 def _stored(observation: Observation, text: int, count: int) -> int:
     """Count the first tokens of a text that are stored and that a lookup may find."""
     size = observation.spec.block_size
-    wanted = observation.oracle.text_tokens(
+    requested = observation.oracle.text_tokens(
         text, count - observation.declared.prefixes.recomputed_tokens
     )
-    blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
-    full = len(wanted) // size
+    blocks = [tuple(requested[at : at + size]) for at in range(0, len(requested), size)]
+    full = len(requested) // size
     while full and not all(
         _holds(observation, layer, blocks[:full])
         for layer in cached_blocks_note(observation).contents
@@ -298,11 +300,11 @@ def _stored(observation: Observation, text: int, count: int) -> int:
     stored = full * size
     if observation.declared.prefixes.granularity == "token" and full < len(blocks):
         every = (
-            held
+            stored_tokens
             for contents in cached_blocks_note(observation).contents.values()
-            for held in contents.values()
+            for stored_tokens in contents.values()
         )
-        stored += max((_common(blocks[full], held) for held in every), default=0)
+        stored += max((_common(blocks[full], stored_tokens) for stored_tokens in every), default=0)
     return stored
 
 
@@ -312,7 +314,7 @@ def _holds(observation: Observation, layer: int, blocks: Sequence[tuple[int, ...
     window = observation.spec.windows[layer] if observation.spec.windows else None
     live = blocks[first_live(window, len(blocks) * size) // size :]
     return {
-        tuple(held) for held in cached_blocks_note(observation).contents[layer].values()
+        tuple(stored) for stored in cached_blocks_note(observation).contents[layer].values()
     }.issuperset(live)
 
 
@@ -333,7 +335,7 @@ _VALUES = 4
 class LookupHashes:
     """Things that one lookup hashed."""
 
-    things: set[str] = field(default_factory=set)
+    hashed_texts: set[str] = field(default_factory=set)
     collided: bool = False
     """True if one of its hashes collides with that of another thing, which a step hashed."""
 
@@ -343,7 +345,7 @@ class LookupHashes:
         A cache that hashes fewer things than it looks up has remembered hashes, which may collide
         unnoticed.
         """
-        return self.collided or len(self.things) <= blocks
+        return self.collided or len(self.hashed_texts) <= blocks
 
 
 class TokenIdFeed(Observer):
@@ -351,9 +353,9 @@ class TokenIdFeed(Observer):
 
     any_of = ("use_tokens", "use_namespaces")
 
-    def before_call(self, step: operation.Operation, said: Sequence[TextSlice]) -> None:
-        if said:
-            pass_token_ids(self.run.adapter, said, written=bool(step.rows()))
+    def before_call(self, step: operation.Operation, text_slices: Sequence[TextSlice]) -> None:
+        if text_slices:
+            pass_token_ids(self.run.adapter, text_slices, written=bool(step.rows()))
 
 
 class Collisions(Observer):
@@ -371,24 +373,24 @@ class Collisions(Observer):
         self._hashed: dict[int, set[str]] = defaultdict(set)
         """Things that steps hashed, by hash; lookups are left out, since they store nothing."""
         self._lookup: LookupHashes | None = None
-        run.adapter.use_hash(self.hash_thing)
+        run.adapter.use_hash(self.record_hash)
 
     def after(self, observation: Observation) -> Mapping[str, int]:  # noqa: ARG002
         times, self._collisions = self._collisions, 0
         return {"hash_collision": times}
 
-    def hash_thing(self, thing: object) -> int:
+    def record_hash(self, thing: object) -> int:
         """Return the hash of a thing, and record collisions."""
         text = repr(thing)
         value = crc32(text.encode()) % _VALUES
-        alike = self._hashed[value]
-        collides = bool(alike - {text})
+        equal_hashes = self._hashed[value]
+        collides = bool(equal_hashes - {text})
         self._collisions += collides
         if self._lookup:
-            self._lookup.things.add(text)
+            self._lookup.hashed_texts.add(text)
             self._lookup.collided |= collides
         else:
-            alike.add(text)
+            equal_hashes.add(text)
         return value
 
     @contextmanager
@@ -403,18 +405,18 @@ class Collisions(Observer):
     @property
     def any(self) -> bool:
         """True once two things that steps hashed have collided."""
-        return any(len(alike) > 1 for alike in self._hashed.values())
+        return any(len(equal_hashes) > 1 for equal_hashes in self._hashed.values())
 
 
 # Token ids and lookups
 
 
-def pass_token_ids(adapter: Any, said: Sequence[TextSlice], *, written: bool) -> None:
+def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: bool) -> None:
     """Pass the texts of the rows of a write, or the namespace of a lookup, to a cache."""
     if "use_namespaces" in adapter.abilities:
-        adapter.use_namespaces([each.namespace for each in said])
+        adapter.use_namespaces([each.namespace for each in text_slices])
     if written and "use_tokens" in adapter.abilities:
-        adapter.use_tokens([each.tokens for each in said])
+        adapter.use_tokens([each.tokens for each in text_slices])
 
 
 def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
@@ -535,7 +537,7 @@ def _truncate_shared_block(writer: operation.Writer) -> Iterator[operation.Opera
     yield Prefill(first, full + recomputed, writer.layout())
     second = writer.name_with_prefix(full + recomputed)
     yield Prefill(second, full + recomputed, writer.layout())
-    cut, other = writer.shuffled((first, second))
+    cut, other = writer.shuffle((first, second))
     yield Truncate(cut, writer.between(full - size + 1, full - 1))
     write, free = Append((cut,), writer.layout()), Free(other)
     yield from writer.pick(((free, write), (free, write), (write, free)))
@@ -566,7 +568,7 @@ def _free_two_texts(writer: operation.Writer) -> Iterator[operation.Operation]:
     if second is None:
         return
     yield Prefill(second, size + recomputed, writer.layout())
-    for seq in writer.shuffled((first, second)):
+    for seq in writer.shuffle((first, second)):
         yield Free(seq)
     (third,) = writer.fresh(1)
     if others := writer.oracle.pages_free() - 1:
@@ -574,7 +576,7 @@ def _free_two_texts(writer: operation.Writer) -> Iterator[operation.Operation]:
 
 
 def _open(writer: operation.Writer) -> None:
-    """Open with one of three preludes in which a text is reused."""
+    """Open with one of three preludes that reuse a text."""
     if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
         truncate_shared_block(writer)
     elif can_check_eviction_order(writer) and writer.pick((False,) * 3 + (True,)):

@@ -60,9 +60,9 @@ def _changed_reads(observation: Observation) -> Finding | None:
         before = observation.before.reads.get((route, seq, layer))
         if isinstance(before, Exception) or isinstance(after, Exception) or before is None:
             continue
-        kept = min(_kept(observation, seq), len(before[0]))
+        num_old = min(_num_old_tokens(observation, seq), len(before[0]))
         for kind, was, now in zip("KV", before, after, strict=True):
-            wrong = (as_bits(was[:kept]) != as_bits(now[:kept])).any(-1)
+            wrong = (as_bits(was[:num_old]) != as_bits(now[:num_old])).any(-1)
             if wrong.any():
                 at, head = wrong.nonzero()[0].tolist()
                 page, slot = divmod(at, observation.spec.block_size)
@@ -75,15 +75,15 @@ def _changed_reads(observation: Observation) -> Finding | None:
     return None
 
 
-def _kept(observation: Observation, seq: int) -> int:
+def _num_old_tokens(observation: Observation, seq: int) -> int:
     """Count the first tokens of a sequence that the step must not change."""
     written = observation.outcome.written
     new = sum(count for name, count in written.rows if name == seq) if written else 0
-    kept = observation.oracle.length(seq) - observation.oracle.unwritten(seq) - new
+    num_old = observation.oracle.length(seq) - observation.oracle.unwritten(seq) - new
     changed = observation.operation.changed_seqs() if observation.operation else []
     if observation.payload.rounds_blocks and (new or seq in changed):
-        kept -= kept % observation.spec.block_size
-    return kept
+        num_old -= num_old % observation.spec.block_size
+    return num_old
 
 
 def _changed_scales(observation: Observation) -> Finding | None:
@@ -101,11 +101,11 @@ def _changed_scales(observation: Observation) -> Finding | None:
             _allow(observation, layer, wrong[layer])
         if wrong.any():
             layer, block, head, *slot = wrong.nonzero()[0].tolist()
-            where = (layer, block, head, *slot)
+            location = (layer, block, head, *slot)
             return Finding(
                 f"layer {layer}, {kind}, block {block}, head {head}: the scale is "
-                f"{now[where].item():.6g}, and was {was[where].item():.6g} before the step, which "
-                "did not write there",
+                f"{now[location].item():.6g}, and was {was[location].item():.6g} before the step, "
+                "which did not write there",
                 location_of_block(observation, layer, block, *slot),
             )
     return None

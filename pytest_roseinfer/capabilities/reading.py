@@ -59,9 +59,9 @@ def beyond(
 ) -> torch.Tensor:
     """Return a ``[token, head]`` mask of the values outside the tolerance."""
     tokens = oracle.tokens(seq)[: len(actual)]
-    want = _of_kind(payload, tokens, layer, kind).double()
+    expected = _of_kind(payload, tokens, layer, kind).double()
     limits = _limits(payload, oracle, seq, layer, kind)[: len(actual)]
-    return ~((actual.double() - want).abs() <= limits[:, None, None]).all(-1)  # NaN is outside
+    return ~((actual.double() - expected).abs() <= limits[:, None, None]).all(-1)  # NaN is outside
 
 
 def _limits(payload: Payload, oracle: Oracle, seq: int, layer: int, kind: str) -> torch.Tensor:
@@ -93,8 +93,8 @@ class _Compared(NamedTuple):
     seq: int
     layer: int
     kind: str
-    want: torch.Tensor
-    got: torch.Tensor
+    expected: torch.Tensor
+    actual: torch.Tensor
 
 
 @invariant(rank=12)
@@ -105,21 +105,21 @@ def read_back(observation: Observation) -> Finding | None:
     written = cache(partial(_written, observation))
     for (route, seq, layer), result in observation.after.reads.items():
         if isinstance(result, Exception):
-            what = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
-            raised = Finding(what, Location(layer, {seq: None}), result)
+            problem = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
+            raised = Finding(problem, Location(layer, {seq: None}), result)
             break
         start, unwritten = (
             observation.oracle.first_live(seq, layer),
             observation.oracle.unwritten(seq),
         )
         for kind, stored, read_values in zip("KV", written(seq), result, strict=True):
-            want = stored[layer, start:]
+            expected = stored[layer, start:]
             # Reserved room may hold anything until it is filled.
-            got = read_values[: len(want)] if unwritten else read_values
-            compared.append(_Compared(route, seq, layer, kind, want, got.contiguous()))
-    if all_same_bits([(each.want, each.got) for each in compared]):
+            actual = read_values[: len(expected)] if unwritten else read_values
+            compared.append(_Compared(route, seq, layer, kind, expected, actual.contiguous()))
+    if all_same_bits([(each.expected, each.actual) for each in compared]):
         return raised
-    different = (each for each in compared if not same_bits(each.want, each.got))
+    different = (each for each in compared if not same_bits(each.expected, each.actual))
     return next(filter(None, (_difference(observation, each) for each in different)), raised)
 
 
@@ -131,27 +131,30 @@ def _written(observation: Observation, seq: int) -> Pair:
 
 def _difference(observation: Observation, compared: _Compared) -> Finding | None:
     """Find the first position where two reads differ; within its tolerance, None."""
-    route, seq, layer, kind, want, got = compared
-    where = f"{route}: sequence {seq}, layer {layer}, {kind}"
+    route, seq, layer, kind, expected_pair, actual_pair = compared
+    location = f"{route}: sequence {seq}, layer {layer}, {kind}"
     whole = Location(layer, {seq: None})
-    if want.shape != got.shape:
-        shapes = f"expected shape {list(want.shape)}, found {list(got.shape)}"
-        return Finding(f"{where}: {shapes}", whole)
-    for expected, actual in ((want.dtype, got.dtype), (want.device, got.device)):
+    if expected_pair.shape != actual_pair.shape:
+        shapes = f"expected shape {list(expected_pair.shape)}, found {list(actual_pair.shape)}"
+        return Finding(f"{location}: {shapes}", whole)
+    for expected, actual in (
+        (expected_pair.dtype, actual_pair.dtype),
+        (expected_pair.device, actual_pair.device),
+    ):
         if expected != actual:
-            return Finding(f"{where}: expected {expected}, found {actual}", whole)
+            return Finding(f"{location}: expected {expected}, found {actual}", whole)
     if observation.payload.tolerance:
-        wrong = beyond(observation.payload, observation.oracle, seq, layer, kind, got)
+        wrong = beyond(observation.payload, observation.oracle, seq, layer, kind, actual_pair)
         if not wrong.any():
             return None
     else:
-        wrong = (as_bits(want) != as_bits(got)).any(-1)
+        wrong = (as_bits(expected_pair) != as_bits(actual_pair)).any(-1)
     row, head = wrong.nonzero()[0].tolist()
     at = row + observation.oracle.first_live(seq, layer)
     tokens = observation.oracle.tokens(seq)
-    known = [*tokens, *observation.first_writers]
+    known_tokens = [*tokens, *observation.first_writers]
     contents = observation.payload.describe_mismatch(
-        want[row, head], got[row, head], layer, head, kind, known
+        expected_pair[row, head], actual_pair[row, head], layer, head, kind, known_tokens
     )
     page, slot = divmod(at, observation.spec.block_size)
     same = ""
@@ -163,9 +166,9 @@ def _difference(observation: Observation, compared: _Compared) -> Finding | None
     if (
         observation.after.arena and not observation.payload.tolerance
     ):  # a quantised arena has codes, not values
-        lies = find_misplaced(observation.after.arena, layer, kind, head, want[row, head])
+        lies = find_misplaced(observation.after.arena, layer, kind, head, expected_pair[row, head])
     return Finding(
-        f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
+        f"{location}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"{contents.describe()}{same or lies}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
     )

@@ -47,17 +47,17 @@ def are_numbers(values: Iterable[object]) -> bool:
     return all(map(is_number, values))
 
 
-def are_counts(shown: object) -> TypeGuard[Mapping[Any, int]]:
-    return isinstance(shown, Mapping) and are_numbers(shown.values())
+def are_counts(value: object) -> TypeGuard[Mapping[Any, int]]:
+    return isinstance(value, Mapping) and are_numbers(value.values())
 
 
-def describe_value(shown: object) -> str:
+def describe_value(value: object) -> str:
     """Describe a value, cut to 80 characters; tensors by their shapes."""
-    if isinstance(shown, torch.Tensor):
-        return f"a tensor of shape {list(shown.shape)}"
-    if isinstance(shown, tuple | list) and any(isinstance(each, torch.Tensor) for each in shown):
-        return f"a {type(shown).__name__} of {', '.join(map(describe_value, shown))}"
-    text = " ".join(repr(shown).split())
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple | list) and any(isinstance(each, torch.Tensor) for each in value):
+        return f"a {type(value).__name__} of {', '.join(map(describe_value, value))}"
+    text = " ".join(repr(value).split())
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
@@ -67,99 +67,99 @@ def describe_value(shown: object) -> str:
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
-def table(call: str, shown: Any) -> list[int | None]:
+def table(call: str, value: Any) -> list[int | None]:
     """Return a list of block numbers as a list; raise ``InvalidReturnValue`` for anything else."""
-    listed = isinstance(shown, Iterable) and not isinstance(shown, str | bytes | Mapping)
-    blocks = list(shown) if listed else [shown]
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    blocks = list(value) if listed else [value]
     if not (listed and all(block is None or is_number(block) for block in blocks)):
-        raise_invalid(call, shown, "a list of block numbers")
+        raise_invalid(call, value, "a list of block numbers")
     return blocks
 
 
-def ledger(call: str, shown: Any) -> Ledger:
+def ledger(call: str, value: Any) -> Ledger:
     """Return a ledger with valid fields; raise ``InvalidReturnValue`` for anything else."""
-    if not isinstance(shown, Ledger):
-        raise_invalid(call, shown, "a Ledger")
-    refcounts = shown.refcounts
+    if not isinstance(value, Ledger):
+        raise_invalid(call, value, "a Ledger")
+    refcounts = value.refcounts
     if not (isinstance(refcounts, Mapping) and are_numbers((*refcounts, *refcounts.values()))):
         raise InvalidReturnValue(
             f"{call} returned a Ledger whose refcounts are {describe_value(refcounts)}: "
             "map each block that is held to the number of its holders"
         )
     for name in ("free", "cached"):
-        blocks = getattr(shown, name)
+        blocks = getattr(value, name)
         if not (isinstance(blocks, Collection) and are_numbers(blocks)):
             raise InvalidReturnValue(
                 f"{call} returned a Ledger whose {name} is {describe_value(blocks)}: list block "
                 "numbers"
             )
     for name in ("total", "swapped", "num_free"):
-        blocks = getattr(shown, name)
+        blocks = getattr(value, name)
         if not (is_number(blocks) or (blocks is None and name != "total")):
             raise InvalidReturnValue(
                 f"{call} returned a Ledger whose {name} is {describe_value(blocks)}: a number of "
                 "blocks"
             )
-    return shown
+    return value
 
 
-def pair(call: str, shown: Any) -> Pair:
+def pair(call: str, value: Any) -> Pair:
     """Return keys and values as two tensors; one tensor may hold both, keys first."""
-    if not (isinstance(shown, torch.Tensor) and shown.dim() == 4 and len(shown) == 2):
-        listed = isinstance(shown, tuple | list) and len(shown) == 2
-        if not (listed and all(isinstance(each, torch.Tensor) for each in shown)):
-            raise_invalid(call, shown, "keys and values, two tensors")
-    keys, values = shown
+    if not (isinstance(value, torch.Tensor) and value.dim() == 4 and len(value) == 2):
+        listed = isinstance(value, tuple | list) and len(value) == 2
+        if not (listed and all(isinstance(each, torch.Tensor) for each in value)):
+            raise_invalid(call, value, "keys and values, two tensors")
+    keys, values = value
     return keys, values
 
 
-def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
+def storage(call: str, value: Any, dimensions: Collection[int]) -> Pair:
     """Return two views of all layers, as ``pair`` does, with one of these numbers of dimensions."""
-    in_one = isinstance(shown, torch.Tensor) and shown.dim() and len(shown) == 2
-    views = (shown[0], shown[1]) if in_one else pair(call, shown)
+    in_one = isinstance(value, torch.Tensor) and value.dim() and len(value) == 2
+    views = (value[0], value[1]) if in_one else pair(call, value)
     if not all(view.dim() in dimensions for view in views):
-        raise_invalid(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
+        raise_invalid(call, value, f"views of {' or '.join(map(str, dimensions))} dimensions")
     return views
 
 
-def require_dimensions(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> None:
+def require_dimensions(call: str, view: torch.Tensor, expected: Mapping[str, int | None]) -> None:
     """Check the sizes of a view, which may lack the last dimensions; None allows any size."""
-    sizes = zip(view.shape, due.values(), strict=False)
+    sizes = zip(view.shape, expected.values(), strict=False)
     if any(size not in (actual, None) for actual, size in sizes):
-        names = [name if size is None else f"{name}={size}" for name, size in due.items()]
+        names = [name if size is None else f"{name}={size}" for name, size in expected.items()]
         raise_invalid(call, view, f"views [{', '.join(names[: view.dim()])}]")
 
 
-def require_same_storage(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
+def require_same_storage(call: str, view: torch.Tensor, second: torch.Tensor) -> None:
     """Check that two calls return views of the same memory, not copies."""
-    if view.data_ptr() != again.data_ptr():
+    if view.data_ptr() != second.data_ptr():
         raise InvalidReturnValue(
             f"{call} returned a new copy each time: return views of the tensors that the cache "
             "itself writes to, whose free blocks the harness poisons"
         )
 
 
-def count(call: str, shown: Any) -> int:
-    if not is_number(shown):
-        raise_invalid(call, shown, "a number of tokens")
-    return int(shown)
+def count(call: str, value: Any) -> int:
+    if not is_number(value):
+        raise_invalid(call, value, "a number of tokens")
+    return int(value)
 
 
-def counts(call: str, shown: Any) -> Mapping[str, int]:
-    if not are_counts(shown):
-        raise_invalid(call, shown, COUNTS)
-    return shown
+def counts(call: str, value: Any) -> Mapping[str, int]:
+    if not are_counts(value):
+        raise_invalid(call, value, COUNTS)
+    return value
 
 
-def attention(call: str, shown: Any) -> torch.Tensor:
-    if not isinstance(shown, torch.Tensor):
-        raise_invalid(call, shown, "a tensor like the query")
-    return shown
+def attention(call: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise_invalid(call, value, "a tensor like the query")
+    return value
 
 
-def reservation(shown: object, error: Exception) -> InvalidReturnValue | None:
+def reservation(value: object, error: Exception) -> InvalidReturnValue | None:
     """Return an error if ``fill`` may have raised because ``reserve`` returned None."""
-    if shown is None and isinstance(error, TypeError | AttributeError):
+    if value is None and isinstance(error, TypeError | AttributeError):
         raised = f"{type(error).__name__}: {error}"
         return InvalidReturnValue(
             f"reserve() returned None, and fill(None, key, value) raised {raised}: "
@@ -181,11 +181,13 @@ class ReturnCheck:
     """Adapter attribute that holds the least length; empty for any length."""
 
 
-def returns(accepts: Callable[[Any], bool], words: str, least: str = "") -> Callable[..., Any]:
+def returns(
+    accepts: Callable[[Any], bool], requirement: str, minimum: str = ""
+) -> Callable[..., Any]:
     """Declare the value that an adapter method must return, as a check and in words."""
 
     def declare(method: _Method) -> _Method:
-        method.__dict__["answer"] = ReturnCheck(accepts, words, least)
+        method.__dict__["answer"] = ReturnCheck(accepts, requirement, minimum)
         return method
 
     return declare
@@ -198,15 +200,17 @@ def checks_of(adapter: type[Any]) -> dict[str, Callable[..., Any]]:
     method's own.
     """
     return {
-        name: partial(_checked, each.answer, getattr(adapter, each.answer.least, 0), adapter, name)
+        name: partial(
+            _call_and_check, each.answer, getattr(adapter, each.answer.least, 0), adapter, name
+        )
         for name, each in adapter.declared.items()
         if hasattr(each, "answer")
     }
 
 
-def _checked(
+def _call_and_check(
     answer: ReturnCheck,
-    least: int,
+    minimum: int,
     adapter: type[Any],
     name: str,
     method: Callable[[], Any],
@@ -214,8 +218,8 @@ def _checked(
     **named: Any,
 ) -> Any:
     shown = method()(*arguments, **named)
-    if not answer.accepts(shown) or (least and len(shown) < least):
-        raise_invalid(call_of(adapter, name), shown, answer.description.format(least=least))
+    if not answer.accepts(shown) or (minimum and len(shown) < minimum):
+        raise_invalid(call_of(adapter, name), shown, answer.description.format(least=minimum))
     return shown
 
 
@@ -225,22 +229,22 @@ def call_of(adapter: type[Any], name: str) -> str:
     return f"{name}({', '.join(parameters)})"
 
 
-def floats(shown: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def floats(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return a list of numbers as an array; raise ``TypeError`` for anything else."""
-    if isinstance(shown, torch.Tensor) and shown.is_floating_point():
-        shown = shown.detach().cpu().double()  # NumPy reads no device memory, nor bfloat16
-    array = np.asarray(shown)
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        value = value.detach().cpu().double()  # NumPy reads no device memory, nor bfloat16
+    array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "fiu":
-        raise TypeError(f"no list of numbers: {shown!r}")
+        raise TypeError(f"no list of numbers: {value!r}")
     return array.astype(np.float64)
 
 
-def elements(shown: Any) -> list[Any] | None:
+def elements(value: Any) -> list[Any] | None:
     """Return the elements of a list, a tuple or an array; None for anything else."""
-    if isinstance(shown, str | bytes | Mapping | Set) or not isinstance(shown, Collection):
+    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):
         return None
     try:
-        return list(shown)
+        return list(value)
     except TypeError:  # an array without a dimension
         return None
 
@@ -248,28 +252,28 @@ def elements(shown: Any) -> list[Any] | None:
 def list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a check of lists that applies a check to each element."""
 
-    def check(shown: Any) -> bool:
-        listed = elements(shown)
+    def check(value: Any) -> bool:
+        listed = elements(value)
         return listed is not None and all(map(accepts, listed))
 
     return check
 
 
-def is_text(shown: Any) -> bool:
-    return isinstance(shown, str)
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def is_bool(shown: Any) -> bool:
-    return isinstance(shown, bool | np.bool_)
+def is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
 
 
-def is_float(shown: Any) -> bool:
-    return are_floats([shown])
+def is_float(value: Any) -> bool:
+    return are_floats([value])
 
 
-def are_floats(shown: Any) -> bool:
+def are_floats(value: Any) -> bool:
     try:
-        floats(shown)
+        floats(value)
     except (TypeError, ValueError):
         return False
     return True

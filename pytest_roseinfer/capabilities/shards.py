@@ -26,7 +26,7 @@ class ShardMethods:
 
     @optional
     def shards(self) -> Sequence[Any]:
-        """Return the adapters of all ranks, each of which stores some of the heads.
+        """Return the adapters of all ranks; each rank stores some of the heads.
 
         Tables and ledgers of the whole are those of the first rank, and those of the others must be
         equal. The harness poisons the arenas of the ranks, so that ``arena`` may return copies. A
@@ -53,11 +53,11 @@ def _differences(rank: int, first: Snapshot, other: Snapshot) -> Iterator[Findin
                 f"{len(table)} on rank 0",
                 Location(layer, {seq: None}),
             )
-        for at, (block, own) in enumerate(zip(table, another, strict=False)):
-            if block != own:
+        for at, (block, own_block) in enumerate(zip(table, another, strict=False)):
+            if block != own_block:
                 yield Finding(
-                    f"rank {rank}, layer {layer}: block {at} of sequence {seq} is block {own}, "
-                    f"and block {block} on rank 0",
+                    f"rank {rank}, layer {layer}: block {at} of sequence {seq} is block "
+                    f"{own_block}, and block {block} on rank 0",
                     Location(layer, {seq: at}, block),
                 )
     for layer in range(len(first.ledgers)):
@@ -65,21 +65,25 @@ def _differences(rank: int, first: Snapshot, other: Snapshot) -> Iterator[Findin
 
 
 def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator[Finding]:
-    where = f"rank {rank}, layer {layer}"
+    location = f"rank {rank}, layer {layer}"
     if other.total != first.total:
-        yield Finding(f"{where}: there are {other.total} blocks, and {first.total} on rank 0")
+        yield Finding(f"{location}: there are {other.total} blocks, and {first.total} on rank 0")
     if other.num_free != first.num_free:
         counted = f"{other.num_free} free blocks are counted"
-        yield Finding(f"{where}: {counted}, and {first.num_free} on rank 0")
+        yield Finding(f"{location}: {counted}, and {first.num_free} on rank 0")
     for block in sorted(first.refcounts.keys() | other.refcounts.keys()):
-        holders, own = (each.refcounts.get(block, 0) for each in (first, other))
-        if holders != own:
-            yield Finding(f"{where}: block {block} has {own} holders, and {holders} on rank 0")
-    for words in ("free", "cached"):
-        blocks, others = {*getattr(first, words)}, {*getattr(other, words)}
+        holders, own_holders = (each.refcounts.get(block, 0) for each in (first, other))
+        if holders != own_holders:
+            yield Finding(
+                f"{location}: block {block} has {own_holders} holders, and {holders} on rank 0"
+            )
+    for attribute in ("free", "cached"):
+        blocks, others = {*getattr(first, attribute)}, {*getattr(other, attribute)}
         for block in sorted(blocks ^ others):
-            here, there = ("", "not ") if block in others else ("not ", "")
-            yield Finding(f"{where}: block {block} is {here}{words}, and {there}{words} on rank 0")
+            own, at_0 = ("", "not ") if block in others else ("not ", "")
+            yield Finding(
+                f"{location}: block {block} is {own}{attribute}, and {at_0}{attribute} on rank 0"
+            )
 
 
 def _show_ranks(run: Run, look: SnapshotScope) -> Mapping[str, Any]:  # noqa: ARG001

@@ -62,7 +62,7 @@ class Event:
 
     @property
     def wait_on_device(self) -> Callable[[], None]:
-        """Call by which another stream waits for the event's present position."""
+        """Call that makes another stream wait for the event's present position."""
         return self._reach or (lambda: None)
 
 
@@ -197,7 +197,7 @@ _READ_BY_THE_HOST = {_Tensor.tolist, _Tensor.numpy, _Tensor.cpu}
 
 
 class QueuedTorch(ExitStack):
-    """A context in which torch operations on the device's tensors are submitted to a queue."""
+    """A context that submits torch operations on the device's tensors to a queue."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         super().__init__()
@@ -383,13 +383,13 @@ def _on_meta(call: _Call) -> _Call:
 
 def _poison(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory whose values must not be read yet: NaN, or integers that are no valid index."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    poisoned = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     if like.dtype.is_complex:
-        return made.fill_(float("nan"))
+        return poisoned.fill_(float("nan"))
     if like.dtype.is_floating_point:
-        poison(made, Poison.NOT_COMPUTED)
-        return made
-    return made.fill_(True if like.dtype is torch.bool else torch.iinfo(like.dtype).max)
+        poison(poisoned, Poison.NOT_COMPUTED)
+        return poisoned
+    return poisoned.fill_(True if like.dtype is torch.bool else torch.iinfo(like.dtype).max)
 
 
 # The device of a cache that defines ``use_queue``

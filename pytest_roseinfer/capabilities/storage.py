@@ -60,7 +60,7 @@ class StorageMethods:
 @invariant(rank=40, needs=("arena", "table"))
 def arena(observation: Observation) -> Finding | None:
     """The storage may change only where the step writes."""
-    change = find_change(observation, _expected(observation), observation.after.arena)
+    change = find_change(observation, _expected_arena(observation), observation.after.arena)
     if change is None:
         return None
     location, contents = change
@@ -102,14 +102,14 @@ def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]
 
 def _swapping_in_blocks(observation: Observation, layer: int) -> set[int]:
     """Return the blocks of sequences that are being swapped in, which may change at any time."""
-    coming = observation.oracle.hidden
+    swapping_in = observation.oracle.hidden
     if observation.operation:
-        coming += observation.operation.restored_seqs()
+        swapping_in += observation.operation.restored_seqs()
     tables = observation.after.tables_of(layer)
-    return {block for seq in coming for block in tables[seq] if block is not None}
+    return {block for seq in swapping_in for block in tables[seq] if block is not None}
 
 
-def _expected(observation: Observation) -> Pair | None:
+def _expected_arena(observation: Observation) -> Pair | None:
     """Return the arena before the step, with its allowed changes copied from the arena after it."""
     before, after, written = (
         observation.before.arena,
@@ -158,9 +158,9 @@ def _expected_cached(observation: Observation, before: Pair, after: Pair) -> Pai
         was, is_now = (
             each.ledger(layer).cached for each in (observation.before, observation.after)
         )
-        kept = sorted({*was}.intersection(is_now))
+        still_cached = sorted({*was}.intersection(is_now))
         for image, cache in zip(expected, before, strict=True):
-            image[layer, kept] = cache[layer, kept]
+            image[layer, still_cached] = cache[layer, still_cached]
     return expected
 
 
@@ -196,7 +196,7 @@ class Storage(Observer):
             # Codes may be packed.
             "head_dim": None if spec.dtype in self.adapter.tolerance else spec.head_dim,
         }
-        for name, pair in zip(STORAGE_METHODS, self.shown(copied=False), strict=True):
+        for name, pair in zip(STORAGE_METHODS, self.read_views(copied=False), strict=True):
             for view in pair or ():
                 return_values.require_dimensions(f"{name}()", view, sizes)
 
@@ -204,9 +204,9 @@ class Storage(Observer):
         """Raise ``InvalidReturnValue`` for copies of the storage, which poison would not reach."""
         for rank in self._ranks:
             for name in STORAGE_METHODS:
-                one, other = _shown(rank, name), _shown(rank, name)
-                for view, again in zip(one or (), other or (), strict=True):
-                    return_values.require_same_storage(f"{name}()", view, again)
+                one, other = _read_storage(rank, name), _read_storage(rank, name)
+                for view, second_views in zip(one or (), other or (), strict=True):
+                    return_values.require_same_storage(f"{name}()", view, second_views)
 
     @property
     def _ranks(self) -> Sequence[Any]:
@@ -214,12 +214,12 @@ class Storage(Observer):
         return self.adapter.shards() if sharded else [self.adapter]
 
     def _live(self) -> list[torch.Tensor]:
-        shown = [_shown(rank, name) for rank in self._ranks for name in STORAGE_METHODS]
+        shown = [_read_storage(rank, name) for rank in self._ranks for name in STORAGE_METHODS]
         return [part for pair in shown for part in pair or ()]
 
-    def shown(self, *, copied: bool) -> list[Pair | None]:
+    def read_views(self, *, copied: bool) -> list[Pair | None]:
         """Return the views of each method in ``STORAGE_METHODS``, or copies; None without it."""
-        pairs = [_shown(self.adapter, name) for name in STORAGE_METHODS]
+        pairs = [_read_storage(self.adapter, name) for name in STORAGE_METHODS]
         return [(pair[0].clone(), pair[1].clone()) if pair and copied else pair for pair in pairs]
 
     def _poison_freed_blocks(self, before: Snapshot, after: Snapshot) -> None:
@@ -227,13 +227,13 @@ class Storage(Observer):
         if before.arena is None and before.scales is None:  # calls were in flight
             return
         for layer in {layer for _, layer in before.tables or ()}:
-            kept = {*after.ledger(layer).cached} if after.ledgers else set[int]()
-            for block in before.owners(layer).keys() - after.owners(layer).keys() - kept:
+            cached = {*after.ledger(layer).cached} if after.ledgers else set[int]()
+            for block in before.owners(layer).keys() - after.owners(layer).keys() - cached:
                 for part in (*self._live(), *(after.arena or ()), *(after.scales or ())):
                     poison(part[layer, block], Poison.FREED)
 
 
-def _shown(adapter: Any, name: str) -> Pair | None:
+def _read_storage(adapter: Any, name: str) -> Pair | None:
     if name not in adapter.abilities:
         return None
     return return_values.storage(f"{name}()", getattr(adapter, name)(), STORAGE_METHODS[name])
@@ -245,15 +245,15 @@ def separate_containers(observation: Observation) -> Finding | None:
     holders: dict[tuple[type, int], int] = {}
     for seq, container in observation.after.containers.items():
         if isinstance(container, Exception):
-            what = f"container({seq}) raised {type(container).__name__}: {container}"
-            return Finding(what, Location(0, {seq: None}), container)
+            problem = f"container({seq}) raised {type(container).__name__}: {container}"
+            return Finding(problem, Location(0, {seq: None}), container)
         identity, shared = id(container), "the same list"
         if isinstance(container, int):
             identity, shared = container, f"slot {container}"
         other = holders.setdefault((type(container), identity), seq)
         if other != seq:
-            what = f"sequences {other} and {seq} are kept in {shared}"
-            return Finding(what, Location(0, {other: None, seq: None}))
+            problem = f"sequences {other} and {seq} are kept in {shared}"
+            return Finding(problem, Location(0, {other: None, seq: None}))
     return None
 
 
@@ -262,7 +262,7 @@ def _show_storage(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
     storage = run.observer(Storage)
     if storage is None or not run.cache_under_test.device.idle:
         return {}
-    return dict(zip(STORAGE_METHODS, storage.shown(copied=look.copies), strict=True))
+    return dict(zip(STORAGE_METHODS, storage.read_views(copied=look.copies), strict=True))
 
 
 STORAGE = Capability(

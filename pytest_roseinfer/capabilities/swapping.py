@@ -106,12 +106,12 @@ class Swapped(State):
         return sum(-(-len(tokens) // block_size) for tokens in self.tokens.values())
 
 
-def swapped(oracle: operation.Oracle) -> Swapped:
+def swap_state(oracle: operation.Oracle) -> Swapped:
     return oracle.ensure_state(Swapped)
 
 
-def _at(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
-    return swapped(oracle).stages.get(seq) is stage
+def _is_at_stage(oracle: operation.Oracle, seq: int, stage: Stage) -> bool:
+    return swap_state(oracle).stages.get(seq) is stage
 
 
 _TOGETHER = ("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")
@@ -150,11 +150,11 @@ class SwapOut(_Swap):
     def possible(self, oracle: operation.Oracle) -> bool:
         if not operation.Operation.possible(self, oracle):
             return False
-        taken = swapped(oracle).blocks(oracle.block_size)
-        return taken + len(oracle.sequences[self.seq]) <= oracle.capacity
+        used = swap_state(oracle).blocks(oracle.block_size)
+        return used + len(oracle.sequences[self.seq]) <= oracle.capacity
 
     def change(self, oracle: operation.Oracle) -> None:
-        out = swapped(oracle)
+        out = swap_state(oracle)
         out.stages[self.seq], out.tokens[self.seq] = Stage.SWAPPING_OUT, oracle.tokens(self.seq)
         if not out.holds_blocks:
             oracle.release_pages(self.seq)
@@ -178,11 +178,11 @@ class FinishSwapOut(_Swap):
         return f"finish swapping sequence {self.seq} out"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.SWAPPING_OUT)
+        return _is_at_stage(oracle, self.seq, Stage.SWAPPING_OUT)
 
     def change(self, oracle: operation.Oracle) -> None:
-        swapped(oracle).stages[self.seq] = Stage.SWAPPED_OUT
-        if swapped(oracle).holds_blocks:
+        swap_state(oracle).stages[self.seq] = Stage.SWAPPED_OUT
+        if swap_state(oracle).holds_blocks:
             oracle.release_pages(self.seq)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
@@ -190,7 +190,7 @@ class FinishSwapOut(_Swap):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        if leaving := swapped(writer.oracle).at(Stage.SWAPPING_OUT):
+        if leaving := swap_state(writer.oracle).at(Stage.SWAPPING_OUT):
             yield operation.DrawOption(130, 10, lambda: cls(writer.pick(leaving)))
 
 
@@ -204,25 +204,25 @@ class SwapIn(_Swap):
         return f"begin to swap sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.SWAPPED_OUT)
+        return _is_at_stage(oracle, self.seq, Stage.SWAPPED_OUT)
 
     def fits(self, oracle: operation.Oracle) -> bool:
-        return oracle.fits([(self.seq, len(swapped(oracle).tokens[self.seq]))])
+        return oracle.fits([(self.seq, len(swap_state(oracle).tokens[self.seq]))])
 
     def may_find_blocks(self) -> bool:
         return True
 
     def change(self, oracle: operation.Oracle) -> None:
-        tokens = swapped(oracle).tokens[self.seq]
+        tokens = swap_state(oracle).tokens[self.seq]
         oracle.append([(self.seq, len(tokens))], tokens)
-        swapped(oracle).stages[self.seq] = Stage.SWAPPING_IN
+        swap_state(oracle).stages[self.seq] = Stage.SWAPPING_IN
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.swap_handles[self.seq] = cache.adapter.swap_in(self.seq)
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        steps = [cls(seq) for seq in swapped(writer.oracle).at(Stage.SWAPPED_OUT)]
+        steps = [cls(seq) for seq in swap_state(writer.oracle).at(Stage.SWAPPED_OUT)]
         fitting = [step for step in steps if step.fits(writer.oracle)]
         if steps:
             yield operation.DrawOption(
@@ -241,33 +241,33 @@ class FinishSwapIn(_Swap):
         return f"finish swapping sequence {self.seq} in"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return _at(oracle, self.seq, Stage.SWAPPING_IN)
+        return _is_at_stage(oracle, self.seq, Stage.SWAPPING_IN)
 
     def restored_seqs(self) -> list[int]:
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        swapped(oracle).on_free(self.seq)
+        swap_state(oracle).on_free(self.seq)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.adapter.finish_swap_in(cache.swap_handles.pop(self.seq))
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        if coming := swapped(writer.oracle).at(Stage.SWAPPING_IN):
+        if coming := swap_state(writer.oracle).at(Stage.SWAPPING_IN):
             yield operation.DrawOption(130, 10, lambda: cls(writer.pick(coming)))
 
 
 @invariant(rank=22, needs=("ledger", "swap_out"))
 def swap_space(observation: Observation) -> Finding | None:
     """Swap space in use must belong to sequences that are swapped out."""
-    most = swapped(observation.oracle).blocks(observation.spec.block_size)
+    max_blocks = swap_state(observation.oracle).blocks(observation.spec.block_size)
     for layer in range(observation.spec.num_layers):
-        taken = observation.after.ledger(layer).swapped or 0
-        if taken > most:
+        used = observation.after.ledger(layer).swapped or 0
+        if used > max_blocks:
             return Finding(
-                f"layer {layer}: {taken} blocks of swap space are in use, and sequences swapped "
-                f"out need {most}"
+                f"layer {layer}: {used} blocks of swap space are in use, and sequences swapped out "
+                f"need {max_blocks}"
             )
     return None
 
@@ -280,7 +280,7 @@ _NEXT = {
 
 
 def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
-    return [_NEXT[stage](seq) for seq, stage in swapped(oracle).stages.items()]
+    return [_NEXT[stage](seq) for seq, stage in swap_state(oracle).stages.items()]
 
 
 # Bad calls
@@ -289,14 +289,14 @@ def _way_back(oracle: operation.Oracle) -> list[operation.Operation]:
 @misuse("gather", "swap_out", "swap_in")
 def gather_swapped_out(at: MisuseState) -> Iterator[Call]:
     for stage in (Stage.SWAPPED_OUT, Stage.SWAPPING_IN):
-        yield from at.gather_absent(swapped(at.oracle).at(stage))
+        yield from at.gather_absent(swap_state(at.oracle).at(stage))
 
 
 @misuse("swap_out", "swap_in")
 def append_to_swapped_out(at: MisuseState) -> Iterator[Call]:
     new = at.tokens(1)
     for stage in (Stage.SWAPPING_OUT, Stage.SWAPPED_OUT, Stage.SWAPPING_IN):
-        for seq in swapped(at.oracle).at(stage)[-1:]:
+        for seq in swap_state(at.oracle).at(stage)[-1:]:
             call = partial(at.adapter.append, [seq], new, new)
             yield f"append to a sequence that is {stage.value}", call
 

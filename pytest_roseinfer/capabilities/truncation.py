@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import Capability, RankPolicy, Traits, optional
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,8 @@ class TruncationTraits(Traits):
     shared until it is written to. A block with a single holder is never copied. Blocks that the
     truncation frees make room for the copy, and for those of later rows."""
     errors: tuple[type[BaseException], ...] = ()
-    """Errors of which ``truncate`` raises one, without changes, if ``can_truncate`` returns
-    False."""
+    """Errors of ``truncate``: it raises one of them, and changes nothing, if ``can_truncate``
+    returns False."""
 
 
 class TruncationMethods:
@@ -81,7 +81,7 @@ class Truncate(_Truncation):
     least = 0
 
     def describe(self) -> str:
-        return f"truncate sequence {self.seq} to {some(self.length, 'token')}"
+        return f"truncate sequence {self.seq} to {format_count(self.length, 'token')}"
 
     def uses(self) -> list[int]:
         return [self.seq]
@@ -106,12 +106,12 @@ class Truncate(_Truncation):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> Truncate:
+        def draw_step() -> Truncate:
             seq = writer.pick(writer.live)
             return cls(seq, writer.length(seq))
 
         if writer.live:
-            yield operation.DrawOption(101, 4, drawn)
+            yield operation.DrawOption(101, 4, draw_step)
 
 
 @operation.register("TruncateMany")
@@ -166,12 +166,12 @@ class TruncateMany(_Truncation):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> TruncateMany:
+        def draw_step() -> TruncateMany:
             seqs = writer.batch(())
             return cls(seqs, tuple(map(writer.length, seqs)))
 
         if writer.live:
-            yield operation.DrawOption(112, 2, drawn)
+            yield operation.DrawOption(112, 2, draw_step)
 
 
 TRUNCATION = Capability(

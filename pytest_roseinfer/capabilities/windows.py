@@ -35,12 +35,12 @@ class WindowTraits(Traits):
     layer has a window. They are drawn for ``spec.windows``. In a layer of window W a token attends
     to itself and the W - 1 before it. So the last W - 1 stored tokens are live: ``peek`` and
     ``gather`` return only these, ``attend`` attends to these, and ``table`` has None for a freed
-    block, all of whose tokens come before them."""
+    block, whose tokens all come before them."""
     pools: Literal["own", "shared"] = "own"
     """Pools of blocks: each layer has its ``"own"``, of ``spec.num_blocks`` blocks, or all layers
     allocate from a ``"shared"`` one. There a block belongs to one group at a time, layers of a
     group have equal tables, and the ledger of any layer shows the whole pool."""
-    gives_back: Literal["at once", "next write", "next try"] = "at once"
+    frees: Literal["at once", "next write", "next try"] = "at once"
     """Time at which a block that left the window is freed: ``"at once"``, when the write that moved
     it out is stored, or by the sequence's ``"next write"``. The latter makes room for the write's
     own row and for later ones, and a refused write frees nothing. With ``"next try"`` a refused row
@@ -82,20 +82,20 @@ def _check_table_end(
     observation: Observation, seq: int, layer: int, window: int | None
 ) -> Finding | None:
     """Find a table with None in place of a live block, or with a block that must be freed."""
-    gone, live = (
+    num_freed, live = (
         observation.oracle.count_out_of_window(seq, layer),
         observation.oracle.first_live(seq, layer),
     )
     if seq in _new_prefix_seqs(observation):
-        gone = _first_held_block(observation, seq, layer)
+        num_freed = _first_held_block(observation, seq, layer)
     for at, block in enumerate(observation.after.tables_of(layer)[seq]):
-        if (block is None) == (at < gone):
+        if (block is None) == (at < num_freed):
             continue
-        where = f"layer {layer} of window {window}, sequence {seq}: block {at} of its table"
-        what = f"{where} is {block}, and must be None: its tokens have all left the window"
+        location = f"layer {layer} of window {window}, sequence {seq}: block {at} of its table"
+        problem = f"{location} is {block}, and must be None: its tokens have all left the window"
         if block is None:
-            what = f"{where} is None, though it is to be held: tokens from {live} on are live"
-        return Finding(what, Location(layer, {seq: at}, block))
+            problem = f"{location} is None, though it is to be held: tokens from {live} on are live"
+        return Finding(problem, Location(layer, {seq: at}, block))
     return None
 
 
@@ -106,7 +106,7 @@ def _new_prefix_seqs(observation: Observation) -> set[int]:
     """
     oracle, written = observation.oracle, observation.outcome.written
     if (
-        oracle.windows.gives_back == AT_ONCE
+        oracle.windows.frees == AT_ONCE
         or observation.declared.prefixes.shares != "equal prefixes"
         or not written
     ):
@@ -122,7 +122,7 @@ def _first_held_block(observation: Observation, seq: int, layer: int) -> int:
 
 def _check_prefix_blocks(observation: Observation, seq: int) -> Finding | None:
     """Check that one length of a reused prefix explains the first None entries in all layers."""
-    size, most = (
+    size, max_prefix = (
         observation.spec.block_size,
         observation.oracle.length(seq) - observation.declared.prefixes.recomputed_tokens,
     )
@@ -135,7 +135,7 @@ def _check_prefix_blocks(observation: Observation, seq: int) -> Finding | None:
         windows = {layer: observation.spec.windows[layer] for layer in left_out}
         return left_out == {at: first_live(each, prefix) // size for at, each in windows.items()}
 
-    if any(explains(prefix) for prefix in range(0, most + 1, size)):
+    if any(explains(prefix) for prefix in range(0, max_prefix + 1, size)):
         return None
     each = ", ".join(f"{blocks} in layer {layer}" for layer, blocks in left_out.items())
     return Finding(
@@ -149,8 +149,8 @@ def _in_two_groups(observation: Observation, layer: int) -> Finding | None:
     """Find layers of a shared pool whose tables disagree about the owner of a block."""
     (_, *others), shown = observation.oracle.pool_of(layer), observation.after
     if both := shown.owners(layer).keys() & shown.owners(*others).keys():
-        what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
-        return Finding(what, location_of_block(observation, layer, min(both)))
+        problem = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
+        return Finding(problem, location_of_block(observation, layer, min(both)))
     if observation.oracle.windows.shared_pool:
         first = observation.spec.windows.index(observation.spec.windows[layer])
         if shown.tables_of(layer) != shown.tables_of(first):
@@ -171,10 +171,10 @@ def refuse_windows(adapter: type[Any]) -> None:
     if not windows.groups:
         return
     has_texts = "use_tokens" in adapter.abilities
-    others = _WITH_TEXTS if has_texts else ("preempt",)
-    for method in ("swap_out", *others):
+    incompatible = _WITH_TEXTS if has_texts else ("preempt",)
+    for method in ("swap_out", *incompatible):
         if method in adapter.abilities:
-            both = " and texts" if has_texts and method in others else ""
+            both = " and texts" if has_texts and method in incompatible else ""
             raise TypeError(
                 f"{name} defines {method}, which cannot be judged with windows{both} yet"
             )
@@ -184,13 +184,13 @@ def refuse_windows(adapter: type[Any]) -> None:
         raise TypeError(f"{name} has a tolerance, which cannot be judged with windows yet")
     if adapter.row_conditions:
         raise TypeError(f"{name} has row_conditions, whose counts differ from window to window")
-    gives_back = windows.gives_back
-    if gives_back == NEXT_TRY and (adapter.atomic_batches or "reserve" in adapter.abilities):
+    frees = windows.frees
+    if frees == NEXT_TRY and (adapter.atomic_batches or "reserve" in adapter.abilities):
         raise TypeError(
-            f"{name}.windows.gives_back is {gives_back!r}, which is for a cache that admits row by "
+            f"{name}.windows.frees is {frees!r}, which is for a cache that admits row by "
             "row: set atomic_batches = False, and leave out reserve"
         )
-    needs_prefill = gives_back != AT_ONCE and "fork" in adapter.abilities
+    needs_prefill = frees != AT_ONCE and "fork" in adapter.abilities
     if needs_prefill and "prefill" not in adapter.abilities:
         raise TypeError(
             f"{name} must define prefill: forks are compared with copies, which must be one write "
@@ -233,7 +233,7 @@ WINDOWS = Capability(
     renamed={
         "window_groups": "windows = WindowTraits(groups=...)",
         "window_pools": "windows = WindowTraits(pools=...)",
-        "window_gives_back": "windows = WindowTraits(gives_back=...)",
+        "window_gives_back": "windows = WindowTraits(frees=...)",
     },
     invariants=(windows,),
     refuse=(refuse_windows,),

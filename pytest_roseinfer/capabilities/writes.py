@@ -28,10 +28,10 @@ from pytest_roseinfer.capabilities.misuse import (
     MisuseState,
     misuse,
 )
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, DrawOption
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES, DrawOption
 from pytest_roseinfer.capabilities.return_values import reservation
 from pytest_roseinfer.oracle.pages import State, Written, padding_token
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class WriteMethods:
 
     @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the tokens for which room was reserved."""
+        """Write the tokens of a reservation."""
 
     @optional
     def append_many(
@@ -120,15 +120,17 @@ class Append(operation.Write):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> Append:
+        def draw_step() -> Append:
             live = len(writer.live)
-            least, most = (0, int(live < operation.MOST_SEQUENCES)) if live else (1, 3)
+            min_count, max_count = (0, int(live < operation.MAX_SEQUENCES)) if live else (1, 3)
             if live and writer.reuses_prefixes and writer.between(0, 1):
-                most = 0
-            return cls(writer.batch(writer.fresh(writer.between(least, most))), writer.layout())
+                max_count = 0
+            return cls(
+                writer.batch(writer.fresh(writer.between(min_count, max_count))), writer.layout()
+            )
 
         few = writer.reuses_prefixes and not writer.live
-        yield operation.DrawOption(0, 1 if few else 3, drawn)
+        yield operation.DrawOption(0, 1 if few else 3, draw_step)
         if writer.live:
             yield operation.DrawOption(60, 3, lambda: cls(tuple(writer.live), writer.layout()))
 
@@ -185,9 +187,10 @@ class AppendPadded(operation.Write):
         return f"append one token to rows {', '.join(rows)}{self.describe_layout()}"
 
     def inputs(self, tokens: operation.Tokens) -> operation.Tokens:
-        coming = iter(tokens)
+        remaining = iter(tokens)
         return [
-            padding_token(row) if seq is None else next(coming) for row, seq in enumerate(self.seqs)
+            padding_token(row) if seq is None else next(remaining)
+            for row, seq in enumerate(self.seqs)
         ]
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
@@ -195,13 +198,13 @@ class AppendPadded(operation.Write):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> AppendPadded:
+        def draw_step() -> AppendPadded:
             seqs: list[int | None] = list(writer.batch(writer.fresh(1)))
             for _ in range(writer.between(1, 3)):
                 seqs.insert(writer.between(0, len(seqs)), None)
             return cls(tuple(seqs), writer.layout())
 
-        yield operation.DrawOption(20, 1, drawn)
+        yield operation.DrawOption(20, 1, draw_step)
 
 
 @operation.register("Prefill")
@@ -218,7 +221,7 @@ class Prefill(operation.Write):
         return [(self.seq, self.count)]
 
     def describe(self) -> str:
-        tokens = some(self.count, "token")
+        tokens = format_count(self.count, "token")
         return f"prefill sequence {self.seq} with {tokens}{self.describe_layout()}"
 
     def new_seqs(self) -> list[int]:
@@ -229,12 +232,12 @@ class Prefill(operation.Write):
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
-        def drawn() -> Prefill:
+        def draw_step() -> Prefill:
             seq = writer.name_reusing_prefix()
             return cls(seq, writer.count(seq), writer.layout())
 
-        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.DrawOption(50, 3 if writer.reuses_prefixes else 2, drawn)
+        if len(writer.oracle.sequences) < operation.MAX_SEQUENCES:
+            yield operation.DrawOption(50, 3 if writer.reuses_prefixes else 2, draw_step)
 
 
 @operation.register("Reserve")
@@ -376,7 +379,7 @@ def begin_sequence(writer: operation.Writer, length: int) -> None:
 
 
 def share_blocks(writer: operation.Writer) -> None:
-    """Open with sequences of which some share blocks; or add no steps.
+    """Open with sequences, some of them with shared blocks; or add no steps.
 
     Their last blocks are partial, full, or just begun, or there is one of each, so that a batch of
     all of them meets most conditions at once.
@@ -387,7 +390,7 @@ def share_blocks(writer: operation.Writer) -> None:
     lengths = writer.pick(([], partial, full, begun, mixed, mixed))
     if not lengths:
         return
-    for length in writer.shuffled(lengths):
+    for length in writer.shuffle(lengths):
         if not writer.no_more_steps:
             begin_sequence(writer, length)
     for _ in range(writer.between(1, 2)):
@@ -402,14 +405,14 @@ def draw_long_writes(writer: Writer) -> DrawOptions:
     """Yield a way to draw a write that needs all free blocks, if any block is free."""
     free = writer.oracle.pages_free()
 
-    def drawn() -> Operation:
+    def draw_step() -> Operation:
         if "prefill" in writer.adapter.abilities:
             (seq,) = writer.fresh(1)
             return Prefill(seq, free * writer.oracle.block_size)
-        return Append(writer.fresh(min(free, MOST_SEQUENCES)))
+        return Append(writer.fresh(min(free, MAX_SEQUENCES)))
 
     if free:
-        yield DrawOption(110, 3, drawn)
+        yield DrawOption(110, 3, draw_step)
 
 
 def _fill(ranks: Ranks, handles: list[Any], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -474,7 +477,7 @@ def _large(at: Large) -> Iterator[Operation]:
     The last rows are new sequences, and one with a full block.
     """
     first, *others = at.names
-    new = range(at.fresh(), min(at.fresh() + 2, at.most_names))
+    new = range(at.fresh(), min(at.fresh() + 2, at.max_names))
     at.names = [*new[:1], *others, *new[1:], first]
     names, counts = tuple(at.names), _counts(at)
     yield Append(names)
@@ -491,10 +494,10 @@ ONE_BY_ONE = 8
 
 def _counts(at: Large) -> tuple[int, ...]:
     """Return a number of tokens for each row, at most a block and one, which it can get twice."""
-    most = at.block_size + 1
-    if longest := at.adapter.most_tokens:
-        most = min(most, (longest - ONE_BY_ONE) // 2)
-    return tuple(1 + row % most for row in range(len(at.names)))
+    max_count = at.block_size + 1
+    if longest := at.adapter.max_tokens:
+        max_count = min(max_count, (longest - ONE_BY_ONE) // 2)
+    return tuple(1 + row % max_count for row in range(len(at.names)))
 
 
 def written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operation]:

@@ -11,7 +11,7 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.server import CompletionStream, Server, ServerError, ServerGone
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.run.watchdog import AdapterFinding
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ def find_mismatch(stream: CompletionStream, alone: CompletionStream) -> str:
     if at is not None:
         if near_tie(alone, at):
             return ""
-        got, right = _around(stream.text, at), _around(alone.text, at)
-        where = f"differs at character {at} from what it gets alone"
-        return f"{where}: got {got}; alone it gets {right}"
+        actual_text, right = _around(stream.text, at), _around(alone.text, at)
+        difference = f"differs at character {at} from what it gets alone"
+        return f"{difference}: got {actual_text}; alone it gets {right}"
     if stream.finish_reason != alone.finish_reason:
         return f"ended by {stream.finish_reason!r}; alone by {alone.finish_reason!r}"
     counts = [(stream.usage.get(name), alone.usage.get(name)) for name in _COUNTED]
@@ -53,10 +53,10 @@ def find_mismatch(stream: CompletionStream, alone: CompletionStream) -> str:
     return ""
 
 
-def diverges(partial_text: str, alone: CompletionStream) -> bool:
-    """Return True if an unfinished text already differs from what its request gets alone."""
-    at = _first_difference(partial_text, alone.text[: len(partial_text)])
-    return at is not None and not near_tie(alone, at)
+def diverges(partial_text: str, expected: CompletionStream) -> bool:
+    """Return True if an unfinished text already differs from its request's text alone."""
+    at = _first_difference(partial_text, expected.text[: len(partial_text)])
+    return at is not None and not near_tie(expected, at)
 
 
 def _around(text: str, at: int) -> str:
@@ -75,13 +75,13 @@ def _first_difference(actual: str, expected: str) -> int | None:
     return next((at for at, (a, b) in pairs if a != b), min(len(actual), len(expected)))
 
 
-def near_tie(alone: CompletionStream, at: int) -> bool:
+def near_tie(expected: CompletionStream, at: int) -> bool:
     """Return True if the token of a character, or the token before it, was a near tie.
 
     The token before counts too: two candidate tokens may start with the same characters.
     """
     begins, before = 0, float("inf")
-    for token, gap in zip(alone.tokens, alone.top2_gaps, strict=True):
+    for token, gap in zip(expected.tokens, expected.top2_gaps, strict=True):
         begins += len(token)
         if begins > at:
             return min(gap, before) < _NEAR_TIE_GAP
@@ -104,11 +104,11 @@ _server = lru_cache(maxsize=1)(Server)
 
 def _text(prompt: Sequence[int]) -> str:
     """Spell a prompt as words; prompts with a common prefix give texts with a common prefix."""
-    words: list[str] = []
+    parts: list[str] = []
     for token in prompt:
         count = 1 if token < _FIRST_LONG else _WORDS_OF_LONG
-        words += [_WORDS[(token + at * _APART) % len(_WORDS)] for at in range(count)]
-    return " ".join(words)
+        parts += [_WORDS[(token + at * _APART) % len(_WORDS)] for at in range(count)]
+    return " ".join(parts)
 
 
 _END = -1
@@ -132,7 +132,7 @@ class ServedEngine(EngineAdapter):
     """
 
     vocabulary = len(_WORDS)
-    most_tokens = 24
+    max_tokens = 24
     sampling = SamplingTraits(greedy_only=True)
     replays = 20
     block_sizes: ClassVar[Sequence[int]] = (1,)
@@ -146,11 +146,11 @@ class ServedEngine(EngineAdapter):
 
     @classmethod
     def describe_request(cls, spec: RequestSpec) -> str:
-        words = f"at step {spec.arrival}: {_text(spec.prompt)!r}"
-        words += f", max_tokens {spec.sampling.max_new_tokens}"
+        description = f"at step {spec.arrival}: {_text(spec.prompt)!r}"
+        description += f", max_tokens {spec.sampling.max_new_tokens}"
         if spec.cancel_after is not None:
-            words += f", left {some(spec.cancel_after, 'step')} later"
-        return words
+            description += f", left {format_count(spec.cancel_after, 'step')} later"
+        return description
 
     def make(self, mix: RequestMix) -> None:
         endpoint = settings.current().endpoint
@@ -160,21 +160,21 @@ class ServedEngine(EngineAdapter):
             )
         self.server = _server(endpoint)
         self._news = threading.Condition()
-        self._seen = self._arrived = 0
+        self._num_seen = self._num_arrived = 0
         self._submitted = 0
         self._open: dict[CompletionStream, tuple[int, CompletionStream]] = {}
         """Open streams, each with its request's number and its reference."""
         self._seen_of: dict[CompletionStream, tuple[str, bool]] = {}
         """Text of each stream at the last check, and True if it had ended."""
-        first = [self._ask(each.prompt, each.sampling) for each in mix.requests]
+        first = [self._send_request(each.prompt, each.sampling) for each in mix.requests]
         for cold in first:
             cold.wait()
         self.server.describe_leaks()  # waits until idle: a failed mix may have left requests
-        alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
-        self._cold = list(zip(range(len(first)), first, alone, strict=True))
+        text_alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
+        self._cold = list(zip(range(len(first)), first, text_alone, strict=True))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        stream = self._ask(prompt, sampling)
+        stream = self._send_request(prompt, sampling)
         self._open[stream] = self._submitted, self._reference_stream(prompt, sampling)
         self._submitted += 1
         return stream
@@ -186,7 +186,7 @@ class ServedEngine(EngineAdapter):
         with self._news:
             if not self._news.wait_for(self._has_news, silence or None):
                 raise CompletionMismatch(f"no stream has sent anything for {silence:g} s")
-            self._seen = self._arrived
+            self._num_seen = self._num_arrived
         self._check()
 
     def _check(self) -> None:
@@ -203,15 +203,15 @@ class ServedEngine(EngineAdapter):
                 self._fail(f"request {number} {mismatch}")
             self._seen_of[stream] = text, has_ended
 
-    def _fail(self, what: str, cause: ServerError | None = None) -> NoReturn:
+    def _fail(self, summary: str, cause: ServerError | None = None) -> NoReturn:
         """Raise the mismatch, or ``ServerGone`` if the server has stopped."""
         self.server.require_reachable()
-        raise CompletionMismatch(what) from cause
+        raise CompletionMismatch(summary) from cause
 
     def _has_news(self) -> bool:
-        return self._arrived > self._seen or all(stream.has_ended for stream in self._open)
+        return self._num_arrived > self._num_seen or all(stream.has_ended for stream in self._open)
 
-    def _ask(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
+    def _send_request(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
         text = _text(prompt)
         silence = settings.current().step_seconds or 600.0
         try:
@@ -225,13 +225,13 @@ class ServedEngine(EngineAdapter):
 
     def _arrive(self) -> None:
         with self._news:
-            self._arrived += 1
+            self._num_arrived += 1
             self._news.notify_all()
 
     def _reference_stream(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
         key = self._key(prompt, sampling)
         if key not in self._reference_streams:
-            self._reference_streams[key] = self._ask(prompt, sampling)
+            self._reference_streams[key] = self._send_request(prompt, sampling)
             self._reference_streams[key].wait()
         if self._reference_streams[key].error:
             self._fail(
@@ -256,7 +256,7 @@ class ServedEngine(EngineAdapter):
         self._seen_of[request] = self._seen_of.get(request, ("", False))[0], True
 
     def find_leaks(self) -> str:
-        """Describe what the server still holds, after checking streams that ended since."""
+        """Describe the server's leaks, after checking the streams that have ended since."""
         for stream in self._open:
             stream.wait()
         self._check()
@@ -278,8 +278,12 @@ class ServedEngine(EngineAdapter):
         """Return True if the next token after a prompt and its output was a near tie alone."""
         prompts = {each.prompt for each in mix.requests}
         matching = [prompt for prompt in prompts if tuple(tokens[: len(prompt)]) == prompt]
-        known = [(len(p), self._reference_streams.get(self._key(p, sampling))) for p in matching]
-        return any(stream and near_tie(stream, len(tokens) - length) for length, stream in known)
+        candidates = [
+            (len(p), self._reference_streams.get(self._key(p, sampling))) for p in matching
+        ]
+        return any(
+            stream and near_tie(stream, len(tokens) - length) for length, stream in candidates
+        )
 
     def _key(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, ...]:
         return self.server, tuple(prompt), sampling.max_new_tokens

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.settings import Endpoint
 
 _SETTLES = 5.0
-"""Seconds for a server to release what ended requests held; also a timeout of short requests."""
+"""Seconds for a server to release the blocks of ended requests; also a timeout of short
+requests."""
 _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -51,14 +52,14 @@ class Dialect:
     usage: bool
     """True if the server sends token counts at the end of a stream."""
 
-    def body(self, model: str, prompt: str, most: int) -> dict[str, Any]:
+    def body(self, model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
         logprobs: dict[str, Any] = {}
         if self.chat:
             text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
             logprobs = {"logprobs": True, "top_logprobs": 2}
         else:
             text, logprobs = {"prompt": prompt}, {"logprobs": 2}
-        body = {"model": model, "max_tokens": most, "temperature": 0, "stream": True, **text}
+        body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True, **text}
         if self.has_logprobs:
             body |= logprobs
         if self.usage:
@@ -74,12 +75,12 @@ class Server:
     """Client of one server, with a rate limit, that also reads the server's usage metrics."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._where = urlsplit(endpoint.url)
+        self._url_parts = urlsplit(endpoint.url)
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         self._key = endpoint.key
         if endpoint.key:
             self._headers["Authorization"] = f"Bearer {endpoint.key}"
-        self._apart = 1 / endpoint.rate
+        self._min_interval = 1 / endpoint.rate
         self._opened = 0.0
         self._was_reachable = False
         self.model = endpoint.model or self._first_model()
@@ -87,27 +88,27 @@ class Server:
         self._idle = self._read_usage_metrics()
         self._was_reachable = True
 
-    def open(self, prompt: str, most: int, dialect: Dialect, silence: float) -> HTTPResponse:
+    def open(self, prompt: str, max_tokens: int, dialect: Dialect, silence: float) -> HTTPResponse:
         """Send a completion request and return the response, with its lines still unread."""
-        wait = self._opened + self._apart - time.monotonic()
+        wait = self._opened + self._min_interval - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         self._opened = time.monotonic()
-        body = json.dumps(dialect.body(self.model, prompt, most))
-        return self._answer("POST", dialect.path, silence, body)
+        body = json.dumps(dialect.body(self.model, prompt, max_tokens))
+        return self._request("POST", dialect.path, silence, body)
 
     def require_reachable(self) -> None:
         """Raise ``ServerGone`` if the server has stopped; ignore error responses."""
         try:
-            with self.open("a", 1, self.dialect, _SETTLES) as answer:
-                answer.read()
+            with self.open("a", 1, self.dialect, _SETTLES) as response:
+                response.read()
         except ServerGone:
             raise
         except (ServerError, OSError, HTTPException):
             pass
 
     def describe_leaks(self) -> str:
-        """Describe what the server holds beyond its idle state; "" if nothing."""
+        """Describe requests and blocks that the server holds beyond its idle state; "" if none."""
         ends = time.monotonic() + _SETTLES
         while True:
             now = self._read_usage_metrics() or {}  # also raises if the server is gone
@@ -120,46 +121,46 @@ class Server:
                 return ", ".join(more)
             time.sleep(0.05)
 
-    def _answer(
+    def _request(
         self, method: str, path: str, silence: float, body: str | None = None
     ) -> HTTPResponse:
-        kind = HTTPSConnection if self._where.scheme == "https" else HTTPConnection
-        assert self._where.hostname is not None
+        kind = HTTPSConnection if self._url_parts.scheme == "https" else HTTPConnection
+        assert self._url_parts.hostname is not None
         with ExitStack() as stack:
             try:
-                connection = kind(self._where.hostname, self._where.port, timeout=silence)
+                connection = kind(self._url_parts.hostname, self._url_parts.port, timeout=silence)
                 stack.callback(connection.close)
                 connection.request(method, path, body, self._headers)
-                answer = connection.getresponse()
-                if answer.status != HTTPStatus.OK:
-                    with answer:
-                        text = answer.read(2000).decode(errors="replace")
+                response = connection.getresponse()
+                if response.status != HTTPStatus.OK:
+                    with response:
+                        text = response.read(2000).decode(errors="replace")
             except (OSError, HTTPException) as error:
-                gone = self._was_reachable and isinstance(error, ConnectionRefusedError)
-                broken = ServerGone if gone else ServerError
+                has_stopped = self._was_reachable and isinstance(error, ConnectionRefusedError)
+                broken = ServerGone if has_stopped else ServerError
                 raise broken(
                     f"{method} {path}: {describe_connection_error(error, silence)}"
                 ) from error
-            if answer.status != HTTPStatus.OK:
-                raise self._refused(f"{method} {path}", answer.status, text)
+            if response.status != HTTPStatus.OK:
+                raise self._refusal(f"{method} {path}", response.status, text)
             stack.pop_all()
-        return answer
+        return response
 
-    def _refused(self, request: str, status: int, text: str) -> ServerError:
-        gone = self._was_reachable and _has_stopped(status, text)
+    def _refusal(self, request: str, status: int, text: str) -> ServerError:
+        has_stopped = self._was_reachable and _has_stopped(status, text)
         shown = text.replace(self._key, "(the key)") if self._key else text
         message = f"{request} was answered with {status}: {shown}"
-        if gone:
+        if has_stopped:
             return ServerGone(message)
         if status == HTTPStatus.UNAUTHORIZED:
-            why = "refuses the key in" if self._key else "needs a key; put it into"
-            return AuthError(f"the server {why} ROSEINFER_API_KEY ({message})")
+            reason = "refuses the key in" if self._key else "needs a key; put it into"
+            return AuthError(f"the server {reason} ROSEINFER_API_KEY ({message})")
         return ServerError(message)
 
     def _models(self) -> list[str]:
-        with self._answer("GET", "/v1/models", _SETTLES) as answer:
+        with self._request("GET", "/v1/models", _SETTLES) as response:
             try:
-                return [str(each["id"]) for each in json.load(answer)["data"]]
+                return [str(each["id"]) for each in json.load(response)["data"]]
             except (OSError, HTTPException, ValueError, LookupError, TypeError):
                 raise ServerError(
                     "GET /v1/models: no list of models in the response; name a model with "
@@ -180,16 +181,18 @@ class Server:
         except ServerError:
             return  # some servers do not list models
         if models and self.model not in models:
-            known = ", ".join(models)
-            raise ServerError(f"the server has no model {self.model}: it has {known} ({refused})")
+            model_names = ", ".join(models)
+            raise ServerError(
+                f"the server has no model {self.model}: it has {model_names} ({refused})"
+            )
 
     def _dialect(self) -> Dialect:
         """Return the first dialect that the server accepts."""
         for chat, has_logprobs, usage in product((False, True), (True, False), (True, False)):
             dialect = Dialect(chat, has_logprobs, usage)
             try:
-                with self.open("a", 1, dialect, 60.0) as answer:
-                    answer.read()
+                with self.open("a", 1, dialect, 60.0) as response:
+                    response.read()
             except AuthError:
                 raise
             except ServerError as error:
@@ -206,8 +209,8 @@ class Server:
     def _read_usage_metrics(self) -> dict[str, float] | None:
         """Return the metrics of held resources; None for a server without them."""
         try:
-            with self._answer("GET", "/metrics", _SETTLES) as answer:
-                lines = answer.read().decode(errors="replace").splitlines()
+            with self._request("GET", "/metrics", _SETTLES) as response:
+                lines = response.read().decode(errors="replace").splitlines()
         except ServerGone:
             raise
         except (ServerError, OSError, HTTPException):
@@ -243,10 +246,15 @@ def _has_stopped(status: int, text: str) -> bool:
 
 
 class CompletionStream:
-    """A streamed request and what has arrived so far, read by a thread of its own."""
+    """A streamed request and the text so far, read by a thread of its own."""
 
     def __init__(
-        self, server: Server, prompt: str, most: int, silence: float, arrived: Callable[[], None]
+        self,
+        server: Server,
+        prompt: str,
+        max_tokens: int,
+        silence: float,
+        arrived: Callable[[], None],
     ) -> None:
         self.text = ""
         self.tokens: list[str] = []
@@ -257,19 +265,19 @@ class CompletionStream:
         self.finish_reason: str | None = None
         self.error = ""
         self.has_ended = False
-        self._left = False
+        self._disconnected = False
         self._arrived = arrived
         self._silence = silence
         self._dialect: Dialect = server.dialect
-        self._answer = server.open(prompt, most, server.dialect, silence)
+        self._response = server.open(prompt, max_tokens, server.dialect, silence)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def disconnect(self) -> None:
         """Close the connection in the middle of the stream, as a client that disconnects does."""
-        self._left = self.has_ended = True
+        self._disconnected = self.has_ended = True
         with suppress(OSError, AttributeError):
-            raw: Any = self._answer.fp
+            raw: Any = self._response.fp
             raw.raw._sock.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> None:
@@ -277,19 +285,19 @@ class CompletionStream:
 
     def _read(self) -> None:
         try:
-            with self._answer as answer:
-                self._read_events(answer)
+            with self._response as response:
+                self._read_events(response)
         except (OSError, HTTPException, ValueError, KeyError, ServerError) as error:
-            if not self._left:
+            if not self._disconnected:
                 broke = "" if isinstance(error, TimeoutError) else "the stream broke off: "
                 self.error = f"{broke}{describe_connection_error(error, self._silence)}"
         self.has_ended = True
         self._arrived()
 
-    def _read_events(self, answer: HTTPResponse) -> None:
+    def _read_events(self, response: HTTPResponse) -> None:
         ended = False
-        for line in answer:
-            if self._left:
+        for line in response:
+            if self._disconnected:
                 return
             words = line.strip()
             if not words.startswith(b"data:"):

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from pytest_roseinfer.capabilities.capability import CapabilityBase
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,23 +43,23 @@ class SamplingCore:
 
 @dataclass(frozen=True)
 class RequestCore:
-    """A request, and the step at which it arrives."""
+    """A request and the step of its arrival."""
 
     prompt: tuple[int, ...]
     """Tokens of the prompt, one or more."""
     sampling: Any = SamplingCore()
     """Parameters for ``submit``."""
     arrival: int = 0
-    """Step before which it is submitted."""
+    """Step that it is submitted before."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Most tokens of the prompt and the completion together."""
         return len(self.prompt) + int(self.sampling.max_new_tokens)
 
     def describe(self) -> str:
         """Return the request as a failure shows it."""
-        prompt = f"{some(len(self.prompt), 'token')} {list(self.prompt)}"
+        prompt = f"{format_count(len(self.prompt), 'token')} {list(self.prompt)}"
         parts = [f"at step {self.arrival}: {prompt}, up to {self.sampling.max_new_tokens} new"]
         parts += ["past the end of the text"] * self.sampling.ignore_eos
         for capability in _capabilities_of(self):
@@ -90,8 +90,8 @@ class ServedRequest:
     finished: bool = False
     """True once it has finished."""
     near_tie_index: int | None = None
-    """Index of the first token decided by rounding, from which on tokens may differ from
-    ``expected``; None if none was so far."""
+    """Index of the first token decided by rounding; it and later ones may differ from ``expected``;
+    None if none was so far."""
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class MixObserver:
     """
 
     any_of: ClassVar[Collection[str]] = ()
-    """Adapter methods, any of which enables it; for every engine if empty."""
+    """Adapter methods; any one of them enables it; for every engine if empty."""
 
     def __init__(self, run: EngineRun) -> None:
         self.run = run
@@ -186,7 +186,8 @@ def offered_capabilities(adapter: type[Any]) -> list[EngineCapability]:
     return [
         each
         for each in adapter.capabilities
-        if not (own := vars(each.methods).keys() & {*adapter.optional}) or own & adapter.abilities
+        if not (optional_methods := vars(each.methods).keys() & {*adapter.optional})
+        or optional_methods & adapter.abilities
     ]
 
 

@@ -20,7 +20,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
     RequestCore,
     change,
 )
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +42,8 @@ class CancelFields(RequestCore):
     """Steps from its arrival until it is cancelled; None if it runs to its end."""
 
 
-def _is_stage(shown: Any) -> bool:
-    return is_text(shown) and shown in STAGES
+def _is_stage(value: Any) -> bool:
+    return is_text(value) and value in STAGES
 
 
 class LifecycleMethods:
@@ -116,10 +116,10 @@ class RequestPast:
 
     def describe(self) -> str:
         """Describe the past, for the end of a failure message."""
-        words = ""
+        parts = ""
         if self.cached:
             first = "token was" if self.cached == 1 else f"{self.cached} tokens were"
-            words = f"; its first {first} found in the cache"
+            parts = f"; its first {first} found in the cache"
         if self.preemptions:
             last = f" {self.preemptions} times, last" if self.preemptions > 1 else ""
             when = (
@@ -127,8 +127,8 @@ class RequestPast:
                 if self.tokens_at_preemption
                 else "before its first token"
             )
-            words += f"; it was preempted{last} {when}{' and came back' * self._is_back()}"
-        return words
+            parts += f"; it was preempted{last} {when}{' and came back' * self._is_back()}"
+        return parts
 
     def _is_back(self) -> bool:
         """Return True if it has resumed: it got a token, or is at another stage."""
@@ -177,9 +177,9 @@ class Stages(MixObserver):
             past.note(self.run.adapter, served.request, len(served.tokens))
 
     def judge_step(self) -> str:
-        going = [each for each in self.run.served if not each.finished]
-        decoding = all(self._pasts[each.number].stage == "decoding" for each in going)
-        self._idle.note({each.number: len(each.tokens) for each in going if decoding})
+        running = [each for each in self.run.served if not each.finished]
+        decoding = all(self._pasts[each.number].stage == "decoding" for each in running)
+        self._idle.note({each.number: len(each.tokens) for each in running if decoding})
         adapter = self.run.adapter
         return (
             self._idle.describe()
@@ -237,7 +237,7 @@ def let_run(adapter: type[Any], spec: Any) -> Any:
 def describe(spec: CancelFields) -> Iterator[str]:
     """Describe the cancellation of a request."""
     if spec.cancel_after is not None:
-        yield f"cancelled {some(spec.cancel_after, 'step')} later"
+        yield f"cancelled {format_count(spec.cancel_after, 'step')} later"
 
 
 LIFECYCLE = EngineCapability(

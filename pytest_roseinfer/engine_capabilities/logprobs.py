@@ -47,13 +47,13 @@ class LogprobFields(SamplingCore):
     """True if the request gets the log-probability of each token of its prompt."""
 
 
-def _is_pair(shown: Any) -> bool:
-    pair = elements(shown)
+def _is_pair(value: Any) -> bool:
+    pair = elements(value)
     return pair is not None and len(pair) == 2 and is_number(pair[0]) and is_float(pair[1])
 
 
-def _is_float_or_none(shown: Any) -> bool:
-    return shown is None or is_float(shown)
+def _is_float_or_none(value: Any) -> bool:
+    return value is None or is_float(value)
 
 
 class LogprobMethods:
@@ -109,8 +109,8 @@ class Logprobs(MixObserver):
             if logprobs is not None:
                 wrong = self._wrong_logprob(text[:place], text[place], logprobs[at])
             if top is not None:
-                most = served.spec.sampling.top_logprobs
-                wrong = wrong or self._wrong_top(text[:place], top[at], most)
+                num_top = served.spec.sampling.top_logprobs
+                wrong = wrong or self._wrong_top(text[:place], top[at], num_top)
             if wrong:
                 return f"{served.name}, token {at}: {wrong}"
         if (
@@ -140,21 +140,23 @@ class Logprobs(MixObserver):
             return ""
         return f"log-probability {actual:.6g}; by the model it is {right:.6g}"
 
-    def _wrong_top(self, before: Sequence[int], top: Sequence[tuple[int, float]], most: int) -> str:
+    def _wrong_top(
+        self, before: Sequence[int], top: Sequence[tuple[int, float]], num_top: int
+    ) -> str:
         logits = logits_of(self.run.adapter, before, self.run.mix)
         right = log_probabilities(logits)
         ids = [token for token, _ in top]
-        many = min(most, len(right))
+        many = min(num_top, len(right))
         tokens = {*ids} & {*range(len(right))}
         if len(tokens) != len(ids) or len(ids) != many:
             return f"top logprobs are of {ids}; they must be of {many} different tokens"
         room = self._room(logits)
-        for at, ((token, value), least) in enumerate(zip(top, np.sort(right)[::-1], strict=False)):
+        for at, ((token, value), lowest) in enumerate(zip(top, np.sort(right)[::-1], strict=False)):
             if abs(value - right[token]) > room:
                 return (
                     f"top log-probability of {token} {value:.6g}; by the model {right[token]:.6g}"
                 )
-            if abs(right[token] - least) > room:
+            if abs(right[token] - lowest) > room:
                 return f"top logprobs are of {ids}; by the model {token} is not number {at + 1}"
         return ""
 

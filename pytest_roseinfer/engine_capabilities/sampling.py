@@ -71,7 +71,7 @@ class EarlyEndFields(RequestCore):
     """Fields of a request that the model itself ends."""
 
     ends_early: bool = False
-    """True if settling takes the next seed with which the text ends before ``max_new_tokens``."""
+    """True if settling takes the next seed that ends the text before ``max_new_tokens``."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SamplingMethods:
     @returns(
         are_floats,
         "a list of numbers, one for each token, of which there are {least} or more",
-        least="vocabulary",
+        minimum="vocabulary",
     )
     def logits(self, tokens: Sequence[int], mix: Any) -> Sequence[float]:
         """Return the logits of the token after these, computed by the model alone.
@@ -159,10 +159,10 @@ def log_probabilities(logits: Floats) -> Floats:
 def distribution(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:
     """Return the log-probability of sampling each token; -infinity for an excluded one."""
     scaled = _scaled(logits, sampling, tokens, prompted)
-    kept = _kept(scaled, sampling, room=0.0)
+    mask = _sampled_tokens(scaled, sampling, room=0.0)
     if sampling.temperature == 0:
-        kept = np.arange(len(scaled)) == scaled.argmax()  # the first of several
-    return log_probabilities(np.where(kept, scaled, -np.inf))
+        mask = np.arange(len(scaled)) == scaled.argmax()  # the first of several
+    return log_probabilities(np.where(mask, scaled, -np.inf))
 
 
 def may_be_chosen(
@@ -174,7 +174,7 @@ def may_be_chosen(
     close to a bound may lie on either side of it. Each of several tied tokens may be chosen.
     """
     scaled = _scaled(logits, sampling, tokens, prompted)
-    return _kept(scaled, sampling, room=2 * rounding * float(np.abs(scaled).max()))
+    return _sampled_tokens(scaled, sampling, room=2 * rounding * float(np.abs(scaled).max()))
 
 
 def _scaled(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:
@@ -205,20 +205,20 @@ def penalise(
     return logits
 
 
-def _kept(scaled: Floats, sampling: SamplingFields, *, room: float) -> Mask:
+def _sampled_tokens(scaled: Floats, sampling: SamplingFields, *, room: float) -> Mask:
     """Mark the tokens that no bound excludes by more than ``room``; the argmax always stays."""
     argmax: Mask = scaled >= scaled.max() - room
     if sampling.temperature == 0:
         return argmax
-    kept: Mask = np.ones(len(scaled), dtype=np.bool_)
+    mask: Mask = np.ones(len(scaled), dtype=np.bool_)
     if 0 < sampling.top_k < len(scaled):
-        kept = scaled >= np.sort(scaled)[-sampling.top_k] - room
+        mask = scaled >= np.sort(scaled)[-sampling.top_k] - room
     if sampling.top_p < 1:
-        kept &= _within_top_p(np.where(kept, scaled, -np.inf), sampling.top_p, room)
+        mask &= _within_top_p(np.where(mask, scaled, -np.inf), sampling.top_p, room)
     if sampling.min_p > 0:
-        kept &= scaled >= scaled.max() + np.log(sampling.min_p) - room
-    kept |= argmax
-    return kept
+        mask &= scaled >= scaled.max() + np.log(sampling.min_p) - room
+    mask |= argmax
+    return mask
 
 
 def _within_top_p(scaled: Floats, top_p: float, room: float) -> Mask:
@@ -261,7 +261,7 @@ class ChosenTokens(MixObserver):
 
 
 HOTTEST = 30.0
-"""Temperature at which unlikely tokens are sampled too, for which top-k and top-p are off."""
+"""Temperature that samples unlikely tokens too, while top-k and top-p are off."""
 _NUCLEI = ((0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
 """Pairs of top-k and top-p."""
 _PENALTIES: tuple[dict[str, float], ...] = (
@@ -274,13 +274,13 @@ _SEEDS = 24
 """Most seeds that are tried until a text ends early."""
 
 
-def draw_parameters(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Draw the parameters of a request for up to ``most`` tokens."""
+def draw_parameters(draw: st.DrawFn, max_tokens: int) -> dict[str, Any]:
+    """Draw the parameters of a request for up to ``max_tokens`` tokens."""
     temperature = draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, HOTTEST)))
     top_k, top_p = draw(st.sampled_from(_NUCLEI)) if temperature < HOTTEST else (0, 1.0)
     return {
         # A single new token leaves only the blocks of the prompt.
-        "max_new_tokens": draw(st.one_of(st.just(1), st.integers(1, most))),
+        "max_new_tokens": draw(st.one_of(st.just(1), st.integers(1, max_tokens))),
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -328,7 +328,7 @@ def describe(spec: Any) -> Iterator[str]:
 
 
 def settle_seed(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple[Any, list[int]]:
-    """Find the next seed with which the text ends early, if the request has ``ends_early``."""
+    """Find the next seed that ends the text early, if the request has ``ends_early``."""
     for _ in range(_SEEDS if spec.ends_early else 0):
         if 1 < len(expected) < spec.sampling.max_new_tokens:
             break

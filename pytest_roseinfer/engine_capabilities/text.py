@@ -15,7 +15,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
     SamplingCore,
     change,
 )
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +145,7 @@ def describe(spec: Any) -> Iterator[str]:
     for text in spec.sampling.stop:
         yield f"stopped by {text!r}"
     for begins, length in spec.stop_spans:
-        yield f"stopped by {some(length, 'character')} of its text, from {begins} on"
+        yield f"stopped by {format_count(length, 'character')} of its text, from {begins} on"
 
 
 def settle_stop(

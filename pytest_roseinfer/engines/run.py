@@ -41,17 +41,17 @@ _COMPLETE = AdapterFinding, InvalidReturnValue
 
 
 class MixDivergence(Difference):
-    """Error for a request whose output differs from what it gets alone; carries the mix."""
+    """Error for a request whose output differs from its output alone; carries the mix."""
 
     def __init__(
         self,
         adapter: type[EngineAdapter],
         mix: RequestMix,
-        what: str,
+        summary: str,
         settled: RequestMix | None = None,
     ) -> None:
         """``settled`` is the mix with open fields filled in, if they are known."""
-        super().__init__(what, partial(adapter.describe, settled or mix))
+        super().__init__(summary, partial(adapter.describe, settled or mix))
         self.mix = mix
 
 
@@ -92,19 +92,19 @@ class MixRun:
 
     def finish(self) -> Counter[str]:
         """Check for leaks after all requests; return the counts of paths that the engine took."""
-        if left := self.adapter.find_leaks():
-            self.fail(f"every request has ended, and the engine still holds {left}")
+        if leaks := self.adapter.find_leaks():
+            self.fail(f"every request has ended, and the engine still holds {leaks}")
         return _paths(self.adapter, self.mix)
 
     def steps(self) -> Iterator[int]:
         """Run the engine step by step; yield each step's number before it runs."""
         specs = self.mix.requests
         # A preempted request is recomputed, at worst once for each token of the others.
-        tokens = sum(each.most_tokens for each in specs) * len(specs)
+        tokens = sum(each.max_tokens for each in specs) * len(specs)
         late = self.adapter.extra_steps * len(specs)
-        most = max(each.arrival for each in specs) + tokens + late + _SLACK
-        for step in range(most + 1):
-            CURRENT_EXAMPLE.began = process_time()
+        max_steps = max(each.arrival for each in specs) + tokens + late + _SLACK
+        for step in range(max_steps + 1):
+            CURRENT_EXAMPLE.step_began_at = process_time()
             self._submit(step)
             for observer in self.observers:
                 self._judge(observer.act(step))
@@ -114,7 +114,7 @@ class MixRun:
             yield step
             if len(self.served) == len(specs) and all(each.finished for each in self.served):
                 break
-            if step < most:
+            if step < max_steps:
                 try:
                     self.adapter.step()
                 except _COMPLETE:
@@ -123,7 +123,7 @@ class MixRun:
                     self.fail(f"a step raised {type(error).__name__}: {error}", error)
         else:
             waiting = [each.number for each in self.served if not each.finished]
-            self.fail(f"requests {waiting} have not ended after {most} steps")
+            self.fail(f"requests {waiting} have not ended after {max_steps} steps")
 
     def _submit(self, step: int) -> None:
         for number, spec in enumerate(self.mix.requests):
@@ -148,8 +148,8 @@ class MixRun:
         self.current_request = None
         self._note_largest("rows", rows)
 
-    def _note_largest(self, what: str, size: int) -> None:
-        self.largest[what] = max(size, self.largest[what])
+    def _note_largest(self, quantity: str, size: int) -> None:
+        self.largest[quantity] = max(size, self.largest[quantity])
 
     def _compare(self, each: ServedRequest) -> None:
         was_finished, each.num_tokens_before = each.finished, len(each.tokens)
@@ -200,8 +200,8 @@ class MixRun:
             pasts = [observer.describe_past(each) for observer in self.observers] if each else ()
             self.fail(wrong + "".join(pasts))
 
-    def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(type(self.adapter), self.mix, what, self.settled()) from cause
+    def fail(self, summary: str, cause: BaseException | None = None) -> NoReturn:
+        raise MixDivergence(type(self.adapter), self.mix, summary, self.settled()) from cause
 
     def settled(self) -> RequestMix:
         """Return the mix with the seeds and stop strings of the submitted requests."""
@@ -224,13 +224,13 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
     for name in sorted(counts.keys() - declared):
-        what = f"{name!r} was counted, and is in neither paths nor conditions"
-        raise MixDivergence(type(engine), mix, what)
+        problem = f"{name!r} was counted, and is in neither paths nor conditions"
+        raise MixDivergence(type(engine), mix, problem)
     for name, path in engine.paths.items():
         for switches in path.never_with:
             if counts[name] and switches.items() <= mix.options.items():
-                what = f"path {name!r} was counted, which {switches} rules out"
-                raise MixDivergence(type(engine), mix, what)
+                problem = f"path {name!r} was counted, which {switches} rules out"
+                raise MixDivergence(type(engine), mix, problem)
     return counts
 
 
@@ -248,8 +248,8 @@ def failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
     except TargetGoneError as gone:
         problem = f"{gone.subject_name} stopped answering while this mix was served: {gone}"
         raise MixDivergence(adapter, mix, problem) from gone
-    except AdapterFinding as found:
-        raise MixDivergence(adapter, mix, str(found)) from found
+    except AdapterFinding as finding:
+        raise MixDivergence(adapter, mix, str(finding)) from finding
     except InvalidReturnValue as wrong:
         raise MixDivergence(adapter, mix, str(wrong)) from None
     except StepHung as hung:
@@ -263,11 +263,11 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
         engine = _make_adapter(adapter)
         for number, fork in enumerate(served_forks(engine, mix)):
             if fork.diverged_at is not None:
-                got = f"got {fork.found}; alone it gets {fork.expected}"
-                raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {got}")
-        if left := engine.find_leaks():
+                outputs = f"got {fork.actual}; alone it gets {fork.expected}"
+                raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {outputs}")
+        if leaks := engine.find_leaks():
             raise MixDivergence(
-                adapter, mix, f"every fork was released, and the engine still holds {left}"
+                adapter, mix, f"every fork was released, and the engine still holds {leaks}"
             )
         return _paths(engine, mix)
 
@@ -277,15 +277,17 @@ def room_for_forks(mix: RequestMix) -> RequestMix:
 
     Engines make no promise for forks that run out of blocks.
     """
-    most = max(spec.sampling.max_new_tokens for spec in mix.requests)
-    each = len(mix.requests[0].prompt) + most + mix.block_size
+    max_new_tokens = max(spec.sampling.max_new_tokens for spec in mix.requests)
+    each = len(mix.requests[0].prompt) + max_new_tokens + mix.block_size
     return replace(mix, cache_tokens=each * len(mix.requests))
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFork:
+    """The output of one fork of a prompt, and its output alone."""
+
     expected: list[int]
-    found: list[int]
+    actual: list[int]
     diverged_at: int | None
     """Index of the first wrong token, near ties left out; None if all are right."""
 
@@ -299,16 +301,16 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
     if len(forks) != len(samplings):
         expected_value = f"{len(samplings)} lists of tokens, one for each sampling"
         raise_invalid(call_of(type(engine), "fork"), forks, expected_value)
-    for found, sampling in zip(map(list, forks), samplings, strict=True):
-        CURRENT_EXAMPLE.began = process_time()
+    for actual, sampling in zip(map(list, forks), samplings, strict=True):
+        CURRENT_EXAMPLE.step_began_at = process_time()
         expected = [*engine.generate_alone(prompt, sampling, mix)]
-        same = enumerate(zip(expected, found, strict=False))
+        same = enumerate(zip(expected, actual, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)
-        if at is not None and engine.is_near_tie([*prompt, *found[:at]], sampling, mix):
+        if at is not None and engine.is_near_tie([*prompt, *actual[:at]], sampling, mix):
             at = None
-        elif at is None and len(found) != len(expected):
-            at = min(len(found), len(expected))
-        yield ServedFork(expected, found, at)
+        elif at is None and len(actual) != len(expected):
+            at = min(len(actual), len(expected))
+        yield ServedFork(expected, actual, at)
 
 
 # Timelines of a mix that is served once more.
@@ -329,7 +331,7 @@ def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
         if run.current_request:
             lines[run.current_request.number]["wrong"] = True
     for line, spec in zip(lines, run.settled().requests, strict=True):
-        line["words"] = adapter.describe_request(spec)
+        line["description"] = adapter.describe_request(spec)
     return {"steps": step + 1, "requests": lines}
 
 
@@ -339,23 +341,23 @@ def timeline_of_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline
         _line(at, f"fork {at} of request 0's prompt") for at in range(len(mix.requests))
     ]
     for line, fork in zip(lines, served_forks(adapter(), room_for_forks(mix)), strict=True):
-        line["stages"], line["tokens"] = ["arrived", "ended"], [0, len(fork.found)]
-        line["expected"], line["found"] = list(fork.expected), list(fork.found)
+        line["stages"], line["tokens"] = ["arrived", "ended"], [0, len(fork.actual)]
+        line["expected"], line["actual"] = list(fork.expected), list(fork.actual)
         if fork.diverged_at is not None:
-            line["parted"], line["parted_step"], line["wrong"] = fork.diverged_at, 1, True
+            line["diverged_at"], line["diverged_step"], line["wrong"] = fork.diverged_at, 1, True
     return {"steps": 2, "requests": lines}
 
 
-def _line(number: int, words: str = "") -> RequestTimeline:
+def _line(number: int, description: str = "") -> RequestTimeline:
     return {
         "number": number,
-        "words": words,
+        "description": description,
         "stages": [],
         "tokens": [],
         "expected": [],
-        "found": [],
-        "parted": None,
-        "parted_step": None,
+        "actual": [],
+        "diverged_at": None,
+        "diverged_step": None,
         "wrong": False,
     }
 
@@ -372,10 +374,10 @@ def _note(run: MixRun, lines: list[RequestTimeline], step: int) -> None:
         if previous and previous[0] in ("ended", "cancelled", "") and any(line["stages"][:-1]):
             line["stages"][-1] = ""
         line["tokens"][-1] = len(tokens)
-        line["expected"], line["found"] = list(each.expected), tokens
-        parted = _parted(each, tokens, ended=run.adapter.is_finished(each.request))
-        if parted is not None and line["parted"] is None:
-            line["parted"], line["parted_step"], line["wrong"] = parted, step, True
+        line["expected"], line["actual"] = list(each.expected), tokens
+        diverged_at = _divergence_index(each, tokens, ended=run.adapter.is_finished(each.request))
+        if diverged_at is not None and line["diverged_at"] is None:
+            line["diverged_at"], line["diverged_step"], line["wrong"] = diverged_at, step, True
 
 
 def _stage(run: MixRun, each: ServedRequest, *, first: bool, had: int) -> str:
@@ -383,16 +385,20 @@ def _stage(run: MixRun, each: ServedRequest, *, first: bool, had: int) -> str:
         return "cancelled" if each.cancelled else "ended"
     if first:
         return "arrived"
-    known = filter(None, (observer.stage(each) for observer in run.observers))
-    return next(known, "decoding" if had else "arrived")
+    stages = filter(None, (observer.stage(each) for observer in run.observers))
+    return next(stages, "decoding" if had else "arrived")
 
 
-def _parted(each: ServedRequest, found: list[int], *, ended: bool) -> int | None:
+def _divergence_index(each: ServedRequest, actual: list[int], *, ended: bool) -> int | None:
     """Return the index of the first wrong token; None while all are right."""
     if each.near_tie_index is not None:
         return None
-    pairs = enumerate(zip(each.expected, found, strict=False))
-    if (at := next((at for at, (right, got) in pairs if right != got), None)) is not None:
+    pairs = enumerate(zip(each.expected, actual, strict=False))
+    if (
+        at := next((at for at, (right, actual_token) in pairs if right != actual_token), None)
+    ) is not None:
         return at
-    short = ended and not each.cancelled and len(found) < len(each.expected)
-    return min(len(found), len(each.expected)) if short or len(found) > len(each.expected) else None
+    short = ended and not each.cancelled and len(actual) < len(each.expected)
+    return (
+        min(len(actual), len(each.expected)) if short or len(actual) > len(each.expected) else None
+    )

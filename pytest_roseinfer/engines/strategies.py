@@ -56,7 +56,7 @@ def for_adapter_only(adapter: type[EngineAdapter], spec: RequestSpec) -> Request
 
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """Block sizes for mixes with early ends; a write past a request's end fits into the last block."""
-_MOST_REQUESTS = 6
+_MAX_REQUESTS = 6
 _KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow", "relay")
 
 
@@ -71,17 +71,17 @@ def prompts(
     """
     short, long = st.integers(0, 2), st.integers(longest // 3, longest)
     shared = draw({"short": short, "long": long, "any": st.one_of(short, long)}[length])
-    own = draw(st.integers(0 if shared else 1, min(2, longest - shared) or 1))
+    num_own = draw(st.integers(0 if shared else 1, min(2, longest - shared) or 1))
     branch = draw(st.integers(1, 4))
     begins = (branch % vocabulary,) if draw(st.sampled_from((False, False, True))) else ()
     common = begins + common_text(shared, vocabulary)[len(begins) :]
-    return (common + common_text(own, vocabulary, branch))[:longest]
+    return (common + common_text(num_own, vocabulary, branch))[:longest]
 
 
 @st.composite
-def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
-    """Draw the parameters of a request for at most ``most`` tokens."""
-    return Sampling(**draw_parameters(draw, most))
+def samplings(draw: st.DrawFn, *, max_tokens: int) -> Sampling:
+    """Draw the parameters of a request for at most ``max_tokens`` tokens."""
+    return Sampling(**draw_parameters(draw, max_tokens))
 
 
 @st.composite
@@ -89,7 +89,7 @@ def request_mixes(
     draw: st.DrawFn,
     adapter: type[EngineAdapter],
     *,
-    most_steps: int = 12,
+    max_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
     preludes: Sequence[RequestMix] = (),
@@ -107,8 +107,8 @@ def request_mixes(
     With ``aim``, the engine has the switches that the path needs. With ``preludes``, two in three
     mixes are one of them with one more request.
     """
-    new = min(most_steps, adapter.most_tokens // 3)
-    longest = adapter.most_tokens - new
+    new = min(max_steps, adapter.max_tokens // 3)
+    longest = adapter.max_tokens - new
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     if prelude := draw(begins):
         return _with_one_more(draw, adapter, prelude, longest, new)
@@ -125,7 +125,7 @@ def request_mixes(
     larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
     roomy = kind == "ended" and larger
     block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))
-    sizes = [each.most_tokens for each in specs]
+    sizes = [each.max_tokens for each in specs]
     room = max(sizes)
     if kind == "relay":
         room = sum(sizes) + block_size * len(sizes)
@@ -142,26 +142,26 @@ def _with_one_more(
     draw: st.DrawFn, adapter: type[EngineAdapter], mix: RequestMix, longest: int, new: int
 ) -> RequestMix:
     prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest))
-    drawn = RequestSpec(prompt, draw(samplings(most=new)), arrival=draw(st.integers(0, new)))
+    drawn = RequestSpec(prompt, draw(samplings(max_tokens=new)), arrival=draw(st.integers(0, new)))
     spec = draw_capability_fields(draw, adapter, drawn)
-    room = max(mix.cache_tokens, spec.most_tokens)
+    room = max(mix.cache_tokens, spec.max_tokens)
     # A prelude may be such an extended mix itself.
-    return replace(mix, requests=(*mix.requests[:_MOST_REQUESTS], spec), cache_tokens=room)
+    return replace(mix, requests=(*mix.requests[:_MAX_REQUESTS], spec), cache_tokens=room)
 
 
 def _crowd(
     draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str
 ) -> list[RequestSpec]:
     if kind == "anyhow":
-        lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
+        lengths = ["any"] * draw(st.integers(1, _MAX_REQUESTS))
     else:
-        lengths = (["short", "long"] * _MOST_REQUESTS)[: draw(st.integers(4, _MOST_REQUESTS))]
+        lengths = (["short", "long"] * _MAX_REQUESTS)[: draw(st.integers(4, _MAX_REQUESTS))]
     specs = []
     arrival = 0
     for length in lengths:
         if kind == "anyhow":
             arrival += draw(st.sampled_from((0, 0, 1, 2, 5)))
-        sampling = draw(samplings(most=new))
+        sampling = draw(samplings(max_tokens=new))
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
         prompt = draw(prompts(vocabulary=vocabulary, longest=longest, length=length))
@@ -186,13 +186,13 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Req
         for at, tokens in enumerate(ends)
     ]
     arrival = soon
-    for at in range(draw(st.integers(2, min(3, _MOST_REQUESTS - len(ends))))):
+    for at in range(draw(st.integers(2, min(3, _MAX_REQUESTS - len(ends))))):
         arrival += draw(st.integers(0, 2))
         length = draw(st.integers(max(1, longest // 3), longest))
         text = common_text(length, vocabulary, len(specs))
         lasts = Sampling(new, temperature=draw(heats), seed=at, ignore_eos=True)
         if draw(st.sampled_from((False, False, False, True))):
-            lasts = replace(draw(samplings(most=new)), max_new_tokens=new)
+            lasts = replace(draw(samplings(max_tokens=new)), max_new_tokens=new)
         specs.append(RequestSpec(text, lasts, arrival))
     return specs
 
@@ -200,8 +200,8 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Req
 def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
     """Draw one or two requests that the model ends early, a longer one, and a late one.
 
-    The late one has a long prompt, and mostly a penalty, for which many engines decode it apart
-    from the others. It takes the blocks of those that ended while their neighbour goes on.
+    The late one has a long prompt, and mostly a penalty, since many engines decode such requests
+    separately. It takes the blocks of those that ended while their neighbour goes on.
     """
     short = st.integers(1, max(1, longest // 4))
     specs = []
@@ -228,15 +228,15 @@ def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list
     cancel_after = draw(st.sampled_from((None, 1, 2)))
     return [
         RequestSpec(common_text(stored, vocabulary), Sampling(), cancel_after=cancel_after),
-        RequestSpec(common_text(stored + more, vocabulary), draw(samplings(most=new))),
+        RequestSpec(common_text(stored + more, vocabulary), draw(samplings(max_tokens=new))),
     ]
 
 
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
 _LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
-_MOST_PROMPTED = 20_000
+_MAX_PROMPT_TOKENS = 20_000
 """Maximum prompt tokens of all requests of a mix together."""
-_MOST_GENERATED = 120
+_MAX_OUTPUT_TOKENS = 120
 """Maximum output tokens of all requests of a mix together; alone, each takes a forward pass."""
 
 
@@ -247,18 +247,18 @@ def large_mixes(
     """Draw engines and requests of any size.
 
     Blocks have 1 to 256 tokens, prompts 1 to 1,200, mixes 1 to 100 requests, and pools have just
-    enough room for the largest request, or up to enough for all at once. Sizes are around those
-    at which buffers start, grow and are abandoned. ``few`` limits the values of each of the
+    enough room for the largest request, or up to enough for all at once. Sizes are around the
+    limits where buffers start, grow and are abandoned. ``few`` limits the values of each of the
     engine's switches, so that few kernels are compiled.
     """
     crowd = draw(st.sampled_from((1, 2, 5, 20, 100)))
-    new = min(8, max(1, _MOST_GENERATED // crowd))
-    longest = min(adapter.large_mix_tokens - new, _MOST_PROMPTED // crowd)
+    new = min(8, max(1, _MAX_OUTPUT_TOKENS // crowd))
+    longest = min(adapter.large_mix_tokens - new, _MAX_PROMPT_TOKENS // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
     drawn = [
         RequestSpec(
             common_text(draw(lengths), adapter.vocabulary, draw(st.sampled_from((0, 0, at)))),
-            draw(samplings(most=new)),
+            draw(samplings(max_tokens=new)),
             arrival=draw(st.sampled_from((0, 0, 0, 1, 4))),
         )
         for at in range(crowd)
@@ -267,7 +267,7 @@ def large_mixes(
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))
-    needed = [each.most_tokens for each in specs]
+    needed = [each.max_tokens for each in specs]
     block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
     return RequestMix(specs, block_size, room, device, options)
@@ -298,17 +298,17 @@ def wide_mix(adapter: type[EngineAdapter], options: Mapping[str, Any], device: s
     for arrival, many, tokens in _WAVES:
         for _ in range(many):
             specs.append(_request(adapter, len(specs), arrival, tokens, specs))
-    specs = specs[: adapter.most_requests]
+    specs = specs[: adapter.max_requests]
     size = min(adapter.block_sizes, key=lambda each: abs(each - 4))
-    room = sum(each.most_tokens + size for each in specs)
+    room = sum(each.max_tokens + size for each in specs)
     return RequestMix(tuple(specs), size, room, device, options)
 
 
 def _request(
     adapter: type[EngineAdapter], number: int, arrival: int, tokens: int, before: list[RequestSpec]
 ) -> RequestSpec:
-    new = min(tokens - number % 3, adapter.most_tokens // 3)
-    longest = adapter.most_tokens - new
+    new = min(tokens - number % 3, adapter.max_tokens // 3)
+    longest = adapter.max_tokens - new
     prompt = common_text(1 + number * 5 % _LONGEST, adapter.vocabulary, number)
     if number % 4 == 1:
         prompt = before[-1].prompt + prompt

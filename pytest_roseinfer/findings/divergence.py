@@ -31,7 +31,7 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     frames = {layer: LayerState(oracle, shown, layer, location).frame() for layer in layers}
     everyone = next(iter(frames.values()))["sequences"]
     here = [row for row in everyone if row["pages"]]
-    rows = _involved(here, location) if location else here
+    rows = _involved_rows(here, location) if location else here
     lines = [_legend(location)] if location else []
     named = "t and text.token" if oracle.texts else "sequence.token"
     lines.append(f"expected contents, page by page ({named}, x holders where shared):")
@@ -48,7 +48,7 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     return "\n".join(lines)
 
 
-def _involved(rows: Sequence[SequenceView], location: Location) -> list[SequenceView]:
+def _involved_rows(rows: Sequence[SequenceView], location: Location) -> list[SequenceView]:
     """List the location's holders, sequences that share blocks with them, and its writers."""
 
     def held(row: SequenceView) -> set[tuple[str, int]]:
@@ -111,20 +111,20 @@ def _page(location: Location | None, row: SequenceView, at: int, block_size: int
     tokens = [_marked(token, position == slot) for position, token in stored]
     if slot is not None and slot >= len(tokens):
         tokens.append(_marked("nothing"))
-    drawn = f"[{' '.join(_shortened(tokens, slot))}]"
+    drawn = f"[{' '.join(_shorten(tokens, slot))}]"
     holders = row["pages"][at]["holders"]
     drawn += f"x{holders}" if holders > 1 else ""
     return _marked(drawn, is_wrong and slot is None)
 
 
-def _shortened(tokens: list[str], slot: int | None) -> list[str]:
+def _shorten(tokens: list[str], slot: int | None) -> list[str]:
     """Shorten a long list of tokens to the first, the last, and the one in ``slot``."""
     count = len(tokens)
     if count <= _FIRST + _LAST + 1:
         return tokens
-    kept = [at for at in range(count) if at < _FIRST or at >= count - _LAST or at == slot]
+    shown_slots = [at for at in range(count) if at < _FIRST or at >= count - _LAST or at == slot]
     shown = []
-    for before, at in zip([-1, *kept], kept, strict=False):
+    for before, at in zip([-1, *shown_slots], shown_slots, strict=False):
         shown += ["..."] * (at > before + 1) + [tokens[at]]
     return shown
 
@@ -139,9 +139,9 @@ class Difference(AssertionError):
     The message is composed when it is read: shrinking raises hundreds of these errors.
     """
 
-    def __init__(self, what: str, details: Callable[[], str]) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, summary: str, details: Callable[[], str]) -> None:
+        super().__init__(summary)
+        self.summary = summary
         """Summary in one line."""
         self.extra_paragraphs: list[str] = []
         """Paragraphs at the end of the message, such as the replay command."""
@@ -154,7 +154,7 @@ class Difference(AssertionError):
     def __str__(self) -> str:
         before = f"Details: see {self.reported_by}, which failed in the same way."
         return "\n\n".join(
-            [self.what, before if self.reported_by else self._details(), *self.extra_paragraphs]
+            [self.summary, before if self.reported_by else self._details(), *self.extra_paragraphs]
         )
 
 
@@ -175,7 +175,7 @@ class Divergence(Difference):
             drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
             return f"after step {history.size} of\n{history.describe(refused)}\n\n{drawn}"
 
-        super().__init__(finding.what, details)
+        super().__init__(finding.summary, details)
         self.history = history
         self.location = finding.location
         self.on_refused_step = finding.on_refused_step

@@ -19,9 +19,9 @@ class WrongToken(TypedDict):
     """A token that reads back wrong."""
 
     position: int
-    found: str
+    actual: str
     """Label of the token that is there."""
-    words: str
+    description: str
 
 
 class PageView(TypedDict):
@@ -72,9 +72,11 @@ class BlockView(TypedDict):
 
 
 class Frame(TypedDict):
+    """A cache after one step, as data for drawings."""
+
     step: int
     """Number of the step that led here; 0 before the first."""
-    words: str
+    description: str
     refused: str
     """Why the step was refused; empty if it was not."""
     sequences: list[SequenceView]
@@ -83,7 +85,7 @@ class Frame(TypedDict):
 
 def title(frame: Frame) -> str:
     """Name the step that led to a frame."""
-    return f"{frame['step']}. {frame['words']}" if frame["step"] else frame["words"]
+    return f"{frame['step']}. {frame['description']}" if frame["step"] else frame["description"]
 
 
 class LayerState:
@@ -95,17 +97,17 @@ class LayerState:
     """True if free blocks hold poison."""
 
     def __init__(
-        self, oracle: Oracle, shown: Snapshot, layer: int, marked: Location | None
+        self, oracle: Oracle, snapshot: Snapshot, layer: int, marked: Location | None
     ) -> None:
-        self.oracle, self.shown, self.layer, self.marked = oracle, shown, layer, marked
-        self.ledger = shown.ledger_or_none(layer)
-        self.tables = shown.tables_or_errors(layer)
+        self.oracle, self.snapshot, self.layer, self.marked = oracle, snapshot, layer, marked
+        self.ledger = snapshot.ledger_or_none(layer)
+        self.tables = snapshot.tables_or_errors(layer)
         self._numbers: dict[int, int] = {}
 
-    def frame(self, step: int = 0, words: str = "", refused: str = "") -> Frame:
+    def frame(self, step: int = 0, description: str = "", refused: str = "") -> Frame:
         return {
             "step": step,
-            "words": words,
+            "description": description,
             "refused": refused,
             "sequences": [self._row(seq) for seq in sorted(self.oracle.named)],
             "blocks": list(self._blocks()),
@@ -166,7 +168,7 @@ class LayerState:
         """Map each block of the layer's pool to the sequences whose tables name it."""
         holders: dict[int, list[int]] = {}
         for layer in self.oracle.pool_of(self.layer):
-            for seq, table in self.shown.tables_or_errors(layer).items():
+            for seq, table in self.snapshot.tables_or_errors(layer).items():
                 for block in () if isinstance(table, Exception) else table:
                     if block is not None and seq not in holders.setdefault(block, []):
                         holders[block].append(seq)

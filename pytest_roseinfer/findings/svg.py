@@ -21,7 +21,7 @@ from pytest_roseinfer.findings.frame import (
     with_tooltip,
 )
 from pytest_roseinfer.findings.timeline import draw_timeline
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.frame import BlockView, Frame, SequenceView
     from pytest_roseinfer.findings.timeline import FindingRecord
 
-_MOST_SLOTS, _FIRST, _LAST = 8, 4, 2
+_MAX_SLOTS, _FIRST, _LAST = 8, 4, 2
 """Slots drawn of a block: up to 8; of a longer one the first 4, the last 2 filled, the wrong."""
-_MOST_BLOCKS = 24
+_MAX_BLOCKS = 24
 """Maximum blocks drawn of those without holders; the rest are counted."""
 _LINE = 300
-"""Width in pixels at which blocks wrap, that of a phone."""
+"""Maximum width in pixels of a line of blocks, that of a phone."""
 _CELL, _HEAD, _LABEL, _GAP, _MARGIN = 24, 18, 24, 8, 2
 """Heights of a slot, of a block's header and of a sequence's label; gap and margin."""
 _FREE = 34
@@ -47,7 +47,7 @@ Placed = set[tuple[int, int, int | None]]
 @dataclass(frozen=True, slots=True)
 class _Slot:
     kind: str
-    said: str
+    label: str
     title: str = ""
     wrong: bool = False
 
@@ -59,7 +59,7 @@ def draw(frames: Sequence[Frame], block_size: int) -> list[Drawing]:
     drawn, before = [], None
     for frame in frames:
         drawn.append(_Picture(frame, block_size, cell, before).draw())
-        before = _placed(frame, block_size)
+        before = _place_tokens(frame, block_size)
     return drawn
 
 
@@ -79,10 +79,10 @@ def words(frame: Frame) -> str:
 
 def _labels(row: SequenceView) -> Iterator[str]:
     yield from row["tokens"]
-    yield from (each["found"] for each in row["wrong"])
+    yield from (each["actual"] for each in row["wrong"])
 
 
-def _placed(frame: Frame, block_size: int) -> Placed:
+def _place_tokens(frame: Frame, block_size: int) -> Placed:
     return {
         (row["name"], at, _block_at(row, at // block_size))
         for row in frame["sequences"]
@@ -100,7 +100,7 @@ class _Picture:
 
     def __init__(self, frame: Frame, block_size: int, cell: float, before: Placed | None) -> None:
         self.frame, self.block_size, self.cell = frame, block_size, cell
-        self.before = _placed(frame, block_size) if before is None else before
+        self.before = _place_tokens(frame, block_size) if before is None else before
         self.blocks = {block["number"]: block for block in frame["blocks"]}
         self.marks: list[str] = []
         self.x, self.y, self.width = float(_MARGIN), float(_MARGIN), 0.0
@@ -115,7 +115,7 @@ class _Picture:
 
     def _sequence(self, row: SequenceView) -> None:
         count = len(row["tokens"])
-        tokens = some(count, "token")
+        tokens = format_count(count, "token")
         name = f"sequence {row['name']}"
         self._label(
             [
@@ -162,7 +162,7 @@ class _Picture:
         else:
             room = self._head(number, block, page, width)
             for at, slot in enumerate(slots):
-                self.marks.append(self._drawn(slot, self.x + at * self.cell, top))
+                self.marks.append(self._draw_slot(slot, self.x + at * self.cell, top))
             shared = block is not None and "shared" in block["states"]
             wrong = block is not None and block["marked"]
             kind = "wrong" if wrong else f"block{' shared' * shared}"
@@ -194,12 +194,12 @@ class _Picture:
         begin = page * self.block_size
         stored = row["tokens"][begin : begin + self.block_size]
         wrong = {each["position"] - begin: each for each in row["wrong"]}
-        taken = range(len(stored))
-        if self.block_size > _MOST_SLOTS:
+        written_slots = range(len(stored))
+        if self.block_size > _MAX_SLOTS:
             last = len(stored) - _LAST
-            taken_kept = [at for at in taken if at < _FIRST or at >= last or at in wrong]
+            taken_kept = [at for at in written_slots if at < _FIRST or at >= last or at in wrong]
         else:
-            taken_kept = list(taken)
+            taken_kept = list(written_slots)
         before = -1
         for at in taken_kept:
             if at > before + 1:
@@ -207,7 +207,7 @@ class _Picture:
             before = at
             yield self._slot(row, begin + at, stored[at], at in wrong)
         empty = self.block_size - len(stored)
-        if self.block_size > _MOST_SLOTS and empty > 1:
+        if self.block_size > _MAX_SLOTS and empty > 1:
             yield _Slot("slot", f"+{empty}", f"{empty} unwritten slots")
         else:
             yield from (_Slot("slot", "", "not written") for _ in range(empty))
@@ -215,18 +215,18 @@ class _Picture:
     def _slot(self, row: SequenceView, position: int, label: str, wrong: bool) -> _Slot:
         if wrong:
             (each,) = (one for one in row["wrong"] if one["position"] == position)
-            tooltip = f"position {position}: {each['words']}"
-            return _Slot(_colour(each["found"]), each["found"], tooltip, wrong=True)
+            tooltip = f"position {position}: {each['description']}"
+            return _Slot(_colour(each["actual"]), each["actual"], tooltip, wrong=True)
         if position >= len(row["tokens"]) - row["unwritten"]:
             return _Slot("unwritten", label, f"position {position}: reserved, not written yet")
         key = (row["name"], position, _block_at(row, position // self.block_size))
         kind = _colour(label) + " new" * (key not in self.before)
         return _Slot(kind, label, f"position {position}: token {label}")
 
-    def _drawn(self, slot: _Slot, x: float, y: float) -> str:
+    def _draw_slot(self, slot: _Slot, x: float, y: float) -> str:
         marks = box(x, y, self.cell, _CELL, slot.kind)
         kind = "strong bad" if slot.wrong else "faint" if slot.kind in ("slot", "unwritten") else ""
-        marks += centred(x + self.cell / 2, y + _CELL / 2, slot.said, kind)
+        marks += centred(x + self.cell / 2, y + _CELL / 2, slot.label, kind)
         return with_tooltip(slot.title, marks)
 
     def _outline_wrong(self, slots: Sequence[_Slot], top: float) -> None:
@@ -243,14 +243,14 @@ class _Picture:
             blocks = list(group)
             label = "not free, held by no sequence" if states == ["counted"] else ", ".join(states)
             self._label([("blocks", "strong"), (label, "faint")])
-            for block in blocks[:_MOST_BLOCKS]:
-                self._alone(block)
-            if len(blocks) > _MOST_BLOCKS:
-                more = f"+{len(blocks) - _MOST_BLOCKS}"
+            for block in blocks[:_MAX_BLOCKS]:
+                self._add_free_block(block)
+            if len(blocks) > _MAX_BLOCKS:
+                more = f"+{len(blocks) - _MAX_BLOCKS}"
                 self.marks.append(text(self.x, self.y + _CELL / 2, more, "faint"))
             self._break(_CELL + _GAP)
 
-    def _alone(self, block: BlockView) -> None:
+    def _add_free_block(self, block: BlockView) -> None:
         if self.x + _FREE > _LINE:
             self._break(_CELL + _GAP / 2)
         marks = box(
@@ -301,7 +301,7 @@ def draw_failure(finding: FindingRecord) -> str:
     """Draw a finding; return "" for one without frames and timeline."""
     if not (finding["frames"] or finding["timeline"]):
         return ""
-    lines = [(line, "strong bad") for line in wrap(finding["what"], _CHARACTERS)]
+    lines = [(line, "strong bad") for line in wrap(finding["summary"], _CHARACTERS)]
     lines.append((finding["target"], "faint"))
     marks, y = [], float(_POSTER_MARGIN)
     for caption, kind in lines:
@@ -329,7 +329,7 @@ def _parts(finding: FindingRecord) -> Iterator[tuple[str, Drawing]]:
     """Yield the drawings of a finding, each with its caption."""
     if finding["timeline"]:
         for line in finding["timeline"]["requests"]:
-            yield f"request {line['number']}: {line['words']}", Drawing("", 0, 0)
+            yield f"request {line['number']}: {line['description']}", Drawing("", 0, 0)
         yield "", draw_timeline(finding["timeline"])
     frames = finding["frames"]
     left_out = len(frames) - _MOST

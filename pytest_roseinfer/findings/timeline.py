@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pytest_roseinfer.findings.frame import Drawing, box, centred, text, width_of, with_tooltip
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,41 +34,43 @@ class RequestTimeline(TypedDict):
     """Timeline of one request."""
 
     number: int
-    words: str
+    description: str
     stages: list[str]
     """Stage at each recorded step; empty before the request arrives and after it ends."""
     tokens: list[int]
     """Number of output tokens at each recorded step."""
     expected: list[int]
     """Tokens that the request gets alone."""
-    found: list[int]
-    parted: int | None
+    actual: list[int]
+    diverged_at: int | None
     """Index of the first token that is different, surplus or missing; None if all are right."""
-    parted_step: int | None
-    """Step at which the difference appeared; None without one."""
+    diverged_step: int | None
+    """Step of the first difference; None without one."""
     wrong: bool
 
 
 class Timeline(TypedDict):
+    """Timelines of the requests of one mix."""
+
     steps: int
     requests: list[RequestTimeline]
 
 
 def draw_timeline(timeline: Timeline) -> Drawing:
     """Draw a row per request and a column per step, and mark where a request diverged."""
-    kept = _kept(timeline)
+    steps_shown = _steps_with_changes(timeline)
     marks = [text(0, _ROW / 2, "before step", "faint")]
-    for column, step in enumerate(kept):
+    for column, step in enumerate(steps_shown):
         marks.append(centred(_LABEL + (column + 0.5) * _STEP, _ROW / 2, str(step), "faint"))
     y = float(_ROW)
     for line in timeline["requests"]:
-        marks += _row(line, kept, y)
+        marks += _row(line, steps_shown, y)
         y += _ROW + _GAP
-    width = float(_LABEL + _STEP * len(kept))
+    width = float(_LABEL + _STEP * len(steps_shown))
     drawn, width, y = _key(timeline, y, width)
     marks += drawn
     for line in timeline["requests"]:
-        if line["wrong"] and line["parted"] is not None:
+        if line["wrong"] and line["diverged_at"] is not None:
             drawn, tokens_width, y = _tokens(line, y)
             marks, width = marks + drawn, max(width, tokens_width)
     return Drawing("".join(marks), width + 2, y)
@@ -79,28 +81,30 @@ def describe_timeline(timeline: Timeline) -> str:
     parts = []
     for line in timeline["requests"]:
         stages = " then ".join(dict.fromkeys(filter(None, line["stages"])))
-        parted = ""
-        if line["parted"] is not None:
-            parted = f", token {line['parted']} differs from alone at step {line['parted_step']}"
-        parts.append(f"request {line['number']}: {stages}{parted}")
+        divergence = ""
+        if line["diverged_at"] is not None:
+            divergence = (
+                f", token {line['diverged_at']} differs from alone at step {line['diverged_step']}"
+            )
+        parts.append(f"request {line['number']}: {stages}{divergence}")
     return "; ".join(parts)
 
 
-def _kept(timeline: Timeline) -> list[int]:
-    """Return the steps at which anything changed, and the last step."""
-    kept, before = [], None
+def _steps_with_changes(timeline: Timeline) -> list[int]:
+    """Return the steps with changes, and the last step."""
+    steps_shown, before = [], None
     for step in range(timeline["steps"]):
         now = [(line["stages"][step], line["tokens"][step]) for line in timeline["requests"]]
         if now != before or step == timeline["steps"] - 1:
-            kept.append(step)
+            steps_shown.append(step)
         before = now
-    return kept
+    return steps_shown
 
 
-def _row(line: RequestTimeline, kept: Sequence[int], y: float) -> list[str]:
+def _row(line: RequestTimeline, steps_shown: Sequence[int], y: float) -> list[str]:
     name = text(0, y + _ROW / 2, f"request {line['number']}", "strong bad" * line["wrong"])
-    marks = [with_tooltip(line["words"], name)]
-    for column, step in enumerate(kept):
+    marks = [with_tooltip(line["description"], name)]
+    for column, step in enumerate(steps_shown):
         stage, tokens = line["stages"][step], line["tokens"][step]
         if not stage:
             continue
@@ -108,9 +112,9 @@ def _row(line: RequestTimeline, kept: Sequence[int], y: float) -> list[str]:
         label = str(tokens) if stage == "decoding" else _SIGNS.get(stage, "")
         drawn = box(x + 1, y + 1, _STEP - 2, _ROW - 2, STAGES.get(stage, "slot"))
         drawn += centred(x + _STEP / 2, y + _ROW / 2, label, "" if tokens else "faint")
-        if step == line["parted_step"]:
+        if step == line["diverged_step"]:
             drawn += box(x, y, _STEP, _ROW, "wrong")
-        count = some(tokens, "token")
+        count = format_count(tokens, "token")
         marks.append(with_tooltip(f"before step {step}: {stage}, {count}", drawn))
     return marks
 
@@ -135,17 +139,17 @@ def _key(timeline: Timeline, y: float, width: float) -> tuple[list[str], float, 
 
 def _tokens(line: RequestTimeline, y: float) -> tuple[list[str], float, float]:
     """Draw the tokens that a request got, below those it gets alone."""
-    rows = {"generate_alone": line["expected"], f"request {line['number']}": line["found"]}
+    rows = {"generate_alone": line["expected"], f"request {line['number']}": line["actual"]}
     cell = 12 + max(width_of(str(token)) for row in (*rows.values(), [0]) for token in row)
     marks, width = [], 0.0
     for name, row in rows.items():
         marks.append(text(0, y + _ROW / 2, name, "strong"))
-        for at in range(max(len(row), (line["parted"] or 0) + 1)):
+        for at in range(max(len(row), (line["diverged_at"] or 0) + 1)):
             x, label = _LABEL + at * cell, str(row[at]) if at < len(row) else ""
             marks.append(box(x, y + 1, cell, _ROW - 2, "of-0" if label else "unwritten"))
-            parted = at == line["parted"]
-            marks.append(centred(x + cell / 2, y + _ROW / 2, label, "strong" * parted))
-            if parted and row is line["found"]:
+            is_divergence = at == line["diverged_at"]
+            marks.append(centred(x + cell / 2, y + _ROW / 2, label, "strong" * is_divergence))
+            if is_divergence and row is line["actual"]:
                 marks.append(box(x, y, cell, _ROW, "wrong"))
             width = max(width, x + cell)
         y += _ROW + 2
@@ -163,12 +167,12 @@ class FindingRecord(TypedDict):
     """Check that found it, by its name in traces."""
     tests: list[str]
     """Ids of the tests that hit it."""
-    what: str
+    summary: str
     """Summary in one line."""
     message: str
     expected: str
     """Expected contents of the wrong location; empty if it is unknown."""
-    found: str
+    actual: str
     """Actual contents of the wrong location; empty if it is unknown."""
     example: dict[str, Any]
     """Smallest history or mix of requests, as in the trace."""
@@ -185,10 +189,10 @@ class FindingRecord(TypedDict):
     """Timeline of an engine's requests; None for a cache."""
 
 
-def add(known: list[FindingRecord], new: FindingRecord) -> None:
+def add(findings: list[FindingRecord], new: FindingRecord) -> None:
     """Add a finding; if it is known already, add only its tests."""
-    for each in known:
-        if each["what"] == new["what"] or each["example"] == new["example"]:
+    for each in findings:
+        if each["summary"] == new["summary"] or each["example"] == new["example"]:
             each["tests"] = sorted({*each["tests"], *new["tests"]})
             return
-    known.append(new)
+    findings.append(new)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.gates.step_work import Launch, Step
 
-    Given = Mapping[str, Any]
+    Arguments = Mapping[str, Any]
     """Arguments of an operation by name."""
     Amount = int | Callable[[], int]
     Weights = torch.nn.Module | Tensor | Iterable["torch.nn.Module | Tensor"]
@@ -78,7 +78,7 @@ def operation_accesses(
         tensor.layout is not torch.strided for tensor in tensors
     ):
         return None
-    return _moves(func, _by_name(func, args, kwargs), result)
+    return _iterate_accesses(func, _by_name(func, args, kwargs), result)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -89,7 +89,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def spanned(tensor: Tensor) -> int:
+def span_bytes(tensor: Tensor) -> int:
     """Return the bytes of memory that a tensor covers; expanded dimensions count once."""
     if not tensor.numel():
         return 0
@@ -99,12 +99,12 @@ def spanned(tensor: Tensor) -> int:
     return min(different, span) * tensor.element_size()
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> Given:
+def _by_name(func: Any, args: Any, kwargs: Any) -> Arguments:
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _moves(func: Any, arguments: Given, result: Any) -> Iterator[tuple[Tensor, int]]:
+def _iterate_accesses(func: Any, arguments: Arguments, result: Any) -> Iterator[tuple[Tensor, int]]:
     name = func.overloadpacket.__name__
     inputs = {address(tensor) for tensor in tensors_in(arguments)}
     fresh = [tensor for tensor in tensors_in(result) if address(tensor) not in inputs]
@@ -121,60 +121,60 @@ def _moves(func: Any, arguments: Given, result: Any) -> Iterator[tuple[Tensor, i
                 continue
             regions.add(region)
             if written:
-                yield tensor, _written(name, argument, arguments, tensor)
+                yield tensor, _written_bytes(name, argument, arguments, tensor)
             else:
                 picked = _PICKS.get(name) == argument.name
                 yield tensor, _at_most(tensor, tensors_in(result)[0].numel() if picked else None)
     for tensor in fresh:
-        yield tensor, spanned(tensor)
+        yield tensor, span_bytes(tensor)
 
 
-def _written(name: str, argument: Any, arguments: Given, tensor: Tensor) -> int:
+def _written_bytes(name: str, argument: Any, arguments: Arguments, tensor: Tensor) -> int:
     """Return the traffic of an argument that is written, including reads where it is read too."""
     if places := _PLACES.get(name):
         reads = name in _ADDS or arguments.get("accumulate") or arguments.get("reduce")
         return _at_most(tensor, places(arguments)) * (2 if reads else 1)
-    return spanned(tensor) * (1 if argument.is_out or name in _OVERWRITES else 2)
+    return span_bytes(tensor) * (1 if argument.is_out or name in _OVERWRITES else 2)
 
 
 def _at_most(tensor: Tensor, elements: int | None) -> int:
     """Return the bytes of ``elements`` elements of a tensor, at most all; None means all."""
-    whole = spanned(tensor)
+    whole = span_bytes(tensor)
     return whole if elements is None else min(whole, elements * tensor.element_size())
 
 
-def _assigned(arguments: Given) -> int:
+def _num_assigned(arguments: Arguments) -> int:
     """Return the number of elements an indexed assignment writes; for a mask, the maximum."""
     tensor, indices = arguments["self"], arguments["indices"]
     used = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in used):
         return int(tensor.numel())
     places: int = torch.broadcast_tensors(*used)[0].numel()  # type: ignore[no-untyped-call]
-    kept = [
+    unindexed_sizes = [
         size for at, size in enumerate(tensor.shape) if at >= len(indices) or indices[at] is None
     ]
-    return places * int(prod(kept))
+    return places * int(prod(unindexed_sizes))
 
 
-def _rows(arguments: Given) -> int:
+def _num_row_elements(arguments: Arguments) -> int:
     tensor, index = arguments["self"], arguments["index"]
     return int(index.numel()) * int(tensor.numel()) // max(1, int(tensor.shape[arguments["dim"]]))
 
 
-def _indexed(arguments: Given) -> int:
+def _num_indexed(arguments: Arguments) -> int:
     return int(arguments["index"].numel())
 
 
-_PLACES: Mapping[str, Callable[[Given], int]] = {
-    "_index_put_impl_": _assigned,
-    "index_add_": _rows,
-    "index_copy_": _rows,
-    "index_fill_": _rows,
-    "index_put_": _assigned,
-    "put_": _indexed,
-    "scatter_": _indexed,
-    "scatter_add_": _indexed,
-    "scatter_reduce_": _indexed,
+_PLACES: Mapping[str, Callable[[Arguments], int]] = {
+    "_index_put_impl_": _num_assigned,
+    "index_add_": _num_row_elements,
+    "index_copy_": _num_row_elements,
+    "index_fill_": _num_row_elements,
+    "index_put_": _num_assigned,
+    "put_": _num_indexed,
+    "scatter_": _num_indexed,
+    "scatter_add_": _num_indexed,
+    "scatter_reduce_": _num_indexed,
 }
 """Functions that return the number of written elements, for operations that write part of
 ``self``."""
@@ -386,15 +386,15 @@ class StepMemory:
             place = address(tensor), int(tensor.storage_offset())
             if is_table:
                 width = tensor[0].numel() * tensor.element_size()
-                rows[place] = min(tokens * width, spanned(tensor))
+                rows[place] = min(tokens * width, span_bytes(tensor))
             else:
-                whole[place] = max(spanned(tensor), whole.get(place, 0))
+                whole[place] = max(span_bytes(tensor), whole.get(place, 0))
         # An embedding table that is tied to the language-model head is read whole.
         yield from whole.values()
         yield from (size for place, size in rows.items() if place not in whole)
 
     def _parameters(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield each weight, with True for an embedding table, of which only some rows are read."""
+        """Yield each weight, with True for an embedding table, read only in some rows."""
         for item in self._weights:
             if isinstance(item, torch.nn.Module):
                 for module in item.modules():
@@ -429,12 +429,12 @@ class StepBytes:
     min_bytes: Mapping[str, int]
     """Minimum bytes that any such step must move, by group."""
 
-    def moved(self, group: str) -> int:
+    def bytes_moved(self, group: str) -> int:
         return sum(self.work.groups[group].values())
 
     def in_words(self) -> Iterator[str]:
         """Describe the traffic next to the minimum, and list operations that were not counted."""
-        moved = {group: self.moved(group) for group in _SHARES}
+        moved = {group: self.bytes_moved(group) for group in _SHARES}
         skipped = self.work.groups[NOT_COUNTED]
         at_least = "at least " if skipped else ""
         yield f"{at_least}{_format_moved(sum(moved.values()), sum(self.min_bytes.values()))}"
@@ -444,15 +444,19 @@ class StepBytes:
             yield f"  not counted: {', '.join(f'{name} ({n})' for name, n in skipped.items())}"
 
 
-def _format_moved(moved: int, least: int) -> str:
-    ratio = f"{moved / least:,.{0 if moved >= 100 * least else 2}f} times " if least else "against "
-    return f"{moved:,} bytes, {ratio}the minimum of {least:,}"
+def _format_moved(moved: int, minimum: int) -> str:
+    ratio = (
+        f"{moved / minimum:,.{0 if moved >= 100 * minimum else 2}f} times "
+        if minimum
+        else "against "
+    )
+    return f"{moved:,} bytes, {ratio}the minimum of {minimum:,}"
 
 
 def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
     """Return the traffic of one step; raise if the next step's differs."""
     warm_up(step, 1)
-    first, second = (_moved(step, memory, device) for _ in range(2))
+    first, second = (_measure_once(step, memory, device) for _ in range(2))
     refuse_differences(first.work, second.work)
     if memory.has_weights and not first.work.groups[WEIGHTS]:
         skipped = ", ".join(first.work.groups[NOT_COUNTED]) or "nothing"
@@ -463,21 +467,21 @@ def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
     return first
 
 
-def _refuse_below_minimum(found: StepBytes) -> None:
+def _refuse_below_minimum(measured: StepBytes) -> None:
     """Raise if less traffic of keys and values was counted than the minimum.
 
     Weights may be below it: a step of a mixture-of-experts model does not read all of them.
     """
-    moved, least = found.moved(KEYS_AND_VALUES), found.min_bytes[KEYS_AND_VALUES]
-    if moved < least and not found.work.groups[NOT_COUNTED]:
+    moved, minimum = measured.bytes_moved(KEYS_AND_VALUES), measured.min_bytes[KEYS_AND_VALUES]
+    if moved < minimum and not measured.work.groups[NOT_COUNTED]:
         raise CannotCompare(
-            f"keys and values: {_format_moved(moved, least)}, and no step can move less; probably "
-            "the step replaces tensors of cache=, as torch.cat does, which must be written in "
-            "place; otherwise context_bytes= returns more than the step reads"
+            f"keys and values: {_format_moved(moved, minimum)}, and no step can move less; "
+            "probably the step replaces tensors of cache=, as torch.cat does, which must be "
+            "written in place; otherwise context_bytes= returns more than the step reads"
         )
 
 
-def _moved(step: Step, memory: StepMemory, device: str) -> StepBytes:
+def _measure_once(step: Step, memory: StepMemory, device: str) -> StepBytes:
     step.prepare()
     recorder = ByteRecorder(device)
     with recorder, record_replays(recorder):

@@ -56,9 +56,9 @@ def name_of(file: Path, test_file: Path, test: str) -> str:
     return f"{os.path.relpath(test_file, file.parent).replace(os.sep, '/')}::{test}"
 
 
-def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> StepWork:
-    """Return the recorded work for ``where`` and these versions; raise if it is missing."""
-    test, step, device = where
+def read_baseline(file: Path, key: Where, versions: Mapping[str, str]) -> StepWork:
+    """Return the recorded work for ``key`` and these versions; raise if it is missing."""
+    test, step, device = key
     devices = read_steps(file).get(test, {}).get(step, {})
     entry = devices.get(device)
     if entry is None:
@@ -122,12 +122,12 @@ def stale_baselines(
 
     ``tests`` must be all tests of their files; ``measured`` are the steps of this run.
     """
-    known = {name_of(file, Path(path), test) for path, test in tests}
-    whole_files = {name.partition("::")[0] for name in known}
+    known_names = {name_of(file, Path(path), test) for path, test in tests}
+    whole_files = {name.partition("::")[0] for name in known_names}
     ran = {(test, device) for test, _, device in measured}
     for test, steps in read_steps(file).items():
         test_file = test.partition("::")[0]
-        renamed = test_file in whole_files and test not in known
+        renamed = test_file in whole_files and test not in known_names
         if renamed or not (file.parent / test_file).exists():
             yield test
             continue
@@ -177,7 +177,7 @@ class CostGate(Gate):
             setattr(self, name, getattr(self, name) + collected[name])
 
     def judge(self, *, passed: bool) -> Sequence[str]:
-        problem = self._write(passed=passed) or (self._nothing_done() if passed else "")
+        problem = self._write(passed=passed) or (self._unused_gate_error() if passed else "")
         return [problem] if problem else []
 
     def _write(self, *, passed: bool) -> str:
@@ -186,23 +186,23 @@ class CostGate(Gate):
         Report stale baselines only if all tests passed: each has then measured all of its steps.
         """
         by_file = defaultdict(list)
-        for file, where, entry in self.measured:
-            by_file[file].append((where, entry))
+        for file, key, entry in self.measured:
+            by_file[file].append((key, entry))
         for file, entries in sorted(by_file.items()):
             try:
                 update(Path(file), entries)
             except (CannotCompare, OSError) as error:
                 return f"{UPDATE}: {error}"
             self._written.append(file)
-            gone = stale_baselines(Path(file), self.tests, [where for where, _ in entries])
-            names = "; ".join(gone) if passed else ""
+            removed = stale_baselines(Path(file), self.tests, [key for key, _ in entries])
+            names = "; ".join(removed) if passed else ""
             if names:
                 self._stale_baselines.append(
                     f"{file}: stale baselines that nothing checks: {names}; delete them there"
                 )
         return ""
 
-    def _nothing_done(self) -> str:
+    def _unused_gate_error(self) -> str:
         """Return an error if the options request this gate and no test used it, or ""."""
         run_settings = settings.current()
         if run_settings.update_costs and not self.measured:
@@ -243,8 +243,7 @@ class CostGate(Gate):
 
 
 def require_calls(needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
-    """Raise if one of these arguments cannot be called without arguments; optional ones may be
-    None."""
+    """Raise if one of these cannot be called without arguments; optional ones may be None."""
     present = {name: call for name, call in optional.items() if call is not None}
     for name, call in {**needed, **present}.items():
         _require_call(name, call)
@@ -265,7 +264,7 @@ class Costs:
     """Comparisons of one test's steps with their baselines."""
 
     def __init__(self, item: pytest.Item, marked: Mapping[str, Sequence[str]]) -> None:
-        """``marked`` holds the arguments of the test's markers."""
+        """Make the gate of a test; ``marked`` holds the arguments of its markers."""
         self.checked: set[str] = set()
         self._config = item.config
         self._gate = CostGate.of(item.config)
@@ -292,8 +291,8 @@ class Costs:
         """
         with self._checking(name, tokens):
             require_calls({"step": step}, {"before": before, "counters": counters})
-            own = OwnCode(self._marker_arguments.get("packages", ()))
-            work = measure_work(Step(step, tokens, before, counters), own, self._device)
+            own_code = OwnCode(self._marker_arguments.get("packages", ()))
+            work = measure_work(Step(step, tokens, before, counters), own_code, self._device)
             self._compare(name, work, self._marker_arguments.get("must_not_drop", ()))
 
     def check_bytes(
@@ -342,16 +341,16 @@ class Costs:
             raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
 
     def _compare(self, name: str, work: StepWork, must_not_drop: Sequence[str]) -> None:
-        where = (self._test, name, self._device)
+        key = (self._test, name, self._device)
         versions = versions_here(self._marker_arguments.get("keyed_by", ()))
         if self._settings.update_costs:
             require_counters(must_not_drop, work.groups["counters"])
-            self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
-            self._keep(where, work, None)
+            self._gate.measured.append((str(self._file), key, as_entry(work, versions)))
+            self._keep(key, work, None)
             return
-        baseline = read_baseline(self._file, where, versions)
+        baseline = read_baseline(self._file, key, versions)
         verdict = judge(work, baseline, must_not_drop)
-        self._keep(where, work, verdict)
+        self._keep(key, work, verdict)
         lines = "\n  ".join(verdict.increases + verdict.decreases)
         if verdict.increases:
             message = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
@@ -364,8 +363,8 @@ class Costs:
         if lines:
             self._gate.decreases.append(f"{self._test}, {name} does less:\n  {lines}")
 
-    def _keep(self, where: Where, work: StepWork, verdict: CostVerdict | None) -> None:
+    def _keep(self, key: Where, work: StepWork, verdict: CostVerdict | None) -> None:
         if self._settings.timing.folder:
             from pytest_roseinfer.gates.history import HistoryGate
 
-            HistoryGate.of(self._config).record_work(where, work, verdict)
+            HistoryGate.of(self._config).record_work(key, work, verdict)

@@ -48,7 +48,7 @@ class Gate(ABC):
         """Return the data that a worker sends to its controller; an empty value is not sent."""
         return None
 
-    def add(self, seen: Any) -> None:
+    def add(self, data: Any) -> None:
         """Merge the data that a worker's gate returned from ``to_json``."""
         raise NotImplementedError
 

@@ -51,10 +51,10 @@ def _history(folder: Path) -> str:
     runs = read_runs(folder)
     history = History.of(runs)
     lines = [f"runs: {len(runs)}, figures: {len(history.trends)}"]
-    if history.drawn:
+    if history.charted_trends:
         chart = folder / "history.svg"
         chart.write_text(history.chart(), encoding="utf-8")
-        lines[0] += f", drawn: {len(history.drawn)}, in {chart}"
+        lines[0] += f", drawn: {len(history.charted_trends)}, in {chart}"
     return "\n".join(
         [*lines, *(map(str, history.changes) if history.changes else ["no figure changed"])]
     )

@@ -74,14 +74,14 @@ def read_runs(folder: Path) -> list[RunFigures]:
     return sorted(runs, key=lambda run: run.timestamp)
 
 
-def _read(line: str, where: str) -> RunFigures:
+def _read(line: str, location: str) -> RunFigures:
     try:
         entry = json.loads(line)
         if entry["format"] != FORMAT:
-            raise CannotCompare(f"{where}: format is {entry['format']}, expected {FORMAT}")
+            raise CannotCompare(f"{location}: format is {entry['format']}, expected {FORMAT}")
         return RunFigures(**entry)
     except (ValueError, TypeError, KeyError) as error:
-        raise CannotCompare(f"{where}: not a recorded run: {error!r}") from error
+        raise CannotCompare(f"{location}: not a recorded run: {error!r}") from error
 
 
 # Trends: one figure of a step over the runs.
@@ -93,12 +93,16 @@ RATIO = "here / there"
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """The value of a figure in one run."""
+
     run: RunFigures
     value: float
 
 
 @dataclass(slots=True)
 class Trend:
+    """The values of one figure, run after run."""
+
     step: str
     """The test, with its device or the reference that it is compared with."""
     figure: str
@@ -147,6 +151,8 @@ _MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class ChangePoint:
+    """A lasting change of a figure, from one run to the next."""
+
     trend: Trend
     at: int
     """Index of the first point after the change."""
@@ -205,7 +211,7 @@ def _segments(values: Sequence[float]) -> list[int]:
 
 
 _LINE, _CHANGE = "#4c72b0", "#c44e52"
-_MOST_LABELS = 12
+_MAX_LABELS = 12
 """Maximum commits named along an axis; with more runs, some are left out."""
 
 
@@ -223,7 +229,7 @@ class History:
         return cls(trends, [change for trend in trends for change in change_points(trend)])
 
     @property
-    def drawn(self) -> Sequence[Trend]:
+    def charted_trends(self) -> Sequence[Trend]:
         """Trends worth a chart: all except counts that never changed."""
         moving = [change.trend for change in self.changes]
         return [trend for trend in self.trends if not trend.exact or trend in moving]
@@ -236,10 +242,10 @@ class History:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(10, 2.4 * len(self.drawn)), layout="constrained")
+        figure = Figure(figsize=(10, 2.4 * len(self.charted_trends)), layout="constrained")
         FigureCanvasSVG(figure)
-        rows = figure.subplots(len(self.drawn), 1, squeeze=False)
-        for (axes,), trend in zip(rows, self.drawn, strict=True):
+        rows = figure.subplots(len(self.charted_trends), 1, squeeze=False)
+        for (axes,), trend in zip(rows, self.charted_trends, strict=True):
             _draw(axes, trend, [change for change in self.changes if change.trend is trend])
         text = io.StringIO()
         figure.savefig(text, format="svg")
@@ -257,7 +263,7 @@ def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
             label, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
             color=_CHANGE, xytext=(3, -9), textcoords="offset points",
         )  # fmt: skip
-    every = -(-len(values) // _MOST_LABELS)
+    every = -(-len(values) // _MAX_LABELS)
     shown = range(0, len(values), every)
     axes.set_xticks(shown, [trend.points[at].run.label[:9] for at in shown], fontsize=7)
     axes.set_title(trend.step, fontsize=9, loc="left")
@@ -341,10 +347,10 @@ class HistoryGate(Gate):
         self._chart = ""
 
     def record_work(
-        self, where: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
+        self, key: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
     ) -> None:
         """Record the counts of a step; ``verdict`` is None without a baseline."""
-        test, step, device = where
+        test, step, device = key
         self._work.append(
             {
                 "test": test,
@@ -397,7 +403,7 @@ class HistoryGate(Gate):
         """Draw the chart for the run's HTML report, or report the error that prevents it."""
         try:
             history = History.of(runs)
-            drawn = history.chart() if history.drawn else ""
+            drawn = history.chart() if history.charted_trends else ""
         except CannotCompare as error:
             self._lines.append(str(error))
             return
@@ -434,10 +440,10 @@ def _times(run: RunFigures) -> Iterator[str]:
         yield table(run.times, "github")
         yield ""
     for timed in run.times:
-        yield f"- {_judged(timed)}"
+        yield f"- {_describe_verdict(timed)}"
 
 
-def _judged(timed: dict[str, Any]) -> str:
+def _describe_verdict(timed: dict[str, Any]) -> str:
     because = f" because {timed['doubt']}" if timed["doubt"] else ""
     return (
         f"`{timed['test']}`: **{timed['verdict']}**{because} against `{timed['against']}`, with a "

@@ -65,6 +65,8 @@ GROUPS: Mapping[str, Group] = {
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
+    """The counted work of one step."""
+
     tokens: int
     """Number of tokens that the step generates."""
     groups: Mapping[str, Mapping[str, int]]
@@ -114,12 +116,12 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
     return verdict
 
 
-def require_counters(must_not_drop: Collection[str], known: Collection[str]) -> None:
+def require_counters(must_not_drop: Collection[str], counters: Collection[str]) -> None:
     """Raise if ``must_not_drop`` names an unknown counter."""
-    if unknown := sorted({*must_not_drop} - {*known}):
+    if unknown := sorted({*must_not_drop} - {*counters}):
         raise CannotCompare(
             f"must_not_drop: not counters of the step: {', '.join(unknown)}; "
-            f"counters= returned {', '.join(sorted(known)) or 'none'}"
+            f"counters= returned {', '.join(sorted(counters)) or 'none'}"
         )
 
 
@@ -170,7 +172,7 @@ def _minor(distribution: str) -> str:
 
 
 DECLARATION = "traffic"
-"""Name under which a launch declares its traffic: an attribute of a Triton kernel's Python
+"""Name of a launch in its declaration of traffic: an attribute of a Triton kernel's Python
 function, or an entry of the metadata that a launcher of other kernels passes to Triton's hooks."""
 
 
@@ -292,7 +294,9 @@ def _is_library(root: str) -> bool:
     return not files or any(place.is_relative_to(each) for place in files for each in installed)
 
 
-def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[str, Counter[str]]:
+def count_python_calls(
+    step: Callable[[], object], own_code: OwnCode
+) -> defaultdict[str, Counter[str]]:
     """Run ``step`` and count function calls by group and name.
 
     Functions written in C count too. Calls that wait for the device or replay a graph have their
@@ -305,12 +309,12 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            if own.concerns(frame):
+            if own_code.concerns(frame):
                 calls[_python_name(frame)] += 1
-            if known := by_code.get(frame.f_code):
-                group, name = known
+            if counter := by_code.get(frame.f_code):
+                group, name = counter
                 counts[group][name] += 1
-        elif event == "c_call" and own.is_own(_module(frame)):
+        elif event == "c_call" and own_code.is_own(_module(frame)):
             calls[_c_name(arg)] += 1
 
     @contextmanager
@@ -503,10 +507,12 @@ class TensorWork(OperationMode):  # type: ignore[no-untyped-call]
             self._note("synchronisations", "a copy that does not say non_blocking")
 
     def _note_new_memory(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        known = set() if name == _FROM_HOST else {_address(each) for each in _tensors(args, kwargs)}
+        known_addresses = (
+            set() if name == _FROM_HOST else {_address(each) for each in _tensors(args, kwargs)}
+        )
         for tensor in filter(self._on_device, _tensors(result)):
-            if _address(tensor) not in known and tensor.untyped_storage().nbytes():
-                known.add(_address(tensor))
+            if _address(tensor) not in known_addresses and tensor.untyped_storage().nbytes():
+                known_addresses.add(_address(tensor))
                 self._note("allocations", "tensors")
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
@@ -575,15 +581,16 @@ class Step:
         return Counter({str(name): times for name, times in counts.items()})
 
 
-def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
+def measure_work(step: Step, own_code: OwnCode, device: str) -> StepWork:
     """Return the work of one step; raise if the next step's differs."""
     warm_up(step, _WARM_UP)
-    first, second = (_count(step, own, device) for _ in range(2))
+    first, second = (_count(step, own_code, device) for _ in range(2))
     refuse_differences(first, second)
     if not first.groups["python_calls"]:
         raise CannotCompare(
-            f"the step made no call of {', '.join(sorted(own.packages)) or 'code of your own'}; "
-            "set packages=[...] of the marker roseinfer_costs to the packages whose calls count"
+            "the step made no call of "
+            f"{', '.join(sorted(own_code.packages)) or 'code of your own'}; set "
+            "packages=[...] of the marker roseinfer_costs to the packages whose calls count"
         )
     if sum(sum(counts.values()) for counts in first.groups.values()) == 1:
         raise CannotCompare(
@@ -603,9 +610,9 @@ def warm_up(step: Step, times: int) -> None:
 def refuse_differences(first: StepWork, second: StepWork) -> None:
     """Raise if two consecutive steps did different work."""
     if differing := [
-        f"{group.title}, {what}: {one} and {other}"
+        f"{group.title}, {quantity}: {one} and {other}"
         for name, group in GROUPS.items()
-        for what, one, other in changed_counts(first.groups[name], second.groups[name])
+        for quantity, one, other in changed_counts(first.groups[name], second.groups[name])
     ]:
         lines = [*differing, "before= must restore the same contexts for each step"]
         raise CannotCompare(
@@ -614,11 +621,11 @@ def refuse_differences(first: StepWork, second: StepWork) -> None:
         )
 
 
-def _count(step: Step, own: OwnCode, device: str) -> StepWork:
+def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
     """Count calls in one step and tensors in another, so that neither counts the other's work."""
     with _no_garbage_collected():
         step.prepare()
-        totals = count_python_calls(step.run, own)
+        totals = count_python_calls(step.run, own_code)
         step.prepare()
         tensors = TensorWork(device)
         before = step.own_counts()

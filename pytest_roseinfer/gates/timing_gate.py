@@ -157,8 +157,10 @@ class TimingGate(Gate):
 
     @property
     def _folder(self) -> Path:
-        """Folder of the project; without an ini file, pytest's rootdir may depend on the other
-        side's path."""
+        """Folder of the project.
+
+        Without an ini file, pytest's rootdir may depend on the other side's path.
+        """
         has_ini_file = self.config.inipath is not None
         return self.config.rootpath if has_ini_file else self.config.invocation_params.dir
 
@@ -174,10 +176,10 @@ class TimingGate(Gate):
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         self._lines += filter(None, (timed.in_words() for timed in self.results))
-        problem = self._nothing_done() if passed else ""
+        problem = self._unused_gate_error() if passed else ""
         return [problem] if problem else []
 
-    def _nothing_done(self) -> str:
+    def _unused_gate_error(self) -> str:
         """Return an error if the options request this gate and no test used it, or ""."""
         timing = settings.current().timing
         problem = ""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.paired import UNBOUNDED, Verdict
+from pytest_roseinfer.gates.paired_timing import UNBOUNDED, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_roseinfer.gates.paired import Comparison, Timings
+    from pytest_roseinfer.gates.paired_timing import Comparison, Timings
 
 _SIDES = ("there", "here")
 

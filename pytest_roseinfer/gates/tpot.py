@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.gates import paired as absolute
+from pytest_roseinfer.gates import paired_timing as absolute
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.history import HistoryGate
-from pytest_roseinfer.gates.paired import Plan, Progress, Verdict, compare, terminal_of
+from pytest_roseinfer.gates.paired_timing import Plan, Progress, Verdict, compare, terminal_of
 from pytest_roseinfer.gates.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.timing_report import TimedComparison, side_fields, verdict_fields
 from pytest_roseinfer.gates.worker_process import (
-    MOST_PAIRS,
+    MAX_PAIRS,
     CpuClock,
     GpuClock,
     MissingStep,
@@ -40,7 +40,7 @@ class Tpot:
     """Timing of one test's decode step, by the command line's options."""
 
     def __init__(self, request: pytest.FixtureRequest, marked: dict[str, Any]) -> None:
-        """``marked`` holds the arguments of the test's markers."""
+        """Make the gate of a test; ``marked`` holds the arguments of its markers."""
         self.checked = False
         self._request = request
         self._test = request.node.nodeid
@@ -101,7 +101,7 @@ class Tpot:
             return self._worker(there, factory, pair), self._worker(here, factory, pair)
 
         progress = self._progress()
-        with start_ahead(start, min(MOST_PAIRS, pairs_side_by_side(self._cpus))) as pairs:
+        with start_ahead(start, min(MAX_PAIRS, pairs_side_by_side(self._cpus))) as pairs:
             comparison = compare(plan, pairs, self._clock().doubt, progress=progress)
         timed = TimedComparison(
             self._test, there.label, comparison, plan.margin, timing.noise_floor

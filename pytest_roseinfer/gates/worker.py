@@ -28,7 +28,7 @@ TARGET_KEYS = {"step", "tokens", *_DEFAULTS}
 
 
 class StepNotFound(Exception):
-    """Error of a side that lacks the step, or something it needs; the message says what."""
+    """Error of a side that lacks the step, or something it needs; the message has the details."""
 
 
 class InvalidFactory(Exception):

@@ -56,8 +56,8 @@ class Side:
 class MissingStep(CannotCompare):
     """Error of a side that lacks the step's factory, or a module that the factory imports."""
 
-    def __init__(self, side: Side, what: str) -> None:
-        super().__init__(f"{side.label}: {what}")
+    def __init__(self, side: Side, problem: str) -> None:
+        super().__init__(f"{side.label}: {problem}")
         self.side = side
 
 
@@ -80,9 +80,10 @@ class WorkerProcess:
     def __init__(
         self, side: Side, factory: str, *, file: str = "", cuda: bool = False, cpus: Sequence[int]
     ) -> None:
-        """``factory`` is ``module:function``; ``file`` replaces a module that the side lacks.
+        """Start the process.
 
-        The process is pinned to ``cpus``, unless they are empty.
+        ``factory`` is ``module:function``; ``file`` replaces a module that the side lacks. The
+        process is pinned to ``cpus``, unless they are empty.
         """
         self._side = side
         arguments = {
@@ -149,7 +150,7 @@ class WorkerProcess:
 
 
 def cpus_for(
-    pair: int, wanted: int | None, available: Sequence[int] | None = None
+    pair: int, requested: int | None, available: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return the CPUs that both workers of a pair are pinned to; empty if they may use all.
 
@@ -158,16 +159,16 @@ def cpus_for(
     decides.
     """
     available = _usable() if available is None else available
-    if wanted is None or wanted >= len(available):
+    if requested is None or requested >= len(available):
         return ()
-    first = pair * wanted
-    return tuple(available[(first + at) % len(available)] for at in range(wanted))
+    first = pair * requested
+    return tuple(available[(first + at) % len(available)] for at in range(requested))
 
 
-def pairs_side_by_side(wanted: int | None, available: Sequence[int] | None = None) -> int:
+def pairs_side_by_side(requested: int | None, available: Sequence[int] | None = None) -> int:
     """Return the number of pairs that can have separate CPUs, at least 1."""
     available = _usable() if available is None else available
-    return max(1, len(available) // wanted) if wanted else 1
+    return max(1, len(available) // requested) if requested else 1
 
 
 def _usable() -> Sequence[int]:
@@ -181,7 +182,7 @@ def _usable() -> Sequence[int]:
 # idle until their turn, so they do not disturb it.
 
 
-MOST_PAIRS = 2
+MAX_PAIRS = 2
 """Maximum pairs at a time; each has two models in memory."""
 
 
@@ -224,7 +225,7 @@ _CPU_DOUBTS = {
 _QUERY = "--query-gpu=clocks.sm,utilization.gpu,clocks_throttle_reasons.active"
 _EVERY_MS = 200
 _BUSY = 20
-"""Utilization in percent from which a GPU's clock counts as its working clock."""
+"""Minimum utilization in percent for a GPU's clock to count as its working clock."""
 _SPREAD = 0.05
 _REASONS = {
     0x04: "its power limit",
@@ -233,7 +234,7 @@ _REASONS = {
     0x40: "its temperature",
     0x80: "its power supply",
 }
-"""Bits of NVML's clock event reasons for which a GPU runs below its set clock."""
+"""Bits of NVML's clock event reasons that make a GPU run below its set clock."""
 
 
 class CpuClock:

@@ -31,7 +31,7 @@ SEQUENCES = 71
 _BLOCKS = 66
 _TOKENS = 513
 _FEW_TOKENS = 257
-_MOST_TOKENS = 2200
+_MAX_TOKENS = 2200
 """Most tokens of a table of 66 blocks; larger blocks get a shorter table."""
 _SMALL_HEAD = 4
 _SMALL_BLOCK = 2
@@ -53,25 +53,25 @@ def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
 
     At the end, the names of freed sequences are used again.
     """
-    most = adapter.most_sequences or SEQUENCES
+    max_sequences = adapter.max_sequences or SEQUENCES
     for rows in ROWS:
-        yield Append(tuple(range(min(rows, most))))
+        yield Append(tuple(range(min(rows, max_sequences))))
     yield Read()
-    large = Large(adapter, size, list(range(min(ROWS[-1], most))), most)
+    large = Large(adapter, size, list(range(min(ROWS[-1], max_sequences))), max_sequences)
     for capability in adapter.capabilities:
         if capability.large:
             yield from capability.large(large)
             yield Read()
-    gone = (seq for seq in range(min(ROWS[-1], most)) if seq not in large.names)
-    yield Append((*large.names[1:], *gone))
+    free_names = (seq for seq in range(min(ROWS[-1], max_sequences)) if seq not in large.names)
+    yield Append((*large.names[1:], *free_names))
 
 
 def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
     """Write some hundred tokens at once, then one by one; a fork copies a block of a long table."""
-    long = _BLOCKS * size if _BLOCKS * size <= _MOST_TOKENS else _TOKENS
+    long = _BLOCKS * size if _BLOCKS * size <= _MAX_TOKENS else _TOKENS
     begun = {0: _FEW_TOKENS, 1: max(long, _TOKENS) - 1}
-    if most := adapter.most_tokens:
-        begun = {seq: min(count, most - ONE_BY_ONE) for seq, count in begun.items()}
+    if max_tokens := adapter.max_tokens:
+        begun = {seq: min(count, max_tokens - ONE_BY_ONE) for seq, count in begun.items()}
     yield from written(begun, adapter.abilities)
     yield Append((0, 1))
     yield Read()
@@ -100,7 +100,7 @@ def _spec(
         num_heads=min(adapter.head_counts),
         head_dim=min(heads),
         block_size=size,
-        num_blocks=pools * _most_blocks(size, steps),
+        num_blocks=pools * _max_blocks(size, steps),
         dtype=adapter.dtypes[0],
         device=device,
         options=options,
@@ -108,7 +108,7 @@ def _spec(
     )
 
 
-def _most_blocks(size: int, steps: Sequence[Operation]) -> int:
+def _max_blocks(size: int, steps: Sequence[Operation]) -> int:
     """Count the blocks that steps need if none is shared or freed."""
     lengths: dict[int, int] = {}
     for step in steps:
@@ -120,7 +120,7 @@ def _most_blocks(size: int, steps: Sequence[Operation]) -> int:
 
 
 def _texts(adapter: type[KVCacheAdapter], size: int) -> tuple[Branch, ...]:
-    """Return three texts, two of which share a prefix; none for a cache without ``use_tokens``."""
+    """Return three texts, two of them with a common prefix; none without ``use_tokens``."""
     if "use_tokens" not in adapter.abilities:
         return ()
     texts = ((0, 0), (0, size + 1), (0, 0))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer, add_while_fitting
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES, Writer, add_while_fitting
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _append_in_batches(writer: Writer) -> Iterator[Operation]:
     if Free.needs <= abilities:
         yield Free(other)
     for _ in range(3 + begins_first):
-        if Fork.needs <= abilities and len(writer.live) < MOST_SEQUENCES:
+        if Fork.needs <= abilities and len(writer.live) < MAX_SEQUENCES:
             (child,) = writer.fresh(1)
             yield Fork(writer.pick(alike), child)
             alike = [*alike, child]
@@ -96,7 +96,7 @@ def _sharing_with(writer: Writer, first: int, length: int) -> Operation:
 
 
 def _batch(writer: Writer, seqs: Sequence[int]) -> Append:
-    return Append(tuple(writer.shuffled(seqs)), writer.layout())
+    return Append(tuple(writer.shuffle(seqs)), writer.layout())
 
 
 def end_absences(writer: Writer) -> None:
@@ -144,22 +144,26 @@ class PrefixCandidates:
         ``new`` and the names after it have one text each. A name has the highest weight if it may
         find a prefix in its namespace, and its text diverges within a stored text.
         """
-        names = self._unused(new, vacant)
+        names = self._unused_texts(new, vacant)
         return [name for name in names for _ in range(self._listing_weight(name))]
 
     def names_with_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
         """List names whose text repeats ``tokens`` tokens or more of a stored text."""
         return [
-            name for name in self._unused(new, vacant) if self.common_prefix_length(name) >= tokens
+            name
+            for name in self._unused_texts(new, vacant)
+            if self.common_prefix_length(name) >= tokens
         ]
 
     def names_without_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
         """List names whose text differs from all stored ones within its first ``tokens`` tokens."""
         return [
-            name for name in self._unused(new, vacant) if self.common_prefix_length(name) < tokens
+            name
+            for name in self._unused_texts(new, vacant)
+            if self.common_prefix_length(name) < tokens
         ]
 
-    def _unused(self, new: int, vacant: Sequence[int]) -> list[int]:
+    def _unused_texts(self, new: int, vacant: Sequence[int]) -> list[int]:
         return [*range(new, new + len(self.texts.initial_branches)), *vacant]
 
     def _listing_weight(self, seq: int) -> int:
@@ -167,8 +171,10 @@ class PrefixCandidates:
         again = max(common.values(), default=0)
         if again < self.least:
             return 0
-        space, own = self.texts.namespace, self.oracle.text_of(seq)
-        within = any(common[text] >= self.least for text in common if space(text) == space(own))
+        space, own_text = self.texts.namespace, self.oracle.text_of(seq)
+        within = any(
+            common[text] >= self.least for text in common if space(text) == space(own_text)
+        )
         return (_MATCHING_WEIGHT if within else 1) * (
             _DIVERGING_WEIGHT if self._diverges_inside(seq) else 1
         )
@@ -185,10 +191,12 @@ class PrefixCandidates:
 
     def _common(self, seq: int) -> dict[int, int]:
         """Count the first tokens that a new sequence has in common with each stored text."""
-        own, owner = self.oracle.text_of(seq), self.texts.owner
+        own_text, owner = self.oracle.text_of(seq), self.texts.owner
 
         def common(text: int, length: int) -> int:
-            return bisect_left(range(length), 1, key=lambda at: owner(own, at) != owner(text, at))
+            return bisect_left(
+                range(length), 1, key=lambda at: owner(own_text, at) != owner(text, at)
+            )
 
         return {text: common(text, length) for text, length in self._longest.items()}
 

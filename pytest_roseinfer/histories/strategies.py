@@ -45,27 +45,27 @@ def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
 
 
 @st.composite
-def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
-    """Draw tables over a pool, in which two rows have at most a prefix of blocks in common."""
+def block_tables(draw: st.DrawFn, *, num_blocks: int, max_rows: int = 6) -> list[list[int]]:
+    """Draw tables over a pool whose rows share at most a prefix of blocks with each other."""
     order = draw(st.permutations(list(range(num_blocks))))
     tables: list[list[int]] = []
     at = 0
-    for _ in range(draw(st.integers(1, most_rows))):
+    for _ in range(draw(st.integers(1, max_rows))):
         shared: list[int] = []
         sharing: bool = draw(st.booleans())
         if tables and sharing:
             parent = tables[draw(st.integers(0, len(tables) - 1))]
             shared = parent[: draw(st.integers(0, len(parent)))]
-        own = draw(st.integers(0, num_blocks - at))
-        tables.append(shared + list(order[at : at + own]))
-        at += own
+        num_own = draw(st.integers(0, num_blocks - at))
+        tables.append(shared + list(order[at : at + num_own]))
+        at += num_own
     return tables
 
 
 # Lengths near the boundaries of blocks
 
 
-_MOST_TOKENS = 300
+_MAX_TOKENS = 300
 
 
 def boundary_lengths(
@@ -74,16 +74,16 @@ def boundary_lengths(
     """Draw a number of tokens to append so that the end falls at, before or after a boundary.
 
     With ``free``, the end of the last free block is one more boundary; with ``windows``, so are the
-    lengths at which one more block and two more blocks have left each window.
+    lengths that move one more block and two more blocks out of each window.
     """
     room = -stored % block_size
     ends = {0, room, room + block_size, room + (free or 0) * block_size}
     for window in windows:
-        left = max(0, stored - window + 1) // block_size
-        ends |= {(left + more) * block_size + window - 1 - stored for more in (1, 2)}
+        num_left_out = max(0, stored - window + 1) // block_size
+        ends |= {(num_left_out + more) * block_size + window - 1 - stored for more in (1, 2)}
     near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
-    most = max(_MOST_TOKENS, block_size + 1)
-    return st.sampled_from(sorted(count for count in near if 0 < count <= most))
+    max_count = max(_MAX_TOKENS, block_size + 1)
+    return st.sampled_from(sorted(count for count in near if 0 < count <= max_count))
 
 
 def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
@@ -98,7 +98,7 @@ def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[Branch, ...]:
+def text_branches(draw: st.DrawFn, *, block_size: int, max_texts: int = 4) -> tuple[Branch, ...]:
     """Draw texts with shared prefixes that end at or near a block boundary or inside a block.
 
     Some texts are equal.
@@ -107,7 +107,7 @@ def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[B
     inside = block_size + block_size // 2
     lengths = sorted({WHOLE, 0, 1, inside, *(edge + more for edge in edges for more in (-1, 0, 1))})
     branches: list[Branch] = [(0, 0)]
-    for text in range(1, draw(st.integers(1, most))):
+    for text in range(1, draw(st.integers(1, max_texts))):
         length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
         branches.append((draw(st.integers(0, text - 1)), length))
     return tuple(branches)
@@ -129,9 +129,9 @@ _T = TypeVar("_T")
 _INTERPRETED_ON = "cpu"
 _FEW_HEADS = 8
 _SMALL_HEAD = 16
-_MOST_OF_A_TOKEN = 3200
+_MAX_TOKEN_ELEMENTS = 3200
 """Elements of all heads of a token: more than a kernel's tile may hold at once."""
-_MOST_OF_A_BLOCK = 4 * _MOST_OF_A_TOKEN
+_MAX_BLOCK_ELEMENTS = 4 * _MAX_TOKEN_ELEMENTS
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks per layer: soon all in use, or just enough for a batch of sequences."""
 _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
@@ -184,8 +184,8 @@ def _bounds(
     """
     fewest, smallest = min(head_counts), min(head_dims)
     return Bounds(
-        max(_MOST_OF_A_TOKEN, fewest * max(head_dims), max(head_counts) * smallest),
-        max(_MOST_OF_A_BLOCK, fewest * smallest * max(block_sizes)),
+        max(_MAX_TOKEN_ELEMENTS, fewest * max(head_dims), max(head_counts) * smallest),
+        max(_MAX_BLOCK_ELEMENTS, fewest * smallest * max(block_sizes)),
     )
 
 
@@ -209,13 +209,13 @@ def _sizes(
     return num_heads, head_dim, draw(st.sampled_from(_up_to(longest, block_sizes)))
 
 
-def _mostly_small(sizes: Sequence[int], most: int) -> list[int]:
-    """List sizes up to ``most`` three times, and then the larger ones."""
-    return _up_to(most, sizes) * 3 + [size for size in sizes if size > most]
+def _mostly_small(sizes: Sequence[int], max_size: int) -> list[int]:
+    """List sizes up to ``max_size`` three times, and then the larger ones."""
+    return _up_to(max_size, sizes) * 3 + [size for size in sizes if size > max_size]
 
 
-def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
-    return [size for size in sizes if size <= most]
+def _up_to(max_size: int, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size <= max_size]
 
 
 def switches(
@@ -270,7 +270,7 @@ class _Writer:
     no_more_steps: bool = False
     """True if the history has its last step."""
     vacant: list[int] = field(default_factory=list)
-    """Names of former sequences, in the order in which they became unused."""
+    """Names of former sequences, in the order of their end."""
     prefix_candidates: PrefixCandidates | None = None
     """Texts stored so far; None if the cache does not reuse prefixes."""
     allowed_kinds: Sequence[type[Operation]] = ()
@@ -291,10 +291,10 @@ class _Writer:
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
 
-    def between(self, least: int, most: int) -> int:
-        return self.draw(st.integers(least, most))
+    def between(self, min_value: int, max_value: int) -> int:
+        return self.draw(st.integers(min_value, max_value))
 
-    def shuffled(self, choices: Sequence[_T]) -> Sequence[_T]:
+    def shuffle(self, choices: Sequence[_T]) -> Sequence[_T]:
         return self.draw(st.permutations(choices))
 
     def fresh(self, count: int) -> tuple[int, ...]:
@@ -378,8 +378,8 @@ class _Writer:
         names = [*step.changed_seqs(), *self.oracle.pending_seqs]
         self.names = max([self.names, *(seq + 1 for seq in names)])
         used = dict.fromkeys([*self.vacant, *names])
-        taken = {*self.oracle.named, *self.oracle.pending_seqs}
-        self.vacant = [name for name in used if name not in taken]
+        names_in_use = {*self.oracle.named, *self.oracle.pending_seqs}
+        self.vacant = [name for name in used if name not in names_in_use]
         self.steps.append(step)
 
 
@@ -388,7 +388,7 @@ def histories(
     draw: st.DrawFn,
     adapter: type[KVCacheAdapter],
     *,
-    most_steps: int = 12,
+    max_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
     preludes: Sequence[History] = (),
@@ -427,9 +427,9 @@ def histories(
     else:
         _begin(writer)
     if few_kinds:
-        some = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
-        writer.allowed_kinds = draw(some)
-    for _ in range(most_steps - len(writer.steps) * in_batches):
+        kinds = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
+        writer.allowed_kinds = draw(kinds)
+    for _ in range(max_steps - len(writer.steps) * in_batches):
         # None comes first, so that shrinking ends a history early.
         options = writer.draw_options() * 2
         draw_step = (

@@ -98,7 +98,10 @@ class Oracle:
             kind
             for kind in chain.from_iterable(each.states for each in adapter.capabilities)
             if (not kind.any_of or adapter.abilities.intersection(kind.any_of))
-            and all(attrgetter(name)(adapter) == value for name, value in kind.where.items())
+            and all(
+                attrgetter(name)(adapter) == value
+                for name, value in kind.required_attributes.items()
+            )
         ]
         shared = adapter.windows.pools == "shared"
         return cls(
@@ -110,7 +113,7 @@ class Oracle:
             partial(adapter.can_truncate, spec),
             adapter.prefixes.shares == "equal prefixes",
             adapter.atomic_batches,
-            windows=Windows(spec.windows, shared, adapter.windows.gives_back),
+            windows=Windows(spec.windows, shared, adapter.windows.frees),
             states={kind: kind.of(adapter) for kind in kinds},
         )
 
@@ -150,7 +153,7 @@ class Oracle:
         )
 
     def length(self, seq: int) -> int:
-        """Count the tokens of a sequence, all of whose pages but the last are full."""
+        """Count the tokens of a sequence, whose pages are full except for the last."""
         if not (pages := self.sequences.get(seq)):
             return 0
         return (
@@ -308,7 +311,7 @@ class Oracle:
             for seq, count in rows
         ]
 
-    def said_by(self, seq: int) -> list[TextSlice]:
+    def stored_text(self, seq: int) -> list[TextSlice]:
         """List the token ids of a sequence so far, as a write of this row alone."""
         return [self.texts.text_slice(self.text_of(seq), 0, self.length(seq))] if self.texts else []
 
@@ -331,14 +334,14 @@ class Oracle:
 
         Reserved room is kept until it is written to.
         """
-        at_once = self.windows.of_layer and self.windows.gives_back == AT_ONCE
+        at_once = self.windows.of_layer and self.windows.frees == AT_ONCE
         for seq, _ in rows:
             if at_once and not self.unwritten(seq):
                 self._slide(seq)
 
     def slide_refused(self, seq: int) -> None:
         """Free the pages outside the windows of a refused row, if the cache does so first."""
-        if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
+        if self.windows.frees == NEXT_TRY and seq in self.sequences:
             self._slide(seq)
 
     def _slide(self, seq: int) -> None:
@@ -371,17 +374,17 @@ class Oracle:
 
     def fork(self, parent: int, child: int) -> None:
         self.branch_text(parent, child)
-        own: list[Page] = []
+        pages_of_fork: list[Page] = []
         for at, page in enumerate(self.sequences[parent]):
             shared = self.shares(parent, at)
             page.holders += shared
-            own.append(page if shared else page.copy_prefix(self.tokens_on(parent, at)))
+            pages_of_fork.append(page if shared else page.copy_prefix(self.tokens_on(parent, at)))
             if shared and at == len(self.sequences[parent]) - 1:
                 self.truncated_on_last[child] = self.truncated_on_last[parent]
-        self.sequences[child] = own
+        self.sequences[child] = pages_of_fork
         self.windows.fork(parent, child)
         for state in self.states.values():
-            state.on_fork(parent, child, sum(page.holders > 1 for page in own))
+            state.on_fork(parent, child, sum(page.holders > 1 for page in pages_of_fork))
 
     def branch_text(self, parent: int, child: int) -> None:
         """Give ``child`` a text that branches off the text of ``parent`` at its present length."""
@@ -440,14 +443,14 @@ class Oracle:
             self.texts.fork(self.text_of(seq), seq, length)
         self.lives[seq] += 1
         pages = self.sequences[seq]
-        kept = -(-length // self.block_size)
-        if kept < len(pages):
+        num_pages = -(-length // self.block_size)
+        if num_pages < len(pages):
             del self.truncated_on_last[seq]
-        for page in pages[kept:]:
+        for page in pages[num_pages:]:
             page.holders -= 1
-        del pages[kept:]
-        self._cut_states(seq, kept)
-        self.windows.on_truncate(seq, kept)
+        del pages[num_pages:]
+        self._cut_states(seq, num_pages)
+        self.windows.on_truncate(seq, num_pages)
         self.truncated_on_last[seq] += self.length(seq) - length
         if self.truncated_on_last[seq] and (self.truncate_copies or self._owns_last(seq)):
             self._make_last_writable(seq)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 POSITIONS = 1 << 16
-"""Length up to which the tokens of a sequence have distinct numbers."""
+"""Longest sequence whose tokens all have distinct numbers."""
 NAMES = 1 << 16
 """Number of names, those of padding and texts included."""
 PADDING_SEQUENCE = 1 << 15
@@ -22,17 +22,17 @@ TEXTS = PADDING_SEQUENCE + 1
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
-    """Number the token at a position of a sequence that was freed or truncated ``life`` times."""
+    """Return the token at a position of a sequence that was freed or truncated ``life`` times."""
     return (life * NAMES + seq) * POSITIONS + position
 
 
 def padding_token(row: int) -> int:
-    """Number the token of a padding row, which belongs to no sequence."""
+    """Return the token of a padding row, which belongs to no sequence."""
     return token_of(PADDING_SEQUENCE, row)
 
 
 def text_token(text: int, position: int, namespace: int = 0) -> int:
-    """Number the token at a position of a text."""
+    """Return the token at a position of a text."""
     return token_of(TEXTS + text, position, namespace)
 
 
@@ -111,9 +111,9 @@ class State:
     """A capability's part of the oracle, with callbacks for the events of sequences."""
 
     any_of: ClassVar[Collection[str]] = ()
-    """Methods of an adapter, any of which enables the state."""
-    where: ClassVar[Mapping[str, Any]] = {}
-    """Values of adapter attributes, all of which enable the state."""
+    """Methods of an adapter; any one of them enables the state."""
+    required_attributes: ClassVar[Mapping[str, Any]] = {}
+    """Values of adapter attributes; together they enable the state."""
     pending_seqs: Collection[int] = ()
     """Names reserved for sequences that have not begun."""
 
@@ -179,8 +179,8 @@ class Windows:
     """Window of each layer; empty if no layer has one, so that all layers are one group."""
     shared_pool: bool = False
     """True if all groups allocate from one pool, where each block belongs to one group."""
-    gives_back: str = AT_ONCE
-    """Value of ``WindowTraits.gives_back``."""
+    frees: str = AT_ONCE
+    """Value of ``WindowTraits.frees``."""
     out_of_window_pages: dict[Window, Counter[int]] = field(init=False)
     """Number of first pages that are freed, by group and sequence."""
     tables: dict[Window, dict[int, Table]] = field(init=False)
@@ -221,16 +221,18 @@ class Windows:
     def slide(self, seq: int, length: int, block_size: int) -> None:
         """Free the pages of a sequence of this length that have left their windows."""
         for window, freed in self.out_of_window_pages.items():
-            gone = first_live(window, length) // block_size
-            self.num_newly_out_of_window += max(0, gone - freed[seq])
-            freed[seq] = max(freed[seq], gone)
+            num_freed = first_live(window, length) // block_size
+            self.num_newly_out_of_window += max(0, num_freed - freed[seq])
+            freed[seq] = max(freed[seq], num_freed)
 
     def adopt(self, window: Window, tables: Mapping[int, Table]) -> None:
         """Record the tables of a group, and the first pages that sequences do not hold there."""
         self.tables[window] = dict(tables)
         for seq, table in tables.items():
-            gone = next((at for at, block in enumerate(table) if block is not None), len(table))
-            self.out_of_window_pages[window][seq] = gone
+            num_freed = next(
+                (at for at, block in enumerate(table) if block is not None), len(table)
+            )
+            self.out_of_window_pages[window][seq] = num_freed
 
     def pop_newly_out_of_window(self) -> int:
         """Return the number of pages freed since the last call, and reset it."""
@@ -292,11 +294,11 @@ class BlockCounts:
         self.free = Counter(dict.fromkeys(map(self._pool, out_of_window_pages), stored.capacity))
         """Number of free blocks by group; under the key None if all groups share one pool."""
         for window, freed in out_of_window_pages.items():
-            held = Counter[object]()
+            holders = Counter[object]()
             for seq in stored.sequences:
-                held.update(stored.blocks_of(window, seq)[freed[seq] :])
-            self.holders[window] = held
-            self.free[self._pool(window)] -= len(held)
+                holders.update(stored.blocks_of(window, seq)[freed[seq] :])
+            self.holders[window] = holders
+            self.free[self._pool(window)] -= len(holders)
 
     def holders_of(self, seq: int) -> Iterator[list[int]]:
         """Yield the refcounts of a sequence's blocks, for each group."""
@@ -315,9 +317,9 @@ class BlockCounts:
             self.holders[window][block] -= 1
             self.free[self._pool(window)] += not self.holders[window][block]
 
-    def _copy_on_write(self, window: Window, block: object, *, kept: bool = False) -> None:
+    def _copy_on_write(self, window: Window, block: object, *, cached: bool = False) -> None:
         """Copy a block that is shared, or that must be kept unchanged."""
-        if kept or self.holders[window][block] > 1:
+        if cached or self.holders[window][block] > 1:
             self.holders[window][block] -= 1  # not free before the copy is made
             self._take(window, 1)
 
@@ -326,29 +328,35 @@ class BlockCounts:
 
     def append(self, seq: int, count: int) -> bool:
         size, length = self.stored.block_size, self.stored.length(seq)
-        held = {window: self.stored.blocks_of(window, seq) for window in self.out_of_window_pages}
+        blocks_of_group = {
+            window: self.stored.blocks_of(window, seq) for window in self.out_of_window_pages
+        }
         for window, freed in self.out_of_window_pages.items():
-            self._drop(window, held[window][freed[seq] : first_live(window, length) // size])
-        for window, blocks in held.items():
+            self._drop(
+                window, blocks_of_group[window][freed[seq] : first_live(window, length) // size]
+            )
+        for window, blocks in blocks_of_group.items():
             if length % size:
-                kept = self.stored.keeps(seq, len(blocks) - 1)
-                self._copy_on_write(window, blocks[-1], kept=kept)
+                cached = self.stored.keeps(seq, len(blocks) - 1)
+                self._copy_on_write(window, blocks[-1], cached=cached)
             self._take(window, -(-(length + count) // size) - len(blocks))
         return self._has_enough_blocks()
 
     def fork(self, parent: int) -> bool:
         for window, freed in self.out_of_window_pages.items():
-            held = range(freed[parent], len(self.stored.sequences[parent]))
-            self._take(window, sum(not self.stored.shares(parent, at) for at in held))
+            shared_pages = range(freed[parent], len(self.stored.sequences[parent]))
+            self._take(window, sum(not self.stored.shares(parent, at) for at in shared_pages))
         return self._has_enough_blocks()
 
     def truncate(self, seq: int, length: int) -> bool:
         size = self.stored.block_size
-        kept = -(-length // size)
+        num_pages = -(-length // size)
         cut = length % size and length < self.stored.length(seq)
         for window, freed in self.out_of_window_pages.items():
             blocks = self.stored.blocks_of(window, seq)
-            self._drop(window, blocks[max(kept, freed[seq]) :])
-            if cut and self.stored.truncate_copies and kept > freed[seq]:
-                self._copy_on_write(window, blocks[kept - 1], kept=self.stored.keeps(seq, kept - 1))
+            self._drop(window, blocks[max(num_pages, freed[seq]) :])
+            if cut and self.stored.truncate_copies and num_pages > freed[seq]:
+                self._copy_on_write(
+                    window, blocks[num_pages - 1], cached=self.stored.keeps(seq, num_pages - 1)
+                )
         return self._has_enough_blocks()

@@ -118,7 +118,9 @@ def explain_equal_token(texts: Texts, want: int, got: int, wrote: Mapping[int, i
     if want == got or not (expected and actual) or expected[0].token_id != actual[0].token_id:
         return ""
     differ = _describe_prefix_difference(texts, expected[0], actual[0])
-    return f"; both have token id {expected[0].token_id}, {differ}{_first_written(wrote, got)}"
+    return (
+        f"; both have token id {expected[0].token_id}, {differ}{_describe_first_writer(wrote, got)}"
+    )
 
 
 def explain_equal_block(
@@ -128,19 +130,21 @@ def explain_equal_block(
     expected = _text_tokens(texts, want)
     ids = [each.token_id for each in expected]
     others = {block: tokens for block, tokens in blocks.items() if list(tokens) != list(want)}
-    held = {block: _text_tokens(texts, tokens) for block, tokens in others.items()}
+    texts_of_blocks = {block: _text_tokens(texts, tokens) for block, tokens in others.items()}
     same = {
-        block: tokens for block, tokens in held.items() if [each.token_id for each in tokens] == ids
+        block: tokens
+        for block, tokens in texts_of_blocks.items()
+        if [each.token_id for each in tokens] == ids
     }
     if not same:
         return ""
     # A block of the nearest position is the most likely one to be mistaken for the wanted block.
     block = min(same, key=lambda block: abs(same[block][0].position - expected[0].position))
     first, last = same[block][0], same[block][-1]
-    where = f"block {block} also has token ids {ids}, from token {first.position} of "
-    where += f"text {first.text} on"
+    description = f"block {block} also has token ids {ids}, from token {first.position} of "
+    description += f"text {first.text} on"
     differ = _describe_prefix_difference(texts, expected[-1], last)
-    return f"; {where}, {differ}{_first_written(wrote, blocks[block][0])}"
+    return f"; {description}, {differ}{_describe_first_writer(wrote, blocks[block][0])}"
 
 
 def _text_tokens(texts: Texts, tokens: Sequence[int]) -> list[_TextToken]:
@@ -162,5 +166,5 @@ def _describe_prefix_difference(texts: Texts, one: _TextToken, other: _TextToken
     return f"in namespaces {one.namespace} and {other.namespace}"
 
 
-def _first_written(wrote: Mapping[int, int], token: int) -> str:
+def _describe_first_writer(wrote: Mapping[int, int], token: int) -> str:
     return f"; sequence {wrote[token]} was the first to write it" if token in wrote else ""

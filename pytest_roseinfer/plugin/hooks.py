@@ -204,7 +204,7 @@ def pytest_runtest_makereport(
     if isinstance(failure, divergence.Difference):
         shown = call.excinfo.getrepr(style="value", chain=False)
         if shown.reprcrash:  # the short summary's text
-            shown.reprcrash.message = failure.what
+            shown.reprcrash.message = failure.summary
         report.longrepr = shown
         if failure.__cause__:
             trace = "".join(traceback.format_exception(failure.__cause__))

@@ -77,19 +77,19 @@ def check(items: Iterable[pytest.Item]) -> None:
 
 
 def _check_arguments(item: pytest.Item, marker: pytest.Mark) -> None:
-    about, known = f"{item.nodeid}: the marker {marker.name}", _ARGUMENTS[marker.name]
+    about, allowed = f"{item.nodeid}: the marker {marker.name}", _ARGUMENTS[marker.name]
     unknown = [repr(argument) for argument in marker.args]
-    unknown += [name for name in marker.kwargs if name not in known]
-    if unknown and not known:
+    unknown += [name for name in marker.kwargs if name not in allowed]
+    if unknown and not allowed:
         raise pytest.UsageError(f"{about} takes no arguments")
     if unknown:
-        *others, last = map(_SHOWN[marker.name].format, known)
+        *others, last = map(_SHOWN[marker.name].format, allowed)
         raise pytest.UsageError(
             f"{about} does not take {', '.join(unknown)}, only {', '.join(others)} and {last}"
         )
     for name, value in marker.kwargs.items():
-        if not known[name](value):
-            expected = _EXPECTED[known[name]]
+        if not allowed[name](value):
+            expected = _EXPECTED[allowed[name]]
             raise pytest.UsageError(f"{about} has {name}={value!r}: expected {expected}")
 
 

@@ -337,7 +337,7 @@ def _read(config: pytest.Config) -> Settings:
         reports=reports,
         failures_dir=str(config.rootpath / ".roseinfer"),
         # A command-line path is relative to the current folder, an ini path to the ini file.
-        costs=_from_here(config, "costs") or (str(config.rootpath / costs) if costs else None),
+        costs=_relative_path(config, "costs") or (str(config.rootpath / costs) if costs else None),
         costs_requested=_option(config, "costs") is not None,
         update_costs=_option(config, "update-costs"),
         timing=_timing(config),
@@ -359,9 +359,9 @@ def _timing(config: pytest.Config) -> Timing:
         noise_floor=_option(config, "noise-floor"),
         report_slower=_option(config, "report-slower"),
         seconds=_option(config, "tpot-seconds"),
-        tpot=_from_here(config, "tpot"),
+        tpot=_relative_path(config, "tpot"),
         update_tpot=_option(config, "update-tpot"),
-        folder=_from_here(config, "timings"),
+        folder=_relative_path(config, "timings"),
     )
     if timing.against and timing.noise_floor:
         raise pytest.UsageError(
@@ -401,20 +401,20 @@ def check_baselines(settings: Settings) -> None:
 
 def refuse_unknown(words: Iterable[str]) -> None:
     """Refuse a misspelt ``--roseinfer-`` option, and suggest the right one."""
-    known = [f"--roseinfer-{name}" for name in _OPTIONS]
+    option_names = [f"--roseinfer-{name}" for name in _OPTIONS]
     for word in words:
         option = word.partition("=")[0]
         if option == "--":
             return
-        misspelt = option.startswith("--roseinfer-") and option not in known
-        if misspelt and (suggestion := mistakes.did_you_mean(option, known)):
+        misspelt = option.startswith("--roseinfer-") and option not in option_names
+        if misspelt and (suggestion := mistakes.did_you_mean(option, option_names)):
             raise pytest.UsageError(f"unrecognized arguments: {word}{suggestion}")
 
 
 def check_targets(config: pytest.Config, settings: Settings) -> None:
     """Refuse targets that cannot be imported, if this run tests them.
 
-    Also fill in the model of a server for which no model was named.
+    Also fill in the model of a server if no model was named.
     """
     if not (settings.named_targets or (settings.chosen_targets and tests_targets(config))):
         return
@@ -484,7 +484,7 @@ def _option_label(config: pytest.Config, name: str) -> str:
     return f"roseinfer_{name.replace('-', '_')} =" if in_ini else f"--roseinfer-{name}"
 
 
-def _from_here(config: pytest.Config, name: str) -> str | None:
+def _relative_path(config: pytest.Config, name: str) -> str | None:
     path = _option(config, name)
     return str(config.invocation_params.dir / path) if path else None
 

@@ -86,7 +86,7 @@ def _read(file: Path) -> str:
 def shipped_sections() -> dict[str, str]:
     """Return the lists of this project's pages as Markdown, by section name."""
     both = sections(KVCacheAdapter) | sections(EngineAdapter)
-    return {"options": _joined(_options()), **both}
+    return {"options": _join_entries(_options()), **both}
 
 
 def sections(adapter: type[Adapter]) -> dict[str, str]:
@@ -102,10 +102,10 @@ def sections(adapter: type[Adapter]) -> dict[str, str]:
         **(_lists_of_engine(adapter) if engine else _lists_of_cache(adapter)),
     }
     kind = "engine " if engine else ""
-    return {f"{kind}{name}": _joined(entries) for name, entries in lists.items()}
+    return {f"{kind}{name}": _join_entries(entries) for name, entries in lists.items()}
 
 
-def _joined(entries: Iterable[str]) -> str:
+def _join_entries(entries: Iterable[str]) -> str:
     return "\n".join(entries) + "\n"
 
 
@@ -185,8 +185,8 @@ def _choices(traits: Traits) -> Iterator[str]:
     for name, hint in get_type_hints(type(traits)).items():
         default = getattr(traits, name)
         others = get_args(hint) if get_origin(hint) is Literal else ()
-        known = " or ".join(f"`{_literal(each)}`" for each in others if each != default)
-        note = f"default `{_literal(default)}`" + (f"; else {known}" if known else "")
+        choices = " or ".join(f"`{_literal(each)}`" for each in others if each != default)
+        note = f"default `{_literal(default)}`" + (f"; else {choices}" if choices else "")
         yield entry(f"`{name}`", docs.get(name, ""), note, indent="  ")
 
 

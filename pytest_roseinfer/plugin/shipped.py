@@ -125,7 +125,7 @@ def _is_harness(file: Path) -> bool:
 def warn_of_uncollected(
     module: pytest.Module, collected: Sequence[pytest.Item | pytest.Collector]
 ) -> None:
-    """Warn of each ``conformance()`` class of which neither it nor a subclass was collected."""
+    """Warn of each ``conformance()`` class that was not collected, nor any subclass of it."""
     classes = [each.obj for each in collected if isinstance(each, pytest.Class)]
     for name, value in vars(module.obj).items():
         if (

@@ -45,26 +45,26 @@ class CoverageGate(Gate):
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self._settings = settings.current()
-        self._seen = coverage.current()
+        self._coverage = coverage.current()
         self._by_target: dict[str, list[str]] = {}
         """Problems by target; problems of the whole run have the key ""."""
 
     def to_json(self) -> dict[str, Any]:
-        return self._seen.to_json()
+        return self._coverage.to_json()
 
     def add(self, collected: dict[str, Any]) -> None:
-        self._seen.add(collected)
+        self._coverage.add(collected)
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         """Return the problems, and write the requested reports."""
-        run_coverage, run_settings = self._seen, self._settings
+        run_coverage, run_settings = self._coverage, self._settings
         if not (run_coverage.targets or run_settings.named_targets or run_settings.reports):
             return ()
         problems = self._by_target = problems_of(
             run_coverage, require_paths=run_settings.require_paths
         )
         # A run that failed or was stopped may not have reached all targets.
-        if passed and (unchecked := self._unchecked()):
+        if passed and (unchecked := self._unchecked_targets()):
             problems[""] = unchecked
         run_verdict = verdict(run_coverage, run_settings, problems, passed=passed and not problems)
         here = self.config.invocation_params.dir
@@ -75,35 +75,35 @@ class CoverageGate(Gate):
         _add_junit_properties(self.config, run_coverage)
         return [line for lines in problems.values() for line in lines]
 
-    def _unchecked(self) -> list[str]:
+    def _unchecked_targets(self) -> list[str]:
         """Return a problem for each target of the command line that no test checked."""
         return [
             f"--roseinfer-target {name}: no test of this run checked it; its tests run with "
             "pytest --pyargs pytest_roseinfer.suite"
             for name in self._settings.named_targets
-            if coverage.name_of(load_target(name)) not in self._seen.targets
+            if coverage.name_of(load_target(name)) not in self._coverage.targets
         ]
 
     def in_markdown(self) -> Iterable[str]:
-        for name, judged in self._judged.items():
-            yield from (f"### roseinfer: `{name}`", "", self._searched(judged), "")
-            for what, fact in _facts(judged.target).items():
-                yield from (f"{what}: {fact}", "") if what != NOT_OFFERED else ()
-            yield from (f"- **failed**: {found['what']}" for found in judged.target.found)
+        for name, judged in self._target_verdicts.items():
+            yield from (f"### roseinfer: `{name}`", "", self._describe_search(judged), "")
+            for label, fact in _facts(judged.target).items():
+                yield from (f"{label}: {fact}", "") if label != NOT_OFFERED else ()
+            yield from (f"- **failed**: {finding['summary']}" for finding in judged.target.findings)
             if table := _table(judged, "github"):
                 yield from (table, "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
             yield from (f"- warning: {warning}" for warning in judged.warnings())
             yield ""
-        if self._judged:
+        if self._target_verdicts:
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get("", ()))
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        for name, judged in self._judged.items():
+        for name, judged in self._target_verdicts.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
-            reporter.line(self._searched(judged))
-            for what, fact in _facts(judged.target).items():
-                reporter.line(f"{what}: {fact}")
+            reporter.line(self._describe_search(judged))
+            for label, fact in _facts(judged.target).items():
+                reporter.line(f"{label}: {fact}")
             if table := _table(judged, "simple"):
                 reporter.line(table)
             show_problems(reporter, self._by_target.get(name, ()))
@@ -114,11 +114,11 @@ class CoverageGate(Gate):
             show_problems(reporter, problems)
 
     @property
-    def _judged(self) -> dict[str, TargetVerdict]:
-        targets = self._seen.targets
+    def _target_verdicts(self) -> dict[str, TargetVerdict]:
+        targets = self._coverage.targets
         return {name: TargetVerdict(target, self._settings) for name, target in targets.items()}
 
-    def _searched(self, judged: TargetVerdict) -> str:
+    def _describe_search(self, judged: TargetVerdict) -> str:
         """Describe this run's search effort on a target."""
         target, run_settings = judged.target, self._settings
         if not target.searched:
@@ -139,7 +139,7 @@ def _facts(target: TargetCoverage) -> dict[str, str]:
         "checked": pairs(+target.invariant_checks),
         "batches": pairs(target.batches) if target.searched else "",
     }
-    return {what: fact for what, fact in facts.items() if fact or what == "tested"}
+    return {label: fact for label, fact in facts.items() if fact or label == "tested"}
 
 
 def _table(judged: TargetVerdict, style: str) -> str:
@@ -157,7 +157,7 @@ def _table(judged: TargetVerdict, style: str) -> str:
 def _write(file: Path, verdict: Verdict, figures: Mapping[str, str]) -> str:
     """Write a report in the format of its suffix; return an error message, or ""."""
     if file.suffix == ".html":
-        text = page(verdict, _saved(verdict), figures)
+        text = page(verdict, _read_saved_files(verdict), figures)
     else:
         text = json.dumps(verdict, indent=1) + "\n"
     try:
@@ -168,7 +168,7 @@ def _write(file: Path, verdict: Verdict, figures: Mapping[str, str]) -> str:
     return ""
 
 
-def _saved(verdict: Verdict) -> dict[str, str]:
+def _read_saved_files(verdict: Verdict) -> dict[str, str]:
     """Return the contents of findings' saved files, by path."""
     folder, saved = settings.current().failures_dir, {}
     for finding in verdict["findings"]:
@@ -178,12 +178,12 @@ def _saved(verdict: Verdict) -> dict[str, str]:
     return saved
 
 
-def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
+def _add_junit_properties(config: pytest.Config, seen_coverage: Coverage) -> None:
     """Add ``roseinfer.<target>.<path>`` properties to the file of ``--junitxml``, if requested."""
     from _pytest.junitxml import xml_key  # the public API is a fixture, which needs a test
 
     if (xml := config.stash.get(xml_key, None)) is None:
         return
-    for name, target in seen.targets.items():
+    for name, target in seen_coverage.targets.items():
         for row in TargetVerdict(target).rows():
             xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))

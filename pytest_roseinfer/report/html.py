@@ -220,7 +220,7 @@ def plot(target: Target) -> str:
     cells = _WIDTH * len(columns) + longest * math.cos(slant)
     width = max(cells, _CHARACTER * max(map(len, paths)))
     height = top + row * len(paths) + 6
-    most = max([1, *target["times"].values()])
+    max_count = max([1, *target["times"].values()])
     marks = []
     for at, name in enumerate(columns):
         x, y = _WIDTH * (at + 0.5), top - 10
@@ -231,8 +231,8 @@ def plot(target: Target) -> str:
         counts = {f"{path} ran": target["times"][path]} | {
             f"{path} while {name}: steps": target["together"][path][name] for name in conditions
         }
-        for column, (what, count) in enumerate(counts.items()):
-            marks.append(_cell(_WIDTH * column, y + _NAME, count, most, what))
+        for column, (label, count) in enumerate(counts.items()):
+            marks.append(_cell(_WIDTH * column, y + _NAME, count, max_count, label))
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
         f'aria-label="paths x conditions reached">{"".join(marks)}</svg>'
@@ -243,12 +243,12 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" dy="0.32em" {attributes}>{escape(text)}</text>'
 
 
-def _cell(x: float, y: float, count: int, most: int, what: str) -> str:
-    shade = 0.12 + 0.88 * math.log1p(count) / math.log1p(most) if count else 0
+def _cell(x: float, y: float, count: int, max_count: int, label: str) -> str:
+    shade = 0.12 + 0.88 * math.log1p(count) / math.log1p(max_count) if count else 0
     box = (
         f'<rect x="{x + 2:.0f}" y="{y + 2:.0f}" width="{_WIDTH - 4}" height="{_HEIGHT - 4}" '
         f'rx="3" class="{"cell" if count else "empty"}" fill-opacity="{shade:.2f}"/>'
     )
     tone = f'text-anchor="middle" class="{"dark" if shade > 0.65 else "light"}"'
     number = _text(x + _WIDTH / 2, y + _HEIGHT / 2, str(count), tone)
-    return f"<g><title>{escape(what)} {count}</title>{box}{number}</g>"
+    return f"<g><title>{escape(label)} {count}</title>{box}{number}</g>"

@@ -13,7 +13,7 @@ from pytest_roseinfer.capabilities.capability import counted_conditions
 from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import PROFILES
-from pytest_roseinfer.words import did_you_mean, some
+from pytest_roseinfer.words import did_you_mean, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,10 +54,10 @@ class Strength:
     def unreliable(self) -> Mapping[str, int]:
         """Bugs that too many seeds missed."""
         least = _RELIABLE_SHARE * self.seeds
-        return {name: found for name, found in self.missed.items() if found < least}
+        return {name: num_seeds for name, num_seeds in self.missed.items() if num_seeds < least}
 
     @property
-    def found(self) -> int:
+    def num_found(self) -> int:
         return self.planted - len(self.unreliable)
 
     def write(self) -> None:
@@ -69,12 +69,12 @@ class Strength:
         if self.missed:
             of_seeds = f"at least {_RELIABLE_SHARE:.0%} of {self.seeds}"
         num_skipped = "".join(
-            f"; {name} with {found} of them" for name, found in self.unreliable.items()
+            f"; {name} with {num_seeds} of them" for name, num_seeds in self.unreliable.items()
         )
         return (
             f"when it was last measured (roseinfer {self.version}, {self.date}), on roseinfer's "
-            f"own engine and caches, {self.profile} found {self.found} of {self.planted} planted "
-            f"bugs with {of_seeds} seeds{num_skipped}"
+            f"own engine and caches, {self.profile} found {self.num_found} of {self.planted} "
+            f"planted bugs with {of_seeds} seeds{num_skipped}"
         )
 
 
@@ -174,7 +174,7 @@ class TargetVerdict:
             return []
         return [
             f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
-            f"a check that did not run is not a pass{self._early()}{self._meant(row)}"
+            f"a check that did not run is not a pass{self._early()}{self._suggest_condition(row)}"
             for row in self.rows()
             if row.verdict == NEVER
         ]
@@ -186,8 +186,8 @@ class TargetVerdict:
         if not (searched and self.settings.require_paths):
             return []
         return [
-            f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
-            f"{self._early()}{self._meant(row)}"
+            f"{row.kind} {row.name!r} was {self._describe_times(row)}: {self._remedy(row)}"
+            f"{self._early()}{self._suggest_condition(row)}"
             for row in self.rows()
             if row.verdict == RARELY
         ]
@@ -196,13 +196,13 @@ class TargetVerdict:
         searches = searches_of(self.target.kind)
         return f"{self.target.eligible_examples[name]} {searches} that could reach it"
 
-    def _how_rarely(self, row: CoverageRow) -> str:
+    def _describe_times(self, row: CoverageRow) -> str:
         if row.times:
             by = f" by {self._tries(row.name)}" if self.target.eligible_examples[row.name] else ""
             required = coverage.REQUIRED_TIMES
-            return f"reached {some(row.times, 'time')}{by}, of {required} required"
+            return f"reached {format_count(row.times, 'time')}{by}, of {required} required"
         if large := self.target.large_counts[row.name]:
-            return f"reached by {self._large} alone, {some(large, 'time')}"
+            return f"reached by {self._large} alone, {format_count(large, 'time')}"
         enough = coverage.CONCLUSIVE_EXAMPLES
         return f"not reached by {self._tries(row.name)}, too few for a verdict ({enough})"
 
@@ -220,7 +220,7 @@ class TargetVerdict:
     def _early(self) -> str:
         return f"; {self.cut_short}" if self.target.num_skipped else ""
 
-    def _meant(self, row: CoverageRow) -> str:
+    def _suggest_condition(self, row: CoverageRow) -> str:
         """Suggest a condition of the harness for one that was never met, as it may be misspelt."""
         counted = counted_conditions(KVCacheAdapter)
         unknown = self.target.kind == "cache" and row.kind == "condition"
@@ -277,12 +277,14 @@ def pairs(values: Mapping[str, object], sign: str = " ") -> str:
 # Verdict of a run, as in JSON reports.
 
 
-FORMAT = 2
+FORMAT = 3
 """Format version of JSON reports; raised when a field changes its meaning."""
 NOT_SEARCHED = "its histories were not searched in this run, so its paths are not judged"
 
 
 class Target(TypedDict):
+    """A target in the JSON report."""
+
     name: str
     distribution: str
     kind: str
@@ -319,10 +321,12 @@ class Target(TypedDict):
     times: dict[str, int]
     """Number of runs by path, including slow paths."""
     together: dict[str, dict[str, int]]
-    """Number of steps by path and condition, in which the path ran and the condition was met."""
+    """Number of steps by path and condition: the path ran, and the condition was met."""
 
 
 class Verdict(TypedDict):
+    """The JSON report."""
+
     format: int
     passed: bool
     problems: list[str]
@@ -368,7 +372,9 @@ def verdict(
         ),
         "versions": versions(),
         "environment": variables(),
-        "findings": [found for target in run_coverage.targets.values() for found in target.found],
+        "findings": [
+            finding for target in run_coverage.targets.values() for finding in target.findings
+        ],
         "targets": [
             _target(name, target, problems.get(name, ()))
             for name, target in run_coverage.targets.items()

@@ -107,8 +107,8 @@ class CacheRun:
         try:
             self.cache_under_test.device.finish()
         except Exception as error:
-            what = f"a call in flight raised {type(error).__name__}: {error}"
-            self.fail(Finding(what, cause=error))
+            problem = f"a call in flight raised {type(error).__name__}: {error}"
+            self.fail(Finding(problem, cause=error))
 
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
         """Raise the failure of the history so far, with one more paragraph ``also``."""
@@ -123,16 +123,16 @@ class CacheRun:
         raise divergence from finding.cause
 
     @contextmanager
-    def watched(self, what: str) -> Iterator[None]:
+    def watched(self, call: str) -> Iterator[None]:
         """Fail if the block hangs or gets an invalid return value, with an empty snapshot."""
-        CURRENT_EXAMPLE.began = process_time()
+        CURRENT_EXAMPLE.step_began_at = process_time()
         try:
             yield
         except StepHung as hung:
-            raise self._divergence(Finding(f"{what} {hung}"), Snapshot()) from hung
+            raise self._divergence(Finding(f"{call} {hung}"), Snapshot()) from hung
         except InvalidReturnValue as wrong:
             raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
-        so_far = replace(self.history, operations=tuple(self.completed_steps))
-        return Divergence(finding, so_far, self.oracle, shown, self.refused)
+        history = replace(self.history, operations=tuple(self.completed_steps))
+        return Divergence(finding, history, self.oracle, shown, self.refused)

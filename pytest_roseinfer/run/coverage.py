@@ -41,15 +41,15 @@ _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 REQUIRED_TIMES = 3
 """Times that a path or condition must be reached: a single time may be luck."""
 CONCLUSIVE_EXAMPLES = 1000
-"""Eligible examples after which a path or condition counts as never reached.
+"""Eligible examples without a hit that make a path or condition count as never reached.
 
 A path that one example in 200 reaches is missed in 7 of 1,000 runs, and one that 1 in 100 reaches
 in none of 10,000.
 """
 _TURNS_AGAIN = 5
-_MOST_TIMES_THE_EXAMPLES = 10
+_MAX_TRIES_PER_EXAMPLE = 10
 """Most examples of further turns, as a multiple of the profile's."""
-_MOST_PRELUDES = 8
+_MAX_PRELUDES = 8
 """Most examples that are kept for each path and condition."""
 _Example = TypeVar("_Example", "History", "RequestMix")
 _Turn = tuple[str | None, str, int]
@@ -125,15 +125,15 @@ class TargetCoverage:
     """Number of examples planned for its searches, including skipped ones."""
     num_skipped: int = 0
     """Number of planned examples that were skipped because their test's time limit was over."""
-    found: list[FindingRecord] = field(default_factory=list)
+    findings: list[FindingRecord] = field(default_factory=list)
     """Failures that searches found, without duplicates."""
     largest: dict[str, int] = field(default_factory=dict)
     """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int = 0
     """Number of large histories or mixes that ended early because their time limit was over."""
 
-    def note_found(self, found: FindingRecord) -> None:
-        add(self.found, found)
+    def add_finding(self, finding: FindingRecord) -> None:
+        add(self.findings, finding)
 
     def note(self, ran: Mapping[str, int]) -> None:
         """Add the counts of paths and conditions of one step."""
@@ -193,8 +193,8 @@ class TargetCoverage:
         examples.
         """
         current_settings = settings.current()
-        most_tries = _MOST_TIMES_THE_EXAMPLES * current_settings.examples
-        if not current_settings.require_paths or tries > most_tries:
+        max_tries = _MAX_TRIES_PER_EXAMPLE * current_settings.examples
+        if not current_settings.require_paths or tries > max_tries:
             return []
         short = {
             name for name in self.names_below_required(since) if not tries or self._goes_on(name)
@@ -206,7 +206,7 @@ class TargetCoverage:
 
     def _goes_on(self, name: str) -> bool:
         """Return True if a path or condition needs more than its first further turns."""
-        to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= CONCLUSIVE_EXAMPLES
+        to_a_fact = _MAX_TRIES_PER_EXAMPLE * settings.current().examples >= CONCLUSIVE_EXAMPLES
         return bool(self.counts[name]) or (to_a_fact and self.is_inconclusive(name))
 
     def is_inconclusive(self, name: str) -> bool:
@@ -244,8 +244,8 @@ class TargetCoverage:
         self.searched |= other["searched"]
         self.failed |= other["failed"]
         self.note_largest(other["largest"])
-        for finding in other["found"]:
-            self.note_found(finding)
+        for finding in other["findings"]:
+            self.add_finding(finding)
 
 
 class Coverage:
@@ -380,19 +380,19 @@ class Preludes(Generic[_Example]):
         self._short = short
         """Function that returns the paths and conditions reached too rarely so far."""
         self._paths = frozenset(paths)
-        self._kept: defaultdict[str, list[_Example]] = defaultdict(list)
+        self._examples: defaultdict[str, list[_Example]] = defaultdict(list)
 
     def note(self, counted: Iterable[str], example: Callable[[], _Example]) -> None:
-        """Keep an example for each counted name that has fewer than ``_MOST_PRELUDES``."""
+        """Keep an example for each counted name that has fewer than ``_MAX_PRELUDES``."""
         for name in counted:
-            if len(kept := self._kept[name]) < _MOST_PRELUDES:
-                kept.append(example())
+            if len(examples := self._examples[name]) < _MAX_PRELUDES:
+                examples.append(example())
 
     def of(self, aim: str | None) -> tuple[_Example, ...]:
         """Return the kept examples of ``aim`` while it is below the required count.
 
         None stands for all conditions.
         """
-        short = [name for name in self._short() if name in self._kept]
+        short = [name for name in self._short() if name in self._examples]
         names = [name for name in short if name == aim or (aim is None and name not in self._paths)]
-        return tuple(example for name in names for example in self._kept[name])
+        return tuple(example for name in names for example in self._examples[name])

@@ -18,7 +18,7 @@ from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run.watchdog import StepHung
-from pytest_roseinfer.words import some
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,13 +70,13 @@ class Execution:
         try:
             answer = self._drive()
         except errors as error:
-            note = self._refused(error)
+            note = self._refusal_reason(error)
         except InvalidReturnValue:
             raise
         except Exception as error:
-            self._raised(error, errors)
+            self._on_error(error, errors)
         else:
-            stored = self._accepted(stored, answer)
+            stored = self._stored_tokens(stored, answer)
         if inputs:
             self._take_back(inputs)
         return Outcome(self.fits, run.cache_under_test.planned_options, stored, note)
@@ -88,22 +88,22 @@ class Execution:
         with driven.device.torch_context():
             for observer in run.observers.values():
                 observer.before_call(self.step, self.text_slices)
-            driven.said = self.text_slices
+            driven.text_slices = self.text_slices
             return self.step.drive(driven)
 
-    def _refused(self, error: BaseException) -> str:
+    def _refusal_reason(self, error: BaseException) -> str:
         """Return the reason why the step had to be refused; fail if it fits."""
         run, admitted = self.run, self.admitted_part
         if self.fits:
-            what = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
-            what += "".join(each.explain_refusal() for each in run.observers.values())
-            run.fail(Finding(what, cause=error))
+            problem = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
+            problem += "".join(each.explain_refusal() for each in run.observers.values())
+            run.fail(Finding(problem, cause=error))
         self.step.refuse(run.oracle, admitted)
-        rows = some(len(admitted.rows()), "row") if admitted else ""
+        rows = format_count(len(admitted.rows()), "row") if admitted else ""
         after = f" after its first {rows}" if admitted else ""
         return f"refused{after}: {self.refusal.reason}"
 
-    def _raised(self, error: Exception, errors: tuple[type[BaseException], ...]) -> None:
+    def _on_error(self, error: Exception, errors: tuple[type[BaseException], ...]) -> None:
         expected = f"one of {self.refusal.errors} ({' or '.join(each.__name__ for each in errors)})"
         if self.fits:
             hint = self._room
@@ -111,10 +111,10 @@ class Execution:
             hint = f"{self._room}; if it fits only with blocks that are reused, raise {expected}"
         else:
             hint = f"; expected {expected}: {self.refusal.reason}"
-        what = f"the {self._name} raised {describe_error(error)}{hint}"
-        self.run.fail(Finding(what, cause=error, on_refused_step=not self.fits))
+        problem = f"the {self._name} raised {describe_error(error)}{hint}"
+        self.run.fail(Finding(problem, cause=error, on_refused_step=not self.fits))
 
-    def _accepted(self, stored: Written | None, answer: object) -> Written | None:
+    def _stored_tokens(self, stored: Written | None, answer: object) -> Written | None:
         """Return the tokens stored by a step that the cache accepted; fail if it had no room."""
         step, run = self.step, self.run
         if not self.fits and not self.may_fit:
@@ -154,8 +154,8 @@ class Execution:
             both = zip(named, inputs, strict=True)
             changed = [name for (name, now), was in both if not same_bits(now, was)]
             if changed:
-                what = f"the write changed its input {' and '.join(changed)}"
-                self.run.fail(Finding(what))
+                problem = f"the write changed its input {' and '.join(changed)}"
+                self.run.fail(Finding(problem))
         driven.device.overwrite(driven.key)
         driven.device.overwrite(driven.value)
 
@@ -164,7 +164,7 @@ class Execution:
 
 
 def busy_history(spec: CacheSpec, can: AbstractSet[str]) -> History:
-    """Return a history after which every standard bad call can be made.
+    """Return a history that makes every standard bad call possible.
 
     It forks, frees and appends in a cache with room, as far as the cache supports this. The newest
     sequence has a partial block of its own.
@@ -203,10 +203,10 @@ def find_bad_call_damage(machine: BadCallRun, anew: MakeMachine) -> list[Finding
 def _damage(machine: BadCallRun, anew: MakeMachine) -> list[Finding]:
     """Make all bad calls; after one that does damage, go on with a new cache."""
     findings: list[Finding] = []
-    history, made = machine.history, 0
+    history, num_damaged = machine.history, 0
     while True:
-        for bad in islice(_bad_calls(machine), made, None):
-            made += 1
+        for bad in islice(_bad_calls(machine), num_damaged, None):
+            num_damaged += 1
             if finding := machine.make_bad_call(bad):
                 findings.append(finding)
                 break
@@ -216,9 +216,9 @@ def _damage(machine: BadCallRun, anew: MakeMachine) -> list[Finding]:
         machine.run_steps()
 
 
-def describe_other_findings(found: list[Finding]) -> str:
+def describe_other_findings(findings: list[Finding]) -> str:
     """List the findings that differ from the first one; empty without any."""
-    others = {each.what: None for each in found if each.what != found[0].what}
+    others = {each.summary: None for each in findings if each.summary != findings[0].summary}
     return "\n".join(["Bad calls like this one:", *others]) if others else ""
 
 

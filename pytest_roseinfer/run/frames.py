@@ -46,7 +46,7 @@ def frames_of(
     if len(machine.completed_steps) == len(frames):
         words = machine.completed_steps[-1].describe()
     elif ended:  # a history that failed only in a comparison with another history
-        words = frames.pop()["words"]
+        words = frames.pop()["description"]
     else:
         words = BAD_CALL
     return [*frames, _frame(machine, _look(machine), location, words, last=True)]
@@ -62,15 +62,15 @@ def _look(machine: HistoryRunner) -> Snapshot:
 
 def _frame(
     machine: HistoryRunner,
-    shown: Snapshot,
+    snapshot: Snapshot,
     location: Location | None,
-    words: str,
+    description: str,
     *,
     last: bool = False,
 ) -> Frame:
     layer, step = location.layer if location else 0, len(machine.completed_steps)
-    look = _ComparedLayer(machine, shown, layer, location if last else None, last)
-    return look.frame(step, words, machine.refused.get(step, ""))
+    look = _ComparedLayer(machine, snapshot, layer, location if last else None, last)
+    return look.frame(step, description, machine.refused.get(step, ""))
 
 
 class _ComparedLayer(LayerState):
@@ -79,12 +79,12 @@ class _ComparedLayer(LayerState):
     def __init__(
         self,
         machine: HistoryRunner,
-        shown: Snapshot,
+        snapshot: Snapshot,
         layer: int,
-        marked: Location | None,
+        wrong_location: Location | None,
         compares: bool,
     ) -> None:
-        super().__init__(machine.oracle, shown, layer, marked)
+        super().__init__(machine.oracle, snapshot, layer, wrong_location)
         self.machine, self.payload = machine, machine.payload
         self.scratch_blocks = machine.adapter.scratch_blocks
         self.poisons_free = bool(machine.observer(Storage)) and "table" in machine.features
@@ -95,38 +95,38 @@ class _ComparedLayer(LayerState):
         """List the tokens that read back wrong, by the first route with a wrong token."""
         if not self.compares:
             return []
-        for (_, name, at), pair in self.shown.reads.items():
+        for (_, name, at), pair in self.snapshot.reads.items():
             if (name, at) != (seq, self.layer) or isinstance(pair, Exception):
                 continue
             wrong: dict[int, WrongToken] = {}
-            for kind, got in zip("KV", pair, strict=True):
-                for each in self._wrong_of_kind(seq, kind, got):
+            for kind, actual in zip("KV", pair, strict=True):
+                for each in self._wrong_of_kind(seq, kind, actual):
                     wrong.setdefault(each["position"], each)
             if wrong:
                 return [wrong[position] for position in sorted(wrong)]
         return []
 
-    def _wrong_of_kind(self, seq: int, kind: str, got: torch.Tensor) -> Iterator[WrongToken]:
+    def _wrong_of_kind(self, seq: int, kind: str, actual: torch.Tensor) -> Iterator[WrongToken]:
         tokens, start = self.oracle.tokens(seq), self.oracle.first_live(seq, self.layer)
         written = tokens[start : len(tokens) - self.oracle.unwritten(seq)]
-        want = self.payload.layer(written, self.layer)["KV".index(kind)]
-        if got.shape[1:] != want.shape[1:] or got.dtype != want.dtype:
+        expected = self.payload.layer(written, self.layer)["KV".index(kind)]
+        if actual.shape[1:] != expected.shape[1:] or actual.dtype != expected.dtype:
             return
-        got, want = got[: len(want)].contiguous(), want[: len(got)]
+        actual, expected = actual[: len(expected)].contiguous(), expected[: len(actual)]
         if self.payload.tolerance:
-            differs = beyond(self.payload, self.oracle, seq, self.layer, kind, got)
+            differs = beyond(self.payload, self.oracle, seq, self.layer, kind, actual)
         else:
-            differs = (as_bits(want) != as_bits(got)).any(-1)
-        known = [*tokens, *sorted(self.machine.first_writers)]
+            differs = (as_bits(expected) != as_bits(actual)).any(-1)
+        known_tokens = [*tokens, *sorted(self.machine.first_writers)]
         for row in differs.any(-1).nonzero().flatten().tolist():
             head = int(differs[row].nonzero()[0])
-            rows = want[row, head], got[row, head]
-            contents = self.payload.describe_mismatch(*rows, self.layer, head, kind, known)
+            rows = expected[row, head], actual[row, head]
+            contents = self.payload.describe_mismatch(*rows, self.layer, head, kind, known_tokens)
             words = f"{kind}, head {head}: {contents.describe()}"
-            short = _short(contents.found, contents.token, written[row])
-            yield {"position": start + row, "found": short, "words": words}
-        for row in range(len(got), len(written)):
-            yield {"position": start + row, "found": "none", "words": "it is not read back"}
+            short = _short(contents.actual, contents.token, written[row])
+            yield {"position": start + row, "actual": short, "description": words}
+        for row in range(len(actual), len(written)):
+            yield {"position": start + row, "actual": "none", "description": "it is not read back"}
 
 
 def _short(actual: str, token: int | None, right: int) -> str:

@@ -36,7 +36,7 @@ def shortcuts(interpreter: Any) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for where, name, made in (
+        for owner, name, replacement in (
             (semantic, "broadcast_impl_value", _broadcasting(semantic)),
             (semantic, "binary_op_type_checking_impl", _matching(semantic, core)),
             (semantic, "cast", _casting(semantic)),
@@ -44,7 +44,7 @@ def shortcuts(interpreter: Any) -> Iterator[None]:
             (core.dtype, "__eq__", _comparing(core)),
             (interpreter, "_patch_attr", _replacing(interpreter)),
         ):
-            stack.enter_context(mock.patch.object(where, name, made))
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         options = semantic.builder.options
         if getattr(options, "sanitize_overflow", False) and not options.debug:
             unchecked = replace(options, sanitize_overflow=False)
@@ -173,10 +173,10 @@ def _replacing(interpreter: Any) -> Callable[..., None]:
 
         return call
 
-    def patch_attr(where: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    def patch_attr(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         if member not in replacements:
             replacements[member] = replacement(member)
-        scope.set_attr(where, name, replacements[member])
+        scope.set_attr(owner, name, replacements[member])
 
     return patch_attr
 
@@ -221,14 +221,14 @@ def _patching(interpreter: Any) -> Callable[..., None]:
     is_builtin = interpreter.tl.core.is_builtin
     builtins: dict[object, list[str]] = {}
 
-    def patch_builtin(where: Any, *rest: Any) -> None:
-        if where not in builtins:
-            members = inspect.getmembers(where)
-            builtins[where] = [name for name, member in members if is_builtin(member)]
-        for name in builtins[where]:
-            member = getattr(where, name)
+    def patch_builtin(owner: Any, *rest: Any) -> None:
+        if owner not in builtins:
+            members = inspect.getmembers(owner)
+            builtins[owner] = [name for name, member in members if is_builtin(member)]
+        for name in builtins[owner]:
+            member = getattr(owner, name)
             if is_builtin(member):  # otherwise a calling kernel has replaced it already
-                interpreter._patch_attr(where, name, member, *rest)
+                interpreter._patch_attr(owner, name, member, *rest)
 
     return patch_builtin
 
@@ -301,12 +301,12 @@ def _remembering_shapes(core: Any) -> Callable[[Any, Any, Any], None]:
     build, cached = core.tensor.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
-        own = {"handle": handle, "type": type, "dtype": type.scalar}
+        fields = {"handle": handle, "type": type, "dtype": type.scalar}
         key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
         if key not in cached:
             build(self, handle, type)
-            cached[key] = {name: part for name, part in vars(self).items() if name not in own}
+            cached[key] = {name: part for name, part in vars(self).items() if name not in fields}
         else:
-            vars(self).update(cached[key], **own)
+            vars(self).update(cached[key], **fields)
 
     return init

@@ -66,7 +66,7 @@ class HistoryRunner(CacheRun):
         for operation in self._possible_operations():
             yield self._step(operation)
         yield from map(self._step, self.cache_under_test.device.last_steps())
-        if findings := find_bad_call_damage(self, self._anew):
+        if findings := find_bad_call_damage(self, self._new_runner):
             self.fail(findings[0], also=describe_other_findings(findings))
 
     def run_steps(self) -> None:
@@ -75,7 +75,7 @@ class HistoryRunner(CacheRun):
             self._step(operation)
         self.finish()
 
-    def _anew(self, history: History) -> HistoryRunner:
+    def _new_runner(self, history: History) -> HistoryRunner:
         """Return a runner of another history with a new cache."""
         return HistoryRunner(self.declared, history, attends=False)
 
@@ -134,13 +134,13 @@ class HistoryRunner(CacheRun):
 
     def make_bad_call(self, bad: BadCall) -> Finding | None:
         """Make a bad call; return the finding of a failed check, or None."""
-        with self.watched(bad.words), self.cache_under_test.device.torch_context():
+        with self.watched(bad.description), self.cache_under_test.device.torch_context():
             raised = raised_by(bad)
         self.finish()
         try:
             after = self.take_snapshot(copies=False)
         except InvalidReturnValue as wrong:
-            return Finding(f"after {bad.words}, {wrong}")
+            return Finding(f"after {bad.description}, {wrong}")
         outcome = Outcome(True, self.cache_under_test.options)
         observation = self.observation(
             after, before=self.snapshot, outcome=outcome, bad_call=bad, raised=raised

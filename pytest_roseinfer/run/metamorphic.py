@@ -28,8 +28,8 @@ Checked = Counter[str]
 def check_permuted(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """Check that the order of rows in batches does not change any sequence."""
     history = roomy(adapter, history)
-    turned = _with(history, (step.reversed() for step in history.operations))
-    return _check_alike(adapter, history, turned, "its batches in reverse order")
+    reversed_history = _with(history, (step.reversed() for step in history.operations))
+    return _check_alike(adapter, history, reversed_history, "its batches in reverse order")
 
 
 def check_split(adapter: type[KVCacheAdapter], history: History) -> Checked:
@@ -168,8 +168,8 @@ def _compare(one: HistoryRunner, other: HistoryRunner, difference: str) -> None:
         for layer in range(one.spec.num_layers):
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
             if not all(same_bits(a.contiguous(), b.contiguous()) for a, b in pairs):
-                what = f"sequence {seq}, layer {layer} differs from the run without {difference}"
-                other.fail(Finding(what, Location(layer, {seq: None})))
+                problem = f"sequence {seq}, layer {layer} differs from the run without {difference}"
+                other.fail(Finding(problem, Location(layer, {seq: None})))
 
 
 def _compare_arenas(one: HistoryRunner, other: HistoryRunner, difference: str) -> None:
@@ -182,5 +182,5 @@ def _compare_arenas(one: HistoryRunner, other: HistoryRunner, difference: str) -
     for was, now in zip(expected, after.arena, strict=True):
         was[:, scratch] = now[:, scratch]
     if change := find_change(other.observation(after), expected, after.arena):
-        what = f"the whole cache differs from the run without {difference}"
-        other.fail(Finding(what, change[0]))
+        problem = f"the whole cache differs from the run without {difference}"
+        other.fail(Finding(problem, change[0]))

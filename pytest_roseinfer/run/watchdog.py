@@ -38,7 +38,7 @@ class CurrentExample:
 
     seconds: float = 0.0
     """Limit of processor seconds per step; 0 without a watchdog."""
-    began: float | None = None
+    step_began_at: float | None = None
     """This process's processor time when the latest step began; None between two examples."""
     example: History | RequestMix | None = None
     saved: str = ""
@@ -46,7 +46,7 @@ class CurrentExample:
 
     def step_cpu_seconds(self) -> float:
         """Return the processor seconds of the step so far, of all threads."""
-        return 0.0 if self.began is None else process_time() - self.began
+        return 0.0 if self.step_began_at is None else process_time() - self.step_began_at
 
 
 CURRENT_EXAMPLE = CurrentExample()
@@ -55,11 +55,11 @@ CURRENT_EXAMPLE = CurrentExample()
 @contextmanager
 def register_example(example: History | RequestMix) -> Iterator[None]:
     """Register an example as the current one while it is checked inside."""
-    CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.began = example, process_time()
+    CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.step_began_at = example, process_time()
     try:
         yield
     finally:
-        CURRENT_EXAMPLE.began = CURRENT_EXAMPLE.example = None
+        CURRENT_EXAMPLE.step_began_at = CURRENT_EXAMPLE.example = None
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def limit_steps(seconds: float, stderr: int = 2) -> Iterator[None]:
     # A handler that C code installed is None here and cannot be restored.
     watchdog.before = before = signal.SIG_DFL if before is None else before
     CURRENT_EXAMPLE.seconds = seconds
-    CURRENT_EXAMPLE.began = None  # the latest step without a watchdog may be over
+    CURRENT_EXAMPLE.step_began_at = None  # the latest step without a watchdog may be over
     watchdog.thread.start()
     try:
         yield
@@ -104,9 +104,9 @@ class _Watchdog:
 
     def interrupt(self, number: int, frame: Any) -> None:
         """Raise ``StepHung`` in the step that hangs; pass other alarms to the previous handler."""
-        began, why = self.hangs
-        if began is not None and CURRENT_EXAMPLE.began == began:
-            raise StepHung(why)
+        step_began_at, reason = self.hangs
+        if step_began_at is not None and CURRENT_EXAMPLE.step_began_at == step_began_at:
+            raise StepHung(reason)
         if callable(self.before):
             self.before(number, frame)
 
@@ -119,12 +119,15 @@ class _Watchdog:
             faulthandler.unregister(signal.SIGPROF)
 
     def _look_now_and_then(self, pause: float) -> None:
-        began, looks, interrupted = None, 0, False
-        most, asleep = self.seconds + 2 * self.grace, _ASLEEP * self.seconds
+        step_began_at, looks, interrupted = None, 0, False
+        limit, asleep = self.seconds + 2 * self.grace, _ASLEEP * self.seconds
         while not self.over.wait(pause):
-            self._without_us(most, asleep + 2 * self.grace)
-            if CURRENT_EXAMPLE.began is None or CURRENT_EXAMPLE.began != began:
-                began, looks, interrupted = CURRENT_EXAMPLE.began, 0, False
+            self._without_us(limit, asleep + 2 * self.grace)
+            if (
+                CURRENT_EXAMPLE.step_began_at is None
+                or CURRENT_EXAMPLE.step_began_at != step_began_at
+            ):
+                step_began_at, looks, interrupted = CURRENT_EXAMPLE.step_began_at, 0, False
                 continue
             looks += 1  # counted instead of elapsed time: this thread may have been stopped too
             took, awake = CURRENT_EXAMPLE.step_cpu_seconds(), looks * pause
@@ -134,7 +137,7 @@ class _Watchdog:
                 interrupted = True
                 within = f"{self.seconds:g} s of processor time"
                 within = within if took > self.seconds else f"{asleep:g} s, and slept"
-                self.hangs = began, f"did not return within {within}"
+                self.hangs = step_began_at, f"did not return within {within}"
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     def _without_us(self, busy: float, asleep: float) -> None:

@@ -1,1 +1,1 @@
-"""Search for an example on which a check fails, shrinking, and replay."""
+"""Search for an example that fails a check, shrinking, and replay."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Location
     from pytest_roseinfer.findings.frame import Frame
     from pytest_roseinfer.findings.timeline import FindingRecord, Timeline
-    from pytest_roseinfer.search.checks import Example
+    from pytest_roseinfer.search.named_checks import Example
 
 _NEVER_AGAIN = (StepHung, TargetGoneError)
 
@@ -38,10 +38,10 @@ def record(
     if folder:
         saved = save(adapter, example, check, finding, folder, draw_failure(finding))
     if isinstance(failure, Difference):
-        failure.reported_by = _first_test(coverage.current().of(adapter).found, finding)
+        failure.reported_by = _first_test(coverage.current().of(adapter).findings, finding)
     finding |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
     if not isinstance(failure, KeyboardInterrupt):
-        coverage.current().of(adapter).note_found(finding)
+        coverage.current().of(adapter).add_finding(finding)
     return saved.description
 
 
@@ -52,17 +52,17 @@ def _make_finding(
     location = failure.location if isinstance(failure, Divergence) else None
     contents = location.contents if location else None
     history = failure.history if isinstance(failure, Divergence) else example
-    frames, timeline = _drawn(adapter, check, history, location, failure)
+    frames, timeline = _record_drawing(adapter, check, history, location, failure)
     return {
         "target": coverage.name_of(adapter),
         "check": check,
         "tests": _test(),
-        "what": failure.what if isinstance(failure, Difference) else repr(failure),
+        "summary": failure.summary if isinstance(failure, Difference) else repr(failure),
         "message": str(failure)
         if is_difference
         else f"{failure!r}\non {adapter.describe(example)}",
         "expected": contents.expected if contents else "",
-        "found": contents.found if contents else "",
+        "actual": contents.actual if contents else "",
         "example": json.loads(json.dumps(example.to_json())),
         "trace": "",
         "script": "",
@@ -74,9 +74,9 @@ def _make_finding(
     }
 
 
-def _first_test(known: list[FindingRecord], new: FindingRecord) -> str:
+def _first_test(findings: list[FindingRecord], new: FindingRecord) -> str:
     """Return another test of this process that hit the same failure; "" if none did."""
-    tests = (each["tests"] for each in known if each["what"] == new["what"])
+    tests = (each["tests"] for each in findings if each["summary"] == new["summary"])
     return next((test for names in tests for test in names if [test] != new["tests"]), "")
 
 
@@ -86,7 +86,7 @@ def _test() -> list[str]:
     return [current.rpartition(" ")[0]] if current else []
 
 
-def _drawn(
+def _record_drawing(
     adapter: type[Any],
     check: str,
     history: Example,

@@ -19,7 +19,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE
-from pytest_roseinfer.search.checks import CHECKS, kind_of_example
+from pytest_roseinfer.search.named_checks import CHECKS, kind_of_example
 from pytest_roseinfer.search.trace import FAILED, FORMAT, SERVER
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.findings.timeline import FindingRecord
-    from pytest_roseinfer.search.checks import Example
+    from pytest_roseinfer.search.named_checks import Example
 
 _SCRIPT = '''\
 """Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
@@ -57,7 +57,7 @@ _RUN = """\
 print("it passed: nothing differed")\
 """
 _RUN_OFTEN = """\
-from pytest_roseinfer.search.checks import repeat
+from pytest_roseinfer.search.named_checks import repeat
 
 repetition = repeat(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
 repetition.require_none()
@@ -153,7 +153,7 @@ class ExampleFile:
         except (OSError, TypeError):  # search without saving
             yield None
             return
-        CURRENT_EXAMPLE.saved = _how_to_replay(path, trace["adapter"])
+        CURRENT_EXAMPLE.saved = _replay_command(path, trace["adapter"])
         try:
             yield cls(file, beginning)
         finally:
@@ -184,7 +184,7 @@ def _write(
     content = json.dumps(trace, indent=1).encode()
     stem = f"{class_name}-{sha256(content).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
-    text = json.dumps({**trace, FAILED: finding["what"]}, indent=1)
+    text = json.dumps({**trace, FAILED: finding["summary"]}, indent=1)
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
@@ -198,13 +198,13 @@ def _write(
     )
     script_file.write_text(script, encoding="utf-8")
     words = [
-        _how_to_replay(trace_file, trace["adapter"]),
-        f"         or: python {_from_here(script_file)}",
+        _replay_command(trace_file, trace["adapter"]),
+        f"         or: python {_relative_path(script_file)}",
     ]
     if drawing:
         drawing_file = folder / f"{stem}.svg"
         drawing_file.write_text(drawing, encoding="utf-8")
-        words.append(f"      drawn: {_from_here(drawing_file)}")
+        words.append(f"      drawn: {_relative_path(drawing_file)}")
     return SavedFiles(
         trace=f"{folder.name}/{trace_file.name}",
         script=f"{folder.name}/{script_file.name}",
@@ -226,7 +226,7 @@ def _server(adapter: str) -> str:
     return _SERVER.format(url=server.url, model=server.model, rate=server.rate)
 
 
-def _how_to_replay(file: Path, adapter: str) -> str:
+def _replay_command(file: Path, adapter: str) -> str:
     """Return the command that replays a trace, with the target if it is not a shipped one."""
     named = "" if adapter in settings.SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
     if server := _server_of(adapter):
@@ -234,10 +234,10 @@ def _how_to_replay(file: Path, adapter: str) -> str:
         # The replay must wait as long for a silent stream.
         seconds = settings.current().step_seconds
         named += f" --roseinfer-step-seconds {seconds}" if seconds != settings.STEP_SECONDS else ""
-    return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
+    return f"replay with: pytest --roseinfer-replay {_relative_path(file)}{named}"
 
 
-def _from_here(file: Path) -> Path:
+def _relative_path(file: Path) -> Path:
     """Return a path relative to the current folder, if the file is inside it."""
     file, here = file.resolve(), Path.cwd()
     return file.relative_to(here) if file.is_relative_to(here) else file

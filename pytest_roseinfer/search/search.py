@@ -24,7 +24,7 @@ from pytest_roseinfer.run.watchdog import (
     register_example,
 )
 from pytest_roseinfer.search import recorder
-from pytest_roseinfer.search.checks import CHECKS, example_as_run, repeat
+from pytest_roseinfer.search.named_checks import CHECKS, example_as_run, repeat
 from pytest_roseinfer.search.reproduce import ExampleFile
 from pytest_roseinfer.search.shrink import SHRINK_SECONDS, Shrinker, passes_of
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.search.checks import Example
+    from pytest_roseinfer.search.named_checks import Example
 
 _Example = TypeVar("_Example", bound="Example")
 
@@ -45,7 +45,7 @@ class _FinalFailure(BaseException):
 
 @dataclass(slots=True)
 class Search(Generic[_Example]):
-    """Search for a history, or a mix of requests, on which a check fails."""
+    """Search for a history, or a mix of requests, that fails a check."""
 
     adapter: type[Adapter]
     check: Callable[[_Example], object]
@@ -57,7 +57,7 @@ class Search(Generic[_Example]):
     salt: str = ""
     """Part of the seed that differs between searches of one name, so that their examples do."""
     ends: float = math.inf
-    """Deadline after which no example starts, in ``monotonic`` time."""
+    """Deadline for the start of examples, in ``monotonic`` time."""
     example: _Example | None = field(default=None, init=False)
     """Latest example; after a failure, the smallest with the same failure. None before any."""
     num_skipped: int = field(default=0, init=False)
@@ -107,13 +107,13 @@ class Search(Generic[_Example]):
 
     def check_once(self, example: _Example) -> None:
         """Check one example, registered with the watchdog and the example file."""
-        CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.began = example, process_time()
+        CURRENT_EXAMPLE.example, CURRENT_EXAMPLE.step_began_at = example, process_time()
         try:
             if self._file:
                 self._file.write(example)
             self.check(example)
         finally:
-            CURRENT_EXAMPLE.began = CURRENT_EXAMPLE.example = None
+            CURRENT_EXAMPLE.step_began_at = CURRENT_EXAMPLE.example = None
 
     def _test(self) -> Callable[[], None]:
         """Return a Hypothesis test of this search; the same seed draws the same examples."""
@@ -153,8 +153,8 @@ class Search(Generic[_Example]):
         try:
             self.check_once(example)
         except Exception as failure:
-            if why := _unrepeatable_reason(failure):
-                raise _ended(failure, why) from failure
+            if reason := _unrepeatable_reason(failure):
+                raise _final_failure(failure, reason) from failure
             raise
 
     def _try_and_shrink(self) -> None:
@@ -184,7 +184,7 @@ class Search(Generic[_Example]):
             except Exception as failure:
                 if isinstance(failure.__cause__, TargetGoneError):
                     self.example = example
-                    raise _ended(failure, _unrepeatable_reason(failure)) from failure
+                    raise _final_failure(failure, _unrepeatable_reason(failure)) from failure
                 if last:
                     raise
 
@@ -194,7 +194,7 @@ class Search(Generic[_Example]):
         failure: BaseException = (raised.__cause__ if ended else None) or raised
         difference = _difference(failure)
         if difference and self.adapter.replays > 1 and not ended:
-            difference.extra_paragraphs += self._repeated(example)
+            difference.extra_paragraphs += self._describe_repetition(example)
         example = example_as_run(self.name, self.adapter, example)  # as in the failure's message
         folder = settings.current().failures_dir
         saved = recorder.record(self.adapter, example, self.name, difference or failure, folder)
@@ -206,7 +206,7 @@ class Search(Generic[_Example]):
         vars(failure)["__notes__"] = [words.rstrip()]
         return failure
 
-    def _repeated(self, example: Example) -> list[str]:
+    def _describe_repetition(self, example: Example) -> list[str]:
         """Describe how often an example fails when repeated; errors of that are ignored."""
         check = partial(CHECKS[self.name], self.adapter, example)
         with suppress(Exception), register_example(example):
@@ -224,10 +224,10 @@ def _unrepeatable_reason(failure: Exception) -> str:
     return LOST if gpu_is_lost() else ""
 
 
-def _ended(failure: Exception, why: str) -> _FinalFailure:
+def _final_failure(failure: Exception, reason: str) -> _FinalFailure:
     if isinstance(failure, Difference):
-        failure.extra_paragraphs.append(why)
-    return _FinalFailure(why)
+        failure.extra_paragraphs.append(reason)
+    return _FinalFailure(reason)
 
 
 def _difference(failure: BaseException | None) -> Difference | None:

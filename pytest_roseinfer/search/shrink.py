@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec
 from pytest_roseinfer.capabilities.freeing import Free
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES, NAMING, Write
 from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
 from pytest_roseinfer.engine_capabilities.capability import RequestCore, change, plain
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.histories.history import History
-    from pytest_roseinfer.search.checks import Example
+    from pytest_roseinfer.search.named_checks import Example
 
 SHRINK_SECONDS = 20.0
 """Maximum seconds to shrink one example."""
@@ -39,9 +39,9 @@ _Case = TypeVar("_Case", bound="Example")
 class Shrinker(Generic[_Case]):
     """Shrinker with the smallest failing example so far, and its failure.
 
-    It tries smaller examples and keeps each on which the check still fails, until none does. It
-    shrinks the example itself, a history or a mix of requests, not the choices of its strategy:
-    a choice changes its meaning once a previous one is removed.
+    It tries smaller examples and keeps each one that still fails the check, until none does. It
+    shrinks the example itself, a history or a mix of requests, not the choices of its strategy: a
+    choice changes its meaning once a previous one is removed.
     """
 
     example: _Case
@@ -153,10 +153,10 @@ def with_numbers(step: Operation, change: Callable[[int], int]) -> Operation:
     return step
 
 
-def smaller_numbers(number: int, least: int) -> list[int]:
+def smaller_numbers(number: int, minimum: int) -> list[int]:
     """List some smaller numbers, the smallest first."""
-    few = {least, least + 1, number // 2, number - 2, number - 1}
-    return sorted(each for each in few if least <= each < number)
+    few = {minimum, minimum + 1, number // 2, number - 2, number - 1}
+    return sorted(each for each in few if minimum <= each < number)
 
 
 def replace_field(step: Operation, name: str, value: object) -> Operation:
@@ -167,8 +167,8 @@ def _with_fewer_rows(step: Operation) -> Iterator[Operation]:
     rows = {name: value for name, value in _values(step).items() if isinstance(value, tuple)}
     count = len(next(iter(rows.values()), ()))
     for at in reversed(range(count if count > 1 else 0)):
-        left = {name: value[:at] + value[at + 1 :] for name, value in rows.items()}
-        yield replace(step, **left)  # type: ignore[type-var]
+        remaining = {name: value[:at] + value[at + 1 :] for name, value in rows.items()}
+        yield replace(step, **remaining)  # type: ignore[type-var]
 
 
 def _with_smaller_numbers(step: Operation) -> Iterator[Operation]:
@@ -253,8 +253,7 @@ def _smaller_windows(spec: CacheSpec) -> Iterator[tuple[int | None, ...]]:
 
 
 def _with_blocks_of(size: int, history: History) -> History:
-    """Make the blocks smaller, and scale all numbers so that they end at the same place in a
-    block."""
+    """Make the blocks smaller, and scale all numbers to end at the same place in a block."""
     change = partial(_as_many_blocks, history.spec.block_size, size)
     steps = tuple(with_numbers(step, change) for step in history.operations)
     return replace(_with_spec(history, block_size=size), operations=steps)
@@ -267,7 +266,7 @@ def _as_many_blocks(old: int, new: int, tokens: int) -> int:
     return blocks * new + (max(1, last) if rest else 0)
 
 
-_MANY_ROWS = 2 * MOST_SEQUENCES
+_MANY_ROWS = 2 * MAX_SEQUENCES
 """Number of rows that few drawn steps exceed."""
 
 
@@ -307,7 +306,7 @@ def keep_valid_steps(adapter: type[KVCacheAdapter], history: History) -> History
     """Leave out steps that became impossible, and finish operations that are left half done."""
     oracle = _oracle(adapter, history)
     shows_room = "ledger" in adapter.abilities
-    kept: list[Operation] = []
+    valid_steps: list[Operation] = []
     for each in history.operations:
         step = each.fill_in_numbers(oracle)
         if not _can_be_done(step, oracle):
@@ -316,12 +315,12 @@ def keep_valid_steps(adapter: type[KVCacheAdapter], history: History) -> History
         if not (fits or shows_room):
             continue
         step.apply(oracle)
-        kept.append(step)
+        valid_steps.append(step)
         if not fits and adapter.prefixes.shares == "equal prefixes":
             break  # it may find room after all, and then its contents are unknown
     endings = (each.finishing_steps for each in adapter.capabilities if each.finishing_steps)
-    kept += chain.from_iterable(ending(oracle) for ending in endings)
-    return replace(history, operations=tuple(kept))
+    valid_steps += chain.from_iterable(ending(oracle) for ending in endings)
+    return replace(history, operations=tuple(valid_steps))
 
 
 def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
@@ -340,23 +339,23 @@ def _with(history: History, steps: Iterable[Operation]) -> History:
 def _without_a_sequence(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
     names = {seq: None for step in history.operations for seq in _names(step)}
     for seq in reversed(names):
-        left = (_without_rows_of(seq, step) for step in history.operations)
-        yield _with(history, (step for step in left if step))
+        remaining = (_without_rows_of(seq, step) for step in history.operations)
+        yield _with(history, (step for step in remaining if step))
 
 
 def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
     """Merge two sequences, such as a fork and its parent, into one."""
     names = dict.fromkeys(seq for step in history.operations for seq in _names(step))
-    for kept, gone in combinations(names, 2):
-        as_one = {**{seq: seq for seq in names}, gone: kept}
+    for replacement, replaced in combinations(names, 2):
+        as_one = {**{seq: seq for seq in names}, replaced: replacement}
         apart = (
-            _without_rows_of(gone, step) if kept in _names(step) else step
+            _without_rows_of(replaced, step) if replacement in _names(step) else step
             for step in history.operations
         )
         merged = [_with_names(step, as_one) for step in apart if step]
         yield _with(history, merged)
-        if Free(kept) in merged:
-            yield _with(history, (step for step in merged if step != Free(kept)))
+        if Free(replacement) in merged:
+            yield _with(history, (step for step in merged if step != Free(replacement)))
 
 
 def _without_rows_of(seq: int, step: Operation) -> Operation | None:
@@ -364,10 +363,10 @@ def _without_rows_of(seq: int, step: Operation) -> Operation | None:
     if seq not in _names(step):
         return step
     fewer = simpler_steps(step, {})
-    return next((each for each in fewer if [*_names(each)] == _others(seq, step)), None)
+    return next((each for each in fewer if [*_names(each)] == _other_sequences(seq, step)), None)
 
 
-def _others(seq: int, step: Operation) -> list[int]:
+def _other_sequences(seq: int, step: Operation) -> list[int]:
     return [name for name in _names(step) if name != seq]
 
 
@@ -402,8 +401,8 @@ def _histories_with_less_room(adapter: type[KVCacheAdapter], history: History) -
     """Leave out steps together with their blocks, for failures that need a nearly full cache."""
     free = _free(adapter, history)
     for way in (_without_a_sequence, _without_steps, _without_two_steps, _with_simpler_steps):
-        for left in way(adapter, history):
-            smaller = keep_valid_steps(adapter, left)
+        for candidate in way(adapter, history):
+            smaller = keep_valid_steps(adapter, candidate)
             blocks = smaller.spec.num_blocks - _free(adapter, smaller) + free
             if fewest_blocks(smaller.spec) <= blocks < smaller.spec.num_blocks:
                 yield replace(smaller, spec=replace(smaller.spec, num_blocks=blocks))
@@ -472,7 +471,7 @@ def _less(less: int, number: int) -> int:
 
 
 def _renamed(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
-    """Number the sequences in order of appearance."""
+    """Yield the history with its sequences numbered in order of appearance."""
     names = dict.fromkeys(seq for step in history.operations for seq in _names(step))
     numbers = {seq: number for number, seq in enumerate(names)}
     yield _with(history, (_with_names(step, numbers) for step in history.operations))
@@ -530,12 +529,12 @@ def _a_step_later(spec: RequestSpec) -> RequestSpec:
 def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
     """Shorten all prompts at the end or the start, or all outputs."""
     longest = max(len(each.prompt) for each in mix.requests)
-    for kept in smaller_numbers(longest, 1):
-        yield from _with_requests(mix, (_cut(each, kept) for each in mix.requests))
+    for length in smaller_numbers(longest, 1):
+        yield from _with_requests(mix, (_cut_prompt(each, length) for each in mix.requests))
     for gone in (4, 1):
         yield from _with_requests(mix, (_begun_later(each, gone) for each in mix.requests))
-    most = max(each.sampling.max_new_tokens for each in mix.requests)
-    for new in smaller_numbers(most, 1):
+    max_new_tokens = max(each.sampling.max_new_tokens for each in mix.requests)
+    for new in smaller_numbers(max_new_tokens, 1):
         yield from _with_requests(mix, (_generating(each, new) for each in mix.requests))
 
 
@@ -550,8 +549,8 @@ def _with_a_plainer_engine(
 
 
 def _mixes_with_less_room(mix: RequestMix) -> Iterator[RequestMix]:
-    least = _least_room(mix)
-    for room in smaller_numbers(mix.cache_tokens, least):
+    min_tokens = _least_room(mix)
+    for room in smaller_numbers(mix.cache_tokens, min_tokens):
         yield replace(mix, cache_tokens=room)
 
 
@@ -574,7 +573,7 @@ def _simpler_requests(spec: RequestSpec) -> Iterator[RequestSpec]:
     yield from _plainer(spec, fields(spec)[len(fields(RequestCore)) :])
     for plainer in _plainer(sampling, fields(sampling)):
         yield replace(spec, sampling=plainer)
-    yield from (_cut(spec, kept) for kept in smaller_numbers(len(spec.prompt), 1))
+    yield from (_cut_prompt(spec, length) for length in smaller_numbers(len(spec.prompt), 1))
     if len(spec.prompt) > 1:
         yield replace(spec, prompt=spec.prompt[1:])
     new = smaller_numbers(sampling.max_new_tokens, 1)
@@ -605,25 +604,25 @@ def _with_requests(mix: RequestMix, specs: Iterable[RequestSpec]) -> Iterator[Re
     """Yield the mix with other requests, in the same cache and in one without the freed room."""
     smaller = replace(mix, requests=tuple(specs))
     yield smaller
-    if gone := _tokens(mix) - _tokens(smaller):
-        room = max(_least_room(smaller), mix.cache_tokens - gone)
+    if num_removed := _tokens(mix) - _tokens(smaller):
+        room = max(_least_room(smaller), mix.cache_tokens - num_removed)
         yield replace(smaller, cache_tokens=room)
 
 
 def _tokens(mix: RequestMix) -> int:
-    return sum(each.most_tokens for each in mix.requests)
+    return sum(each.max_tokens for each in mix.requests)
 
 
 def _least_room(mix: RequestMix) -> int:
-    return max(each.most_tokens for each in mix.requests)
+    return max(each.max_tokens for each in mix.requests)
 
 
-def _cut(spec: RequestSpec, kept: int) -> RequestSpec:
-    return replace(spec, prompt=spec.prompt[:kept])
+def _cut_prompt(spec: RequestSpec, length: int) -> RequestSpec:
+    return replace(spec, prompt=spec.prompt[:length])
 
 
-def _begun_later(spec: RequestSpec, gone: int) -> RequestSpec:
-    return replace(spec, prompt=spec.prompt[gone:] or spec.prompt[-1:])
+def _begun_later(spec: RequestSpec, num_removed: int) -> RequestSpec:
+    return replace(spec, prompt=spec.prompt[num_removed:] or spec.prompt[-1:])
 
 
 def _generating(spec: RequestSpec, tokens: int) -> RequestSpec:

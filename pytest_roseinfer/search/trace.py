@@ -103,8 +103,8 @@ def read(file: str) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if not isinstance(trace[name], kind):
             raise TraceError(f"{file} is not a trace: {name} must be a {kind.__name__}")
-    held = {"folders": trace["folders"], "environment": trace["environment"].values()}
-    for name, texts in held.items():
+    recorded = {"folders": trace["folders"], "environment": trace["environment"].values()}
+    for name, texts in recorded.items():
         if not all(isinstance(each, str) for each in texts):
             raise TraceError(f"{file} is not a trace: {name} must hold strings")
     if not isinstance(trace.get(FAILED, ""), str):
@@ -124,18 +124,19 @@ def require_known(
             raise TraceError(_unreadable(file, trace, f"the operation {name!r}", name))
     for request in example.get("requests", ()):
         if unknown := [name for name in request if name not in of_requests]:
-            what = f"the field {unknown[0]!r} of a request"
-            raise TraceError(_unreadable(file, trace, what, unknown[0]))
+            problem = f"the field {unknown[0]!r} of a request"
+            raise TraceError(_unreadable(file, trace, problem, unknown[0]))
 
 
-def _unreadable(file: str, trace: Mapping[str, Any], what: str, key: object) -> str:
+def _unreadable(file: str, trace: Mapping[str, Any], problem: str, key: object) -> str:
     commit = LAST_COMMITS.get(key) if isinstance(key, int | str) else None
     if commit:
         return (
-            f"{file}: {what} can no longer be read; replay it at {commit}, the last commit that can"
+            f"{file}: {problem} can no longer be read; replay it at {commit}, the last commit that "
+            "can"
         )
     saved_by = f"; replay it with {trace['version']}, which saved it" if "version" in trace else ""
-    return f"{file}: {what} is unknown to {version()}, which has format {FORMAT}{saved_by}"
+    return f"{file}: {problem} is unknown to {version()}, which has format {FORMAT}{saved_by}"
 
 
 def _names_server(value: object) -> bool:
@@ -156,16 +157,17 @@ def other_server(trace: Mapping[str, Any], now: Endpoint | None) -> list[str]:
     return [f"it was saved for {Endpoint(then['url'], then['model'])}, and this is {now}"]
 
 
-def describe_changed_failure(trace: Mapping[str, Any], what: str) -> list[str]:
+def describe_changed_failure(trace: Mapping[str, Any], problem: str) -> list[str]:
     """Return a note if the failure, or "" for none, differs from the recorded one."""
-    recorded = trace.get(FAILED, what)
+    recorded = trace.get(FAILED, problem)
     # Addresses of objects differ between processes.
-    if _ADDRESS.sub("", recorded) == _ADDRESS.sub("", what):
+    if _ADDRESS.sub("", recorded) == _ADDRESS.sub("", problem):
         return []
-    if not what:
+    if not problem:
         return [f"it was recorded with: {recorded}"]
     return [
-        f"this is another failure: it was recorded with {recorded!r}, and fails now with {what!r}"
+        f"this is another failure: it was recorded with {recorded!r}, and fails now with "
+        f"{problem!r}"
     ]
 
 
@@ -204,7 +206,7 @@ def replay(file: str, allowed: ImportPolicy) -> int:
     from pytest_roseinfer.engine_capabilities.capability import for_adapter
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.run.watchdog import register_example
-    from pytest_roseinfer.search.checks import CHECKS, kind_of_example, repeat
+    from pytest_roseinfer.search.named_checks import CHECKS, kind_of_example, repeat
 
     if trace["check"] not in CHECKS:
         raise TraceError(f"{file} is not a trace of this version: unknown check {trace['check']}")
@@ -243,7 +245,7 @@ def replay(file: str, allowed: ImportPolicy) -> int:
         repetition.require_none()
     except Difference as failure:
         print(f"FAILED: {failure}")
-        _print_changed_failure(trace, failure.what)
+        _print_changed_failure(trace, failure.summary)
         return 1
     except Exception as error:
         _print_changed_failure(trace, repr(error))
@@ -253,6 +255,6 @@ def replay(file: str, allowed: ImportPolicy) -> int:
     return 0
 
 
-def _print_changed_failure(trace: Mapping[str, Any], what: str) -> None:
-    for line in describe_changed_failure(trace, what):
+def _print_changed_failure(trace: Mapping[str, Any], problem: str) -> None:
+    for line in describe_changed_failure(trace, problem):
         print(f"\n{line}")

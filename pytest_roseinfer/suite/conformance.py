@@ -17,7 +17,7 @@ from pytest_roseinfer.capabilities.writes import BatchKinds
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.run.machine import HistoryRunner
-from pytest_roseinfer.search.checks import CHECKS
+from pytest_roseinfer.search.named_checks import CHECKS
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -37,7 +37,7 @@ class ConformanceTests(ShippedTests):
     """Tests of a cache; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[KVCacheAdapter]]
-    most_parts: ClassVar[Mapping[str, int]] = {"test_histories": 2}
+    max_parts: ClassVar[Mapping[str, int]] = {"test_histories": 2}
 
     def test_histories(self) -> None:
         """Check that the cache equals the oracle after every step of drawn histories."""
@@ -79,8 +79,8 @@ class ConformanceTests(ShippedTests):
         # After the drawn ones, which find most bugs with smaller examples.
         LargeHistories(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
-        again = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
-        for at, (aim, turn, num_examples) in enumerate(again):
+        rounds = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
+        for at, (aim, turn, num_examples) in enumerate(rounds):
             self._search(
                 check, "run_history", num_examples, ends, aim, turn, preludes, few_kinds=at % 3 > 0
             )
@@ -138,7 +138,7 @@ class ConformanceTests(ShippedTests):
             check,
             histories(
                 self.adapter,
-                most_steps=run_settings.steps,
+                max_steps=run_settings.steps,
                 device=run_settings.device,
                 aim=aim,
                 preludes=preludes.of(aim) if preludes else (),
@@ -159,7 +159,10 @@ def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
 @overload
 def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
 def conformance(adapter: type[Any]) -> type[ShippedTests]:
-    """Make a test class for an adapter: ``TestMyCache = conformance(MyCache)``."""
+    """Make a test class for an adapter.
+
+    A test file has, for example, ``TestMyCache = conformance(MyCache)``.
+    """
     settings.choose_kernel_runtime()
     refuse_mistakes(adapter)
     tests: type[ShippedTests] = ConformanceTests

@@ -50,7 +50,7 @@ class WideMixes(LargeSearch[RequestMix]):
     def hint(self) -> str:
         return (
             f"This is a wide mix, of up to {REQUESTS} requests at a time. If "
-            f"{self.adapter.__name__} does not support that, declare its maximum: most_requests."
+            f"{self.adapter.__name__} does not support that, declare its maximum: max_requests."
         )
 
 
@@ -61,14 +61,15 @@ _LEAST_STEPS = 4
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
 _SECONDS_OF_LARGE_MIXES = 6.0
-"""Seconds after which no mix starts; the last may take some seconds more to compile kernels."""
+"""Time limit in seconds for the start of mixes; the last may take some seconds more to compile
+kernels."""
 
 
 class EngineTests(ShippedTests):
     """Tests of an engine; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[EngineAdapter]]
-    most_parts: ClassVar[Mapping[str, int]] = {"test_requests_get_what_they_get_alone": 6}
+    max_parts: ClassVar[Mapping[str, int]] = {"test_requests_get_what_they_get_alone": 6}
 
     def test_requests_get_what_they_get_alone(self) -> None:
         """Check that neither other requests nor a lack of room change a request's output."""
@@ -117,7 +118,7 @@ class EngineTests(ShippedTests):
         num_skipped = self._search("run_forks", examples, ends=options.search_ends())
         coverage.current().of(self.adapter).add_examples(examples, num_skipped)
 
-    def _served(self, mix: RequestMix) -> Counter[str]:
+    def _serve(self, mix: RequestMix) -> Counter[str]:
         with failing_on(self.adapter, mix):
             run = MixRun(self.adapter, mix)
             try:
@@ -147,7 +148,7 @@ class EngineTests(ShippedTests):
             steps = max(_LEAST_STEPS, round(options.steps * share))
             drawn = request_mixes(
                 self.adapter,
-                most_steps=steps,
+                max_steps=steps,
                 device=options.device,
                 aim=aim,
                 preludes=preludes.of(aim) if preludes else (),
@@ -155,7 +156,7 @@ class EngineTests(ShippedTests):
 
         def attempt(mix: RequestMix) -> None:
             forks = name == "run_forks"
-            counted = run_forks(self.adapter, mix) if forks else self._served(mix)
+            counted = run_forks(self.adapter, mix) if forks else self._serve(mix)
             target.note(counted)
             target.note_tried(self.adapter, mix.options)
             if preludes:

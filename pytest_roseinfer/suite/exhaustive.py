@@ -67,13 +67,13 @@ def _names(oracle: Oracle) -> list[int]:
     Names that were used before are all listed, since a cache may remember them. If texts differ,
     the name determines the text, and each sequence has its own.
     """
-    taken = {*oracle.sequences, *oracle.pending_seqs}
-    if len(taken) == SEQUENCES:
+    names_in_use = {*oracle.sequences, *oracle.pending_seqs}
+    if len(names_in_use) == SEQUENCES:
         return []
-    used = taken | {name for name, times in oracle.lives.items() if times}
+    used = names_in_use | {name for name, times in oracle.lives.items() if times}
     if not oracle.texts or len(oracle.texts.initial_branches) == 1:
         new = next(name for name in count() if name not in used)
-        return [*sorted(used - taken), *([new] if new < SEQUENCES else [])]
+        return [*sorted(used - names_in_use), *([new] if new < SEQUENCES else [])]
     texts = range(len(oracle.texts.initial_branches) if used else 1)
     return [
         next(n for n in count(text, len(oracle.texts.initial_branches)) if n not in used)
@@ -101,7 +101,7 @@ class WalkCounts:
 def empty_histories(
     adapter: type[KVCacheAdapter], options: Mapping[str, Any] | None = None
 ) -> Iterator[History]:
-    """Return the empty histories at which a walk starts: a small cache, with each of its texts."""
+    """Return the empty histories that a walk starts from: a small cache, with each of its texts."""
     sizes = adapter.block_sizes
     usual = {name: values[0] for name, values in adapter.option_choices.items()}
     spec = CacheSpec(
@@ -119,13 +119,13 @@ def empty_histories(
 
 
 def walk(
-    adapter: type[KVCacheAdapter], history: History, most: int, walked: WalkCounts
+    adapter: type[KVCacheAdapter], history: History, max_steps: int, walked: WalkCounts
 ) -> Iterator[History]:
     """Run a history and all its continuations, each on a cache of its own.
 
-    Yield the histories of ``most`` steps, from which the walk can go on. Bad calls are made when
-    a state is reached for the first time. A wrong cache raises ``Divergence`` after the first step
-    that shows the error.
+    Yield the histories of ``max_steps`` steps, so that the walk can continue from them. Bad calls
+    are made when a state is reached for the first time. A wrong cache raises ``Divergence`` after
+    the first step that shows the error.
     """
     machine = HistoryRunner(adapter, history, attends=False)
     machine.run_steps()
@@ -134,24 +134,24 @@ def walk(
     if state not in walked.states:
         walked.states.add(state)
         HistoryRunner(adapter, history, attends=False).run()
-    if history.size == most:
+    if history.size == max_steps:
         yield history
         return
     for step in every_step(adapter, machine.oracle):
         longer = replace(history, operations=(*history.operations, step))
-        yield from walk(adapter, longer, most, walked)
+        yield from walk(adapter, longer, max_steps, walked)
 
 
 def _state(oracle: Oracle) -> int:
     """Hash the sequences, their contents, their shared blocks and pending prefixes."""
     numbers: dict[int, int] = {}
-    held = [
+    tables_held = [
         (seq, numbers.setdefault(id(page), len(numbers)), *oracle.tokens_on(seq, at))
         for seq, pages in sorted(oracle.sequences.items())
         for at, page in enumerate(pages)
     ]
     named = (*sorted(oracle.sequences), -1, *sorted(pending_prefixes(oracle).items()))
-    return hash((named, *held))
+    return hash((named, *tables_held))
 
 
 STEPS = 6
@@ -216,7 +216,7 @@ def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Execu
     result = Result()
     parts: list[History] = []
     for history in empty_histories(adapter, options):
-        result.add(_walked(adapter, history, min(steps, _DIVIDED_AT), parts))
+        result.add(_walk_group(adapter, history, min(steps, _DIVIDED_AT), parts))
     if steps <= _DIVIDED_AT or result.wrong:
         return result
     # Processes run the histories they start from again, which must not count twice.
@@ -236,10 +236,10 @@ def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Execu
 
 
 def _walk_on(name: str, steps: int, beginning: Mapping[str, Any]) -> Result:
-    return _walked(_cache(name), History.from_json(beginning), steps, [])
+    return _walk_group(_cache(name), History.from_json(beginning), steps, [])
 
 
-def _walked(
+def _walk_group(
     adapter: type[KVCacheAdapter], history: History, steps: int, longest: list[History]
 ) -> Result:
     result = Result()

@@ -76,12 +76,12 @@ class LargeSearch(Generic[_Large]):
             raise
 
     def _in_turn(self, examples: Sequence[_Large]) -> Iterator[_Large]:
-        left = self.seconds
+        remaining_s = self.seconds
         for done, example in enumerate(examples):
             began = monotonic()
-            self.ends = began + left * 2 / (len(examples) - done + 1)
+            self.ends = began + remaining_s * 2 / (len(examples) - done + 1)
             yield example
-            left = max(0.0, left - (monotonic() - began))
+            remaining_s = max(0.0, remaining_s - (monotonic() - began))
 
 
 def for_paths(
@@ -114,7 +114,7 @@ class LargeHistories(LargeSearch[History]):
             yield from large_histories(self.adapter, options, settings.current().device)
 
     def steps(self, example: History) -> Iterator[None]:
-        machine = self._begun(example)
+        machine = self._make_runner(example)
         try:
             for counted in machine.steps():
                 self.target.large_counts.update(counted)
@@ -123,18 +123,20 @@ class LargeHistories(LargeSearch[History]):
         finally:
             self.target.invariant_checks.update(machine.invariant_checks)
 
-    def _begun(self, history: History) -> HistoryRunner:
+    def _make_runner(self, history: History) -> HistoryRunner:
         try:
             return HistoryRunner(self.adapter, history)
         except Difference:
             raise
         except Exception as error:
-            what = f"a new cache of {history.spec.num_blocks} blocks raised {describe_error(error)}"
-            raise Difference(what, history.describe) from error
+            problem = (
+                f"a new cache of {history.spec.num_blocks} blocks raised {describe_error(error)}"
+            )
+            raise Difference(problem, history.describe) from error
 
     def hint(self) -> str:
         return (
             f"This is a large history, of up to {SEQUENCES} sequences at a time and of hundreds of "
             f"tokens in one. If {self.adapter.__name__} does not support that, declare its "
-            "maximum: most_sequences, most_tokens."
+            "maximum: max_sequences, max_tokens."
         )

@@ -20,33 +20,33 @@ class ShippedTests:
 
     adapter: ClassVar[type[Any]]
     """A subclass of ``KVCacheAdapter`` or ``EngineAdapter``."""
-    most_parts: ClassVar[Mapping[str, int]] = {}
+    max_parts: ClassVar[Mapping[str, int]] = {}
     """Maximum number of parts, by the name of each test that can be split."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         last = cls.__mro__.index(ShippedTests)
-        made = max(
+        derived = max(
             0, last - 2
         )  # the class that ``conformance()`` makes; shipped classes come after it
-        _refuse_replaced_parts(cls.__mro__[:made], cls.__mro__[made : last + 1])
+        _refuse_replaced_parts(cls.__mro__[:derived], cls.__mro__[derived : last + 1])
         for name, shipped in cls.shipped().items():
-            own = getattr(cls, name)
-            if inspect.unwrap(own) is not shipped:
-                setattr(cls, name, _excused(shipped, own))
+            own_test = getattr(cls, name)
+            if inspect.unwrap(own_test) is not shipped:
+                setattr(cls, name, _keep_xfail(shipped, own_test))
 
     @classmethod
     def shipped(cls) -> dict[str, Callable[[Any], None]]:
         """Return the tests of the direct subclass of ``ShippedTests``, in their order."""
-        own = cls.__mro__[cls.__mro__.index(ShippedTests) - 1]
-        return {name: test for name, test in vars(own).items() if name.startswith("test_")}
+        own_class = cls.__mro__[cls.__mro__.index(ShippedTests) - 1]
+        return {name: test for name, test in vars(own_class).items() if name.startswith("test_")}
 
     @classmethod
     def parts(cls, test: str) -> list[Part]:
         """Split a test's searches, which aim at paths, into parts for several processes."""
         device = settings.current().device
         paths = sum(path.runs_on(device) for path in cls.adapter.paths.values())
-        number = max(1, min(paths, cls.most_parts.get(test, 1)))
+        number = max(1, min(paths, cls.max_parts.get(test, 1)))
         return [Part(each, number) for each in range(1, number + 1)]
 
 
@@ -68,9 +68,9 @@ def allows_failure(mark: pytest.Mark) -> bool:
     return mark.name == "xfail" and bool(mark.kwargs.get("reason")) and mark.kwargs.get("run", True)
 
 
-def _excused(shipped: Callable[[Any], None], own: object) -> Callable[[Any], None]:
+def _keep_xfail(shipped: Callable[[Any], None], own_test: object) -> Callable[[Any], None]:
     """Return the shipped test with only the xfail marks of the test that replaces it."""
-    marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
+    marks = [mark for mark in getattr(own_test, "pytestmark", []) if mark.name == "xfail"]
     if not any(map(allows_failure, marks)):
         raise TypeError(
             f"{shipped.__name__} is a test of pytest_roseinfer and cannot be replaced; if the "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.adapters.load_target import TargetError, require_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
 from pytest_roseinfer.words import OptionError, profile_named, require_at_least, require_report
-from roseinfer import interrupts_kill
+from roseinfer._plugin import interrupts_kill
 
 if TYPE_CHECKING:
     import argparse
@@ -75,18 +75,19 @@ def _refuse_mistakes(args: argparse.Namespace) -> None:
         for name in _OF_SEARCHES:
             if getattr(args, name) is not None:
                 raise OptionError(
-                    f"{_dashed(f'--{name}')}: is for searches, and --exhaustive runs all histories"
+                    f"{_with_dashes(f'--{name}')}: is for searches, and --exhaustive runs all "
+                    "histories"
                 )
-    for name, least in _LEAST.items():
+    for name, minimum in _LEAST.items():
         if (number := getattr(args, name)) is not None:
-            require_at_least(_dashed(f"--{name}"), number, least)
+            require_at_least(_with_dashes(f"--{name}"), number, minimum)
     for file in args.report or ():
         require_report("--report", file)
     for name in (*(args.target or ()), *(args.exhaustive or ())):
         require_target(name)
 
 
-def _dashed(name: str) -> str:
+def _with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
@@ -122,7 +123,7 @@ def _search(args: argparse.Namespace) -> int:
     for name in _SHARED:
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
-        option = _dashed(f"--roseinfer-{name}")
+        option = _with_dashes(f"--roseinfer-{name}")
         arguments += [f"{option}={value}" for value in values if value is not None]
     profile = PROFILES[args.profile]
     examples = args.examples or profile.examples

@@ -24,11 +24,13 @@ def empty_context(spec: CacheSpec) -> AttentionContext:
 
 
 def prepend_unseen(
-    before: KeysAndValues, unseen: int, seen: Iterable[torch.Tensor]
+    before: KeysAndValues, unseen: int, visible: Iterable[torch.Tensor]
 ) -> KeysAndValues:
     """Prepend the ``unseen`` first tokens to those that attention sees.
 
     A sliding window hides the first ones; they stay as they were when attention last saw them.
     """
-    keys, values = (torch.cat([old[:unseen], new]) for old, new in zip(before, seen, strict=True))
+    keys, values = (
+        torch.cat([old[:unseen], new]) for old, new in zip(before, visible, strict=True)
+    )
     return keys, values

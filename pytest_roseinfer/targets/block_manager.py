@@ -117,12 +117,11 @@ class RowRecorder(KVCacheAdapter):
 
 
 class BlockManagerAdapter(RowRecorder):
-    """Base class for block managers: override ``manage``, ``begin``, ``extend``, ``release`` and
-    ``table``.
+    """Base class for block managers.
 
-    Also add ``ledger``, ``match_prefix`` and ``use_namespaces`` if possible. Keys and values are
-    stored here, by the tables. ``use_namespaces`` is ``record_namespaces`` for a manager with
-    namespaces.
+    Override ``manage``, ``begin``, ``extend``, ``release`` and ``table``. Also add ``ledger``,
+    ``match_prefix`` and ``use_namespaces`` if possible. Keys and values are stored here, by the
+    tables. ``use_namespaces`` is ``record_namespaces`` for a manager with namespaces.
     """
 
     prefixes = RowRecorder.prefixes.but(shares="equal prefixes", recomputed_tokens=1)

@@ -56,7 +56,7 @@ class BatchRows:
         rows = range(len(self.seqs))
         return unseen, [(keys[row].transpose(0, 1), values[row].transpose(0, 1)) for row in rows]
 
-    def kept(self, seq: int, layer: int) -> tuple[int, KeysAndValues]:
+    def visible_window(self, seq: int, layer: int) -> tuple[int, KeysAndValues]:
         """Return the number of tokens of a sequence that a layer has dropped, and the others."""
         stored, row = self.cache.layers[layer], self.seqs.index(seq)
         dropped = self.cache.get_seq_length(layer) - stored.keys.shape[-2]
@@ -79,7 +79,7 @@ class BatchRows:
         self.seqs.append(child)
 
     def _select(self, indices: list[int]) -> None:
-        """Replace the rows of the cache by these, of which some may be repeated."""
+        """Replace the rows of the cache by these; some may be repeated."""
         how = self.how
         if how == "batch_repeat_interleave":
             # Duplicate all rows, then select.
@@ -135,8 +135,8 @@ class DynamicCacheAdapter(KVCacheAdapter):
             else:
                 rows = self._only(rows, together)
             for layer in range(self.spec.num_layers):
-                unseen, seen = rows.update(layer, [tokens[seq] for seq in rows.seqs], self.dtype)
-                for seq, new in zip(rows.seqs, seen, strict=True):
+                unseen, visible = rows.update(layer, [tokens[seq] for seq in rows.seqs], self.dtype)
+                for seq, new in zip(rows.seqs, visible, strict=True):
                     self.attended[seq][layer] = prepend_unseen(
                         self.attended[seq][layer], unseen, new
                     )
@@ -179,4 +179,4 @@ class DynamicCacheAdapter(KVCacheAdapter):
         return self.attended[seq][layer]
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        return prepend_unseen(self.attended[seq][layer], *self.home[seq].kept(seq, layer))
+        return prepend_unseen(self.attended[seq][layer], *self.home[seq].visible_window(seq, layer))

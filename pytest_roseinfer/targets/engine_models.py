@@ -80,7 +80,7 @@ _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
 SMALL = tuple(_SHORT)
 WITH_WINDOWS_ALONE = ("windowed mistral", HYBRID)
 WINDOWED = tuple(_WINDOWED)
-"""Models in which all layers, or every second one, attend to the last ``WINDOW`` tokens."""
+"""Models whose layers, or every second one, attend to the last ``WINDOW`` tokens."""
 WINDOW = 5
 _WINDOWS = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 OF_MANY_SHAPES = tuple(LONG)
@@ -143,7 +143,7 @@ def network(name: str, device: str) -> Any:
 
 # Engines may modify the network that they serve, so the slow twin has its own.
 @lru_cache(maxsize=16)
-def _untouched(name: str, device: str) -> Any:
+def _eager_network(name: str, device: str) -> Any:
     model = network(name, device)
     model.set_attn_implementation("eager")  # torch's own attention ignores softcaps
     return model
@@ -154,7 +154,7 @@ def logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
     """Compute the logits of the next token from all tokens, without a cache."""
     # Small models run on the CPU, because processes that share a GPU wait for each other.
     device = device if name in LONG else "cpu"
-    output = _untouched(name, device)(torch.tensor([tokens], device=device), use_cache=False)
+    output = _eager_network(name, device)(torch.tensor([tokens], device=device), use_cache=False)
     return np.asarray(output.logits[0, -1].double().cpu())
 
 
@@ -171,8 +171,8 @@ _WORDS = ("▁a", "▁b", "a", "b", "▁", "ab", "▁ab", "é", "▁ba", "c")
 def tokenizer(*, byte_level: bool) -> Any:
     """Build a byte-level tokenizer, or one whose pieces mark the starts of words."""
     if byte_level:
-        return _built(_BYTES, decoders.ByteLevel())
-    return _built(_WORDS, decoders.Metaspace())
+        return _build_tokenizer(_BYTES, decoders.ByteLevel())
+    return _build_tokenizer(_WORDS, decoders.Metaspace())
 
 
 def text_of(tokens: Sequence[int], by: Any) -> str:
@@ -183,7 +183,7 @@ def text_of(tokens: Sequence[int], by: Any) -> str:
     return text
 
 
-def _built(pieces: Sequence[str], decoder: Any) -> Any:
+def _build_tokenizer(pieces: Sequence[str], decoder: Any) -> Any:
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     others = (token for token in range(VOCABULARY) if token != EOS_TOKEN)
@@ -205,15 +205,15 @@ _WORD = (1 << 64) - 1
 
 
 def draw(logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int) -> int:
-    """Sample the token after ``tokens``, of which the first ``prompted`` are the prompt."""
+    """Sample the token after ``tokens``; the first ``prompted`` are the prompt."""
     likely = distribution(logits, sampling, tokens, prompted)
-    place = _scrambled(_scrambled(sampling.seed & _WORD) + len(tokens))
-    hashes = [_scrambled(place + token) >> 40 for token in range(len(likely))]
+    place = _scramble(_scramble(sampling.seed & _WORD) + len(tokens))
+    hashes = [_scramble(place + token) >> 40 for token in range(len(likely))]
     noise = -np.log(-np.log((np.array(hashes) + 0.5) / (1 << 24)))
     return int((likely + noise).argmax())
 
 
-def _scrambled(number: int) -> int:
+def _scramble(number: int) -> int:
     """Mix 64 bits by SplitMix64, with its published constants."""
     number = (number + 0x9E3779B97F4A7C15) & _WORD
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD

@@ -22,6 +22,8 @@ _WORKSPACE = 128 << 20
 
 
 class FlashInferAdapter(PagedKernelsAdapter):
+    """FlashInfer's kernels that append to paged caches and attend to them."""
+
     dtypes: ClassVar[Sequence[str]] = ("float16", "bfloat16")
     head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 8)
     head_dims: ClassVar[Sequence[int]] = (64, 128)  # each takes a minute to compile

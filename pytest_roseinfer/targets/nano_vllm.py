@@ -22,6 +22,8 @@ INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, 
 
 
 class NanoVllmAdapter(BlockManagerAdapter):
+    """nano-vllm's block manager."""
+
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     # It uses multiples of 256 tokens, by the same code; blocks of 1 token need other code.
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8, 16)
@@ -34,8 +36,8 @@ class NanoVllmAdapter(BlockManagerAdapter):
         self.sequences: dict[int, Any] = {}
 
     def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:  # noqa: ARG002
-        again = seq in self.preempted
-        sequence = self.sequences[seq] if again else self.new_sequence(list(token_ids))
+        resumed = seq in self.preempted
+        sequence = self.sequences[seq] if resumed else self.new_sequence(list(token_ids))
         blocks = self.manager.can_allocate(sequence)
         if blocks == -1:
             raise CacheFull
@@ -77,9 +79,9 @@ class NanoVllmAdapter(BlockManagerAdapter):
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
         manager = self.manager
-        held = {block: manager.blocks[block].ref_count for block in manager.used_block_ids}
+        refcounts = {block: manager.blocks[block].ref_count for block in manager.used_block_ids}
         cached = {*manager.hash_to_block_id.values()} - manager.used_block_ids
-        return Ledger(held, [*manager.free_block_ids], len(manager.blocks), cached)
+        return Ledger(refcounts, [*manager.free_block_ids], len(manager.blocks), cached)
 
 
 class WeaklyHashedNanoVllmAdapter(NanoVllmAdapter):

@@ -51,10 +51,10 @@ class NanoVllmModel:
             keys: list[int] = []
             rows = new[ends[row] : ends[row + 1]]
             for before, (token, (position, slot)) in enumerate(rows, length - len(rows)):
-                seen = keys
+                visible_keys = keys
                 if context.block_tables is not None:
-                    seen = self._stored(context.block_tables[row].tolist(), before)
-                keys.append(key_of(token, position, seen))
+                    visible_keys = self._stored(context.block_tables[row].tolist(), before)
+                keys.append(key_of(token, position, visible_keys))
                 self.keys[slot] = keys[-1]
             last.append(keys[-1])
         return last
@@ -72,6 +72,8 @@ _ALONE = "all anew"
 
 
 class NanoVllmEngine(EngineAdapter):
+    """nano-vllm's scheduler and block manager, with a fake model."""
+
     eos_token = 5
     sampling = SamplingTraits(greedy_only=True)
     # It uses multiples of 256 tokens, by the same code; blocks of 1 token need other code.
@@ -121,7 +123,7 @@ class NanoVllmEngine(EngineAdapter):
         if self.engine.is_finished():
             return
         on_cpu = mock.patch.object(torch.Tensor, "cuda", lambda tensor, **_: tensor)
-        with on_cpu, mock.patch.object(torch, "tensor", _unpinned):
+        with on_cpu, mock.patch.object(torch, "tensor", _unpinned_tensor):
             self.engine.step()
         waiting = self.engine.scheduler.waiting
         self.counts["preempted"] += any(each.num_completion_tokens for each in waiting)
@@ -139,8 +141,8 @@ class NanoVllmEngine(EngineAdapter):
         return bool(request.is_finished)
 
     def find_leaks(self) -> str:
-        held = self.engine.scheduler.block_manager.used_block_ids
-        return f"{len(held)} blocks" if held else ""
+        held_blocks = self.engine.scheduler.block_manager.used_block_ids
+        return f"{len(held_blocks)} blocks" if held_blocks else ""
 
     def path_counts(self) -> Mapping[str, int]:
         return self.counts
@@ -149,5 +151,5 @@ class NanoVllmEngine(EngineAdapter):
         return logits_of(tokens, self.vocabulary)
 
 
-def _unpinned(values: Any, *, dtype: torch.dtype, **_: bool) -> torch.Tensor:
+def _unpinned_tensor(values: Any, *, dtype: torch.dtype, **_: bool) -> torch.Tensor:
     return torch.as_tensor(values, dtype=dtype)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def new_cache(
     spec: CacheSpec, num_blocks: int, dtype: torch.dtype, *, sharing: bool, **model: Any
 ) -> Any:
-    """Build a cache for a model config, of which only the sizes and the layer types matter.
+    """Build a cache for a model config; only the sizes and the layer types matter.
 
     It is GPT-2's, because rotary embeddings would refuse odd head sizes.
     """
@@ -87,8 +87,8 @@ def ledger_of(pool: Any, allocator: Any) -> Ledger:
         free += range(sector * size, (sector + 1) * size)
     # Full blocks without holders stay cached until room is needed.
     free += books.cached_blocks
-    held = blocks - set(free)
-    counts = {block: books.shared_ref_counts.get(block, 1) for block in held}
+    held_blocks = blocks - set(free)
+    counts = {block: books.shared_ref_counts.get(block, 1) for block in held_blocks}
     return Ledger(counts, free, len(blocks), num_free=len(free) - not_counted)
 
 
@@ -274,9 +274,9 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
         for layer in range(self.spec.num_layers):
             new = [each[layer].to(self.dtype) for each in (key, value)]
             visible = self.requests.update(reservation, layer, *new)
-            for seq, (unseen, seen) in zip(reservation.seqs, visible, strict=True):
+            for seq, (unseen, visible_pair) in zip(reservation.seqs, visible, strict=True):
                 layers = self.attended[seq]
-                layers[layer] = prepend_unseen(layers[layer], unseen, seen)
+                layers[layer] = prepend_unseen(layers[layer], unseen, visible_pair)
         for seq, completed in zip(reservation.seqs, reservation.completed, strict=True):
             self.cache.mark_complete_blocks(self.states[seq], completed)
 
@@ -379,5 +379,5 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
         positions = [slot % size for slot in slots]
         every = storage(self.cache, self.spec, self.dtype, allocator)
         stored = every[:, allocator.layer_indices.index(layer)]
-        kept = (stored[blocks, kind, positions] for kind in (0, 1))
-        return prepend_unseen(self.gather(seq, layer), unseen, kept)
+        pair = (stored[blocks, kind, positions] for kind in (0, 1))
+        return prepend_unseen(self.gather(seq, layer), unseen, pair)

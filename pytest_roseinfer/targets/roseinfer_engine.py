@@ -22,7 +22,8 @@ from pytest_roseinfer.targets.engine_models import (
     tokenizer,
 )
 from pytest_roseinfer.targets.roseinfer_manager import held_blocks
-from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
+from roseinfer import AttentionPath, EnginePath, SamplingParams
+from roseinfer._plugin import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,9 +40,9 @@ _KERNELS = {"paged_attention": True}
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 _RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
 _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
-"""Settings in which new sequences reuse freed slots and blocks while others still decode."""
+"""Settings that let new sequences reuse freed slots and blocks while others still decode."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
-"""Settings in which sequences start to decode one after the other."""
+"""Settings that make sequences start to decode one after the other."""
 _SPECULATING = {"speculation": "ngram", "resident_decode": False}
 _LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
 _PROMPTS_AS_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
@@ -97,7 +98,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
 Only ``COMPILED``, ``GUIDED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing.
 Compiling takes seconds for each model of each mix, so no switch here enables it;
 ``tests/models/test_compiling.py`` compares it with its twin. No request here has a guide:
-``tests/guided`` compares those with what they get alone. No model here is wide enough for a step in
+``tests/guided`` compares those with their output alone. No model here is wide enough for a step in
 one kernel: ``tests/kernels/cuda/whole_step`` compares that with several kernels. Streamed and
 paired GEMMs have no switch, nor have ``AttentionPath.PREFILL_CUDA`` and
 ``APPEND_AND_ATTEND_CUDA``, whose contexts or batches are larger than any here:
@@ -195,28 +196,28 @@ def params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(**asdict(sampling))
 
 
-def fork(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+def fork(runner: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
     """Return the tokens of each fork of the prompt's sequence; all decode together."""
-    (first,), logits = sessions.prefill([list(prompt)])
-    forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
+    (first,), logits = runner.prefill([list(prompt)])
+    forks = [first, *(runner.fork(first) for _ in samplings[1:])]
     logits = logits.expand(len(forks), -1)
-    going = list(zip(forks, samplings, strict=True))
-    while going:
-        texts = [fork.token_ids for fork, _ in going]
-        chosen = _choose(logits, [sampling for _, sampling in going], texts, len(prompt))
-        for (fork, _), token in zip(going, chosen, strict=True):
+    running = list(zip(forks, samplings, strict=True))
+    while running:
+        texts = [fork.token_ids for fork, _ in running]
+        chosen = _choose(logits, [sampling for _, sampling in running], texts, len(prompt))
+        for (fork, _), token in zip(running, chosen, strict=True):
             fork.token_ids.append(token)
-        going = [
+        running = [
             (fork, sampling)
-            for fork, sampling in going
+            for fork, sampling in running
             if is_unfinished(fork.token_ids, len(prompt), sampling)
         ]
-        if going:
-            logits = sessions.extend([fork for fork, _ in going])
-    found = [fork.token_ids[len(prompt) :] for fork in forks]
+        if running:
+            logits = runner.extend([fork for fork, _ in running])
+    outputs = [fork.token_ids[len(prompt) :] for fork in forks]
     for fork in forks:
-        sessions.release(fork)
-    return found
+        runner.release(fork)
+    return outputs
 
 
 def _choose(
@@ -238,14 +239,14 @@ def _choose(
     return chosen
 
 
-_served = lru_cache(maxsize=16)(models.network)
+_cached_network = lru_cache(maxsize=16)(models.network)
 
 
 class RoseinferEngine(EngineAdapter):
     """Adapter of ``LLM``, driven step by step on a cache full of NaN."""
 
     vocabulary = shapes.VOCABULARY
-    most_tokens = shapes.POSITIONS
+    max_tokens = shapes.POSITIONS
     extra_steps = max(RUN_AHEAD)
     never_idles = True
     fast_interpreter = True
@@ -262,9 +263,9 @@ class RoseinferEngine(EngineAdapter):
         options["resident_decode"] &= not options["per_layer_kv"]
         model = options.pop("model")
         self._tokenizer = tokenizer(byte_level="gpt2" in model)
-        self._shown: defaultdict[int, list[str]] = defaultdict(list)
+        self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self.llm = LLM(
-            _served(model, mix.device),
+            _cached_network(model, mix.device),
             tokenizer=self._tokenizer,
             device=mix.device,
             block_size=mix.block_size,
@@ -284,7 +285,7 @@ class RoseinferEngine(EngineAdapter):
 
     def step(self) -> None:
         for update in self.engine.step():
-            self._shown[update.request.id].append(update.text)
+            self._texts[update.request.id].append(update.text)
 
     def tokens(self, request: Any) -> list[int]:
         return list(request.token_ids)
@@ -324,7 +325,7 @@ class RoseinferEngine(EngineAdapter):
         return request.prompt_logprobs
 
     def pieces(self, request: Any) -> Sequence[str]:
-        return self._shown[request.id]
+        return self._texts[request.id]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return text_of(tokens, self._tokenizer)

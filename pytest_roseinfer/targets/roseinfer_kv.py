@@ -196,4 +196,4 @@ class WindowedManager(ReadManager):
 
     def slide(self, seq: int) -> None:
         for first_layer, block_ids in zip(self.first_layers, self.lists[seq], strict=True):
-            self.manager.give_back(first_layer, block_ids, self.lengths[seq])
+            self.manager.free_out_of_window(first_layer, block_ids, self.lengths[seq])

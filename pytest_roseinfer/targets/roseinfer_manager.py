@@ -27,13 +27,11 @@ from roseinfer import (
     BadRefcount,
     Condition,
     KVBlockManager,
-    LayerTraits,
     OutOfBlocks,
     Path,
     StalePlan,
-    load_attention_kernels,
-    paged_attention_reference,
 )
+from roseinfer._plugin import LayerTraits, load_attention_kernels, paged_attention_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -230,18 +228,18 @@ class ReadManager(BlockLists):
             block: manager.refcount(first + block)
             for block in range(1, manager.max_blocks_per_layer)
         }
-        held = {block: count for block, count in counts.items() if count}
+        refcounts = {block: count for block, count in counts.items() if count}
         # The manager shows the number of free blocks, not which are free.
         free = [block for block, count in counts.items() if not count]
         num_free = manager.num_free_blocks(layer)
-        return Ledger(held, free, self.spec.num_blocks, num_free=num_free)
+        return Ledger(refcounts, free, self.spec.num_blocks, num_free=num_free)
 
 
 # Bad calls in the manager's current state, in addition to the standard ones.
 
 
 _MORE_PLANS = 64
-"""Number of later plans after which a plan is stale."""
+"""Number of later plans that make a plan stale."""
 
 
 def bad_calls(
@@ -281,8 +279,8 @@ def _one_token(manager: KVBlockManager, layer: int) -> Iterator[BadCall]:
     if unused := [block for block in range(first + 1, first + size) if not manager.refcount(block)]:
         wrong["a free block"] = unused[0]
     new = _tokens(manager, 1)[0]
-    for what, block in wrong.items():
-        words = f"append_token to {what}"
+    for description, block in wrong.items():
+        words = f"append_token to {description}"
         yield _refused(words, BadBlock, manager.append_token, layer, [block], new, new)
 
 
@@ -385,8 +383,8 @@ class MisusedManager(ReadManager):
 
 def held_blocks(kv: Any) -> str:
     """Describe the blocks of roseinfer's cache that are in use; "" if none is."""
-    held = {
+    refcounts = {
         layer: kv.max_blocks_per_layer - 1 - kv.num_free_blocks(layer)
         for layer in range(0, kv.num_layers, kv.layers_per_group)
     }
-    return ", ".join(f"{count} blocks of layer {at}" for at, count in held.items() if count)
+    return ", ".join(f"{count} blocks of layer {at}" for at, count in refcounts.items() if count)

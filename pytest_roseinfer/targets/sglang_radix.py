@@ -86,8 +86,8 @@ def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
 
 
 def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None) -> Any:
-    wanted = sgl.SamplingParams(max_new_tokens=1 << 20)
-    return sgl.Req("", "", array("q", text), wanted, extra_key=namespace)
+    params = sgl.SamplingParams(max_new_tokens=1 << 20)
+    return sgl.Req("", "", array("q", text), params, extra_key=namespace)
 
 
 def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any]) -> None:
@@ -156,6 +156,8 @@ def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
 
 
 class SglangAdapter(KVCacheAdapter):
+    """SGLang's radix cache and its pools."""
+
     prefixes = PrefixTraits(shares="equal prefixes", recomputed_tokens=1, finds="some")
     option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
         "tree_core_backend": ("rust", "python")
@@ -232,17 +234,19 @@ class SglangAdapter(KVCacheAdapter):
         return self.store.table(self._slots(seq))
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
-        held: Counter[int] = Counter()
+        refcounts: Counter[int] = Counter()
         for seq, request in self.requests.items():
             if request.kv.holds_kv:
-                held.update(self.store.table(self.tree.path_device_indices(request.lock.node)))
-                held.update(self.store.table(self._slots(seq)[request.kv.cache_protected_len :]))
-        kept = self.store.table(self.tree.all_values_flatten())
-        cached = [page for page in kept if page not in held]
+                refcounts.update(self.store.table(self.tree.path_device_indices(request.lock.node)))
+                refcounts.update(
+                    self.store.table(self._slots(seq)[request.kv.cache_protected_len :])
+                )
+        cached_slots = self.store.table(self.tree.all_values_flatten())
+        cached = [page for page in cached_slots if page not in refcounts]
         free = [*self.books.get_all_free_pages().tolist(), *cached]
         size = self.store.block_size
         num_free = (self.books.available_size() + self.tree.evictable_size()) // size
-        return Ledger(held, free, self.books.size // size, cached, num_free=num_free)
+        return Ledger(refcounts, free, self.books.size // size, cached, num_free=num_free)
 
     def arena(self) -> KeysAndValues:
         return self.store.arena
@@ -294,15 +298,15 @@ class _WindowedStore(BlockStore):
         super().__init__(spec, spec.num_blocks + 1)
         self.window_store = BlockStore(spec, spec.num_blocks + 1)
         self.allocator = allocator
-        self.seen = spec.options["window"] - 1
+        self.num_visible = spec.options["window"] - 1
         """Number of previous tokens that the next token sees."""
 
     def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self._add_up()
         before, new = slots[: -key.shape[1]], slots[-key.shape[1] :]
         for layer in range(0, key.shape[0], 2):
-            seen, stored = self.read_slots(before, layer), super().read_slots(before, layer)
-            pairs = zip(seen, stored, strict=True)
+            visible, stored = self.read_slots(before, layer), super().read_slots(before, layer)
+            pairs = zip(visible, stored, strict=True)
             if not all(torch.allclose(*each, rtol=0, atol=0, equal_nan=True) for each in pairs):
                 raise AssertionError(f"the window before token {len(before)} has wrong contents")
         super().write_slots(new, key, value)
@@ -311,9 +315,9 @@ class _WindowedStore(BlockStore):
     def read_slots(self, slots: torch.Tensor, layer: int) -> KeysAndValues:
         if layer % 2:
             return super().read_slots(slots, layer)
-        gone = max(0, len(slots) - self.seen)
-        old = super().read_slots(slots[:gone], layer)
-        new = self.window_store.read_slots(self._of_windows(slots[gone:]), layer)
+        num_freed = max(0, len(slots) - self.num_visible)
+        old = super().read_slots(slots[:num_freed], layer)
+        new = self.window_store.read_slots(self._of_windows(slots[num_freed:]), layer)
         keys, values = (torch.cat(both) for both in zip(old, new, strict=True))
         return keys, values
 

@@ -29,8 +29,10 @@ _served = lru_cache(models.network)
 
 
 class TransformersEngine(EngineAdapter):
+    """Continuous batching of transformers."""
+
     vocabulary = shapes.VOCABULARY
-    most_tokens = shapes.POSITIONS
+    max_tokens = shapes.POSITIONS
     eos_token = shapes.EOS_TOKEN
     sampling = SamplingTraits(greedy_only=True)
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
@@ -55,7 +57,8 @@ class TransformersEngine(EngineAdapter):
         name = options.pop("model")
         model = _served(name, mix.device)
         model.set_attn_implementation(options.pop("attention"))
-        # Two layer types share no sector, and need more blocks than num_blocks: docs/found.md.
+        # Two layer types share no sector, and need more blocks than num_blocks:
+        # docs/lab/found-details.md.
         options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == shapes.HYBRID)
         options |= {"page_size": mix.block_size, "return_logprobs": True}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **options)
@@ -77,8 +80,8 @@ class TransformersEngine(EngineAdapter):
 
     def step(self) -> None:
         if self.processor.prepare_next_batch():
-            going = self.processor.inputs_and_outputs.requests_in_batch
-            parts = any(each.state.remaining_prefill_tokens for each in going)
+            running = self.processor.inputs_and_outputs.requests_in_batch
+            parts = any(each.state.remaining_prefill_tokens for each in running)
             self.counts["chunked prefill"] += parts
             self.processor._generation_step(self.manager.model)
             self.processor.update_batch()
@@ -111,8 +114,8 @@ class TransformersEngine(EngineAdapter):
         self.step()  # releases the requests that were cancelled last
         self.cache.evict_cached_blocks()
         self.cache.pool.try_to_free_sectors()
-        held = self.cache.num_sectors - self.cache.pool.num_free_sectors
-        return f"{held} sectors" if held else ""
+        num_held = self.cache.num_sectors - self.cache.pool.num_free_sectors
+        return f"{num_held} sectors" if num_held else ""
 
     def path_counts(self) -> Mapping[str, int]:
         return self.counts
@@ -127,8 +130,10 @@ class ForkingTransformersEngine(TransformersEngine):
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         """Fork a request of the maximum length, and cut each fork to its own maximum."""
         self.manager.num_return_sequences = len(samplings)
-        most = max(each.max_new_tokens for each in samplings)
-        name = self.submit(prompt, replace(samplings[0], max_new_tokens=most, ignore_eos=True))
+        max_new_tokens = max(each.max_new_tokens for each in samplings)
+        name = self.submit(
+            prompt, replace(samplings[0], max_new_tokens=max_new_tokens, ignore_eos=True)
+        )
         names = [name, *(f"{name}__child#{at}" for at in range(len(samplings) - 1))]
         while not all(map(self.is_finished, names)):
             self.step()

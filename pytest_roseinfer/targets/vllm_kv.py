@@ -44,7 +44,7 @@ class VllmAdapter(BlockManagerAdapter):
         groups = [group([], _layers(spec, window)) for window in self.kinds]
         config = vllm_part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups)
         self.manager = vllm_part("v1.core.kv_cache_manager").KVCacheManager(
-            self.configured(config, spec),
+            self.configure(config, spec),
             max_model_len=_ENDLESS,
             scheduler_block_size=spec.block_size,
             hash_block_size=spec.block_size,
@@ -53,12 +53,12 @@ class VllmAdapter(BlockManagerAdapter):
         self.requests: dict[int, Any] = {}
         self.numbers = itertools.count()
 
-    def configured(self, config: Any, spec: CacheSpec) -> Any:  # noqa: ARG002
+    def configure(self, config: Any, spec: CacheSpec) -> Any:  # noqa: ARG002
         return config
 
     def begin(self, seq: int, token_ids: Sequence[int], namespace: int) -> int:
-        again = seq in self.preempted
-        request = self.requests[seq] if again else self._request(token_ids, namespace)
+        resumed = seq in self.preempted
+        request = self.requests[seq] if resumed else self._request(token_ids, namespace)
         cached, count, _ = self.manager.get_computed_blocks(request)
         if self.manager.allocate_slots(request, len(token_ids) - count, count, cached) is None:
             raise CacheFull
@@ -100,9 +100,9 @@ class VllmAdapter(BlockManagerAdapter):
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  all layers share a pool
         pool = self.manager.block_pool
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        held = {each.block_id: each.ref_cnt for each in pool.blocks[1:] if each.ref_cnt}
+        refcounts = {each.block_id: each.ref_cnt for each in pool.blocks[1:] if each.ref_cnt}
         cached = {block for block in free if pool.blocks[block].block_hash is not None}
-        return Ledger(held, free, pool.num_gpu_blocks - 1, cached)
+        return Ledger(refcounts, free, pool.num_gpu_blocks - 1, cached)
 
 
 def _layers(spec: CacheSpec, window: int | None) -> Any:
@@ -121,13 +121,13 @@ class WindowsVllmAdapter(VllmAdapter):
     """Adapter with windows, which may retain only some blocks for reuse; EAGLE finds fewer."""
 
     prefixes = VllmAdapter.prefixes.but(evicts="any", finds="some")
-    windows = VllmAdapter.windows.but(groups=3, pools="shared", gives_back="next try")
+    windows = VllmAdapter.windows.but(groups=3, pools="shared", frees="next try")
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "blocks between kept ones": (None, 0, 1, 2, 3),
         "eagle": (False, True),
     }
 
-    def configured(self, config: Any, spec: CacheSpec) -> Any:
+    def configure(self, config: Any, spec: CacheSpec) -> Any:
         blocks = spec.options["blocks between kept ones"]
         if blocks is None or not any(self.window_of):
             return config

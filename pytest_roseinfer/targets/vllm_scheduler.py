@@ -28,7 +28,7 @@ _NONE = ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "num_hash_looka
 
 
 class _Settings(SimpleNamespace):
-    """Settings in which missing fields are None."""
+    """Settings whose missing fields are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -44,9 +44,11 @@ class _NoGrammars:
         return tokens
 
 
-def new_request(name: str, prompt: list[int], most: int, end: int | None, block_size: int) -> Any:
+def new_request(
+    name: str, prompt: list[int], max_tokens: int, end: int | None, block_size: int
+) -> Any:
     """Return a request, whose priority depends on its prompt's length."""
-    params = vllm_part("sampling_params").SamplingParams(max_tokens=most)
+    params = vllm_part("sampling_params").SamplingParams(max_tokens=max_tokens)
     params.update_from_generation_config({}, end)
     utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
     utils.init_none_hash(sha256)
@@ -148,13 +150,13 @@ class VllmWorker:
             for name, count in step.num_scheduled_tokens.items()
         }
 
-    def drafts(self, name: str, most: int, vocabulary: int) -> list[int]:
+    def drafts(self, name: str, count: int, vocabulary: int) -> list[int]:
         """Draft the next tokens: the first is right, and some of the others."""
         tokens = [*self.tokens[name]]
-        for at in range(most):
+        for at in range(count):
             right = logits_by(self.windows, tokens, vocabulary).index(1.0)
             tokens.append((right + (at and len(tokens) % 3)) % vocabulary)
-        return tokens[len(tokens) - most :]
+        return tokens[len(tokens) - count :]
 
     def _update_requests(self, step: Any) -> dict[str, int]:
         """Apply a step's updates; return the position of each request's first token."""
@@ -165,11 +167,11 @@ class VllmWorker:
             self.tokens[new.req_id] = list(new.prompt_token_ids)
             self.tables[new.req_id] = tuple(list(table) for table in new.block_ids)
             begins[new.req_id] = new.num_computed_tokens
-        going = step.scheduled_cached_reqs
-        columns = going.req_ids, going.new_block_ids, going.num_computed_tokens
+        running = step.scheduled_cached_reqs
+        columns = running.req_ids, running.new_block_ids, running.num_computed_tokens
         for name, blocks, computed in zip(*columns, strict=True):
             begins[name] = computed
-            if name in going.resumed_req_ids:
+            if name in running.resumed_req_ids:
                 self.tables[name] = tuple(list(table) for table in blocks)
             elif blocks is not None:
                 for table, more in zip(self.tables[name], blocks, strict=True):
@@ -199,8 +201,8 @@ class VllmWorker:
     def _store(self, group: int, name: str, position: int, token: int) -> int:
         first = first_seen(self.windows[group], position)
         slots = [self._slot(group, name, at) for at in range(first, position + 1)]
-        seen = [self.keys[group][slot] for slot in slots[:-1]]
-        key = key_of(token, position, seen)
+        visible = [self.keys[group][slot] for slot in slots[:-1]]
+        key = key_of(token, position, visible)
         self.keys[group][slots[-1]] = key
         return key
 
@@ -227,6 +229,8 @@ _ALONE = "all anew"
 
 
 class VllmScheduler(EngineAdapter):
+    """vLLM's scheduler, with a fake worker."""
+
     eos_token = 5
     sampling = SamplingTraits(greedy_only=True)
     extra_steps = 1
@@ -252,7 +256,7 @@ class VllmScheduler(EngineAdapter):
         self.scheduler = new_scheduler(mix)
         blocks = self.scheduler.kv_cache_config.num_blocks
         self.worker = VllmWorker(blocks, mix.block_size, mix.options["windows"])
-        self.on_their_way: deque[tuple[Any, dict[str, list[int]]]] = deque()
+        self.in_flight: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.counts: Counter[str] = Counter()
         self.names = itertools.count()
         manager = self.scheduler.kv_cache_manager
@@ -260,8 +264,8 @@ class VllmScheduler(EngineAdapter):
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         end = None if sampling.ignore_eos else self.eos_token
-        name, most = str(next(self.names)), sampling.max_new_tokens
-        request = new_request(name, list(prompt), most, end, self.scheduler.block_size)
+        name, max_tokens = str(next(self.names)), sampling.max_new_tokens
+        request = new_request(name, list(prompt), max_tokens, end, self.scheduler.block_size)
         self.scheduler.add_request(request)
         return request
 
@@ -281,19 +285,19 @@ class VllmScheduler(EngineAdapter):
         for name, drafts in step.scheduled_spec_decode_tokens.items():
             self.counts["draft accepted"] += len(new_tokens[name]) > 1
             self.counts["draft rejected"] += len(new_tokens[name]) <= len(drafts)
-        self.on_their_way.append((step, new_tokens))
+        self.in_flight.append((step, new_tokens))
         busy = step.total_num_scheduled_tokens and self.scheduler.vllm_config.max_concurrent_batches
-        while len(self.on_their_way) >= (busy or 1):
-            self._bring(*self.on_their_way.popleft())
+        while len(self.in_flight) >= (busy or 1):
+            self._finish_step(*self.in_flight.popleft())
 
-    def _bring(self, step: Any, new_tokens: dict[str, list[int]]) -> None:
+    def _finish_step(self, step: Any, new_tokens: dict[str, list[int]]) -> None:
         rows = {name: row for row, name in enumerate(new_tokens)}
         output = vllm_part("v1.outputs").ModelRunnerOutput
         self.scheduler.update_from_output(step, output([*new_tokens], rows, [*new_tokens.values()]))
-        if most := self.scheduler.num_spec_tokens:
-            going = [each.request_id for each in self.scheduler.running]
-            drafts = [self.worker.drafts(each, most, self.vocabulary) for each in going]
-            drafted = vllm_part("v1.outputs").DraftTokenIds(going, drafts)
+        if num_drafts := self.scheduler.num_spec_tokens:
+            running = [each.request_id for each in self.scheduler.running]
+            drafts = [self.worker.drafts(each, num_drafts, self.vocabulary) for each in running]
+            drafted = vllm_part("v1.outputs").DraftTokenIds(running, drafts)
             self.scheduler.update_draft_token_ids(drafted)
 
     def cancel(self, request: Any) -> None:
@@ -310,8 +314,8 @@ class VllmScheduler(EngineAdapter):
     def find_leaks(self) -> str:
         self.step()  # releases the requests that were cancelled last
         pool = self.scheduler.kv_cache_manager.block_pool
-        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        return f"{held} blocks" if held else ""
+        num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return f"{num_held} blocks" if num_held else ""
 
     def path_counts(self) -> Mapping[str, int]:
         return self.counts

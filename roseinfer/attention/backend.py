@@ -21,25 +21,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from roseinfer.kv.manager import KVBlockManager, StepAppend
+    from roseinfer.kv.manager import KVBlockManager, StepBatch
     from roseinfer.kv.storage import IndexStaging
     from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """New tokens of a step planned by the host, sequence by sequence."""
-
-    step_append: StepAppend
-    """Append of the tokens, a layer at a time."""
-    block_lists: Sequence[Sequence[list[int]]]
-    """``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``."""
-    counts: Sequence[int]
-    """New tokens of each sequence."""
-    lengths: Sequence[int]
-    """Tokens of each sequence, the new ones included."""
-    num_decodes: int
-    """Leading sequences that have one new token each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +60,7 @@ class AttentionBackend(ABC):
     supported_traits: ClassVar[frozenset[str]] = frozenset({"scale"})
     """Supported ``LayerTraits``; a model that needs others is refused."""
     default_device_types: ClassVar[frozenset[str]] = frozenset()
-    """Device types on which this backend is the default."""
+    """Device types whose default is this backend."""
 
     def __init__(
         self,
@@ -174,8 +158,10 @@ def find_backend(name: str) -> type[AttentionBackend]:
     ):
         importlib.import_module(module.name)
     if name not in _BACKENDS:
-        known = ", ".join(sorted(_BACKENDS))
-        raise ConfigError(f"attention_backend={name!r} is not registered; choose one of {known}")
+        backend_names = ", ".join(sorted(_BACKENDS))
+        raise ConfigError(
+            f"attention_backend={name!r} is not registered; choose one of {backend_names}"
+        )
     return _BACKENDS[name]
 
 

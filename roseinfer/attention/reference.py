@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch, register
+from roseinfer.kv.manager import StepBatch
 from roseinfer.layer_traits import ALL_TRAITS
 from roseinfer.paths import AttentionPath
 
@@ -35,12 +36,14 @@ class ReferenceAttention(AttentionBackend):
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.RESIDENT_REFERENCE] += 1
                 caches = kv.caches(layer)
-                own = tables[kv.group_of(layer)]
-                return append_and_attend_reference(query, key, value, *caches, own, lengths, traits)
-            case StepBatch(step_append, block_lists, counts):
-                step_append.write(layer, key, value)
+                table = tables[kv.group_of(layer)]
+                return append_and_attend_reference(
+                    query, key, value, *caches, table, lengths, traits
+                )
+            case StepBatch(block_lists=block_lists, counts=counts) as batch:
+                batch.write(layer, key, value)
                 self.path_counts[AttentionPath.REFERENCE] += 1
-                lists = [own[kv.group_of(layer)] for own in block_lists]
+                lists = [lists_of_row[kv.group_of(layer)] for lists_of_row in block_lists]
                 return paged_attention_reference(kv, layer, query, lists, counts, traits)
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch, register
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import unusable_reason
+from roseinfer.kv.manager import StepBatch
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.layer_traits import ALL_TRAITS
 from roseinfer.paths import AttentionPath, Work
@@ -26,8 +27,8 @@ _MAX_TILE_ROWS = 64
 _MIN_TILE_ROWS = 16
 """Fewest rows that tensor cores multiply."""
 _MAX_SORTED_TILES = 5000
-"""Most tiles times KV heads for which tiles are sorted. With more, a sequence's keys and values
-would be fetched more than once where its tiles are not adjacent."""
+"""Maximum of tiles times KV heads for sorting tiles. With more, a sequence's keys and values would
+be fetched more than once where its tiles are not adjacent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class TritonAttention(AttentionBackend):
             case ResidentBatch() as rows:
                 return self._attend_rows(rows, layer, query, key, value, None)
             case StepBatch() as batch:
-                batch.step_append.write(layer, key, value)
+                batch.write(layer, key, value)
                 return self.attend(batch, layer, query)
 
     def rotate_store_and_attend(
@@ -154,7 +155,7 @@ class TritonAttention(AttentionBackend):
                     decodes = (each[:num_decodes] for each in (query, key, positions))
                     self._kernels.rotate(*decodes, rotation)
                 self._kernels.rotate(None, key[num_decodes:], positions[num_decodes:], rotation)
-                batch.step_append.write(layer, key, value)
+                batch.write(layer, key, value)
                 return self.attend(batch, layer, query, tile_q, rotation)
             case _:
                 self._kernels.rotate(query, key, positions, rotation)
@@ -203,7 +204,7 @@ class TritonAttention(AttentionBackend):
         assert isinstance(batch, StepBatch)
         if rotation is not None:
             self._kernels.rotate(query, key, positions, rotation)
-        batch.step_append.write(layer, key, value)
+        batch.write(layer, key, value)
         return self._attend_decodes(batch, layer, query.index_select(0, rows), len(batch.counts))
 
     def attend(
@@ -225,11 +226,13 @@ class TritonAttention(AttentionBackend):
                 self._attend_decodes(batch, layer, query[: batch.num_decodes], batch.num_decodes)
             )
         if batch.num_decodes < len(batch.counts):
-            behind = query[batch.num_decodes :]
-            if tile_q := tile_q or self._prefill_tile_tokens(batch, layer, behind):
-                outputs.append(self._attend_prefill_cuda(batch, layer, behind, tile_q, rotation))
+            prefill_query = query[batch.num_decodes :]
+            if tile_q := tile_q or self._prefill_tile_tokens(batch, layer, prefill_query):
+                outputs.append(
+                    self._attend_prefill_cuda(batch, layer, prefill_query, tile_q, rotation)
+                )
             else:
-                outputs.append(self._attend_chunks(batch, layer, behind))
+                outputs.append(self._attend_chunks(batch, layer, prefill_query))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_drafts(
@@ -290,11 +293,11 @@ class TritonAttention(AttentionBackend):
     def _attend_chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of sequences with several new tokens."""
         caches, table = self.kv.caches(layer), self._block_table(batch, layer)
-        traits, longest, most = self.traits[layer], max(batch.lengths), max(batch.counts)
+        traits, longest, max_count = self.traits[layer], max(batch.lengths), max(batch.counts)
         self.path_counts[AttentionPath.CHUNK_TRITON] += 1
         heads = 1 << (query.shape[1] // self.kv.num_heads - 1).bit_length()
-        wanted = 1 << (most - 1).bit_length()
-        tile_q = max(1, _MIN_TILE_ROWS // heads, min(_MAX_TILE_ROWS // heads, wanted))
+        tile_tokens = 1 << (max_count - 1).bit_length()
+        tile_q = max(1, _MIN_TILE_ROWS // heads, min(_MAX_TILE_ROWS // heads, tile_tokens))
         tiles = self._tile_queries(batch, tile_q)
         return self._kernels.prefill_chunks(
             query, *caches, table, tiles, traits, tile_q=tile_q, longest=longest
@@ -329,7 +332,7 @@ class TritonAttention(AttentionBackend):
         group = self.kv.group_of(layer)
         if group not in self._block_tables:
             first = self.kv.first_id(layer)
-            lists = [own[group] for own in batch.block_lists]
+            lists = [block_lists[group] for block_lists in batch.block_lists]
             width = max(map(len, lists))
             flat: list[int] = []
             for block_ids in lists:

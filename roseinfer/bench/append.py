@@ -243,7 +243,7 @@ def plan_us(rig: AppendRig, path: Path, steps: int) -> float:
 
 
 def clone_us(rig: AppendRig, path: Path, steps: int) -> float:
-    """Time planning on the host, for a step in which every sequence has to copy its block."""
+    """Time planning on the host, for a step that copies a block of every sequence."""
     rig.restart(path)
     total = 0.0
     with require_path(rig.kv.path_counts, path, steps):
@@ -297,6 +297,8 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
+    """Times of the appends of a whole step, for one batch size."""
+
     batch: int
     measured_path: str
     plan_us: float | None

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from roseinfer.attention.backend import StepBatch
 from roseinfer.attention.reference import append_and_attend_reference, paged_attention_reference
 from roseinfer.bench.cases import Shape
 from roseinfer.bench.report import Report, Table, unavailable_table
@@ -25,7 +24,7 @@ from roseinfer.bench.timing import (
     triton_skip_reason,
 )
 from roseinfer.config import AppendPolicy
-from roseinfer.kv.manager import KVBlockManager, StepAppend
+from roseinfer.kv.manager import KVBlockManager, StepBatch
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.layer_traits import LayerTraits
 from roseinfer.models.loading import resolve_device
@@ -187,8 +186,7 @@ class PrefillRig:
         shape, kv = self.shape, self.kv
         counts, lengths = ([each] * shape.sequences for each in (shape.new, shape.context))
         lists = [[block_list] for block_list in self.lists]
-        new = StepAppend(kv, lists, counts, one_token_each=False)
-        batch = StepBatch(new, lists, counts, lengths, num_decodes=0)
+        batch = StepBatch(kv, lists, counts, lengths, num_decodes=0)
         staging = IndexStaging(kv.device, kv.work_counts)
         paths: Counter[str] = Counter()
         backend = TritonAttention([self.traits] * self.layers, kv, staging, paths)
@@ -236,12 +234,12 @@ def floor(shape: Shape, dtype: torch.dtype, speeds: Speeds) -> tuple[float, str]
     """Return the least microseconds, and their bound: ``operations`` or ``bytes``."""
     new_values = shape.sequences * shape.new * shape.q_heads * shape.head_dim
     traffic = shape.cache_bytes(dtype) + 2 * new_values * dtype.itemsize  # queries and results too
-    least = {
+    floor_s = {
         "operations": operations(shape) / speeds.operations * 1e6,
         "bytes": traffic / speeds.bandwidth * 1e6,
     }
-    bound_by = max(least, key=least.__getitem__)
-    return least[bound_by], bound_by
+    bound_by = max(floor_s, key=floor_s.__getitem__)
+    return floor_s[bound_by], bound_by
 
 
 def time_prefill(
@@ -261,10 +259,10 @@ def time_prefill(
         except RuntimeError as error:  # torch lacks FlashAttention for some head sizes
             reasons.append((f"{path} of {shape.text}", str(error)))
     times = median_over_rounds(samplers, rounds, shape.text)
-    least, bound_by = floor(shape, rig.query.dtype, speeds)
+    floor_us, bound_by = floor(shape, rig.query.dtype, speeds)
     work = operations(shape)
     rows = [
-        PrefillRow(shape.text, path, us, work / us / 1e6, bound_by, least, us / least)
+        PrefillRow(shape.text, path, us, work / us / 1e6, bound_by, floor_us, us / floor_us)
         for path, us in times.items()
     ]
     return rows, reasons

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roseinfer.config import require_device, require_dtype
 from roseinfer.errors import ConfigError, did_you_mean
-from roseinfer.models.source import locate
-from roseinfer.progress import print_status
+from roseinfer.models.locate_model import locate
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,9 +135,9 @@ def architecture(name: str) -> Any:
 
 def require_architecture(name: str) -> None:
     if name not in ARCHITECTURES:
-        known, alike = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
+        names, suggestion = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
         raise ConfigError(
-            f"--random-weights: unknown architecture {name!r}; use one of {known}{alike}"
+            f"--random-weights: unknown architecture {name!r}; use one of {names}{suggestion}"
         )
 
 
@@ -145,12 +145,12 @@ PEERS = ("transformers-static", "transformers-continuous", "vllm", "sglang")
 """Names of the other systems, which begin with the name of their distribution on PyPI."""
 
 
-def int_at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that refuses those below ``least``."""
+def int_at_least(minimum: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers that refuses those below ``minimum``."""
 
     def whole_number(text: str) -> int:
-        if (number := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+        if (number := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {number}")
         return number
 
     return whole_number
@@ -171,8 +171,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     names = "directory, hub id, or tiny (gpt2)"
     add("--hf-model-id", "--model", default="gpt2", metavar="NAME", help=names)
-    known = ", ".join(ARCHITECTURES)
-    random_weights = f"an architecture by name ({known}), with random weights; needs no network"
+    architectures = ", ".join(ARCHITECTURES)
+    random_weights = (
+        f"an architecture by name ({architectures}), with random weights; needs no network"
+    )
     add("--random-weights", action="store_true", help=random_weights)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
@@ -228,8 +230,8 @@ def add_runs(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
         help="timed runs, for medians (3)",
     )
     if peers:
-        others = "run the same work on other systems too: those named, or all without a name"
-        add("--peers", nargs="*", metavar="NAME", help=others)
+        peers_help = "run the same work on other systems too: those named, or all without a name"
+        add("--peers", nargs="*", metavar="NAME", help=peers_help)
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
@@ -259,8 +261,8 @@ def validate_peers(names: Sequence[str] | None) -> tuple[str, ...]:
         return ()
     for name in names:
         if name not in PEERS:
-            alike = did_you_mean(name, PEERS)
-            raise ConfigError(f"--peers {name}: unknown; use {', '.join(PEERS)}{alike}")
+            suggestion = did_you_mean(name, PEERS)
+            raise ConfigError(f"--peers {name}: unknown; use {', '.join(PEERS)}{suggestion}")
     return tuple(names or PEERS)
 
 
@@ -290,7 +292,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 
 _SPREAD_BYTES = 1 << 30
 """Bytes of the alternating layers' caches together, so that none is still in a GPU's L2 cache."""
-_MOST_LAYERS = 1024
+_MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +342,7 @@ class Shape:
     def layers(self, dtype: torch.dtype, device: torch.device) -> int:
         """Return the number of layers whose caches alternate."""
         count = -(-_SPREAD_BYTES // self.cache_bytes(dtype)) if device.type == "cuda" else 1
-        return max(2, min(_MOST_LAYERS, count))
+        return max(2, min(_MAX_LAYERS, count))
 
 
 # Arrival modes of requests.
@@ -356,7 +358,7 @@ def naive(run: Run) -> None:
 def offline(run: Run) -> None:
     """Submit all requests at the beginning."""
     while run.prompts:
-        run.submit(run.began)
+        run.submit(run.started_at)
     run.drain()
 
 
@@ -373,7 +375,7 @@ def paced(interval_s: float) -> Callable[[Run], None]:
 
     def drive(run: Run) -> None:
         while run.prompts:
-            arrival = run.began + len(run.requests) * interval_s
+            arrival = run.started_at + len(run.requests) * interval_s
             wait_s = arrival - time.perf_counter()
             busy = run.engine.has_work
             if wait_s <= 0 and (run.prompts[0].done() or not busy):
@@ -413,9 +415,9 @@ _CONFIG_OPTIONS = (
 
 def add_equal_requests(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("work")
-    for name, (least, default) in _OPTIONS.items():
+    for name, (min_tokens, default) in _OPTIONS.items():
         group.add_argument(
-            f"--{name}", type=int_at_least(least), default=default, help="%(default)s"
+            f"--{name}", type=int_at_least(min_tokens), default=default, help="%(default)s"
         )
     return group
 
@@ -426,7 +428,7 @@ def workload_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def equal_requests_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return fields of ``EngineConfig`` with which one step prefills all requests."""
+    """Return fields of ``EngineConfig`` that let one step prefill all requests."""
     blocks = -(-(args.prompt_tokens + args.max_new_tokens) // args.block_size) + 1
     return {
         "max_batch_size": args.batch,

@@ -45,8 +45,8 @@ def draw(document: Document, path: Path) -> None:
     _CHARTS[document["benchmark"]](figure, document)
     config, machine = document["config"], document["machine"]
     model = f"{config['model']}, {config['weights']} weights, {config['dtype']}"
-    where = f"{machine['device']}, torch {machine['torch']}, {document['date'][:10]}"
-    figure.suptitle(f"{model}\n{where}", fontsize=9)
+    caption = f"{machine['device']}, torch {machine['torch']}, {document['date'][:10]}"
+    figure.suptitle(f"{model}\n{caption}", fontsize=9)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -92,7 +92,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     peers = document["tables"]["peers"][1:]  # without roseinfer's row, which is the last rung
     bars = [(row["rung"], row["step_ms"], "tab:blue") for row in rungs]
     bars += [(row["system"], row["ms_per_step"], "tab:gray") for row in peers]
-    where = axes.get_yaxis_transform()
+    transform = axes.get_yaxis_transform()
     for place, (_, step_ms, color) in enumerate(bars):
         if not step_ms:  # the text is right of the floor, whose line would cross it
             axes.barh(place, 0.0)
@@ -100,7 +100,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
             continue
         axes.barh(place, step_ms, color=color)
         label = f"{step_ms:.3g} ms"
-        axes.text(0.01, place, label, transform=where, va="center", fontsize=8, color="white")
+        axes.text(0.01, place, label, transform=transform, va="center", fontsize=8, color="white")
     spread = [(at, row) for at, row in enumerate(rungs) if row["step_ms"]]
     if spread:
         axes.errorbar(
@@ -138,8 +138,8 @@ def _draw_trace(figure: Figure, document: Document) -> None:
         for span in spans:
             if span["sequences"] == row["sequences"]:
                 place, color = lanes[span["lane"]]
-                where = [(span["begin_us"], span["end_us"] - span["begin_us"])]
-                panel.broken_barh(where, (place - 0.4, 0.8), color=color, edgecolor="white")
+                spans_x = [(span["begin_us"], span["end_us"] - span["begin_us"])]
+                panel.broken_barh(spans_x, (place - 0.4, 0.8), color=color, edgecolor="white")
         panel.set_yticks(*(([0, 1], ["device", "host"]) if on_device else ([1], ["host"])))
         panel.set_title(f"sequences: {row['sequences']}", fontsize=9, loc="left")
     panels[-1].set_xlabel("microseconds (gray: the host waits for the device)")
@@ -219,14 +219,14 @@ def read(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text, at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{file}: not valid JSON, at {where}: {error.msg}") from None
+        position = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{file}: not valid JSON, at {position}: {error.msg}") from None
     if not isinstance(report, dict) or not isinstance(report.get("benchmark"), str):
         raise ConfigError(f"{file}: not a benchmark report; use a file written by --json")
     benchmark = report["benchmark"]
     if benchmark not in _CHART_SCHEMAS:
-        alike = did_you_mean(benchmark, _CHART_SCHEMAS)
-        raise ConfigError(f"{file}: reports of {benchmark!r} have no chart{alike}")
+        suggestion = did_you_mean(benchmark, _CHART_SCHEMAS)
+        raise ConfigError(f"{file}: reports of {benchmark!r} have no chart{suggestion}")
     if mismatch := _find_mismatch(report, _CHART_SCHEMAS[benchmark], ""):
         raise ConfigError(f"{file}: {mismatch}")
     return report

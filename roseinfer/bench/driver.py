@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class StepRecord:
     """Call of ``Engine.step`` that returned tokens, and the calls before it that did not."""
 
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
     requests: list[int]
     """Request number of each token."""
 
@@ -52,7 +52,7 @@ class StepRecord:
 
     @property
     def pass_ms(self) -> float:
-        return (self.ended - self.began) / self.passes * 1e3
+        return (self.ended_at - self.started_at) / self.passes * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class Timeline:
             return None
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
 
-    def gaps(self, wanted: Callable[[int], bool] = lambda _: True) -> list[float]:
+    def gaps(self, selects: Callable[[int], bool] = lambda _: True) -> list[float]:
         """Return the gaps between deliveries, each of one or more tokens.
 
-        With ``wanted``, return only gaps before deliveries with a token whose number, from 0, is
+        With ``selects``, return only gaps before deliveries with a token whose number, from 0, is
         wanted.
         """
         gaps = []
         previous = None
         for moment, tokens in groupby(enumerate(self.tokens), key=itemgetter(1)):
-            if previous is not None and any(wanted(number) for number, _ in tokens):
+            if previous is not None and any(selects(number) for number, _ in tokens):
                 gaps.append(moment - previous)
             previous = moment
         return gaps
@@ -97,7 +97,7 @@ class Timeline:
 class RunRecord:
     """Steps, request times and tokens of one run."""
 
-    began: float
+    started_at: float
     steps: list[StepRecord]
     timelines: list[Timeline]
     prompt_lengths: list[int]
@@ -105,12 +105,12 @@ class RunRecord:
 
     def decode_steps(self) -> list[StepRecord]:
         """Return the steps without a first token of any request."""
-        begun: set[int] = set()
+        started: set[int] = set()
         steps = []
         for step in self.steps:
-            if begun.issuperset(step.requests):
+            if started.issuperset(step.requests):
                 steps.append(step)
-            begun.update(step.requests)
+            started.update(step.requests)
         return steps
 
 
@@ -132,17 +132,17 @@ class Workload:
 def random_prompts(num_requests: int, length: int, vocab_size: int) -> tuple[list[int], ...]:
     """Draw prompts of random tokens, the same in every call, with hardly any common prefixes."""
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = torch.randint(vocab_size, (num_requests, length), generator=generator)
-    return tuple(drawn.tolist())
+    prompts = torch.randint(vocab_size, (num_requests, length), generator=generator)
+    return tuple(prompts.tolist())
 
 
 def require_positions(engine: Engine, prompt: int, new: int, advice: str) -> None:
     """Raise if a prompt and its new tokens exceed the model's positions."""
-    most = engine.sequence_runner.model.shape.max_length
-    if prompt + new > most:
+    max_length = engine.sequence_runner.model.shape.max_length
+    if prompt + new > max_length:
         raise ConfigError(
-            f"prompt of {prompt} tokens and {new} new ones: the model has only {most} positions; "
-            f"{advice}"
+            f"prompt of {prompt} tokens and {new} new ones: the model has only {max_length} "
+            f"positions; {advice}"
         )
 
 
@@ -196,7 +196,7 @@ class Run:
         self._not_started: list[Request] = []
         self._steps: list[StepRecord] = []
         self._no_update_since: float | None = None
-        self.began = time.perf_counter()
+        self.started_at = time.perf_counter()
 
     def submit(self, arrived: float) -> None:
         request = self.engine.submit(self.prompts.popleft().result(), self._params)
@@ -206,27 +206,27 @@ class Run:
 
     def step(self) -> None:
         waiting = self.engine.num_waiting
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         updates = self.engine.step()
-        ended = time.perf_counter()
+        ended_at = time.perf_counter()
         if self._no_update_since is None:
-            self._no_update_since = began
+            self._no_update_since = started_at
         if updates:  # else the device may still have worked, with tokens in a later step
             requests = [update.request.id for update in updates]
-            self._steps.append(StepRecord(self._no_update_since, ended, requests))
+            self._steps.append(StepRecord(self._no_update_since, ended_at, requests))
             self._no_update_since = None
         if self._not_started and self.engine.num_waiting != waiting:
-            self._record_started(began)
+            self._record_started(started_at)
 
     def drain(self) -> None:
         while self.engine.has_work:
             self.step()
 
-    def _record_started(self, began: float) -> None:
+    def _record_started(self, started_at: float) -> None:
         not_started = []
         for request in self._not_started:
             if request.sequence.num_stored or request.finish_reason is not None:
-                self._started[request.id] = began
+                self._started[request.id] = started_at
             else:
                 not_started.append(request)
         self._not_started = not_started
@@ -241,7 +241,7 @@ class Run:
         ]
         for step in steps:
             for number in step.requests:
-                times[number].append(step.ended)
+                times[number].append(step.ended_at)
         timelines = []
         for request, arrived, token_times in zip(self.requests, self._arrived, times, strict=True):
             name = f"request {request.id}"
@@ -255,7 +255,7 @@ class Run:
             timelines.append(Timeline(arrived, self._started[request.id], tuple(token_times)))
         prompt_lengths = [request.prompt_length for request in self.requests]
         token_ids = [request.token_ids for request in self.requests]
-        return RunRecord(self.began, steps, timelines, prompt_lengths, token_ids)
+        return RunRecord(self.started_at, steps, timelines, prompt_lengths, token_ids)
 
 
 # Lower bound of the decode time: each needed byte read once, at full bandwidth.
@@ -302,8 +302,8 @@ def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
 def count_weights_read(network: Any) -> int:
     """Count the weights that a decode step reads at least.
 
-    These are all weights but embeddings, of which it reads single rows, and the experts that the
-    router does not select for one row.
+    These are all weights except embeddings, because it reads only single rows of them, and except
+    experts that the router does not select for one row.
     """
     head = network.get_output_embeddings().weight
     tables = {
@@ -350,9 +350,9 @@ class ThroughputRow:
     @classmethod
     def of(cls, name: str, record: RunRecord, floor: MemoryFloor) -> ThroughputRow:
         prompt, completion = sum(record.prompt_lengths), sum(map(len, record.token_ids))
-        total_s = record.steps[-1].ended - record.began
+        total_s = record.steps[-1].ended_at - record.started_at
         steps = record.decode_steps()
-        decode_s = sum(step.ended - step.began for step in steps)
+        decode_s = sum(step.ended_at - step.started_at for step in steps)
         decoded = sum(len(step.requests) for step in steps)
         return cls(
             run=name,
@@ -390,11 +390,11 @@ class LatencyRow:
     mean_ms: float | None = None
 
     @classmethod
-    def of(cls, run: str, what: str, seconds: Sequence[float]) -> LatencyRow:
+    def of(cls, run: str, metric: str, seconds: Sequence[float]) -> LatencyRow:
         if not seconds:
-            return cls(run, what)
+            return cls(run, metric)
         p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
-        return cls(run, what, p50 * 1e3, p95 * 1e3, p99 * 1e3, fmean(seconds) * 1e3)
+        return cls(run, metric, p50 * 1e3, p95 * 1e3, p99 * 1e3, fmean(seconds) * 1e3)
 
 
 _LATENCIES: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
@@ -417,12 +417,12 @@ def latencies(run: str, timelines: Sequence[Timeline]) -> list[LatencyRow]:
 
 def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: MemoryFloor) -> float:
     """Return the least seconds to read the weights per pass, and the stored tokens per new one."""
-    wanted = {id(step) for step in steps}
+    step_ids = {id(step) for step in steps}
     lengths = list(record.prompt_lengths)
     stored = 0
     for step in record.steps:
         for number in step.requests:
-            stored += lengths[number] if id(step) in wanted else 0
+            stored += lengths[number] if id(step) in step_ids else 0
             lengths[number] += 1
     return floor.seconds(sum(step.passes for step in steps), stored)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/completions"
 _READ_TIMEOUT_S = 120.0
-"""Seconds without data after which a request fails."""
+"""Seconds without data that fail a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class StreamTimes:
             for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)
         ]
 
-    def tokens_within(self, began: float, ended: float) -> float:
+    def tokens_within(self, starts_at: float, ends_at: float) -> float:
         """Estimate the number of tokens in an interval, as if all chunks had equally many."""
-        inside = sum(began <= part < ended for part in self.chunk_times)
+        inside = sum(starts_at <= part < ends_at for part in self.chunk_times)
         return self.tokens * inside / len(self.chunk_times)
 
 
@@ -71,11 +71,11 @@ class Client:
         sent_at = time.monotonic()
         try:
             connection.request("POST", PATH, json.dumps(self._body(prompt)), self._headers())
-            with connection.getresponse() as answer:
-                return _read(sent_at, answer)
+            with connection.getresponse() as response:
+                return _read(sent_at, response)
         except (OSError, HTTPException) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{self.url}: incomplete response: {why}") from error
+            error_text = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{self.url}: incomplete response: {error_text}") from error
         finally:
             connection.close()
 
@@ -95,12 +95,12 @@ class Client:
         return headers | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
 
 
-def _read(sent_at: float, answer: HTTPResponse) -> StreamTimes:
-    if answer.status != 200:
-        body = answer.read(1000).decode(errors="replace")
-        raise ConfigError(f"the server responded with status {answer.status}: {body}")
+def _read(sent_at: float, response: HTTPResponse) -> StreamTimes:
+    if response.status != 200:
+        body = response.read(1000).decode(errors="replace")
+        raise ConfigError(f"the server responded with status {response.status}: {body}")
     chunk_times, tokens = [], 0
-    for line in answer:
+    for line in response:
         data = line.removeprefix(b"data:").strip()
         if data == line.strip() or data == b"[DONE]":
             continue  # an empty line, or the end of the stream
@@ -126,7 +126,7 @@ _TOKENS = range(4, 256)
 
 @dataclass(frozen=True, slots=True)
 class LoadWindow:
-    """Time window in which each client sends requests one after the other."""
+    """Time window of clients that each send requests one after the other."""
 
     client: Client
     prompt_tokens: int
@@ -147,7 +147,7 @@ class LoadWindow:
 def _run_some_clients(window: LoadWindow, seeds: range) -> list[StreamTimes]:
     """Run some clients, each in a thread of this process, and return their completions."""
     with ThreadPoolExecutor(len(seeds)) as threads:
-        return [answer for times in threads.map(window.answers, seeds) for answer in times]
+        return [response for times in threads.map(window.answers, seeds) for response in times]
 
 
 def run_clients(
@@ -160,7 +160,7 @@ def run_clients(
     # No fork: this process may have threads, and torch.
     with ProcessPoolExecutor(len(groups), multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_run_some_clients, window, seeds) for seeds in groups]
-        return window, [answer for each in futures for answer in each.result()]
+        return window, [response for each in futures for response in each.result()]
 
 
 _TEXTS = """\
@@ -196,16 +196,16 @@ def run(args: argparse.Namespace) -> Report:
     run_clients(client, clients=args.in_flight, seconds=args.warmup_seconds, **sizes)
     window, answers = run_clients(client, clients=args.in_flight, seconds=args.seconds, **sizes)
     tables = [
-        Table("streamed", _TEXTS, [_streamed(window, answers)]),
+        Table("streamed", _TEXTS, [_streamed_row(window, answers)]),
         Table("latencies", _WAITS, _waits(answers)),
     ]
     config = {name: getattr(args, name) for name in _CONFIG_OPTIONS}
     return Report("endpoint", args.command, torch.device("cpu"), config, tables)
 
 
-def _streamed(window: LoadWindow, answers: Sequence[StreamTimes]) -> StreamedRow:
+def _streamed_row(window: LoadWindow, answers: Sequence[StreamTimes]) -> StreamedRow:
     seconds = window.ends_at - window.starts_at
-    tokens = sum(answer.tokens_within(window.starts_at, window.ends_at) for answer in answers)
+    tokens = sum(response.tokens_within(window.starts_at, window.ends_at) for response in answers)
     chunk_times = sum(
         window.starts_at <= part < window.ends_at for each in answers for part in each.chunk_times
     )
@@ -224,4 +224,4 @@ def _waits(answers: Sequence[StreamTimes]) -> list[LatencyRow]:
         "ITL": [gap for each in answers for gap in each.gaps],
         "latency": [each.chunk_times[-1] - each.sent_at for each in answers],
     }
-    return [LatencyRow.of("streamed", what, seconds) for what, seconds in waits.items()]
+    return [LatencyRow.of("streamed", metric, seconds) for metric, seconds in waits.items()]

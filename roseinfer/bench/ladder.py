@@ -32,8 +32,8 @@ from roseinfer.config import AppendPolicy
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.models.loading import resolve_device
 from roseinfer.paths import Path
-from roseinfer.progress import track_items
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import track_items
 
 if TYPE_CHECKING:
     import argparse
@@ -73,7 +73,7 @@ class RungRow:
     rung: str
     step_ms: float | None = None
     fastest_ms: float | None = None
-    """Decode step of the fastest run; ``step_ms`` is that of the median one."""
+    """Decode step of the fastest run; ``step_ms`` is from the median one."""
     slowest_ms: float | None = None
     tok_per_s: float | None = None
     floor_ratio: float | None = None
@@ -199,7 +199,7 @@ class Ladder:
             raise ConfigError(reason)
         args = self._args
         llm = self.source.llm({**equal_requests_config(args), **rung.settings})
-        shared = self.shared = self.shared or self._shared(llm)
+        shared = self.shared = self.shared or self._context(llm)
         records = [
             _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)
         ][args.warmup_runs :]
@@ -227,7 +227,7 @@ class Ladder:
             same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
         )
 
-    def _shared(self, llm: LLM) -> LadderContext:
+    def _context(self, llm: LLM) -> LadderContext:
         args, model = self._args, llm.engine.sequence_runner.model
         advice = "lower --prompt-tokens or --max-new-tokens"
         require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)

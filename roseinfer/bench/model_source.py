@@ -1,4 +1,4 @@
-"""Source of a benchmark's model, by which several processes can load the same model.
+"""Source of a benchmark's model, which lets several processes load the same model.
 
 ``--random-weights`` builds a known architecture with random weights, so nothing is downloaded.
 The cost of a step depends on shapes, not on the values of weights.
@@ -18,7 +18,7 @@ from roseinfer.bench.cases import architecture
 from roseinfer.llm import LLM
 from roseinfer.models.checkpoint import load_checkpoint
 from roseinfer.models.loading import resolve_device, resolve_dtype
-from roseinfer.models.source import locate
+from roseinfer.models.locate_model import locate
 from roseinfer.models.tiny import byte_tokenizer, draw_weights, tiny_gpt2
 
 if TYPE_CHECKING:

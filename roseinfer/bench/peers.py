@@ -29,8 +29,8 @@ from roseinfer.bench.driver import (
 from roseinfer.bench.model_source import ModelSource, free_memory
 from roseinfer.bench.report import Report, Table, unavailable_table
 from roseinfer.bench.timing import synchronizer
-from roseinfer.progress import print_status, track_items
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import print_status, track_items
 
 if TYPE_CHECKING:
     import argparse
@@ -146,7 +146,7 @@ def transformers_continuous(job: PeerJob) -> Generate:
 def vllm(job: PeerJob) -> Generate:
     """Run vLLM on the same weights with its defaults, but without prefix cache."""
     module = import_module("vllm")
-    name, dtype = _saved(job)
+    name, dtype = _local_model(job)
     engine = module.LLM(
         model=name,
         dtype=dtype,
@@ -170,7 +170,7 @@ def vllm(job: PeerJob) -> Generate:
 def sglang(job: PeerJob) -> Generate:
     """Run SGLang on the same weights with its defaults, but without prefix cache."""
     module = import_module("sglang")
-    name, dtype = _saved(job)
+    name, dtype = _local_model(job)
     engine = module.Engine(
         model_path=name,
         dtype=dtype,
@@ -187,7 +187,7 @@ def sglang(job: PeerJob) -> Generate:
     return generate
 
 
-def _saved(job: PeerJob) -> tuple[str, str]:
+def _local_model(job: PeerJob) -> tuple[str, str]:
     """Return the model's path or name and its dtype, for systems that load it themselves."""
     if not job.source.random_weights:
         return job.source.name, job.source.dtype or "auto"
@@ -210,15 +210,15 @@ PEER_SETUPS: dict[str, Callable[[PeerJob], Generate]] = dict(
 def run_in_subprocess(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
     """Return the result of ``work`` in a subprocess, or the reason of its failure as a string."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=_answer, args=(theirs, folder, work, arguments))
+        process = context.Process(target=_send_result, args=(sender, folder, work, arguments))
         process.start()
-        theirs.close()  # else the end of the process is not noticed
+        sender.close()  # else the end of the process is not noticed
         try:
-            if not ours.poll(time_limit_s):
+            if not receiver.poll(time_limit_s):
                 return f"timed out after {time_limit_s:g} s"
-            return ours.recv()
+            return receiver.recv()
         except EOFError:
             process.join()
             return f"exit status {process.exitcode}, without an error message"
@@ -230,7 +230,7 @@ def run_in_subprocess(work: Callable[..., Any], *arguments: Any, time_limit_s: f
             process.join()
 
 
-def _answer(link: Connection, folder: str, work: Callable[..., Any], arguments: Any) -> None:
+def _send_result(link: Connection, folder: str, work: Callable[..., Any], arguments: Any) -> None:
     os.setpgid(0, 0)
     tempfile.tempdir = folder  # the parent removes it, however this process ends
     devnull = os.open(os.devnull, os.O_WRONLY)
@@ -270,17 +270,17 @@ class PeerRow:
 
 
 def compare(
-    names: Sequence[str], job: PeerJob, ours: ThroughputRow, floor: MemoryFloor
+    names: Sequence[str], job: PeerJob, our_row: ThroughputRow, floor: MemoryFloor
 ) -> list[PeerRow]:
     """Return the row of roseinfer, then that of every peer; no rows without peers."""
     if not names:
         return []
-    step_ms, floor_ms = ours.decode_step_ms, job.floor_ms(floor)
+    step_ms, floor_ms = our_row.decode_step_ms, job.floor_ms(floor)
     own_row = PeerRow(
-        system=f"roseinfer, {ours.run}",
-        total_s=ours.total_s,
-        completion_tok_per_s=ours.completion_tok_per_s,
-        prefill_ms=(ours.total_s - (ours.decode_s or 0)) * 1e3,
+        system=f"roseinfer, {our_row.run}",
+        total_s=our_row.total_s,
+        completion_tok_per_s=our_row.completion_tok_per_s,
+        prefill_ms=(our_row.total_s - (our_row.decode_s or 0)) * 1e3,
         ms_per_step=step_ms,
         floor_ratio=step_ms / floor_ms if step_ms else None,
     )

@@ -83,7 +83,7 @@ def unavailable_table(reasons: Iterable[tuple[str, str]]) -> UnavailableTable:
 
 
 class Report:
-    """Report of one run of a benchmark; ``document`` is its JSON, from which charts are drawn.
+    """Report of one run of a benchmark; ``document`` is its JSON, the input of the charts.
 
     ``text()`` leaves out empty tables. ``facts`` are figures measured once for the whole run.
     """
@@ -109,12 +109,13 @@ class Report:
         }
 
     def text(self) -> str:
-        said = self.document
+        document = self.document
         named = [
-            ", ".join(f"{k} {v}" for k, v in said[part].items()) for part in ("machine", "config")
+            ", ".join(f"{k} {v}" for k, v in document[part].items())
+            for part in ("machine", "config")
         ]
-        facts = ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in said["facts"].items())
-        head = "\n".join([f"$ {said['command']}", said["date"], *named, facts])
+        facts = ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in document["facts"].items())
+        head = "\n".join([f"$ {document['command']}", document["date"], *named, facts])
         shown = [table.text() for table in self._tables if table.printed and table.rows]
         return "\n\n".join([head, *shown])
 

@@ -23,7 +23,7 @@ from roseinfer.bench.report import Report, Table
 from roseinfer.cli.model_options import parsed_fields
 from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
-from roseinfer.progress import print_status, track_items
+from roseinfer.terminal import print_status, track_items
 
 if TYPE_CHECKING:
     import argparse
@@ -43,10 +43,10 @@ latency: arrival to last token. queue wait: arrival to the begin of the first st
 
 
 def serve(
-    benchmark: str, args: argparse.Namespace, ways: Mapping[str, Callable[[Run], None]]
+    benchmark: str, args: argparse.Namespace, arrival_modes: Mapping[str, Callable[[Run], None]]
 ) -> Report:
     """Measure every arrival mode, then the peers."""
-    source, others = ModelSource.of(args), cases.validate_peers(args.peers)
+    source, chosen_peers = ModelSource.of(args), cases.validate_peers(args.peers)
     params = cases.sampling(args)
     print_status(f"loading {source.name}")
     begin = time.perf_counter()
@@ -56,16 +56,16 @@ def serve(
     texts = tuple(" ".join([args.prompt] * times) for times in repeats)
     if llm.tokenizer is None:
         raise ConfigError(f"{args.hf_model_id}: the model has no tokenizer for text prompts")
-    longest = len(llm.tokenizer.encode(max(texts, key=len)))
+    max_prompt_tokens = len(llm.tokenizer.encode(max(texts, key=len)))
     advice = "lower --max-new-tokens, or shorten prompts"
-    require_positions(llm.engine, longest, args.max_new_tokens, advice)
-    tokens = tuple(map(llm.tokenizer.encode, texts)) if args.pretok or others else ()
+    require_positions(llm.engine, max_prompt_tokens, args.max_new_tokens, advice)
+    tokens = tuple(map(llm.tokenizer.encode, texts)) if args.pretok or chosen_peers else ()
     work = Workload(tokens if args.pretok else texts, params)
     floor = memory_floor(source.skeleton(), llm)
     throughput_rows: list[ThroughputRow] = []
     latency_rows: list[LatencyRow] = []
     num_runs = args.warmup_runs + args.repeat_runs
-    for name, drive in ways.items():
+    for name, drive in arrival_modes.items():
         records = [
             run_workload(llm.engine, work, drive, llm.tokenizer, args.tokenize_workers)
             for _ in track_items(range(num_runs), name, "runs")
@@ -82,7 +82,7 @@ def serve(
     del llm, model  # the peers need the memory
     free_memory()
     job = PeerJob.of(args, source, Workload(tokens, params), config.max_batch_size)
-    compared = peers.compare(others, job, throughput_rows[-1], floor)
+    compared = peers.compare(chosen_peers, job, throughput_rows[-1], floor)
     return Report(
         benchmark,
         args.command,

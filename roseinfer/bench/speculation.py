@@ -18,8 +18,8 @@ from roseinfer.llm import LLM
 from roseinfer.models.loading import resolve_device
 from roseinfer.models.tiny import byte_tokenizer
 from roseinfer.paths import EnginePath
-from roseinfer.progress import track_items
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import track_items
 
 if TYPE_CHECKING:
     import argparse
@@ -36,8 +36,8 @@ _HIGH_TEMPERATURE = 50.0
 """Temperature of the random output. At 1, a large random model has one token of far higher
 probability than all others, and so repeats itself."""
 _RESIDUAL_MODULES = ("c_proj", "o_proj", "down_proj", "wpe")
-"""Modules of GPT-2 and of Llama-like families by which the next token depends on more than the last
-token."""
+"""Modules of GPT-2 and of Llama-like families that make the next token depend on more than the last
+one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from roseinfer.llm import LLM
 from roseinfer.models import loading
 from roseinfer.models.checkpoint import load_checkpoint
 from roseinfer.models.loading import resolve_device, resolve_dtype
-from roseinfer.models.source import locate
+from roseinfer.models.locate_model import locate
 from roseinfer.models.tiny import byte_tokenizer
-from roseinfer.progress import track_progress
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import track_progress
 
 if TYPE_CHECKING:
     import argparse
@@ -70,13 +70,15 @@ def save_checkpoint(source: ModelSource, folder: str) -> None:
 def load_weights(path: str, device: str | None, dtype: str | None) -> StartTimes:
     """Time loading the weights as an engine does, and nothing else."""
     begin = time.perf_counter()
-    where = resolve_device(device)
-    network = load_checkpoint(path, resolve_dtype(dtype, where)).to(where)
-    synchronizer(where)()
+    target_device = resolve_device(device)
+    network = load_checkpoint(path, resolve_dtype(dtype, target_device)).to(target_device)
+    synchronizer(target_device)()
     ready_s = time.perf_counter() - begin
-    held = torch.cuda.memory_allocated(where) if where.type == "cuda" else None
+    weight_bytes = (
+        torch.cuda.memory_allocated(target_device) if target_device.type == "cuda" else None
+    )
     del network
-    return StartTimes(ready_s, weight_bytes=held)
+    return StartTimes(ready_s, weight_bytes=weight_bytes)
 
 
 def start_engine(
@@ -85,21 +87,24 @@ def start_engine(
     """Time the start of an engine that caches compiled kernels in the folder ``kernels``."""
     _keep_kernels_in(kernels)
     begin = time.perf_counter()
-    where = resolve_device(device)
-    sync = synchronizer(where)
+    target_device = resolve_device(device)
+    sync = synchronizer(target_device)
     peaks: dict[str, int] = {}
     with ExitStack() as patches:
-        if where.type == "cuda":
+        if target_device.type == "cuda":
             for name in (_ARRANGED, _TRIED):
-                patches.enter_context(_record_peak(name, where, peaks))
+                patches.enter_context(_record_peak(name, target_device, peaks))
         llm = LLM(path, device=device, dtype=dtype, **settings)
     sync()
     ready = time.perf_counter()
     llm.generate([*_FIRST_PROMPT], _FIRST_TEXT)
-    ended = time.perf_counter()
+    finished = time.perf_counter()
     arranged, tried = peaks.get(_ARRANGED), peaks.get(_TRIED)
     return StartTimes(
-        ready - begin, ended - ready, weights_peak_bytes=arranged, before_cache_peak_bytes=tried
+        ready - begin,
+        finished - ready,
+        weights_peak_bytes=arranged,
+        before_cache_peak_bytes=tried,
     )
 
 
@@ -141,6 +146,8 @@ _TIME_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class StartRow:
+    """Times and memory of one kind of start, over its runs."""
+
     start: str
     runs: int
     ready_s: float
@@ -152,7 +159,7 @@ class StartRow:
 
 def run(args: argparse.Namespace) -> Report:
     source, settings = ModelSource.of(args), parsed_fields(args, EngineConfig)
-    where = source.device, source.dtype
+    device_and_dtype = source.device, source.dtype
     starts: dict[str, list[StartTimes]] = {_ALONE: [], _COLD: [], _WARM: []}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -165,13 +172,15 @@ def run(args: argparse.Namespace) -> Report:
             _in_process(save_checkpoint, source, saved)
         else:
             path = locate(source.name)
-            _in_process(load_weights, path, *where)  # reads the files into the page cache
+            _in_process(
+                load_weights, path, *device_and_dtype
+            )  # reads the files into the page cache
         done()
-        engine = path, *where, settings, kernels
+        engine = path, *device_and_dtype, settings, kernels
         starts[_COLD].append(_in_process(start_engine, *engine))
         done()
         for _ in range(args.repeat_runs):
-            starts[_ALONE].append(_in_process(load_weights, path, *where))
+            starts[_ALONE].append(_in_process(load_weights, path, *device_and_dtype))
             done()
             starts[_WARM].append(_in_process(start_engine, *engine))
             done()
@@ -190,9 +199,9 @@ def _in_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def make_start_rows(starts: dict[str, list[StartTimes]]) -> list[StartRow]:
     """Return a row for each kind of start, compared with loading the weights alone."""
-    alone = starts[_ALONE]
-    alone_s = median(start.ready_s for start in alone)
-    weights = alone[0].weight_bytes
+    weight_starts = starts[_ALONE]
+    alone_s = median(start.ready_s for start in weight_starts)
+    weights = weight_starts[0].weight_bytes
     rows = []
     for kind, times in starts.items():
         ready_s = median(start.ready_s for start in times)
@@ -215,5 +224,5 @@ def make_start_rows(starts: dict[str, list[StartTimes]]) -> list[StartRow]:
 
 def _times(peaks: Sequence[int | None], weights: int | None) -> float | None:
     """Return the largest peak over the weights' memory; None if either is unknown."""
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) / weights if known and weights else None
+    recorded_peaks = [peak for peak in peaks if peak is not None]
+    return max(recorded_peaks) / weights if recorded_peaks and weights else None

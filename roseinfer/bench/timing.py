@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from roseinfer.errors import RoseinferError
 from roseinfer.kernels.runtime import is_interpreted, unusable_reason
-from roseinfer.progress import track_items
+from roseinfer.terminal import track_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ _MATRIX_SIDE = {"cuda": 8192, "cpu": 512}
 
 
 class WrongPath(RoseinferError, RuntimeError):
-    """Error of a measurement in which another path ran than the expected one."""
+    """Error of a measurement that ran another path than the expected one."""
 
 
 def triton_skip_reason(device: torch.device) -> str:
@@ -64,11 +64,11 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 
 def median_over_rounds(
-    samplers: Mapping[Key, Callable[[], float]], rounds: int, what: str
+    samplers: Mapping[Key, Callable[[], float]], rounds: int, label: str
 ) -> dict[Key, float]:
     """Return each sampler's median over the rounds, after a first round as a warm-up."""
     samples: dict[Key, list[float]] = {key: [] for key in samplers}
-    for _ in track_items(range(rounds + 1), what, "rounds"):
+    for _ in track_items(range(rounds + 1), label, "rounds"):
         for key, sample in samplers.items():
             samples[key].append(sample())
     return {key: median(times[1:]) for key, times in samples.items()}
@@ -185,12 +185,12 @@ def copy_bandwidth(device: torch.device, gpu_bytes: int = 1 << 30) -> float:
 def gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the multiplications and additions per second of a large GEMM."""
     side = _MATRIX_SIDE[device.type]
-    left, right = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
+    a, b = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
     sync = synchronizer(device)
 
     def multiply() -> float:
-        return time_calls(lambda: torch.mm(left, right, out=out), 4, sync, wait=True)
+        return time_calls(lambda: torch.mm(a, b, out=out), 4, sync, wait=True)
 
     microseconds = median_over_rounds({"GEMM": multiply}, 7, "GEMM speed")["GEMM"]
     return 2 * side**3 / microseconds * 1e6

@@ -23,8 +23,8 @@ from roseinfer.bench.report import Report, Table, unavailable_table
 from roseinfer.bench.timing import device_events, record_device_event, synchronizer
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.errors import ConfigError
-from roseinfer.progress import track_items
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import track_items
 
 if TYPE_CHECKING:
     import argparse
@@ -276,7 +276,7 @@ def measure(llm: LLM, sequences: int, context: int, steps: int, floor: MemoryFlo
 
 
 def num_new_tokens(engine: Engine, sequences: int, context: int, steps: int) -> int:
-    """Return the number of new tokens with which all sequences decode up to the last step.
+    """Return the number of new tokens that keeps all sequences decoding up to the last step.
 
     The first sequence decodes while the other prompts are prefilled; each step of that ends a
     prompt or uses its whole token budget. Raise if the sequences do not fit together.

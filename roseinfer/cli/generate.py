@@ -27,8 +27,8 @@ from roseinfer.errors import (
     did_you_mean,
 )
 from roseinfer.guided.guide import Guide
-from roseinfer.progress import discard_stdout, print_status
 from roseinfer.sampling_params import SamplingParams
+from roseinfer.terminal import discard_stdout, print_status
 
 if TYPE_CHECKING:
     import argparse
@@ -52,7 +52,7 @@ _DEFAULTS = {
 _LOGPROB_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _FAILED, _USAGE_ERROR = 1, 2
 _INTERRUPTED, _BROKEN_PIPE = 128 + 2, 128 + 13
-"""Exit statuses by which a shell reports the signals SIGINT and SIGPIPE."""
+"""Exit statuses of a shell for the signals SIGINT and SIGPIPE."""
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _TITLE_LENGTH = 60
 _GUIDE = """--guide '{"regex": "[0-9]+"}'"""
@@ -142,9 +142,9 @@ def _warn_if_truncated(
         )
 
 
-def _print_error(what: object) -> None:
+def _print_error(message: object) -> None:
     """Print an error in one line, even if the message of a library has several."""
-    print_status(" ".join([f"{_NAME}:", *str(what).split()]))
+    print_status(" ".join([f"{_NAME}:", *str(message).split()]))
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -212,8 +212,8 @@ def _guide(text: str) -> Guide:
         raise ConfigError(problem)
     kinds = [each.name for each in fields(Guide)]
     for unknown in value.keys() - set(kinds):
-        known = did_you_mean(unknown, kinds) or f"; use one of {', '.join(kinds)}"
-        raise ConfigError(f"--guide {text!r:.80}: unknown kind of guide{known}")
+        hint = did_you_mean(unknown, kinds) or f"; use one of {', '.join(kinds)}"
+        raise ConfigError(f"--guide {text!r:.80}: unknown kind of guide{hint}")
     try:
         return Guide(**value)
     except BadArgument as error:
@@ -247,15 +247,15 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -
 def _print_texts(outputs: Sequence[RequestOutput], *, as_ids: bool) -> None:
     sections = []
     for number, output in enumerate(outputs, 1):
-        text = _spaced(output.token_ids) if as_ids else output.text or ""
+        text = _join_ids(output.token_ids) if as_ids else output.text or ""
         sections.append(f"==> {number}: {_title(output.prompt)} <==\n{text}")
     print("\n\n".join(sections), flush=True)
 
 
 def _title(prompt: Prompt) -> str:
-    words = " ".join(prompt.split()) if isinstance(prompt, str) else _spaced(prompt)
-    return words if len(words) <= _TITLE_LENGTH else words[: _TITLE_LENGTH - 3] + "..."
+    summary = " ".join(prompt.split()) if isinstance(prompt, str) else _join_ids(prompt)
+    return summary if len(summary) <= _TITLE_LENGTH else summary[: _TITLE_LENGTH - 3] + "..."
 
 
-def _spaced(token_ids: Sequence[int]) -> str:
+def _join_ids(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from roseinfer.config import EngineConfig, TorchrunRank, require_device, require_dtype
 from roseinfer.distributed.processes import prestarted_ranks
 from roseinfer.errors import did_you_mean
-from roseinfer.interrupts import interrupts_kill
-from roseinfer.models.source import locate
-from roseinfer.progress import print_status
+from roseinfer.models.locate_model import locate
+from roseinfer.terminal import interrupts_kill, print_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -136,7 +135,9 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(arguments, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            known = [word[2:] for word in self._option_string_actions if word.startswith("--")]
-            suggestion = did_you_mean(options[0].lstrip("-"), known, "--") if options else ""
+            option_names = [
+                word[2:] for word in self._option_string_actions if word.startswith("--")
+            ]
+            suggestion = did_you_mean(options[0].lstrip("-"), option_names, "--") if options else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed, unknown

@@ -41,12 +41,13 @@ class StepKind(NamedTuple):
     """True if the only sequence is too long for a step in one kernel."""
 
 
-def required_top_logprobs(*, told: bool, num_top_logprobs: bool) -> int | None:
+def required_top_logprobs(*, logprobs: bool, num_top_logprobs: bool) -> int | None:
     """Return ``StepKind.num_top_logprobs`` of a step.
 
-    ``told``: some request wants logprobs; ``num_top_logprobs``: some request wants top logprobs.
+    ``logprobs``: some request wants logprobs; ``num_top_logprobs``: some request wants top
+    logprobs.
     """
-    return (MAX_TOP_LOGPROBS if num_top_logprobs else 0) if told else None
+    return (MAX_TOP_LOGPROBS if num_top_logprobs else 0) if logprobs else None
 
 
 _LOG = logging.getLogger("roseinfer")

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from roseinfer.distributed.orders import PutBlocks, PutRows, PutTokens
-from roseinfer.distributed.ranks import as_leader
+from roseinfer.distributed.ranks import PutBlocks, PutRows, PutTokens, as_leader
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.kv.transfers import outside_inference_mode
 from roseinfer.paths import Work
-from roseinfer.sampling.batch import SamplingBatch
-from roseinfer.sampling.logits import (
+from roseinfer.sampling import (
     ALL_TOKENS_ALLOWED,
     Penalties,
+    SamplingBatch,
     TokenBitmaskBuffer,
     bitmask_words,
     count_prompt_and_output,
@@ -237,8 +236,8 @@ class DecodeSlots:
     @property
     def rows_in_use(self) -> int:
         """Number of rows up to the last one of a sequence."""
-        taken = (at for at in range(len(self._slot_states), 0, -1) if self._slot_states[at - 1])
-        return next(taken, 0)
+        used_rows = (at for at in range(len(self._slot_states), 0, -1) if self._slot_states[at - 1])
+        return next(used_rows, 0)
 
     def assign_slot(self, sequence: CachedSequence, params: SamplingParams, seed: int) -> int:
         """Assign the lowest free slot to a sequence, and return it."""

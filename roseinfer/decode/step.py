@@ -11,7 +11,6 @@ import torch
 
 from roseinfer.attention.backend import ResidentBatch
 from roseinfer.decode.graphs import StepGraphs, StepKind, required_top_logprobs
-from roseinfer.decode.readback import Readback
 from roseinfer.decode.slots import (
     FIRST_BLOCK_COLUMN,
     DecodeSlots,
@@ -20,16 +19,14 @@ from roseinfer.decode.slots import (
     SlotPenalties,
     SlotRows,
 )
-from roseinfer.distributed.orders import Decode
-from roseinfer.distributed.ranks import as_leader
+from roseinfer.distributed.ranks import Decode, as_leader
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv.sequence import reserve
-from roseinfer.kv.transfers import outside_inference_mode
+from roseinfer.kv.transfers import Readback, outside_inference_mode
 from roseinfer.paths import EnginePath
-from roseinfer.sampling.logits import apply_token_bitmask
-from roseinfer.sampling.logprobs import pack_logprobs, rows_without_a_distribution
-from roseinfer.sampling_params import MAX_TOP_LOGPROBS
+from roseinfer.sampling import apply_token_bitmask, pack_logprobs, rows_without_a_distribution
+from roseinfer.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,11 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.decode.readback import PendingReadback
     from roseinfer.guided.compiler import GuideMatcher
     from roseinfer.kv.sequence import CachedSequence
+    from roseinfer.kv.transfers import PendingReadback
     from roseinfer.models.causal import CausalModel
-    from roseinfer.sampling_params import SamplingParams
 
 # Steps over rows on the device: each row stores its token and samples the next one.
 
@@ -136,51 +132,52 @@ class RowSteps:
         if kind.guided and self.guides is not None:
             self._path_counts[EnginePath.GUIDED] += 1
             logits = apply_token_bitmask(logits.float(), self.guides.token_bitmasks[:count])
-        chosen = self._sample_rows(count, kind, logits, lengths)
+        token_ids = self._sample_rows(count, kind, logits, lengths)
         rows.broadcast_tokens(count)
         if kind.num_top_logprobs is not None:
-            self._store_logprobs(logits, chosen, kind.num_top_logprobs)
+            self._store_logprobs(logits, token_ids, kind.num_top_logprobs)
 
     def _sample_rows(self, count: int, kind: StepKind, logits: Tensor, lengths: Tensor) -> Tensor:
         """Sample the next token of each row, and add the stored one to the row's length."""
         rows = self.rows
         if kind.greedy and not kind.has_penalties and self._greedy_kernel is not None:
             self._path_counts[EnginePath.FUSED_ARGMAX] += 1
-            chosen, tokens = self.tokens[:count], rows.tokens[:count]
-            self._greedy_kernel(logits, chosen, tokens, lengths, rows.active(count))
-            return chosen
+            token_ids, tokens = self.tokens[:count], rows.tokens[:count]
+            self._greedy_kernel(logits, token_ids, tokens, lengths, rows.active(count))
+            return token_ids
         penalties = row_token_counts = None
         if kind.has_penalties and self.penalties is not None:
             self._path_counts[EnginePath.PENALTIES] += 1
             penalties = self.penalties.columns(count)
             row_token_counts = self.penalties.count_tokens(rows.tokens[:count], rows.active(count))
         batch = rows.sampling(count, greedy=kind.greedy, penalties=penalties)
-        chosen = batch.sample_tokens(logits, lengths + 1, row_token_counts)
-        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        self.tokens[:count] = chosen
-        rows.tokens[:count] = chosen.clamp(min=0)
+        token_ids = batch.sample_tokens(logits, lengths + 1, row_token_counts)
+        token_ids = torch.where(rows_without_a_distribution(logits), -1, token_ids)
+        self.tokens[:count] = token_ids
+        rows.tokens[:count] = token_ids.clamp(min=0)
         lengths += rows.active(count)
-        return chosen
+        return token_ids
 
-    def _store_logprobs(self, logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> None:
+    def _store_logprobs(self, logits: Tensor, token_ids: Tensor, num_top_logprobs: int) -> None:
         self._path_counts[EnginePath.LOGPROBS] += 1
-        packed = pack_logprobs(logits, chosen, num_top_logprobs)
+        packed = pack_logprobs(logits, token_ids, num_top_logprobs)
         if num_top_logprobs not in self._packed_logprobs:
             with outside_inference_mode():
                 shape = len(self.tokens), packed.shape[1]
                 self._packed_logprobs[num_top_logprobs] = torch.zeros(
                     shape, dtype=packed.dtype, device=packed.device
                 )
-        self._packed_logprobs[num_top_logprobs][: len(chosen)] = packed
+        self._packed_logprobs[num_top_logprobs][: len(token_ids)] = packed
 
 
 _LOG = logging.getLogger("roseinfer")
 _EARLY_BLOCK_TOKENS = 16
-"""Tokens before its last block is full at which a sequence may get its next block."""
+"""Free tokens of its last block, at most, when a sequence may get its next block early."""
 
 
-class NewResident(NamedTuple):
-    """Sequence that is to get a slot."""
+@dataclass(slots=True)
+class Resident:
+    """Sequence that has a slot, and so its state on the device."""
 
     sequence: CachedSequence
     """Sequence with all tokens but the newest, which only the device knows."""
@@ -192,19 +189,8 @@ class NewResident(NamedTuple):
     """Prompt tokens among its tokens."""
     guide: GuideMatcher | None = None
     """Matcher that masks tokens, None for no guide; must know all tokens before each step."""
-
-
-@dataclass(slots=True)
-class Resident:
-    """Sequence that has a slot, and so its state on the device."""
-
-    sequence: CachedSequence
-    slot: int
-    params: SamplingParams
-    max_stored: int
-    """Most tokens that it may store."""
-    guide: GuideMatcher | None
-    """Matcher that masks tokens; None for no guide."""
+    slot: int = -1
+    """Slot that it was assigned; -1 for none yet."""
 
 
 class ResidentDecode:
@@ -267,23 +253,21 @@ class ResidentDecode:
         has_counts = not params.has_penalties or steps.penalties is not None
         return has_counts and (params.guide is None or steps.guides is not None)
 
-    def add_sequences(self, entering: Sequence[NewResident], tokens: Tensor) -> list[Resident]:
+    def add_sequences(self, residents: Sequence[Resident], tokens: Tensor) -> None:
         """Assign slots to sequences, whose newest tokens are ``tokens``, on the device."""
-        residents = []
-        for sequence, params, seed, most, num_prompt_tokens, guide in entering:
-            slot = self.slots.assign_slot(sequence, params, seed)
-            residents.append(Resident(sequence, slot, params, most, guide))
+        for each in residents:
+            params, sequence = each.params, each.sequence
+            each.slot = self.slots.assign_slot(sequence, params, each.seed)
             self._update_kind(params, 1)
             if params.has_penalties and self.steps.penalties is not None:
                 self.steps.penalties.set_penalties(
-                    slot, params, sequence.token_ids, num_prompt_tokens
+                    each.slot, params, sequence.token_ids, each.num_prompt_tokens
                 )
         # The rest of a partial last block is the sequence's already.
         size = self._kv.block_size
         partial = [each for each in residents if each.sequence.num_stored % size]
         self._reserve(partial, [size - each.sequence.num_stored % size for each in partial])
         self.rows.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
-        return residents
 
     def remove_sequence(self, resident: Resident) -> None:
         """Release a resident's slot. This does not disturb steps in flight."""
@@ -317,7 +301,7 @@ class ResidentDecode:
             has_penalties=counts["penalised"] > 0,
             guided=counts["guided"] > 0,
             num_top_logprobs=required_top_logprobs(
-                told=counts["logprobs"] > 0, num_top_logprobs=counts["top_logprobs"] > 0
+                logprobs=counts["logprobs"] > 0, num_top_logprobs=counts["top_logprobs"] > 0
             ),
         )
 
@@ -327,8 +311,8 @@ class ResidentDecode:
         A sequence that needs a block for its token gets one, with capacity for all tokens until
         that block is full. At most ``early_blocks`` more go to sequences that will need one soon.
         """
-        due = self._needing_blocks(residents, early_blocks)
-        self._reserve(due, [self._kv.block_size] * len(due))
+        needing_blocks = self._needing_blocks(residents, early_blocks)
+        self._reserve(needing_blocks, [self._kv.block_size] * len(needing_blocks))
         if self.kind.guided and self.steps.guides is not None:
             self.steps.guides.upload({each.slot: each.guide for each in residents if each.guide})
         self.slots.upload()
@@ -366,19 +350,21 @@ class ResidentDecode:
             for each in residents
             if each.sequence.token_capacity - each.sequence.num_stored < _EARLY_BLOCK_TOKENS
         ]
-        due = [each for each in soon if each.sequence.num_stored >= each.sequence.token_capacity]
-        if early_blocks and len(soon) > len(due):
+        needing_now = [
+            each for each in soon if each.sequence.num_stored >= each.sequence.token_capacity
+        ]
+        if early_blocks and len(soon) > len(needing_now):
             early = [
                 each
                 for each in soon
                 if each.sequence.num_stored < each.sequence.token_capacity < each.max_stored
             ]
-            most = min(
+            max_early = min(
                 -(-len(residents) // _EARLY_BLOCK_TOKENS), early_blocks // len(self._kv.groups)
             )
-            if due or len(early) >= most:
-                due += early[:most]
-        return due
+            if needing_now or len(early) >= max_early:
+                needing_now += early[:max_early]
+        return needing_now
 
     def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:
         if not residents:
@@ -388,11 +374,11 @@ class ResidentDecode:
             self.slots.mark_new_blocks(each.slot)
 
 
-def step_sizes(most: int) -> list[int]:
+def step_sizes(max_size: int) -> list[int]:
     """Return the step sizes: each at most twice the previous one, large ones 32 apart."""
-    sizes = [size for size in (1, 2, 4, 8) if size < most]
-    sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
-    return [*sizes, most]
+    sizes = [size for size in (1, 2, 4, 8) if size < max_size]
+    sizes += [size for size in (*range(16, 64, 16), *range(64, max_size, 32)) if size < max_size]
+    return [*sizes, max_size]
 
 
 # Steps that store several tokens of a sequence, one row per token.
@@ -405,13 +391,20 @@ _MIN_STEP_ROWS = 16
 """Fewest rows that tensor cores multiply: smaller steps would take as long."""
 
 
+_GREEDY = SamplingParams(temperature=0)
+
+
 class TokenSpan(NamedTuple):
-    """Sequence, and tokens that follow its stored ones."""
+    """Tokens that a step stores after the stored ones of a sequence."""
 
     sequence: CachedSequence
-    params: SamplingParams
-    seed: int
     tokens: Sequence[int]
+    """Tokens of the sequence, or drafts of its next ones."""
+    params: SamplingParams = _GREEDY
+    """Sampling parameters of the token after each."""
+    seed: int = 0
+    all_logits: bool = False
+    """True if a forward pass computes the logits after every token, not only after the last."""
 
 
 class MultiTokenDecode:
@@ -421,12 +414,12 @@ class MultiTokenDecode:
         self,
         model: CausalModel,
         attention: AttentionBackend,
-        most_rows: int,
+        max_rows: int,
         path: EnginePath,
         *,
         captured_rows: int = 0,
     ) -> None:
-        """Set up steps of at most ``most_rows`` rows, counted as ``path``.
+        """Set up steps of at most ``max_rows`` rows, counted as ``path``.
 
         Steps of at most ``captured_rows`` rows are captured as CUDA graphs now, and larger ones
         when they first run; with 0, no step is captured.
@@ -434,7 +427,7 @@ class MultiTokenDecode:
         self._kv = attention.kv
         self._path_counts = attention.path_counts
         self._path = path
-        sizes = _doubling_step_sizes(most_rows)
+        sizes = _doubling_step_sizes(max_rows)
         rows = SlotRows.of(sizes[-1], model, attention.kv, attention.staging)
         self._rows = rows
         self._steps = RowSteps(model, attention, rows, sizes, drafts=True)
@@ -475,16 +468,16 @@ class MultiTokenDecode:
         tokens: list[int] = []
         flat: list[int] = []
         width = self._table_width(spans)
-        for sequence, params, seed, own in spans:
+        for sequence, row_tokens, params, seed, _ in spans:
             fields = SlotFields.of(params, seed)
             table = rows.padded_block_table(sequence, width)
-            for length in range(sequence.num_stored, sequence.num_stored + len(own)):
+            for length in range(sequence.num_stored, sequence.num_stored + len(row_tokens)):
                 flat += [
                     len(tokens) + length - sequence.num_stored,
                     *fields._replace(length=length),
                 ]
                 flat += table
-            tokens += own
+            tokens += row_tokens
         before, self._num_rows = self._num_rows, len(tokens)
         for row in range(self._num_rows, before):
             flat += [row, *rows.padding_row[: FIRST_BLOCK_COLUMN + width * rows.num_groups]]
@@ -503,7 +496,7 @@ class MultiTokenDecode:
 
 def _step_kind(params: Sequence[SamplingParams]) -> StepKind:
     num_top_logprobs = required_top_logprobs(
-        told=any(each.logprobs for each in params),
+        logprobs=any(each.logprobs for each in params),
         num_top_logprobs=any(each.top_logprobs for each in params),
     )
     return StepKind(
@@ -511,9 +504,9 @@ def _step_kind(params: Sequence[SamplingParams]) -> StepKind:
     )
 
 
-def _doubling_step_sizes(most: int) -> list[int]:
+def _doubling_step_sizes(max_size: int) -> list[int]:
     """Return the step sizes, each twice the previous one, so that few graphs are captured."""
     sizes = [_MIN_STEP_ROWS]
-    while sizes[-1] < most:
+    while sizes[-1] < max_size:
         sizes.append(2 * sizes[-1])
     return sizes

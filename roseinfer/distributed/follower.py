@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from roseinfer.attention.backend import ResidentBatch, StepBatch
+from roseinfer.attention.backend import ResidentBatch
 from roseinfer.config import TorchrunRank
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.slots import SlotRows
 from roseinfer.decode.step import step_sizes
-from roseinfer.distributed.orders import (
+from roseinfer.distributed.ranks import (
     CopyBlocks,
     Decode,
+    FollowingRank,
     Forward,
     PutBlocks,
     PutRows,
@@ -30,7 +31,6 @@ from roseinfer.distributed.orders import (
     RankCommand,
     ReportState,
 )
-from roseinfer.distributed.ranks import FollowingRank
 from roseinfer.distributed.rendezvous import (
     connect_to_leader,
     follow_launched,
@@ -39,7 +39,7 @@ from roseinfer.distributed.rendezvous import (
 )
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.errors import ConfigError, RanksFailed, error_with_type
-from roseinfer.kv.manager import StepAppend
+from roseinfer.kv.manager import StepBatch
 from roseinfer.kv.plan import AppendPlan
 from roseinfer.models.loading import load, rank_device
 
@@ -69,12 +69,12 @@ class Follower:
         """Block lists of the last forward pass."""
         device = loaded.kv.device.type
         if config.uses_resident_decode(device):
-            most, staging = config.max_batch_size, self._sequence_runner.staging
-            self._rows = SlotRows.of(most, loaded.model, loaded.kv, staging)
+            max_batch_size, staging = config.max_batch_size, self._sequence_runner.staging
+            self._rows = SlotRows.of(max_batch_size, loaded.model, loaded.kv, staging)
             if device == "cuda" and config.cuda_graph is not False:
                 graphs = StepGraphs(self._decode, self._rows, Counter())
                 required = config.cuda_graph is True
-                if graphs.capture(step_sizes(most), required=required):
+                if graphs.capture(step_sizes(max_batch_size), required=required):
                     self._graphs = graphs
 
     def run(self) -> None:
@@ -91,9 +91,9 @@ class Follower:
                 run = self._graphs.run if self._graphs else self._decode
                 run(count, kind)
             case CopyBlocks(layer, source, target):
-                self._kv.carry_out(AppendPlan(layer, [], [], copy_from=source, copy_to=target))
-            case ReportState(what):
-                self._ranks.send_reply(self._read_state(what))
+                self._kv.apply_plan(AppendPlan(layer, [], [], copy_from=source, copy_to=target))
+            case ReportState(part):
+                self._ranks.send_reply(self._read_state(part))
             case _:
                 self._put(command)
 
@@ -112,12 +112,12 @@ class Follower:
         lists = self._tables = command.block_lists
         for block_lists, stored in zip(lists, command.lengths, strict=True):
             for group, block_ids in zip(self._kv.groups, block_lists, strict=True):
-                self._kv.adopt(group.layers[0], block_ids, stored)
+                self._kv.mirror_blocks(group.layers[0], block_ids, stored)
         for plan in command.plans.values():
-            self._kv.carry_out(plan)
-        new = StepAppend(self._kv, lists, command.counts, one_token_each=False, plans=command.plans)
+            self._kv.apply_plan(plan)
+        counts, lengths = command.counts, command.lengths
         self._sequence_runner.attention.prepare(
-            StepBatch(new, lists, command.counts, command.lengths, command.num_decodes)
+            StepBatch(self._kv, lists, counts, lengths, command.num_decodes, command.plans)
         )
         stage = self._sequence_runner.staging.stage
         token_ids, positions = stage([command.token_ids, command.positions]).columns
@@ -137,8 +137,8 @@ class Follower:
         rows.broadcast_tokens(count)
         lengths += rows.active(count)
 
-    def _read_state(self, what: str) -> Any:
-        if what == "caches":
+    def _read_state(self, part: str) -> Any:
+        if part == "caches":
             return self._kv.keys.cpu(), self._kv.values.cpu()
         if self._rows is None:
             return self._tables, []
@@ -150,9 +150,9 @@ def run_follower(folder: Path, rank: int, size: int) -> None:
     """Join the leader that waits in ``folder``, and execute its commands until it sends no more."""
     link, store, (model, config, device, dtype) = connect_to_leader(folder, rank, size)
     try:
-        where = rank_device(device, rank, size)
+        own_device = rank_device(device, rank, size)
         link.send(None)
-        ranks = FollowingRank(rank, link, size, store, where)
+        ranks = FollowingRank(rank, link, size, store, own_device)
         Follower(load(model, config, dtype=dtype, ranks=ranks), config, ranks).run()
     except BaseException as error:  # the leader must know of any failure
         with suppress(OSError):  # the leader has ended
@@ -202,8 +202,8 @@ def lead_ranks(
         )
     if launched is not None and launched.rank:
         run_follower_process(follow_launched(launched), launched.rank, size)
-    where = rank_device(device, 0, size)
+    own_device = rank_device(device, 0, size)
     if isinstance(model, nn.Module):
         model.to("cpu")  # the others unpickle it, and would do so on this rank's GPU
     lead = start_and_lead if launched is None else lead_launched
-    return lead(size, where, (model, config, device, dtype))
+    return lead(size, own_device, (model, config, device, dtype))

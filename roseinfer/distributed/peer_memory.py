@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from roseinfer.kernels.cuda.toolchain import check_driver_call, driver
-from roseinfer.kernels.exchange import AllReduceBuffers
 from roseinfer.kv.transfers import outside_inference_mode
 
 if TYPE_CHECKING:
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.distributed.ranks import Ranks
+    from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
 
 _LOG = logging.getLogger("roseinfer")
 _PAGE = 2 << 20
-"""Bytes of the units in which a GPU's memory is shared with other processes."""
+"""Granularity in bytes of GPU memory that is shared with other processes."""
 _HANDLE_BYTES = 64
 _LAZILY = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: lets the GPU of this process access another's memory."""
@@ -34,30 +34,30 @@ _LONGEST_PATH = 256
 class PeerBuffers(NamedTuple):
     """The buffers of all ranks, as one rank sees them."""
 
-    own: Tensor
+    local: Tensor
     """Buffer of this rank, in 64-bit words, which others write to."""
     addresses: list[int]
     """Address of each rank's buffer in this process."""
 
 
-def open_peer_buffers(ranks: Ranks, words: int) -> PeerBuffers | None:
+def open_peer_buffers(ranks: Ranks, num_words: int) -> PeerBuffers | None:
     """Allocate zeroed buffers; return None if some rank cannot write to all others.
 
-    Each rank's buffer has ``words`` 64-bit words. All ranks call this together, and all succeed or
-    all get None.
+    Each rank's buffer has ``num_words`` 64-bit words. All ranks call this together, and all succeed
+    or all get None.
     """
     with outside_inference_mode():
         on_gpu = ranks.device.type == "cuda"
-        buffers = _on_gpus(ranks, words) if on_gpu else _in_file(ranks, words)
+        buffers = _on_gpus(ranks, num_words) if on_gpu else _in_file(ranks, num_words)
         if buffers is None or not _test_peer_writes(ranks, buffers):
             return None
-        buffers.own.zero_()
+        buffers.local.zero_()
         ranks.all_reduce_min(0)  # no rank writes before all buffers are zero
         return buffers
 
 
 class _Handle(ctypes.Structure):
-    """A handle by which another process opens memory (CUipcMemHandle)."""
+    """A handle for another process to open memory with (CUipcMemHandle)."""
 
     _fields_ = (("bytes", ctypes.c_char * _HANDLE_BYTES),)
 
@@ -68,43 +68,47 @@ class _Words:
     It is freed when the process ends: another process may have it open until then.
     """
 
-    def __init__(self, address: int, words: int) -> None:
+    def __init__(self, address: int, num_words: int) -> None:
         self.__cuda_array_interface__ = {
             "data": (address, False),
-            "shape": (words,),
+            "shape": (num_words,),
             "typestr": "<i8",
             "version": 3,
         }
 
 
-def _on_gpus(ranks: Ranks, words: int) -> PeerBuffers | None:
+def _on_gpus(ranks: Ranks, num_words: int) -> PeerBuffers | None:
     with torch.cuda.device(ranks.device):
-        own, handle = 0, _Handle()
+        local_address, handle = 0, _Handle()
         try:
-            own = _allocated(words, handle)
+            local_address = _allocate_device_memory(num_words, handle)
         except RuntimeError as error:
             _log_reason(error)
         own_handle = torch.frombuffer(bytearray(handle), dtype=torch.uint8)[None].to(ranks.device)
         handles = ranks.all_gather(own_handle).view(ranks.size, _HANDLE_BYTES).cpu()
         addresses: list[int] = []
-        if ranks.all_reduce_min(int(own != 0)):
+        if ranks.all_reduce_min(int(local_address != 0)):
             try:
                 addresses = [
-                    own if rank == ranks.rank else _open_handle(bytes(each.tolist()), rank)
+                    local_address
+                    if rank == ranks.rank
+                    else _open_handle(bytes(each.tolist()), rank)
                     for rank, each in enumerate(handles)
                 ]
             except RuntimeError as error:
                 _log_reason(error)
         if not ranks.all_reduce_min(len(addresses)):
             return None
-        return PeerBuffers(torch.as_tensor(_Words(own, words), device=ranks.device), addresses)
+        return PeerBuffers(
+            torch.as_tensor(_Words(local_address, num_words), device=ranks.device), addresses
+        )
 
 
-def _allocated(words: int, handle: _Handle) -> int:
+def _allocate_device_memory(num_words: int, handle: _Handle) -> int:
     """Allocate memory of the current GPU; return its address, and fill in its handle."""
     torch.cuda.synchronize()  # makes torch's context the driver's current one
     address = ctypes.c_ulonglong()
-    size = -(-8 * words // _PAGE) * _PAGE
+    size = -(-8 * num_words // _PAGE) * _PAGE
     check_driver_call(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)))
     check_driver_call(driver().cuIpcGetMemHandle(ctypes.byref(handle), address))
     return address.value
@@ -121,19 +125,19 @@ def _open_handle(handle: bytes, rank: int) -> int:
     return address.value
 
 
-def _in_file(ranks: Ranks, words: int) -> PeerBuffers:
+def _in_file(ranks: Ranks, num_words: int) -> PeerBuffers:
     """Map a shared file as buffers, for ranks without GPUs."""
     path = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
     if ranks.rank == 0:
         with tempfile.NamedTemporaryFile(prefix="roseinfer-", delete=False) as file:
-            file.truncate(8 * words * ranks.size)
+            file.truncate(8 * num_words * ranks.size)
         name = file.name.encode()
         path[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
     ranks.broadcast(path)
     name = bytes(path.tolist()).rstrip(b"\0")
     shared = torch.from_file(
-        name.decode(), shared=True, size=words * ranks.size, dtype=torch.int64
-    ).view(ranks.size, words)
+        name.decode(), shared=True, size=num_words * ranks.size, dtype=torch.int64
+    ).view(ranks.size, num_words)
     ranks.all_reduce_min(0)  # all have it open
     if ranks.rank == 0:
         Path(name.decode()).unlink()
@@ -142,7 +146,7 @@ def _in_file(ranks: Ranks, words: int) -> PeerBuffers:
 
 def _test_peer_writes(ranks: Ranks, inboxes: PeerBuffers) -> bool:
     """Write a word to every rank, and return True if all words have arrived at all ranks."""
-    inboxes.own.zero_()
+    inboxes.local.zero_()
     _wait_for(ranks.device)
     ranks.all_reduce_min(0)
     sent = True
@@ -153,11 +157,11 @@ def _test_peer_writes(ranks: Ranks, inboxes: PeerBuffers) -> bool:
             _log_reason(error)
             sent = False
     all_sent = ranks.all_reduce_min(int(sent))
-    received = inboxes.own[: ranks.size].tolist()
-    right = received == [*range(1, ranks.size + 1)]
-    if all_sent and not right:
+    received = inboxes.local[: ranks.size].tolist()
+    all_written = received == [*range(1, ranks.size + 1)]
+    if all_sent and not all_written:
         _log_reason(RuntimeError(f"expected words 1 to {ranks.size}, received {received}"))
-    return bool(ranks.all_reduce_min(int(right)))
+    return bool(ranks.all_reduce_min(int(all_written)))
 
 
 def _write(device: torch.device, address: int, word: int) -> None:
@@ -195,12 +199,14 @@ def open_exchange(ranks: Ranks, width: int, dtype: torch.dtype) -> AllReduceBuff
 
     All ranks call this together. When one of them ends, kernels of this one stop waiting.
     """
-    together = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
-    words = width // together
-    max_rows = ranks.all_reduce_min(_max_rows(ranks, words))
+    from roseinfer.kernels.triton.all_reduce import AllReduceBuffers  # imports Triton
+
+    values_per_word = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
+    num_words = width // values_per_word
+    max_rows = ranks.all_reduce_min(_max_rows(ranks, num_words))
     if max_rows < 1:
         return None
-    inboxes = open_peer_buffers(ranks, 2 * ranks.size * max_rows * words)
+    inboxes = open_peer_buffers(ranks, 2 * ranks.size * max_rows * num_words)
     if inboxes is None:
         return None
     device = ranks.device
@@ -208,9 +214,9 @@ def open_exchange(ranks: Ranks, width: int, dtype: torch.dtype) -> AllReduceBuff
         exchange = AllReduceBuffers(
             rank=ranks.rank,
             ranks=ranks.size,
-            together=together,
+            together=values_per_word,
             max_rows=max_rows,
-            inbox=inboxes.own.view(2, ranks.size, max_rows, words),
+            inbox=inboxes.local.view(2, ranks.size, max_rows, num_words),
             inboxes=torch.tensor(inboxes.addresses, dtype=torch.int64, device=device),
             rounds=torch.zeros(max_rows, dtype=torch.int32, device=device),
             gone=torch.zeros(1, dtype=torch.int32, device=device),
@@ -219,28 +225,28 @@ def open_exchange(ranks: Ranks, width: int, dtype: torch.dtype) -> AllReduceBuff
     return exchange
 
 
-def _max_rows(ranks: Ranks, words: int) -> int:
-    """Return the most rows of ``words`` words that one all-reduce may have.
+def _max_rows(ranks: Ranks, num_words: int) -> int:
+    """Return the most rows of ``num_words`` words that one all-reduce may have.
 
     Each row has a program, and all of them must run at once: one on each multiprocessor.
     """
-    room = _MAX_BYTES_SENT // (8 * words * (ranks.size - 1))
+    room = _MAX_BYTES_SENT // (8 * num_words * (ranks.size - 1))
     if ranks.device.type != "cuda":
         return min(room, _ROWS_ON_CPU)
     device = torch.cuda.get_device_properties(ranks.device)
     return min(room, int(device.multi_processor_count))
 
 
-def _exchange_aborter(gone: Tensor) -> Callable[[], None]:
+def _exchange_aborter(abort_flag: Tensor) -> Callable[[], None]:
     """Return a function that makes running kernels stop waiting. Any thread may call it."""
-    if gone.device.type != "cuda":
-        return partial(gone.fill_, 1)  # type: ignore[return-value]
+    if abort_flag.device.type != "cuda":
+        return partial(abort_flag.fill_, 1)  # type: ignore[return-value]
     one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    stream = torch.cuda.Stream(gone.device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(abort_flag.device)  # type: ignore[no-untyped-call]
 
     def end() -> None:
         # A waiting kernel blocks later work of its own stream, but not a copy in this one.
         with torch.cuda.stream(stream), torch.inference_mode(False):
-            gone.copy_(one, non_blocking=True)
+            abort_flag.copy_(one, non_blocking=True)
 
     return end

@@ -15,6 +15,7 @@ import time
 import weakref
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection
 from queue import Empty, SimpleQueue
@@ -31,10 +32,104 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.connection import Connection
     from subprocess import Popen
+    from typing import Self
 
     from torch import Tensor
 
-    from roseinfer.distributed.orders import RankCommand
+    from roseinfer.kv.manager import StepBatch
+    from roseinfer.kv.plan import AppendPlan
+
+
+# Commands that the leading rank sends to the others.
+#
+# The leader alone plans: commands contain its blocks, tables and tokens, so that ranks cannot
+# disagree on them.
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """A command to copy blocks of a group of layers, all at once."""
+
+    layer: int
+    """First layer of the group."""
+    source: list[int]
+    target: list[int]
+
+    @classmethod
+    def of(cls, plan: AppendPlan) -> Self:
+        return cls(plan.layer, plan.copy_from, plan.copy_to)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A command to run new tokens of some sequences through the model."""
+
+    token_ids: list[int]
+    positions: list[int]
+    rows: list[int] | None
+    """Rows whose logits are computed; None for all."""
+    plans: dict[int, AppendPlan]
+    """Append plan of the new tokens, by group of layers."""
+    block_lists: Sequence[Sequence[list[int]]]
+    counts: Sequence[int]
+    lengths: Sequence[int]
+    num_decodes: int
+
+    @classmethod
+    def of(
+        cls, batch: StepBatch, token_ids: list[int], positions: list[int], rows: list[int] | None
+    ) -> Self:
+        plans = {
+            # Copies were sent before, as CopyBlocks.
+            group: replace(plan, copy_from=[], copy_to=[], staged_indices=None)
+            for group, plan in batch.plans.items()
+        }
+        lists, counts, lengths = batch.block_lists, batch.counts, batch.lengths
+        return cls(token_ids, positions, rows, plans, lists, counts, lengths, batch.num_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """A command to replace whole rows of slots."""
+
+    flat: list[int]
+    """Slot and numbers of each row, concatenated."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutBlocks:
+    """A command to replace single numbers in rows of slots."""
+
+    places: list[int]
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PutTokens:
+    """A command to receive the newest tokens of some slots from the leader."""
+
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A command to run a decode step of the first ``count`` slots."""
+
+    count: int
+    kind: Any
+    """``StepKind`` of the step; every rank has a graph of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportState:
+    """A command to reply with a part of the rank's state: ``tables`` or ``caches``."""
+
+    part: str
+
+
+RankCommand = CopyBlocks | Forward | PutRows | PutBlocks | PutTokens | Decode | ReportState
+
 
 # The leader's connections to the other ranks, and a thread that notices when a rank has ended.
 
@@ -64,12 +159,12 @@ class RankConnections:
         """Callbacks for a failure, each in a thread of its own, since some wait for long."""
         threading.Thread(target=self._watch, name="roseinfer ranks", daemon=True).start()
 
-    def send(self, what: object) -> None:
+    def send(self, message: object) -> None:
         self.require_alive()
-        message = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             for link in self._links:
-                link.send_bytes(message)
+                link.send_bytes(data)
         except OSError as error:
             raise self.mark_failed(error) from error
 
@@ -132,11 +227,11 @@ class RankConnections:
             process.wait()
 
     def _take(self, at: int) -> None:
-        answer = pickle.loads(self._links[at].recv_bytes())
-        if isinstance(answer, BaseException):
-            self._fail(RanksFailed(f"rank {at + 1} failed: {answer}"))
+        reply = pickle.loads(self._links[at].recv_bytes())
+        if isinstance(reply, BaseException):
+            self._fail(RanksFailed(f"rank {at + 1} failed: {reply}"))
         else:
-            self._replies.put(answer)
+            self._replies.put(reply)
 
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -215,9 +310,9 @@ class Ranks:
             options.asyncOp = False
         return options
 
-    def _run_collective(self, what: Callable[..., Any], *args: Any) -> None:
+    def _run_collective(self, collective: Callable[..., Any], *args: Any) -> None:
         try:
-            work = what(*args)
+            work = collective(*args)
             if work is not None:  # None if it runs in the current stream
                 work.wait()
         except RuntimeError as error:
@@ -262,13 +357,13 @@ class LeadingRank(Ranks):
                 self.rank_connections.require_alive()
         connected.result()
 
-    def send_command(self, order: RankCommand) -> None:
+    def send_command(self, command: RankCommand) -> None:
         """Send a command to all other ranks. This rank must execute the same next."""
-        self.rank_connections.send(order)
+        self.rank_connections.send(command)
 
-    def query_ranks(self, order: RankCommand) -> list[Any]:
+    def query_ranks(self, command: RankCommand) -> list[Any]:
         """Send a query to all other ranks, and return their replies in any order."""
-        self.rank_connections.send(order)
+        self.rank_connections.send(command)
         return self.rank_connections.replies()
 
     def require_alive(self) -> None:
@@ -310,8 +405,8 @@ class FollowingRank(Ranks):
         while not done.query() and time.monotonic() < ends:
             time.sleep(_POLL_S)
 
-    def send_reply(self, what: Any) -> None:
-        self._leader.send_bytes(pickle.dumps(what, pickle.HIGHEST_PROTOCOL))
+    def send_reply(self, reply: Any) -> None:
+        self._leader.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
 
 
 def as_leader(ranks: Ranks | None) -> LeadingRank | None:
@@ -332,7 +427,7 @@ def _abort(calls: Iterable[Callable[[], None]], group: Any) -> None:
 
 def _shut_down(
     calls: Iterable[Callable[[], None]],
-    held: list[Any],
+    resources: list[Any],
     device: torch.device,
     after_shutdown: Iterable[Callable[[], None]],
     ended: _thread.LockType,
@@ -348,7 +443,7 @@ def _shut_down(
         return
     for call in calls:
         call()
-    _thread.start_new_thread(_abort_group, (held, device, after_shutdown, ended))
+    _thread.start_new_thread(_abort_group, (resources, device, after_shutdown, ended))
 
 
 def _shut_down_at_exit(
@@ -365,7 +460,7 @@ def _shut_down_at_exit(
 
 
 def _abort_group(
-    held: list[Any],
+    resources: list[Any],
     device: torch.device,
     after_shutdown: Iterable[Callable[[], None]],
     ended: _thread.LockType,
@@ -374,11 +469,11 @@ def _abort_group(
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        held[0].abort()
+        resources[0].abort()
     finally:
         for call in after_shutdown:
             call()
-        held.clear()  # the last reference to the group, whose destructor is C++ too
+        resources.clear()  # the last reference to the group, whose destructor is C++ too
         ended.release()
 
 

@@ -50,7 +50,7 @@ def lead_launched(size: int, device: torch.device, setup: Sequence[Any]) -> Lead
 
 
 def follow_launched(launched: TorchrunRank) -> Path:
-    """Return the folder in which the leader waits, for ranks that ``torchrun`` has started."""
+    """Return the leader's rendezvous folder, for ranks that ``torchrun`` has started."""
     return Path(_launchers_store(launched.size, launched.rank).get(_rendezvous_key()).decode())
 
 
@@ -92,11 +92,11 @@ def _lead(
 def _require_ready(rank: int, link: Connection) -> None:
     """Raise unless a rank is ready to load: otherwise all others would wait for it."""
     try:
-        answer = link.recv()
+        reply = link.recv()
     except (EOFError, OSError):
-        answer = "it has ended"
-    if answer is not None:
-        raise RanksFailed(f"rank {rank} cannot start: {answer}")
+        reply = "it has ended"
+    if reply is not None:
+        raise RanksFailed(f"rank {rank} cannot start: {reply}")
 
 
 def _accept_rank(
@@ -107,10 +107,10 @@ def _accept_rank(
         try:
             return Connection(listener.accept()[0].detach())
         except TimeoutError:
-            ended = [process.returncode for process in started if process.poll() is not None]
-            if ended or monotonic() > until:
-                why = f"ended with status {ended[0]}" if ended else "did not connect"
-                raise RanksFailed(f"a rank {why} before the model was loaded") from None
+            statuses = [process.returncode for process in started if process.poll() is not None]
+            if statuses or monotonic() > until:
+                reason = f"ended with status {statuses[0]}" if statuses else "did not connect"
+                raise RanksFailed(f"a rank {reason} before the model was loaded") from None
 
 
 def _launchers_store(size: int, rank: int) -> Any:

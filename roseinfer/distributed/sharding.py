@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from roseinfer.errors import RanksFailed, UnsupportedModel
-from roseinfer.models.checks import is_close, trial_tokens
+from roseinfer.models.load_checks import is_close, trial_tokens
 from roseinfer.models.shape import read_model_shape
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _GPT2 = {
 _OWN_PLANS = {"GPT2LMHeadModel": _GPT2, "Phi3ForCausalLM": _PHI3}
 
 _COUNTED = {"num_heads", "num_key_value_heads", "split_size"}
-"""Attributes in which some attention modules store head counts or widths when built."""
+"""Attributes for head counts or widths that some attention modules store when built."""
 
 
 class RowParallelLinear(nn.Module):
@@ -79,16 +79,16 @@ class VocabParallelHead(nn.Module):
         self._tokens = head.weight.shape[0]
         width = -(-self._tokens // (ranks.size * _HEAD_ALIGNMENT)) * _HEAD_ALIGNMENT
         begin = width * ranks.rank
-        self.weight = _padded(head.weight, begin, width)
-        self.bias = None if head.bias is None else _padded(head.bias, begin, width)
+        self.weight = _pad_rows(head.weight, begin, width)
+        self.bias = None if head.bias is None else _pad_rows(head.bias, begin, width)
 
     def forward(self, x: Tensor) -> Tensor:
         local = nn.functional.linear(x, self.weight, self.bias)
         return self.gather_logits(local.flatten(0, -2)).view(*x.shape[:-1], -1)
 
-    def gather_logits(self, own: Tensor) -> Tensor:
+    def gather_logits(self, local_logits: Tensor) -> Tensor:
         """Gather the logits that each rank has computed, into ``[rows, tokens]``."""
-        return self._ranks.all_gather(own)[:, : self._tokens]
+        return self._ranks.all_gather(local_logits)[:, : self._tokens]
 
 
 def shard(model: Any, ranks: Ranks) -> None:
@@ -165,7 +165,7 @@ def _plan(model: Any, size: int) -> Mapping[str, str]:
     plan |= getattr(type(model), "_tp_plan", None) or {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
-            plan.pop(_starred(path), None)
+            plan.pop(_plan_name(path), None)
     unknown = sorted(
         set(plan.values()) - {_COLUMN_PARALLEL, _ROW_PARALLEL, _HEAD, *_REPLICATED_STYLES}
     )
@@ -177,7 +177,7 @@ def _plan(model: Any, size: int) -> Mapping[str, str]:
 
 def _shard_modules(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> None:
     for path, module in [*model.named_modules()]:
-        style = plan.get(_starred(path))
+        style = plan.get(_plan_name(path))
         if style == _COLUMN_PARALLEL:
             _keep_outputs(module, [_outputs(module)], ranks)
         elif style == _FUSED_COLUMN_PARALLEL:
@@ -191,7 +191,7 @@ def _shard_modules(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: 
                 setattr(module, counted, getattr(module, counted) // ranks.size)
 
 
-def _starred(path: str) -> str:
+def _plan_name(path: str) -> str:
     """Return a module's name in the form of plans, with stars for numbers."""
     return re.sub(r"\d+", "*", path)
 
@@ -212,10 +212,10 @@ def _keep_outputs(layer: Any, widths: Sequence[int], ranks: Ranks) -> None:
     """Cut a linear layer to its share of the outputs, of each layer that is fused in it."""
     axis = 1 if isinstance(layer, Conv1D) else 0
     parts = [_local_shard(part, axis, ranks) for part in layer.weight.detach().split(widths, axis)]
-    layer.weight = _fixed(torch.cat(parts, axis))
+    layer.weight = _frozen_parameter(torch.cat(parts, axis))
     if layer.bias is not None:
         biases = layer.bias.detach().split(widths)
-        layer.bias = _fixed(torch.cat([_local_shard(each, 0, ranks) for each in biases]))
+        layer.bias = _frozen_parameter(torch.cat([_local_shard(each, 0, ranks) for each in biases]))
     if axis:
         layer.nf = layer.weight.shape[1]
     else:
@@ -234,16 +234,16 @@ def _local_shard(weight: Tensor, axis: int, ranks: Ranks) -> Tensor:
 
 
 def _local_shard_parameter(weight: Tensor, axis: int, ranks: Ranks) -> nn.Parameter:
-    return _fixed(_local_shard(weight.detach(), axis, ranks).clone())
+    return _frozen_parameter(_local_shard(weight.detach(), axis, ranks).clone())
 
 
-def _padded(weight: Tensor, begin: int, width: int) -> nn.Parameter:
+def _pad_rows(weight: Tensor, begin: int, width: int) -> nn.Parameter:
     """Return ``width`` rows of a tensor from ``begin`` on, padded with zeros."""
     padded = weight.new_zeros(width, *weight.shape[1:])
-    kept = weight.detach()[begin : begin + width]
-    padded[: len(kept)] = kept
-    return _fixed(padded)
+    shard = weight.detach()[begin : begin + width]
+    padded[: len(shard)] = shard
+    return _frozen_parameter(padded)
 
 
-def _fixed(weight: Tensor) -> nn.Parameter:
+def _frozen_parameter(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.contiguous(), requires_grad=False)

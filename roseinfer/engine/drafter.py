@@ -1,8 +1,8 @@
 """N-gram drafts for speculative decoding, looked up in the sequence itself.
 
 When the last tokens of a sequence occurred earlier in it, prompt included, the tokens that followed
-them then are proposed now. Drafts never change the output: the model's own choice at each position
-is what the request gets.
+them then are proposed now. Drafts never change the output: the request gets the model's own choice
+at each position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_PROBE_TOKENS = 2
 """Number of last tokens that a draft would have had to predict for drafting to begin again."""
 _MIN_BACKOFF_TOKENS = 4
 _MAX_BACKOFF_TOKENS = 256
-_MOST_CREDIT = 2
+_MAX_CREDIT = 2
 _NUM_CODE_POINTS = 0x110000
 """Number of characters in Python. Tokens of a larger vocabulary share some of them, which makes
 drafts worse and never wrong."""
@@ -44,7 +44,7 @@ class Drafter:
     _text: str = ""
     """One character for each token: strings are searched faster than lists."""
     _next_check_length: int = 0
-    """Length in tokens at which the request is checked again."""
+    """Length in tokens that starts the next check of the request."""
     _backoff_tokens: int = _MIN_BACKOFF_TOKENS
     _credit: int = 0
     """Number of rejections left before a backoff."""
@@ -59,17 +59,17 @@ class Drafter:
             self._next_check_length = len(token_ids) + self.check_interval
         return self.drafting
 
-    def draft(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Return at most ``most`` draft tokens; switch drafting off if none are found."""
-        drafts = self._look_up(token_ids, len(token_ids), min(most, MAX_DRAFT_TOKENS))
+    def draft(self, token_ids: Sequence[int], max_drafts: int) -> list[int]:
+        """Return at most ``max_drafts`` draft tokens; switch drafting off if none are found."""
+        drafts = self._look_up(token_ids, len(token_ids), min(max_drafts, MAX_DRAFT_TOKENS))
         if not drafts:
             self.drafting = False
             self._next_check_length = len(token_ids) + 1
         return drafts
 
     def record_acceptance(self, accepted: int, drafted: int, length: int) -> None:
-        """Record a verification, after which the request has ``length`` tokens."""
-        self._credit = min(self._credit + accepted - 1, _MOST_CREDIT)
+        """Record a verification; the request has ``length`` tokens afterwards."""
+        self._credit = min(self._credit + accepted - 1, _MAX_CREDIT)
         if self._credit < 0:
             self._credit = 0
             self.drafting = False
@@ -78,18 +78,18 @@ class Drafter:
         elif accepted == drafted:
             self._backoff_tokens = max(self._backoff_tokens // 2, _MIN_BACKOFF_TOKENS)
 
-    def _look_up(self, token_ids: Sequence[int], known: int, most: int) -> list[int]:
+    def _look_up(self, token_ids: Sequence[int], num_tokens: int, max_drafts: int) -> list[int]:
         """Return the tokens that followed the newest earlier match of an n-gram.
 
-        The n-gram is the end of the first ``known`` tokens. If the match ended less than ``most``
-        tokens ago, the tokens since then are repeated.
+        The n-gram is the end of the first ``num_tokens`` tokens. If the match ended less than
+        ``max_drafts`` tokens ago, the tokens since then are repeated.
         """
         new = token_ids[len(self._text) :]
         self._text += "".join([chr(token % _NUM_CODE_POINTS) for token in new])
-        for count in range(min(_MAX_NGRAM_TOKENS, known - 1), 0, -1):
-            at = self._text.rfind(self._text[known - count : known], 0, known - 1)
+        for count in range(min(_MAX_NGRAM_TOKENS, num_tokens - 1), 0, -1):
+            at = self._text.rfind(self._text[num_tokens - count : num_tokens], 0, num_tokens - 1)
             if at >= 0:
                 begin = at + count
-                period = known - begin
-                return [token_ids[begin + at % period] for at in range(most)]
+                period = num_tokens - begin
+                return [token_ids[begin + at % period] for at in range(max_drafts)]
         return []

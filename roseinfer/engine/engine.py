@@ -31,8 +31,7 @@ from roseinfer.errors import (
     StepFailed,
 )
 from roseinfer.guided.compiler import GuideCompiler
-from roseinfer.histogram import STEP_TOKEN_BOUNDS, Histogram
-from roseinfer.paths import EnginePath
+from roseinfer.paths import STEP_TOKEN_BOUNDS, EnginePath, Histogram
 from roseinfer.sampling_params import SamplingParams
 from roseinfer.text.completion_text import (
     CompletionText,
@@ -49,14 +48,14 @@ if TYPE_CHECKING:
     from roseinfer.engine.scheduler import Step
     from roseinfer.guided.compiler import GuideMatcher
     from roseinfer.models.loading import LoadedModel
-    from roseinfer.sampling.logprobs import TokenLogprobs
+    from roseinfer.sampling import TokenLogprobs
 
 
 class Occupancy(NamedTuple):
     """Block counts of the KV cache. Blocks that are neither held nor cached are free."""
 
     total: int
-    held: int
+    num_held: int
     """Blocks held by requests."""
     cached: int
     """Blocks held by the prefix cache alone, which can be evicted when others are needed."""
@@ -92,17 +91,7 @@ class Engine:
         """The ranks of a tensor-parallel model; None without tensor parallelism."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
         device = kv.device.type
-        resident = None
-        if config.uses_resident_decode(device):
-            graphs = device == "cuda" and config.cuda_graph is not False
-            most = config.max_batch_size
-            resident = ResidentDecode(
-                model,
-                self.sequence_runner.attention,
-                most,
-                graphs=graphs,
-                graphs_required=config.cuda_graph is True,
-            )
+        resident = _resident_decode(self.sequence_runner, config)
         self._runner = StepRunner(self.sequence_runner, resident, config)
         self._run_ahead = config.max_steps_in_flight(device) if resident else 0
         self._block_allocator = RequestBlockAllocator(
@@ -286,9 +275,9 @@ class Engine:
         """Resume a request, if it is paused."""
         self._apply_between_steps(partial(self._scheduler.resume, request))
 
-    def _apply_between_steps(self, what: Callable[[], None]) -> None:
+    def _apply_between_steps(self, change: Callable[[], None]) -> None:
         """Run a change of requests between steps: now, unless the engine is busy."""
-        self._pending_changes.append(what)
+        self._pending_changes.append(change)
         self._apply_pending_changes()
 
     def _apply_pending_changes(self) -> None:
@@ -372,15 +361,15 @@ class Engine:
         self._scheduler.preempt_all()
         self._runner.reset_slots()
 
-    def _process_tokens_in_flight(self, most: int) -> None:
-        """Read back steps until at most ``most`` are in flight, none of which blocks the next."""
+    def _process_tokens_in_flight(self, max_in_flight: int) -> None:
+        """Read back steps until ``max_in_flight`` are left and none blocks the next step."""
         steps, updates, take = self._in_flight, self._updates, self._add_token
-        while len(steps) > max(0, most) or any(
+        while len(steps) > max(0, max_in_flight) or any(
             each.blocks_next_step for step in steps for each in step
         ):
             for flight in steps.popleft():
                 # One at a time, so that updates are kept if a later one raises.
-                for request, token, logprobs in flight.land():
+                for request, token, logprobs in flight.collect():
                     if self._ranks is not None:  # a dead rank leaves arbitrary numbers to others
                         self._ranks.require_alive()
                     updates.append(take(request, token))
@@ -480,16 +469,30 @@ class Engine:
                 counts[EnginePath.RECOMPUTED] += 1
 
 
+def _resident_decode(runner: SequenceRunner, config: EngineConfig) -> ResidentDecode | None:
+    """Return the runner of resident steps, or None where sequences decode without slots."""
+    device = runner.kv.device.type
+    if not config.uses_resident_decode(device):
+        return None
+    return ResidentDecode(
+        runner.model,
+        runner.attention,
+        config.max_batch_size,
+        graphs=device == "cuda" and config.cuda_graph is not False,
+        graphs_required=config.cuda_graph is True,
+    )
+
+
 def _no_distribution(request: Request) -> NoDistribution:
-    """Return the error of a request for which no token could be chosen."""
+    """Return the error of a request whose next token could not be chosen."""
     guide = request.guide
-    why = (
+    reason = (
         f"the model's logits for token {len(request.sequence.token_ids)} hold NaN, or nothing "
         "finite"
     )
     if guide is not None:
-        why = guide.failure if guide.has_failed else f"{why}, or {guide.failure}"
-    return NoDistribution(f"{why}: no next token can be chosen")
+        reason = guide.failure if guide.has_failed else f"{reason}, or {guide.failure}"
+    return NoDistribution(f"{reason}: no next token can be chosen")
 
 
 def _record_logprobs(update: Update, logprobs: TokenLogprobs) -> None:
@@ -499,8 +502,8 @@ def _record_logprobs(update: Update, logprobs: TokenLogprobs) -> None:
         return
     update.logprob = logprobs.logprob
     request.logprobs.append(logprobs.logprob)
-    if most := request.params.top_logprobs:
-        update.top_logprobs = logprobs.top_logprobs[:most]
-        if request.guide is not None:  # it may allow fewer than ``most`` tokens here
+    if num_top := request.params.top_logprobs:
+        update.top_logprobs = logprobs.top_logprobs[:num_top]
+        if request.guide is not None:  # it may allow fewer than ``num_top`` tokens here
             update.top_logprobs = [each for each in update.top_logprobs if each[1] != -inf]
         request.top_logprobs.append(update.top_logprobs)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from roseinfer.sampling.logprobs import prompt_token_logprobs, unpack_logprobs
+from roseinfer.sampling import prompt_token_logprobs, unpack_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from roseinfer.decode.readback import PendingReadback, Readback
     from roseinfer.engine.request import Request
     from roseinfer.kv.storage import IndexStaging
-    from roseinfer.sampling.logprobs import TokenLogprobs
+    from roseinfer.kv.transfers import PendingReadback, Readback
+    from roseinfer.sampling import TokenLogprobs
 
 DraftsVerified = Callable[["Request", Sequence[int], int], None]
 """Called with a request, its drafts and how many of them were accepted."""
-NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 def drop_tokens_in_flight(request: Request) -> None:
-    """Reset the number of tokens that a request has in flight."""
+    """Drop the tokens that a request has in flight, and its drafts."""
     request.num_in_flight = 0
+    request.drafts = []
 
 
 @dataclass(slots=True)
@@ -43,23 +42,24 @@ class TokensInFlight:
     """Packed log-probabilities, token after token; None if no request needs them."""
     blocks_next_step: bool
     """True if a request needs its token on the host before its next step."""
-    drafts: Mapping[int, list[int]]
-    """Stored drafts by request id. The row after a request's own has the token that follows the
-    first draft, the next row the one that follows the second, and so on."""
-    on_drafts_verified: DraftsVerified | None
-    """Callback that runs before the tokens of a request with drafts are yielded."""
+    on_drafts_verified: DraftsVerified | None = None
+    """Callback that runs before the tokens of a request with drafts are yielded; None if no request
+    has drafts. The row after a request's own has the token that follows its first draft, the next
+    row the one that follows the second, and so on."""
 
     def __post_init__(self) -> None:
         for request in self.requests:
             request.num_in_flight += 1
-        if self.drafts:
+        if self.on_drafts_verified is not None:
             for request in self.requests:
-                request.num_in_flight += len(self.drafts.get(request.id, ()))
+                request.num_in_flight += len(request.drafts)
 
-    def land(self) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
+    def collect(self) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
         """Wait for the tokens and yield them, except those of requests that have ended since."""
         tokens = self.tokens.wait()
-        if self.logprobs is None and not self.drafts:  # fast path of nearly all calls
+        if (
+            self.logprobs is None and self.on_drafts_verified is None
+        ):  # fast path of nearly all calls
             for request, row in zip(self.requests, self.rows, strict=True):
                 if request.finish_reason is None:
                     request.num_in_flight -= 1
@@ -69,17 +69,19 @@ class TokensInFlight:
         size = len(flat) // len(tokens)
         for request, first in zip(self.requests, self.rows, strict=True):
             last = first
-            if request.id in self.drafts:
+            if request.drafts:
                 last += self._verify(request, first, tokens)
             for row in range(first, last + 1):
                 if request.finish_reason is None:  # a previous token may have ended it
                     request.num_in_flight -= 1
-                    own = flat[row * size : (row + 1) * size] if request.params.logprobs else None
-                    yield request, tokens[row], unpack_logprobs(own) if own else None
+                    packed = (
+                        flat[row * size : (row + 1) * size] if request.params.logprobs else None
+                    )
+                    yield request, tokens[row], unpack_logprobs(packed) if packed else None
 
     def _verify(self, request: Request, first: int, tokens: Sequence[int]) -> int:
         """Return the number of accepted drafts: those equal to the model's own tokens."""
-        drafts = self.drafts[request.id]
+        drafts, request.drafts = request.drafts, []
         wrong = (at for at, draft in enumerate(drafts) if tokens[first + at] != draft)
         accepted = next(wrong, len(drafts))
         request.num_in_flight -= len(drafts) - accepted
@@ -100,7 +102,7 @@ class PromptLogprobsInFlight:
     values: PendingReadback
     blocks_next_step: ClassVar[bool] = False
 
-    def land(self) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
+    def collect(self) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
         """Wait for the values and record them. This yields no tokens.
 
         A prompt that was restarted meanwhile gets the same values at the same positions again.
@@ -112,27 +114,24 @@ class PromptLogprobsInFlight:
 
 
 def launch_prompt_logprobs(
-    requests: Sequence[Request],
-    counts: Mapping[int, int],
-    ends: Sequence[int],
+    chunks: Sequence[tuple[Request, int, int]],
     logits: torch.Tensor,
     staging: IndexStaging,
     readback: Readback,
 ) -> PromptLogprobsInFlight:
     """Start to read back the prompt log-probabilities of some requests.
 
-    The step stored ``counts[at]`` tokens of request ``at``, and its rows of logits end
-    before row ``ends[at]``.
+    Each has the number of tokens that the step stored, and the row where its logits end.
     """
     spans: list[tuple[Request, int, int]] = []
     rows: list[int] = []
     tokens: list[int] = []
-    for at, count in counts.items():
-        sequence = requests[at].sequence
+    for request, count, row_end in chunks:
+        sequence = request.sequence
         begin = sequence.num_stored - count + 1
-        end = min(sequence.num_stored + 1, requests[at].prompt_length)
-        spans.append((requests[at], begin, end))
-        first = ends[at] - count
+        end = min(sequence.num_stored + 1, request.prompt_length)
+        spans.append((request, begin, end))
+        first = row_end - count
         rows += range(first, first + end - begin)
         tokens += sequence.token_ids[begin:end]
     at_rows, at_tokens = staging.stage([rows, tokens]).columns

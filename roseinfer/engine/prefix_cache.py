@@ -111,9 +111,9 @@ class PrefixCache:
 
         This returns the held entries, their block lists and their number of tokens.
         """
-        most = len(tokens) - 1
-        matched = self._full_blocks(tokens, most)
-        tail = self._match_partial_block(matched[-1] if matched else self._root, tokens, most)
+        max_tokens = len(tokens) - 1
+        matched = self._full_blocks(tokens, max_tokens)
+        tail = self._match_partial_block(matched[-1] if matched else self._root, tokens, max_tokens)
         entries = self._longest_complete_prefix(matched if tail is None else [*matched, tail])
         if tail is not None and tail not in entries[-1:]:
             tail = None
@@ -145,7 +145,7 @@ class PrefixCache:
             or self._match_partial_block(self._root, tokens, len(tokens) - 1) is not None
         )
 
-    def insert(self, held: HeldPrefix, sequence: CachedSequence) -> None:
+    def insert(self, held_prefix: HeldPrefix, sequence: CachedSequence) -> None:
         """Add the blocks that a sequence has filled.
 
         If a block with the same tokens is cached already, that one stays, and this sequence's
@@ -153,39 +153,43 @@ class PrefixCache:
         """
         # Tokens in flight are stored, but not known yet, so no block can have them in its key.
         stored = min(sequence.num_stored, len(sequence.token_ids))
-        if held.tail is not None and stored > held.tail.end:
-            self._release_entry(held.tail)
-            held.tail = None
+        if held_prefix.tail is not None and stored > held_prefix.tail.end:
+            self._release_entry(held_prefix.tail)
+            held_prefix.tail = None
         size = self.kv.block_size
-        while held.tip is not None and held.tip.cached and held.tip.end + size <= stored:
-            tip = held.tip
+        while (
+            held_prefix.tip is not None
+            and held_prefix.tip.cached
+            and held_prefix.tip.end + size <= stored
+        ):
+            tip = held_prefix.tip
             block = tuple(sequence.token_ids[tip.end : tip.end + size])
             hashed = chain_hash(tip.hash, block)
             entry = self._entries.get((size, hashed))
             if entry is None:
                 entry = self._add(tip, block, hashed, sequence)
                 entry.num_holders = 1
-                held.inserted.append(entry)
+                held_prefix.inserted.append(entry)
             elif not entry.continues(tip, block):
                 return  # two prefixes with one hash: the older entry stays
             else:
-                self._fill_missing_blocks(entry, sequence, held)
-            held.tip = entry
+                self._fill_missing_blocks(entry, sequence, held_prefix)
+            held_prefix.tip = entry
 
-    def release(self, held: HeldPrefix, sequence: CachedSequence) -> None:
+    def release(self, held_prefix: HeldPrefix, sequence: CachedSequence) -> None:
         """End a sequence, and keep its stored blocks, the partial one too."""
-        self.insert(held, sequence)
+        self.insert(held_prefix, sequence)
         # If it still holds a tail, it has no partial block of its own.
-        if held.tip is not None and held.tail is None:
-            self._add_tail(held.tip, sequence)
-        self._release_all(held)
+        if held_prefix.tip is not None and held_prefix.tail is None:
+            self._add_tail(held_prefix.tip, sequence)
+        self._release_all(held_prefix)
 
-    def release_and_invalidate(self, held: HeldPrefix) -> None:
+    def release_and_invalidate(self, held_prefix: HeldPrefix) -> None:
         """End a sequence, and remove the subtrees of all entries that it inserted or completed."""
-        for entry in (*held.inserted, *held.completed):
+        for entry in (*held_prefix.inserted, *held_prefix.completed):
             if entry.cached:
                 self._remove_subtree(entry)
-        self._release_all(held)
+        self._release_all(held_prefix)
 
     def evict(self, blocks_needed: int) -> int:
         """Free ``blocks_needed`` blocks of every pool, or all that can be, and return how many."""
@@ -194,12 +198,14 @@ class PrefixCache:
             self.evictable_entries or self._evictable_blocks
         ):
             entry, used = next(iter(self.evictable_entries.items()), (None, self._uses + 1))
-            loose, left = next(iter(self._evictable_blocks.items()), (None, self._uses + 1))
-            if entry is not None and used < left:
+            loose_block, last_use = next(
+                iter(self._evictable_blocks.items()), (None, self._uses + 1)
+            )
+            if entry is not None and used < last_use:
                 self._remove_subtree(entry)  # has no children
-            elif loose is not None:
-                self._unmark_evictable_block(loose)
-                self._free_entry_block(*loose)
+            elif loose_block is not None:
+                self._unmark_evictable_block(loose_block)
+                self._free_entry_block(*loose_block)
             self.num_evictions += 1
         return before - self.num_evictable_blocks
 
@@ -208,11 +214,11 @@ class PrefixCache:
         for entry in list(self._root.children):
             self._remove_subtree(entry)
 
-    def _full_blocks(self, tokens: Sequence[int], most: int) -> list[PrefixEntry]:
+    def _full_blocks(self, tokens: Sequence[int], max_tokens: int) -> list[PrefixEntry]:
         size = self.kv.block_size
         entries: list[PrefixEntry] = []
         parent = self._root
-        while parent.end + size <= most:
+        while parent.end + size <= max_tokens:
             block = tuple(tokens[parent.end : parent.end + size])
             entry = self._entries.get((size, chain_hash(parent.hash, block)))
             if entry is None or not entry.continues(parent, block):
@@ -222,19 +228,21 @@ class PrefixCache:
         return entries
 
     def _match_partial_block(
-        self, parent: PrefixEntry, tokens: Sequence[int], most: int
+        self, parent: PrefixEntry, tokens: Sequence[int], max_tokens: int
     ) -> PrefixEntry | None:
         """Look up tails by their hashes, token by token, and return the longest that matches."""
-        rest = tuple(tokens[parent.end : min(most, parent.end + self.kv.block_size - 1)])
+        tail_tokens = tuple(
+            tokens[parent.end : min(max_tokens, parent.end + self.kv.block_size - 1)]
+        )
         candidates: list[PrefixEntry] = []
         hashed = parent.hash
-        for count, token in enumerate(rest, 1):
+        for count, token in enumerate(tail_tokens, 1):
             hashed = chain_hash(hashed, token)
             entry = self._entries.get((count, hashed))
             if entry is not None:
                 candidates.append(entry)
         for entry in reversed(candidates):
-            if entry.continues(parent, rest[: len(entry.tokens)]):
+            if entry.continues(parent, tail_tokens[: len(entry.tokens)]):
                 return entry
         return None
 
@@ -256,14 +264,14 @@ class PrefixCache:
         count = sequence.num_stored - tip.end
         if not (tip.cached and 0 < count < self.kv.block_size):
             return
-        rest = tuple(sequence.token_ids[tip.end : sequence.num_stored])
-        hashed = reduce(chain_hash, rest, tip.hash)
+        tail_tokens = tuple(sequence.token_ids[tip.end : sequence.num_stored])
+        hashed = reduce(chain_hash, tail_tokens, tip.hash)
         if (count, hashed) in self._entries:
             return
         # Another sequence cannot continue a block with planned positions that store no token.
         index = tip.end // self.kv.block_size
         if all(self.kv.block_info(ids[index]).length == count for ids in sequence.block_lists):
-            self._mark_evictable_entry(self._add(tip, rest, hashed, sequence))
+            self._mark_evictable_entry(self._add(tip, tail_tokens, hashed, sequence))
 
     def _remove_subtree(self, entry: PrefixEntry) -> None:
         """Remove an entry and its descendants, which no lookup can find without it."""
@@ -358,22 +366,24 @@ class PrefixCache:
             self.num_evictable_blocks -= 1
 
     def _fill_missing_blocks(
-        self, entry: PrefixEntry, sequence: CachedSequence, held: HeldPrefix
+        self, entry: PrefixEntry, sequence: CachedSequence, held_prefix: HeldPrefix
     ) -> None:
         """Give an entry the blocks that it lacks and that a sequence has computed again."""
-        own = [
+        new_block_ids = [
             block_list[entry.end // self.kv.block_size - 1] for block_list in sequence.block_lists
         ]
         lacking = [
-            at for at in self._windowed if entry.block_ids[at] == SCRATCH and own[at] != SCRATCH
+            at
+            for at in self._windowed
+            if entry.block_ids[at] == SCRATCH and new_block_ids[at] != SCRATCH
         ]
         for group in lacking:
-            self.kv.incref_blocks([own[group]])
-            entry.block_ids[group] = own[group]
-            self._entry_of_block[own[group]] = entry
-            self._borrowed_blocks.add(own[group])
+            self.kv.incref_blocks([new_block_ids[group]])
+            entry.block_ids[group] = new_block_ids[group]
+            self._entry_of_block[new_block_ids[group]] = entry
+            self._borrowed_blocks.add(new_block_ids[group])
         if lacking:
-            held.completed.append(entry)
+            held_prefix.completed.append(entry)
 
     def _longest_complete_prefix(self, entries: list[PrefixEntry]) -> list[PrefixEntry]:
         """Return the longest prefix whose next token attends to no missing block."""
@@ -382,28 +392,28 @@ class PrefixCache:
         size = self.kv.block_size
         gaps = [0] * len(self.kv.groups)
         """Number of entries up to the last one without a block, for each group."""
-        longest = 0
+        max_entries = 0
         for count, entry in enumerate(entries, 1):
             for group in self._windowed:
                 if entry.block_ids[group] == SCRATCH:
                     gaps[group] = count
             begins = [group.first_visible_position(entry.end) // size for group in self.kv.groups]
             if all(gap <= begin for gap, begin in zip(gaps, begins, strict=True)):
-                longest = count
-        return entries[:longest]
+                max_entries = count
+        return entries[:max_entries]
 
-    def _release_all(self, held: HeldPrefix) -> None:
+    def _release_all(self, held_prefix: HeldPrefix) -> None:
         """Release all entries. The whole path to the tip counts as just used, the tip first."""
-        for entry in (*held.matched, *held.inserted):
+        for entry in (*held_prefix.matched, *held_prefix.inserted):
             self._release_entry(entry)
-        if held.tail is not None:
-            self._release_entry(held.tail)
-        ancestor = held.tip
+        if held_prefix.tail is not None:
+            self._release_entry(held_prefix.tail)
+        ancestor = held_prefix.tip
         while ancestor is not None:
             if ancestor in self.evictable_entries:
                 self._uses += 1
                 self.evictable_entries[ancestor] = self._uses
                 self.evictable_entries.move_to_end(ancestor)
             ancestor = ancestor.parent
-        held.matched, held.inserted, held.completed = [], [], []
-        held.tail = held.tip = None
+        held_prefix.matched, held_prefix.inserted, held_prefix.completed = [], [], []
+        held_prefix.tail = held_prefix.tip = None

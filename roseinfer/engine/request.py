@@ -11,7 +11,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import BadArgument, RequestTooLarge
-from roseinfer.kv.groups import count_out_of_window
+from roseinfer.kv.pool import count_out_of_window
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ class RequestLimits:
 
     def max_new_tokens_after(self, prompt_length: int) -> int:
         """Return the most tokens that a prompt can be continued by: 0 if it cannot be served."""
-        least, most = 0, max(0, self.positions - prompt_length)
-        while least < most:  # bisection, since block counts are not linear with windows
-            middle = (least + most + 1) // 2
+        lower, upper = 0, max(0, self.positions - prompt_length)
+        while lower < upper:  # bisection, since block counts are not linear with windows
+            middle = (lower + upper + 1) // 2
             if self._blocks(prompt_length, middle) <= self.capacity:
-                least = middle
+                lower = middle
             else:
-                most = middle - 1
-        return least
+                upper = middle - 1
+        return lower
 
     def validated_max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """Return the most tokens that a request may generate; raise if it can never be served."""
@@ -95,16 +95,15 @@ class RequestLimits:
                 f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
                 f"has {positions} positions{', by max_length' * self.limited_by_max_length}"
             )
-        most = min(params.max_new_tokens, positions - prompt_length)
-        blocks = self._blocks(prompt_length, most)
+        max_tokens = min(params.max_new_tokens, positions - prompt_length)
+        blocks = self._blocks(prompt_length, max_tokens)
         if blocks > self.capacity:
             raise RequestTooLarge(
-                f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
-                f"{self.block_requirements.block_size} tokens, and the KV cache has "
-                f"{self.capacity}: ask for "
-                "fewer tokens, or build it with a larger kv_cache_tokens"
+                f"a prompt of {prompt_length} tokens and {max_tokens} new ones take {blocks} "
+                f"blocks of {self.block_requirements.block_size} tokens, and the KV cache has "
+                f"{self.capacity}: ask for fewer tokens, or build it with a larger kv_cache_tokens"
             )
-        return most
+        return max_tokens
 
     def _blocks(self, prompt_length: int, new_tokens: int) -> int:
         # The last token is never stored.
@@ -157,7 +156,7 @@ class Request:
     started_at: float | None = None
     """Time of the first step with some of its prompt; None until then."""
     first_token_at: float | None = None
-    """Time at which its first token was read back; None until then."""
+    """Time when its first token was read back; None until then."""
     ended_at: float | None = None
 
     # Changed by RequestBlockAllocator:
@@ -168,6 +167,8 @@ class Request:
     # Changed by Speculation:
     drafter: Drafter | None = None
     """Source of its drafts; None without speculation."""
+    drafts: list[int] = field(default_factory=list)
+    """Drafts that its next step stores after its newest token, until they are verified."""
 
     # Changed by the scheduler:
     min_available_blocks: int = 0
@@ -211,11 +212,11 @@ class Request:
     def may_decode(self) -> bool:
         """True if it has one token to store, known to the next step, and one more to generate."""
         sequence, pending = self.sequence, self.num_in_flight
-        known = len(sequence.token_ids)
-        if known + pending - sequence.num_stored != 1:
+        num_tokens = len(sequence.token_ids)
+        if num_tokens + pending - sequence.num_stored != 1:
             return False
         return not pending or (
-            self.resident is not None and known + pending < self.max_total_length
+            self.resident is not None and num_tokens + pending < self.max_total_length
         )
 
     @property
@@ -332,12 +333,12 @@ class RequestBlockAllocator:
         if max_tokens_per_step is None or count <= max_tokens_per_step:
             return needed
         for at, group in self._windows:  # blocks that leave a window are free for later steps
-            own = sequence.block_lists[at]
-            held = len(own) - count_out_of_window(own)
+            block_ids = sequence.block_lists[at]
+            num_held = len(block_ids) - count_out_of_window(block_ids)
             assert group.window is not None
             needed -= max(
                 0,
-                held
+                num_held
                 + blocks
                 - self.block_requirements.max_blocks_in_window(group.window, max_tokens_per_step),
             )
@@ -388,11 +389,12 @@ class RequestBlockAllocator:
         # Tokens in flight do not count, since they may be dropped.
         stored = min(sequence.num_stored, len(sequence.token_ids))
         for at, group in self._windows:
-            left = self._kv.give_back(group.layers[0], sequence.block_lists[at], stored)
-            if left:
-                self._path_counts[EnginePath.FREED_OUT_OF_WINDOW] += len(left)
+            blocks = sequence.block_lists[at]
+            freed_blocks = self._kv.free_out_of_window(group.layers[0], blocks, stored)
+            if freed_blocks:
+                self._path_counts[EnginePath.FREED_OUT_OF_WINDOW] += len(freed_blocks)
             if self._prefixes:
-                self._prefixes.record_out_of_window(left)
+                self._prefixes.record_out_of_window(freed_blocks)
 
     def release_blocks(self, request: Request) -> None:
         """Release all blocks of a request. The prefix cache may keep them."""

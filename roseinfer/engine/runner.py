@@ -4,50 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.attention.backend import StepBatch, default_backend, find_backend
-from roseinfer.decode.readback import Readback
-from roseinfer.decode.step import MultiTokenDecode, NewResident, TokenSpan
-from roseinfer.distributed.orders import CopyBlocks, Forward
-from roseinfer.distributed.ranks import as_leader
+from roseinfer.attention.backend import default_backend, find_backend
+from roseinfer.decode.step import MultiTokenDecode, Resident, TokenSpan
+from roseinfer.distributed.ranks import CopyBlocks, Forward, as_leader
 from roseinfer.engine.drafter import MAX_DRAFT_TOKENS
 from roseinfer.engine.in_flight import (
-    NO_DRAFTS,
     TokensInFlight,
     drop_tokens_in_flight,
     launch_prompt_logprobs,
 )
 from roseinfer.errors import BadArgument
-from roseinfer.kv.groups import count_out_of_window
-from roseinfer.kv.manager import StepAppend
+from roseinfer.kv.manager import StepBatch
+from roseinfer.kv.pool import count_out_of_window
 from roseinfer.kv.sequence import CachedSequence
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.kv.transfers import Readback
 from roseinfer.paths import EnginePath
-from roseinfer.sampling.batch import SamplingBatch
-from roseinfer.sampling.logits import (
+from roseinfer.sampling import (
+    SamplingBatch,
     TokenBitmaskBuffer,
     apply_token_bitmask,
     count_prompt_and_output,
+    pack_logprobs,
+    rows_without_a_distribution,
 )
-from roseinfer.sampling.logprobs import pack_logprobs, rows_without_a_distribution
 from roseinfer.sampling_params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from roseinfer.config import EngineConfig
-    from roseinfer.decode.readback import PendingReadback
     from roseinfer.decode.step import ResidentDecode
     from roseinfer.engine.in_flight import DraftsVerified, PromptLogprobsInFlight
     from roseinfer.engine.request import Request
     from roseinfer.engine.scheduler import Step
     from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.kv.transfers import PendingReadback
     from roseinfer.models.causal import CausalModel
 
 # Short prompts stored as rows of a decode step, so that the step can be a CUDA graph.
@@ -94,9 +93,7 @@ class PromptRows:
         rows: list[int] = []
         end = 0
         for request, count in chunks:
-            sequence = request.sequence
-            tokens = sequence.token_ids[sequence.num_stored : sequence.num_stored + count]
-            spans.append(TokenSpan(sequence, request.params, request.seed, tokens))
+            spans.append(_span_of(request, count))
             end += count
             if request.num_unstored == count:
                 complete.append(request)
@@ -202,7 +199,7 @@ class SequenceRunner:
         """The ranks, if this one leads them; None otherwise."""
         if self._ranks is not None:
             send_command = self._ranks.send_command
-            kv.tell_copies(lambda plan: send_command(CopyBlocks.of(plan)))
+            kv.observe_block_copies(lambda plan: send_command(CopyBlocks.of(plan)))
         backend = find_backend(attention or default_backend(kv.device))
         self.attention = backend(model.traits, kv, self.staging, self.path_counts)
 
@@ -216,69 +213,79 @@ class SequenceRunner:
         return sequences, self.extend(sequences)
 
     def extend(
-        self,
-        sequence_runner: Sequence[CachedSequence],
-        counts: Sequence[int] | None = None,
-        *,
-        with_all_logits: Collection[int] = (),
-        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Store the next ``counts[i]`` tokens of sequence ``i``, or all that are not stored yet.
 
-        The last of them are the ``drafts[i]``, which follow the sequence's own tokens and are not
-        part of it. This returns the logits after the last stored token of each sequence, and after
-        every stored token of the sequences ``with_all_logits``. It is fastest if sequences that
-        store a single token come first.
+        Returns the logits after the last stored token of each sequence.
         """
-        pending = [len(sequence.token_ids) - sequence.num_stored for sequence in sequence_runner]
-        for at, draft in drafts.items():
-            pending[at] += len(draft)
-        counts = pending if counts is None else list(counts)
-        tokens: list[int] = []
-        positions: list[int] = []
-        rows_out: list[int] = []
-        lengths: list[int] = []
-        for at, (sequence, count, left) in enumerate(
-            zip(sequence_runner, counts, pending, strict=True)
-        ):
-            if left < 1:
+        unstored = [each.token_ids[each.num_stored :] for each in sequences]
+        for at, tokens in enumerate(unstored):
+            if not tokens:
                 raise BadArgument(f"sequence {at}: all of its tokens are stored already")
-            if not (left if at in drafts else 1) <= count <= left:
-                raise BadArgument(f"sequence {at}: it has {left} tokens to store, not {count}")
-            end = sequence.num_stored + count
-            if end > self.model.shape.max_length:
-                raise BadArgument(
-                    f"sequence {at}: {end} tokens; the model has {self.model.shape.max_length} "
-                    "positions"
-                )
-            first = len(tokens) if at in with_all_logits else len(tokens) + count - 1
-            rows_out += range(first, len(tokens) + count)
-            tokens += sequence.token_ids[sequence.num_stored : end]
-            tokens += drafts.get(at, ())
-            positions += range(sequence.num_stored, end)
-            lengths.append(end)
-        num_decodes = next((at for at, count in enumerate(counts) if count > 1), len(counts))
-        one_token_each = num_decodes == len(counts)
-        lists = [sequence.block_lists for sequence in sequence_runner]
-        new = StepAppend(self.kv, lists, counts, one_token_each=one_token_each)
-        batch = StepBatch(new, lists, counts, lengths, num_decodes)
+        if counts is not None:
+            for at, (tokens, count) in enumerate(zip(unstored, counts, strict=True)):
+                if not 1 <= count <= len(tokens):
+                    raise BadArgument(
+                        f"sequence {at}: it has {len(tokens)} tokens to store, not {count}"
+                    )
+            unstored = [tokens[:count] for tokens, count in zip(unstored, counts, strict=True)]
+        return self.forward([TokenSpan(*each) for each in zip(sequences, unstored, strict=True)])
+
+    def forward(self, spans: Sequence[TokenSpan]) -> torch.Tensor:
+        """Store the tokens of all spans in one forward pass.
+
+        Returns the logits after the last token of each span, and after every token of those with
+        ``all_logits``. It is fastest if spans of a single token come first.
+        """
+        batch, token_ids, positions, rows_out = self._batch_of(spans)
         if self._ranks is not None:
-            new.plan_all()
-            self._ranks.send_command(
-                Forward.of(batch, tokens, positions, None if one_token_each else rows_out)
-            )
+            batch.plan_all()
+            self._ranks.send_command(Forward.of(batch, token_ids, positions, rows_out))
         self.attention.prepare(batch)
         for path in self.model.paths:
             self.path_counts[path] += 1
         stage = self.staging.stage
-        token_ids, at_positions = stage([tokens, positions]).columns
-        rows = None if one_token_each else stage([rows_out]).columns[0]
-        logits = self.model.logits(token_ids, at_positions, rows, self.attention)
+        new_tokens, at_positions = stage([token_ids, positions]).columns
+        rows = None if rows_out is None else stage([rows_out]).columns[0]
+        logits = self.model.logits(new_tokens, at_positions, rows, self.attention)
         size = self.kv.block_size
-        for sequence, count in zip(sequence_runner, counts, strict=True):
-            sequence.num_stored += count
+        for sequence, tokens, *_ in spans:
+            sequence.num_stored += len(tokens)
             sequence.token_capacity = len(sequence.block_lists[0]) * size
         return logits
+
+    def _batch_of(
+        self, spans: Sequence[TokenSpan]
+    ) -> tuple[StepBatch, list[int], list[int], list[int] | None]:
+        """Return the batch of spans, their tokens, positions, and rows whose logits are needed.
+
+        The rows are None if all are needed, since every span has one token.
+        """
+        token_lists = [span.tokens for span in spans]
+        counts = list(map(len, token_lists))
+        lengths = [
+            span.sequence.num_stored + count for span, count in zip(spans, counts, strict=True)
+        ]
+        most = self.model.shape.max_length
+        if max(lengths, default=0) > most:
+            at, end = next((at, end) for at, end in enumerate(lengths) if end > most)
+            raise BadArgument(f"sequence {at}: {end} tokens; the model has {most} positions")
+        lists = [span.sequence.block_lists for span in spans]
+        tokens = list(chain.from_iterable(token_lists))
+        if len(tokens) == len(spans):
+            batch = StepBatch(self.kv, lists, counts, lengths, len(spans))
+            return batch, tokens, [end - 1 for end in lengths], None
+        num_decodes = next(at for at, count in enumerate(counts) if count > 1)
+        batch = StepBatch(self.kv, lists, counts, lengths, num_decodes)
+        positions: list[int] = []
+        rows_out: list[int] = []
+        row = 0
+        for span, count, end in zip(spans, counts, lengths, strict=True):
+            positions += range(end - count, end)
+            row += count
+            rows_out += range(row - (count if span.all_logits else 1), row)
+        return batch, tokens, positions, rows_out
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """Return a new sequence that shares all stored tokens and can be continued differently."""
@@ -355,20 +362,15 @@ class StepRunner:
             drafted = [request for request in others if request.drafter is not None]
             others = [request for request in others if request.drafter is None]
             if drafted:
-                flights.append(self._launch_drafted(drafted, self._drafted_rows, step.drafts))
-        elif step.drafts:
-            others.sort(key=lambda request: request.id in step.drafts)
-        requests = [*others, *(request for request, _ in step.chunks)]
-        if (
-            self._prompt_rows is not None
-            and not others
-            and self._prompt_rows.can_launch(step.chunks)
-        ):
-            flights += self._launch_in_rows(step.chunks, self._prompt_rows)
-        elif requests:
-            counts = [1] * len(others) + [count for _, count in step.chunks]
-            reported = _prompts_needing_logprobs(requests, counts) if step.chunks else {}
-            flights += self._launch_forward_pass(requests, counts, reported, step.drafts)
+                flights.append(self._launch_drafted(drafted, self._drafted_rows))
+        chunks = step.chunks
+        if self._prompt_rows is not None and not others and self._prompt_rows.can_launch(chunks):
+            flights += self._launch_in_rows(chunks, self._prompt_rows)
+        elif others or chunks:
+            if self.on_drafts_verified is not None:
+                chunks = [*((each, 1) for each in others if each.drafts), *chunks]
+                others = [each for each in others if not each.drafts]
+            flights += self._launch_forward_pass(others, chunks)
         return flights
 
     def withdraw(self, request: Request) -> None:
@@ -415,7 +417,7 @@ class StepRunner:
             self._resident.read_back_logprobs() if kind.num_top_logprobs is not None else None
         )
         # The next mask of a guide depends on the token.
-        flight = TokensInFlight(requests, rows, arrival, logprobs, kind.guided, NO_DRAFTS, None)
+        flight = TokensInFlight(requests, rows, arrival, logprobs, kind.guided)
         for request in requests:
             coming = len(request.sequence.token_ids) + request.num_in_flight
             if coming == request.max_total_length:
@@ -423,25 +425,23 @@ class StepRunner:
         return flight
 
     def _launch_drafted(
-        self,
-        requests: list[Request],
-        drafted_rows: MultiTokenDecode,
-        drafted: Mapping[int, list[int]],
+        self, requests: list[Request], drafted_rows: MultiTokenDecode
     ) -> TokensInFlight:
         """Verify drafts. Requests without drafts have one row; those in backoff enter slots."""
-        rows, entries = [], []
-        end = 0
-        for request in requests:
-            tokens = [request.sequence.token_ids[-1], *drafted.get(request.id, ())]
-            entries.append(TokenSpan(request.sequence, request.params, request.seed, tokens))
-            rows.append(end)
-            end += len(tokens)
-        arrival, logprobs = drafted_rows.launch(entries)
+        spans = [_span_of(request, 1) for request in requests]
+        ends = accumulate(len(span.tokens) for span in spans)
+        rows = [end - len(span.tokens) for end, span in zip(ends, spans, strict=True)]
+        arrival, logprobs = drafted_rows.launch(spans)
         vocabulary = self._sequence_runner.model.shape.vocab_size
         stay = self._assign_slots(requests, rows, drafted_rows.tokens, vocabulary)
         return TokensInFlight(
-            requests, rows, arrival, logprobs, stay, drafted, self.on_drafts_verified
+            requests, rows, arrival, logprobs, stay, self._verification_of(requests)
         )
+
+    def _verification_of(self, requests: Sequence[Request]) -> DraftsVerified | None:
+        """Return the callback for verified drafts, or None if no request has drafts."""
+        callback = self.on_drafts_verified
+        return callback if callback and any(request.drafts for request in requests) else None
 
     def _launch_in_rows(
         self, chunks: Sequence[tuple[Request, int]], prompt_rows: PromptRows
@@ -453,60 +453,43 @@ class StepRunner:
         stay = self._assign_slots(
             complete, rows, prompt_rows.tokens, self._sequence_runner.model.shape.vocab_size
         )
-        return [TokensInFlight(complete, rows, arrival, logprobs, stay, NO_DRAFTS, None)]
+        return [TokensInFlight(complete, rows, arrival, logprobs, stay)]
 
     def _launch_forward_pass(
-        self,
-        requests: list[Request],
-        counts: list[int],
-        reported: Mapping[int, int],
-        drafted: Mapping[int, list[int]],
+        self, decoding: Sequence[Request], chunks: Sequence[tuple[Request, int]]
     ) -> list[TokensInFlight | PromptLogprobsInFlight]:
-        """Run the requests with their drafts; read back prompt logprobs of those ``reported``."""
-        sequences = [request.sequence for request in requests]
-        drafts: dict[int, list[int]] = {}
-        if drafted:
-            ids = enumerate(request.id for request in requests)
-            drafts = {at: drafted[request_id] for at, request_id in ids if request_id in drafted}
-            for at, draft in drafts.items():
-                counts[at] += len(draft)
-        with_all_logits = {*reported, *drafts}
-        logits = self._sequence_runner.extend(
-            sequences, counts, with_all_logits=with_all_logits, drafts=drafts
-        )
-        complete = [at for at, each in enumerate(requests) if at in drafts or not each.num_unstored]
-        rows = complete
+        """Store the newest token of each decoding request, and of others chunks and drafts."""
+        spans = [TokenSpan(each.sequence, each.sequence.token_ids[-1:]) for each in decoding]
+        spans += [_span_of(request, count) for request, count in chunks]
+        logits = self._sequence_runner.forward(spans)
         flights: list[TokensInFlight | PromptLogprobsInFlight] = []
-        if with_all_logits:
-            ends = [
-                *accumulate(counts[at] if at in with_all_logits else 1 for at in range(len(counts)))
-            ]
-            rows = [
-                row
-                for at in complete
-                for row in range(ends[at] - 1 - len(drafts.get(at, ())), ends[at])
-            ]
-            if reported:
-                staging = self._sequence_runner.staging
-                flights.append(
-                    launch_prompt_logprobs(requests, reported, ends, logits, staging, self._prompts)
-                )
+        complete = [*decoding]
+        end = len(decoding)
+        rows = [*range(end)]
+        reported: list[tuple[Request, int, int]] = []
+        for (request, count), span in zip(chunks, spans[end:], strict=True):
+            end += len(span.tokens) if span.all_logits else 1
+            if request.drafts or not request.num_unstored:
+                complete.append(request)
+                rows += range(end - 1 - len(request.drafts), end)
+            if span.all_logits and not request.drafts:
+                reported.append((request, count, end))
+        if reported:
+            staging = self._sequence_runner.staging
+            flights.append(launch_prompt_logprobs(reported, logits, staging, self._prompts))
         if not complete:
             return flights
         if len(rows) < len(logits):
             logits = self._sequence_runner.select_rows(logits, rows)
-        if len(complete) < len(requests):
-            requests = [requests[at] for at in complete]
-        return [*flights, self._sample_tokens(requests, logits, drafted)]
+        return [*flights, self._sample_tokens(complete, logits)]
 
-    def _sample_tokens(
-        self, requests: list[Request], logits: torch.Tensor, drafted: Mapping[int, list[int]]
-    ) -> TokensInFlight:
+    def _sample_tokens(self, requests: list[Request], logits: torch.Tensor) -> TokensInFlight:
         """Choose the next token of each request, and the one after each of its drafts."""
         owners, rows = requests, [*range(len(requests))]
         positions = [len(request.sequence.token_ids) for request in requests]
-        if drafted:
-            sizes = [1 + len(drafted.get(request.id, ())) for request in requests]
+        on_drafts_verified = self._verification_of(requests)
+        if on_drafts_verified is not None:
+            sizes = [1 + len(request.drafts) for request in requests]
             rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
             owners = [each for each, size in zip(requests, sizes, strict=True) for _ in range(size)]
             begins = zip(positions, sizes, strict=True)
@@ -516,7 +499,7 @@ class StepRunner:
         arrival = self._tokens.start(chosen)
         blocks_next_step = stay or self._token_sampler.guided
         return TokensInFlight(
-            requests, rows, arrival, logprobs, blocks_next_step, drafted, self.on_drafts_verified
+            requests, rows, arrival, logprobs, blocks_next_step, on_drafts_verified
         )
 
     def _assign_slots(
@@ -530,7 +513,8 @@ class StepRunner:
 
         The token of ``requests[i]`` is in row ``rows[i]`` of ``chosen``.
         """
-        entering = []
+        entering: list[Request] = []
+        own_rows: list[int] = []
         stay = False
         for row, request in zip(rows, requests, strict=True):
             if request.num_generated + 1 == request.max_generated_tokens:
@@ -540,37 +524,35 @@ class StepRunner:
             if slots is None or not slots.supports(request.params, vocabulary):
                 stay = True
             elif request.resident is None:
-                entering.append((row, request))
+                entering.append(request)
+                own_rows.append(row)
         if entering and self._resident is not None:
-            own_rows = [row for row, _ in entering]
-            residents = self._resident.add_sequences(
-                [
-                    NewResident(
-                        request.sequence,
-                        request.params,
-                        request.seed,
-                        request.max_total_length - 1,  # the last token is never stored
-                        request.prompt_length,
-                        request.guide,
-                    )
-                    for _, request in entering
-                ],
-                chosen
-                if len(own_rows) == len(chosen)
-                else self._sequence_runner.select_rows(chosen, own_rows),
-            )
-            for (_, request), resident in zip(entering, residents, strict=True):
+            residents = [
+                Resident(
+                    request.sequence,
+                    request.params,
+                    request.seed,
+                    request.max_total_length - 1,  # the last token is never stored
+                    request.prompt_length,
+                    request.guide,
+                )
+                for request in entering
+            ]
+            if len(own_rows) < len(chosen):
+                chosen = self._sequence_runner.select_rows(chosen, own_rows)
+            self._resident.add_sequences(residents, chosen)
+            for request, resident in zip(entering, residents, strict=True):
                 request.resident = resident
         return stay
 
 
-def _prompts_needing_logprobs(requests: list[Request], counts: list[int]) -> dict[int, int]:
-    """Return the requests that will store tokens whose logits give prompt log-probabilities.
-
-    The values are the numbers of tokens that they will store.
-    """
-    return {
-        at: counts[at]
-        for at, request in enumerate(requests)
-        if request.needs_prompt_logprobs and request.sequence.num_stored + 1 < request.prompt_length
-    }
+def _span_of(request: Request, count: int) -> TokenSpan:
+    """Return the next ``count`` tokens of a request, and its drafts after them."""
+    sequence = request.sequence
+    stored = sequence.num_stored
+    tokens = sequence.token_ids[stored : stored + count]
+    if request.drafts:
+        return TokenSpan(sequence, tokens + request.drafts, request.params, request.seed, True)
+    # The last of the prompt's tokens yields no log-probability of the prompt.
+    reported = request.needs_prompt_logprobs and stored + 1 < request.prompt_length
+    return TokenSpan(sequence, tokens, request.params, request.seed, reported)

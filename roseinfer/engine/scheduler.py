@@ -34,11 +34,9 @@ class Step:
     """The work of the next forward pass."""
 
     decoding: list[Request] = field(default_factory=list)
-    """Requests that store their newest token."""
+    """Requests that store their newest token, and their drafts."""
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Requests that store tokens of their prompts, each with the number of tokens."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Drafts to store after the newest tokens, by ids of decoding requests."""
     max_blocks_needed: int = 0
     """Most blocks that the step can take."""
     num_spare_blocks: int = 0
@@ -74,8 +72,8 @@ class Scheduler:
         """True if further waiting requests would not change the next step."""
         config = self._config
         in_order = config.prefill_admission_policy == "fifo"
-        most = config.prefill_max_batch_size if in_order else queue_lookahead(config)
-        if len(self.waiting) >= most:
+        max_waiting = config.prefill_max_batch_size if in_order else queue_lookahead(config)
+        if len(self.waiting) >= max_waiting:
             return True
         if (
             not in_order
@@ -154,7 +152,7 @@ class Scheduler:
                 request.sequence, request.num_unstored
             ),
             free=self._block_allocator.available,
-            where=f"the cache, with request {request.id} alone,",
+            owner=f"the cache, with request {request.id} alone,",
         )
 
     def _schedule_decodes(self) -> Step | None:
@@ -240,7 +238,7 @@ class PrefillBudget:
                 self.block_budget -= reserved
         first_come = self.config.prefill_admission_policy == "fifo"
         skipped: list[Request] = []
-        most_passed_over = 0
+        max_passed_over = 0
         """Largest ``times_skipped`` among the skipped requests."""
         for request in list(islice(waiting, queue_lookahead(self.config))):
             if min(self.token_budget, self.prompt_budget, self.block_budget) < 1 or (
@@ -249,7 +247,7 @@ class PrefillBudget:
                 break
             if len(running) >= self.config.max_batch_size:
                 break
-            if most_passed_over >= _MAX_SKIPS:
+            if max_passed_over >= _MAX_SKIPS:
                 break
             if self._admit(request, must_fit=not first_come and request.times_skipped < _MAX_SKIPS):
                 waiting.remove(request)
@@ -257,10 +255,10 @@ class PrefillBudget:
                 self.step.num_out_of_order += len(skipped)
                 for other in skipped:
                     other.times_skipped += 1
-                    most_passed_over = max(most_passed_over, other.times_skipped)
+                    max_passed_over = max(max_passed_over, other.times_skipped)
             else:
                 skipped.append(request)
-                most_passed_over = max(most_passed_over, request.times_skipped)
+                max_passed_over = max(max_passed_over, request.times_skipped)
         self.step.num_spare_blocks = self.block_budget
 
     def _admit(self, request: Request, *, must_fit: bool) -> bool:
@@ -272,20 +270,20 @@ class PrefillBudget:
             return False
         before = self.block_allocator.available
         self.block_allocator.reuse_prefix(request)
-        held = before - self.block_allocator.available
+        num_held = before - self.block_allocator.available
         pending = request.num_unstored
         needed = self.block_allocator.count_needed_blocks(request.sequence, pending)
-        has_room = held + needed <= self.block_budget and self._chunk_size(pending) > 0
+        has_room = num_held + needed <= self.block_budget and self._chunk_size(pending) > 0
         too_long = must_fit and pending > self.token_budget and not self._has_no_prompt
         if not has_room:
-            request.min_available_blocks = held + needed
+            request.min_available_blocks = num_held + needed
         elif too_long:
             request.times_skipped += 1
         if not has_room or too_long:
             self.block_allocator.release_blocks(request)
             return False
-        self._add_chunk(request, pending, self.block_budget - held)
-        self.block_budget -= held + needed
+        self._add_chunk(request, pending, self.block_budget - num_held)
+        self.block_budget -= num_held + needed
         return True
 
     def _add_chunk(self, request: Request, pending: int, blocks: int) -> None:

@@ -79,10 +79,10 @@ class Speculation:
             if request.num_in_flight:
                 step.decoding.remove(request)
                 continue
-            most, blocks = self._draft_capacity(request, step.num_spare_blocks)
-            drafts = drafter.draft(request.sequence.token_ids, most)
+            max_drafts, blocks = self._draft_capacity(request, step.num_spare_blocks)
+            drafts = drafter.draft(request.sequence.token_ids, max_drafts)
             if drafts:
-                step.drafts[request.id] = drafts
+                request.drafts = drafts
                 step.max_blocks_needed += blocks
                 step.num_spare_blocks -= blocks
 
@@ -103,12 +103,14 @@ class Speculation:
 
     def _draft_capacity(self, request: Request, spare: int) -> tuple[int, int]:
         """Return how many drafts a step can store for a request, and the blocks they may take."""
-        most = min(MAX_DRAFT_TOKENS, request.max_total_length - len(request.sequence.token_ids) - 1)
+        max_drafts = min(
+            MAX_DRAFT_TOKENS, request.max_total_length - len(request.sequence.token_ids) - 1
+        )
         while (
-            blocks := self._block_allocator.count_draft_blocks(request.sequence, most)
-        ) > spare and most:
-            most -= 1
-        return most, blocks
+            blocks := self._block_allocator.count_draft_blocks(request.sequence, max_drafts)
+        ) > spare and max_drafts:
+            max_drafts -= 1
+        return max_drafts, blocks
 
     def record_verification(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """Roll back rejected drafts and count them. The request has none of the tokens yet."""

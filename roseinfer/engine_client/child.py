@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 _MAX_UNBATCHED = 4
-"""Open requests, at most, for which output is sent at once."""
+"""Most open requests whose output is sent immediately."""
 _MIN_SEND_INTERVAL_S, _MAX_SEND_INTERVAL_S = 0.005, 0.03
 """Bounds of the seconds between two messages with more open requests. The interval grows with
 their number, since each part of a message takes time on both sides."""
@@ -74,7 +74,7 @@ class RemoteListener(Listener):
     number: int = 0
     part: OutputDelta | None = None
     """Output that is not sent yet; None without any."""
-    begun: bool = False
+    has_begun: bool = False
     """True once the part with the stats of its prefill was made."""
 
 
@@ -121,9 +121,9 @@ class ReportSender:
                     listeners.append(listener)
                 if type(update) is Update:
                     part.add(update)
-                    if not listener.begun and part.tokens:
-                        listener.begun = True
-                        part.begin(update.request)
+                    if not listener.has_begun and part.tokens:
+                        listener.has_begun = True
+                        part.set_prefill_stats(update.request)
                 else:
                     assert isinstance(update, BaseException)
                     part.count += 1
@@ -277,7 +277,7 @@ def _receive_commands(link: socket.socket, handlers: SimpleQueue[_CommandHandler
         exit_now(0)
 
 
-def _as_sent(info: EngineInfo) -> bytes:
+def _frame_info(info: EngineInfo) -> bytes:
     try:
         return frame_message(info)
     except Exception as error:  # a tokenizer may hold anything
@@ -303,7 +303,7 @@ def _serve(number: int) -> int:
     receiver.start()
     try:
         llm = load_llm(args, command)
-        info = _as_sent(EngineInfo.of(llm))
+        info = _frame_info(EngineInfo.of(llm))
     except RoseinferError as error:
         link.sendall(frame_message(error))
         return 2

@@ -58,7 +58,7 @@ class InProcessClient:
 class _RequestGroup:
     def __init__(self, stream_group: StreamGroup) -> None:
         self._stream_group = stream_group
-        self._begun: set[int] = set()
+        self._has_begun: set[int] = set()
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         self._stream_group.add(token_ids, params)
@@ -70,9 +70,9 @@ class _RequestGroup:
             if part is None:
                 part = parts[number] = OutputDelta()
             part.add(update)
-            if number not in self._begun and part.tokens:
-                self._begun.add(number)
-                part.begin(update.request)
+            if number not in self._has_begun and part.tokens:
+                self._has_begun.add(number)
+                part.set_prefill_stats(update.request)
         return [*parts.items()]
 
     def cancel(self) -> None:

@@ -90,7 +90,7 @@ class OutputDelta:
             self.error = update.request.error
             self.decode_s = update.request.decode_s
 
-    def begin(self, request: Request) -> None:
+    def set_prefill_stats(self, request: Request) -> None:
         """Set the figures of the prefill."""
         self.prefill_stats = PrefillStats.of(request)
 
@@ -129,7 +129,7 @@ class EngineInfo:
     shape: ModelShape
     request_limits: RequestLimits
     max_batch_size: int
-    why_batch_variant: str | None
+    batch_variance_reason: str | None
     """Reason why a request's bits depend on its batch; None if they do not."""
 
     @classmethod
@@ -137,7 +137,7 @@ class EngineInfo:
         engine, max_batch_size = llm.engine, llm.config.max_batch_size
         shape = engine.sequence_runner.model.shape
         return cls(
-            llm.tokenizer, shape, engine.request_limits, max_batch_size, llm.why_batch_variant
+            llm.tokenizer, shape, engine.request_limits, max_batch_size, llm.batch_variance_reason
         )
 
 
@@ -193,7 +193,7 @@ class EngineStats(NamedTuple):
 
 
 class RequestGroup(Protocol):
-    """Requests of one task, numbered from 0 in the order in which they are added.
+    """Requests of one task, numbered from 0 in the order of ``add``.
 
     The task must call ``cancel`` in the end, which cancels the requests that have not ended.
     """

@@ -82,10 +82,10 @@ class QueuedOutput(io.RawIOBase):
                 self._count_written(piece, self._write_out(piece))
 
     def _write_out(self, piece: bytes) -> OSError | None:
-        rest = memoryview(piece)
+        remaining = memoryview(piece)
         try:
-            while rest:
-                rest = rest[os.write(self._number, rest) :]
+            while remaining:
+                remaining = remaining[os.write(self._number, remaining) :]
         except OSError as error:  # disk full, pipe or descriptor closed: serving goes on
             return error
         return None
@@ -117,8 +117,8 @@ def queued_streams() -> Iterator[None]:
     """
     _open_closed_descriptors()
     originals = sys.stdout, sys.stderr
-    sys.stderr = _queued(sys.stderr, "standard error")
-    sys.stdout = _queued(sys.stdout, "standard output", _output_of(sys.stderr))
+    sys.stderr = _queue_stream(sys.stderr, "standard error")
+    sys.stdout = _queue_stream(sys.stdout, "standard output", _output_of(sys.stderr))
     queued = sys.stdout, sys.stderr
     try:
         yield
@@ -142,7 +142,7 @@ def _open_closed_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
-def _queued(stream: TextIO | None, name: str, notices: QueuedOutput | None = None) -> TextIO:
+def _queue_stream(stream: TextIO | None, name: str, notices: QueuedOutput | None = None) -> TextIO:
     """Return a queued stream to the same descriptor; a stream without one, as in memory, as is."""
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w")  # stays open until the process ends

@@ -24,8 +24,7 @@ from roseinfer.engine_client.protocol import (
     tokenizer_transfer_error,
 )
 from roseinfer.errors import EngineRestarting, EngineStopped, RoseinferError
-from roseinfer.interrupts import interrupts_kill
-from roseinfer.progress import print_status
+from roseinfer.terminal import interrupts_kill, print_status
 
 if TYPE_CHECKING:
     import argparse
@@ -93,7 +92,7 @@ class EngineReport(NamedTuple):
     """Tuples of a request's number and the arguments of its ``OutputDelta``."""
     stats: EngineStats | None
     """Stats of the engine; None if they have not changed."""
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     answers: list[tuple[int, BaseException | None]]
 
 
@@ -150,29 +149,34 @@ class EngineProcess:
 
     process: subprocess.Popen[bytes]
     link: socket.socket
-    began: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     load_s: float = 0.0
     """Seconds until the model was loaded."""
-    why: str | None = None
+    end_reason: str | None = None
     """Reason why the server killed it; None if it ended by itself."""
 
     @classmethod
     def start(cls, args: argparse.Namespace, command: str) -> EngineProcess:
         """Start a process that loads the model of the options."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_link, child_link = socket.socketpair()
+        with child_link:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "roseinfer.engine_client.child", str(theirs.fileno())],
+                    [
+                        sys.executable,
+                        "-m",
+                        "roseinfer.engine_client.child",
+                        str(child_link.fileno()),
+                    ],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_link.fileno()],
                 )
             except BaseException:
-                ours.close()
+                parent_link.close()
                 raise
         with suppress(OSError):  # if the process has ended, the next read fails
-            ours.sendall(frame_message((args, command)))
-        return cls(process, ours)
+            parent_link.sendall(frame_message((args, command)))
+        return cls(process, parent_link)
 
     def wait_until_loaded(self) -> EngineInfo:
         """Wait until the model is loaded, and return the properties of the engine."""
@@ -180,14 +184,14 @@ class EngineProcess:
             reply = receive_message(self.link)
         except (EOFError, OSError):
             status = self.wait_exit_status()
-            why = f"the engine's process ended {status} while it loaded the model"
-            raise EngineStopped(why) from None
+            reason = f"the engine's process ended {status} while it loaded the model"
+            raise EngineStopped(reason) from None
         except Exception as error:  # unpickling a tokenizer may raise anything
             raise tokenizer_transfer_error(error) from error
         if isinstance(reply, RoseinferError):
             raise reply
         assert isinstance(reply, EngineInfo)
-        self.load_s = time.monotonic() - self.began
+        self.load_s = time.monotonic() - self.started_at
         return reply
 
     def wait_exit_status(self) -> str:
@@ -195,10 +199,10 @@ class EngineProcess:
         status = self.process.wait()
         return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
-    def kill(self, why: str) -> None:
+    def kill(self, reason: str) -> None:
         """Kill the process, and record the first reason."""
-        if self.why is None:
-            self.why = why
+        if self.end_reason is None:
+            self.end_reason = reason
             self.process.kill()
 
     def end(self) -> None:
@@ -216,7 +220,7 @@ class EngineProcess:
 class RestartLimit:
     """Limit of the number and rate of restarts of an engine's process."""
 
-    most: int = 5
+    max_restarts: int = 5
     """Restarts within the window, at most."""
     window_s: float = 600.0
     delay_s: float = 1.0
@@ -229,7 +233,7 @@ class RestartLimit:
         now = time.monotonic()
         self._restart_times = [at for at in self._restart_times if now - at < self.window_s]
         num_restarts = len(self._restart_times)
-        if num_restarts >= self.most:
+        if num_restarts >= self.max_restarts:
             return None
         self._restart_times.append(now)
         return self.delay_s * 2 ** (num_restarts - 1) if num_restarts else 0.0
@@ -238,7 +242,7 @@ class RestartLimit:
 _ACKNOWLEDGE_EVERY = 16
 """Newly read updates of a request that are acknowledged at once: the engine pauses a request with
 many more unread updates."""
-_LEAST_RETRY_S, _MOST_RETRY_S = 1, 60
+_LEAST_RETRY_S, _MAX_RETRY_S = 1, 60
 """Bounds of the seconds in ``Retry-After``; OpenAI's client ignores longer ones."""
 
 
@@ -283,14 +287,14 @@ class SubprocessClient:
         self._start = start
         self._limit = limit or RestartLimit()
         self._starting = threading.Lock()
-        """Lock held to start a process, and to set ``_closing``, after which none is started."""
+        """Lock held to start a process, and to set ``_closing``, which stops further starts."""
         self._closing = threading.Event()
         self._latest_process = child
         """Process that was started last; all earlier ones have ended."""
         self._child: EngineProcess | None = child
         """Process that serves; None during a restart and after the end."""
         self._ready_at = 0.0
-        """Estimated monotonic time at which the next process serves, by this one's load time."""
+        """Estimated monotonic time when the next process will serve, from this one's load time."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Future[None] | None = None
@@ -335,10 +339,10 @@ class SubprocessClient:
         if self._child is None:
             raise self._new_stop_error()
         number = self._new_number()
-        answer = self._pending_checks[number] = asyncio.get_running_loop().create_future()
+        reply = self._pending_checks[number] = asyncio.get_running_loop().create_future()
         self._queue_commands(CheckGuide(number, guide))
         try:
-            await answer
+            await reply
         finally:
             self._pending_checks.pop(number, None)
 
@@ -401,7 +405,7 @@ class SubprocessClient:
             return
         if report.stats is not None:
             self.stats = report.stats
-        rounds, busy, stopped = report.pulse
+        rounds, busy, stopped = report.heartbeat
         # The first round may compile kernels: it is no stall.
         if rounds != self._rounds or not (busy and rounds):
             self._rounds, self._progress_at = rounds, time.monotonic()
@@ -418,12 +422,12 @@ class SubprocessClient:
                 group, at = entry
                 group.take(at, part)
         for number, error in report.answers:
-            answer = self._pending_checks.pop(number, None)
-            if answer is not None and not answer.done():
+            reply = self._pending_checks.pop(number, None)
+            if reply is not None and not reply.done():
                 if error is None:
-                    answer.set_result(None)
+                    reply.set_result(None)
                 else:
-                    answer.set_exception(error)
+                    reply.set_exception(error)
 
     async def _connect(self, child: EngineProcess) -> None:
         assert self._loop is not None
@@ -443,34 +447,36 @@ class SubprocessClient:
 
     def _watch(self, child: EngineProcess) -> None:
         status = child.wait_exit_status()
-        what = "the engine has stopped" if child.why else f"the engine's process ended {status}"
-        self._call_in_loop(partial(self._on_process_exit, what, child.why or what))
+        problem = (
+            "the engine has stopped" if child.end_reason else f"the engine's process ended {status}"
+        )
+        self._call_in_loop(partial(self._on_process_exit, problem, child.end_reason or problem))
 
-    def _on_process_exit(self, what: str, why: str) -> None:
+    def _on_process_exit(self, problem: str, reason: str) -> None:
         """Fail the open requests, and restart the process, or stop if the limit is reached.
 
-        ``why`` is for clients; the log gets ``what``, which contains nothing of a prompt.
+        ``end_reason`` is for clients; the log gets ``problem``, which contains nothing of a prompt.
         """
         if self.closed:
             return
         delay = self._limit.next_delay()
         if delay is None:
-            count = f"{self._limit.most} times within {self._limit.window_s:g} s"
+            count = f"{self._limit.max_restarts} times within {self._limit.window_s:g} s"
             end = f"it was restarted {count}, which is the limit; restart the server"
-            self._stop(f"{why}: {end}")
+            self._stop(f"{reason}: {end}")
         else:
             end = f"restarting it in {delay:g} s" if delay else "restarting it"
             self._ready_at = time.monotonic() + delay + self._latest_process.load_s
-            self._new_stop_error = partial(self._restarting_error, why)
+            self._new_stop_error = partial(self._restarting_error, reason)
             self._fail_open_requests()
             restart = partial(self._restart, delay)
             threading.Thread(target=restart, name="roseinfer restart", daemon=True).start()
-        print_status(f"{self._command}: {what}: {end}")
+        print_status(f"{self._command}: {problem}: {end}")
 
-    def _restarting_error(self, why: str) -> EngineRestarting:
+    def _restarting_error(self, reason: str) -> EngineRestarting:
         seconds = ceil(self._ready_at - time.monotonic())
-        retry_after = max(_LEAST_RETRY_S, min(seconds, _MOST_RETRY_S))
-        message = f"{why}: it is restarting; try again later"
+        retry_after = max(_LEAST_RETRY_S, min(seconds, _MAX_RETRY_S))
+        message = f"{reason}: it is restarting; try again later"
         return EngineRestarting(message, retry_after=retry_after)
 
     def _restart(self, delay: float) -> None:
@@ -504,11 +510,11 @@ class SubprocessClient:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, reason: str) -> None:
         """Fail all open and future requests."""
         if not self.closed:
             self.closed = True
-            self._new_stop_error = partial(EngineStopped, why)
+            self._new_stop_error = partial(EngineStopped, reason)
             self._fail_open_requests()
 
     def _fail_open_requests(self) -> None:
@@ -522,9 +528,9 @@ class SubprocessClient:
         waiting, self._open = self._open, {}
         for group, at in waiting.values():
             group.take(at, OutputDelta(error=self._new_stop_error()))
-        for answer in self._pending_checks.values():
-            if not answer.done():
-                answer.set_exception(self._new_stop_error())
+        for reply in self._pending_checks.values():
+            if not reply.done():
+                reply.set_exception(self._new_stop_error())
 
 
 class _ReportReceiver(asyncio.Protocol):

@@ -87,17 +87,18 @@ class GuideCompiler:
 
     def _evict_grammars(self, megabytes: int) -> None:
         """Evict grammars for one of ``megabytes``; raise if live ones take too much memory."""
-        most = self._limits[1]
+        max_megabytes = self._limits[1]
         with self._lock:
             cached = sum(each.megabytes for each in self._grammar_cache.values())
             while self._grammar_cache and (
-                len(self._grammar_cache) >= _MAX_CACHED_GRAMMARS or cached + megabytes > most
+                len(self._grammar_cache) >= _MAX_CACHED_GRAMMARS
+                or cached + megabytes > max_megabytes
             ):
                 _, evicted = self._grammar_cache.popitem(last=False)
                 cached -= evicted.megabytes
                 del evicted
             alive = sum(each.megabytes for each in self._live_grammars)
-        if alive + megabytes > _MAX_LIVE_MEMORY_RATIO * most:
+        if alive + megabytes > _MAX_LIVE_MEMORY_RATIO * max_megabytes:
             raise TooBusy(
                 f"guides: those in use take {alive} MB of memory, and this one takes {megabytes} "
                 "MB more; try again later, or raise guide_memory_mb"
@@ -127,8 +128,8 @@ class GuideMatcher:
     ) -> None:
         """Begin a text.
 
-        ``eos_token_ids`` end the text; ``grammar_end_token`` is the token by which llguidance
-        reports that the grammar may end, and is not part of any text.
+        ``eos_token_ids`` end the text; ``grammar_end_token`` is llguidance's token for the end of
+        the grammar, and is not part of any text.
         """
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
@@ -148,9 +149,9 @@ class GuideMatcher:
         if self._matcher.is_error():
             row[:] = 0
             return
-        words = min(len(row), len(allowed))
-        row[:words] = allowed[:words]
-        row[words:] = 0
+        bitmask = min(len(row), len(allowed))
+        row[:bitmask] = allowed[:bitmask]
+        row[bitmask:] = 0
         self.may_end = _bit(allowed, self._end_of_grammar)
         _set(row, self._end_of_grammar, on=False)
         for token in self._eos_token_ids:

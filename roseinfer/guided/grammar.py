@@ -18,7 +18,7 @@ JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 """Pattern of whitespace between the parts of JSON: a space, or a new line and its indentation.
 Without a bound, some models generate whitespace for ever."""
 
-_MOST_STATES = 50_000
+_MAX_STATES = 50_000
 """Most states of a grammar's lexer, of some 2 kB each."""
 _STEP_FUEL = 100_000
 """Most expressions that the lexer may build for one mask. The largest enum needs nearly as many.
@@ -43,7 +43,7 @@ class SerializedTokenizer:
     json: str
     vocabulary: int
     grammar_end_token: int
-    """Token without text, by which llguidance reports that a text may end."""
+    """Token without text: llguidance allows it where a text may end."""
 
     def tokenizer(self) -> Any:
         """Return llguidance's tokenizer; a large one takes a second or two to build."""
@@ -101,7 +101,7 @@ def compile_guide(guide: Guide, tokenizer: Any) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        max_lexer_states=_MOST_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+        max_lexer_states=_MAX_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
     )
     try:
         matcher = LLMatcher(tokenizer, _grammar_of(guide, LLMatcher), log_level=0, limits=limits)
@@ -117,10 +117,10 @@ def raise_matcher_error(matcher: Any) -> None:
     """Raise the reason if a matcher has failed, unless it only lacks an allowed token."""
     if matcher.is_error() and _NO_TOKEN not in matcher.get_error():
         message = _SHOWN_LINES.split(matcher.get_error(), 1)[0]
-        why = " ".join(message.split())
-        if len(why) > _LONGEST_REASON:  # it may repeat all of a pattern
-            why = f"{why[:_LONGEST_REASON]}..."
-        raise BadArgument(f"the constraint cannot be compiled: {why}")
+        reason = " ".join(message.split())
+        if len(reason) > _LONGEST_REASON:  # it may repeat all of a pattern
+            reason = f"{reason[:_LONGEST_REASON]}..."
+        raise BadArgument(f"the constraint cannot be compiled: {reason}")
 
 
 def _allows_first_token(matcher: Any) -> bool:
@@ -149,8 +149,8 @@ def _of_schema(schema: str, matcher: Any) -> str:
     return str(matcher.grammar_from_json_schema(schema, overrides=options))
 
 
-def _unfit_tokenizer_error(tokenizer: Any, why: str) -> BadArgument:
-    return BadArgument(f"guides do not work with {type(tokenizer).__name__}: {why}")
+def _unfit_tokenizer_error(tokenizer: Any, reason: str) -> BadArgument:
+    return BadArgument(f"guides do not work with {type(tokenizer).__name__}: {reason}")
 
 
 # Numbers in JSON schemas that llguidance would not represent exactly.

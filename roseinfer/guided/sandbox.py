@@ -31,12 +31,12 @@ from roseinfer.guided.grammar import (
 from roseinfer.guided.guide import Guide
 
 _QUICK_S = 0.1
-"""Seconds of processor time in which most guides compile. Slower ones go to a second worker."""
+"""Seconds of processor time that are enough for most guides. Slower ones go to a second worker."""
 _MAX_SLOW_TRIALS = 4
 """Most slow guides that are being tried, or waiting for it, at once."""
 _MAX_CACHED_RESULTS = 256
 _START_S = 120.0
-"""Wall-clock seconds in which a worker must have started and read the tokenizer."""
+"""Wall-clock seconds that a worker may take to start and read the tokenizer."""
 _MAIN = """
 import sys
 sys.path[:] = sys.argv[1:]
@@ -143,11 +143,13 @@ class _SandboxWorker:
         with self._lock:
             for _ in range(2):  # the worker may have been killed since it was last used
                 try:
-                    return self._ask(self._running(), line, self._wall_s)
+                    return self._query(self._running(), line, self._wall_s)
                 except TimeoutError:
                     self._close()
-                    why = f"it did not compile within {self._wall_s:g} s of wall-clock time"
-                    return TrialResult(Outcome.KILLED, f"the constraint cannot be compiled: {why}")
+                    reason = f"it did not compile within {self._wall_s:g} s of wall-clock time"
+                    return TrialResult(
+                        Outcome.KILLED, f"the constraint cannot be compiled: {reason}"
+                    )
                 except OSError:
                     self._close()
             raise EngineStopped("the process that compiles guides was killed twice")
@@ -155,17 +157,17 @@ class _SandboxWorker:
     def _running(self) -> socket.socket:
         """Return the link to the worker; start the worker if it does not run."""
         if self._link is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
+            parent_link, child_link = socket.socketpair()
+            with child_link:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _MAIN, *sys.path],
-                    stdin=theirs.fileno(),
+                    stdin=child_link.fileno(),
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,  # so that its children end with it
                 )
-            self._link, self._end = ours, weakref.finalize(self, _end, process, ours)
+            self._link, self._end = parent_link, weakref.finalize(self, _end, process, parent_link)
             try:
-                self._ask(ours, self._start, _START_S)
+                self._query(parent_link, self._start, _START_S)
             except TimeoutError:
                 raise ConnectionError("the worker did not start in time") from None
         return self._link
@@ -176,15 +178,15 @@ class _SandboxWorker:
         self._link = self._end = None
 
     @staticmethod
-    def _ask(link: socket.socket, line: bytes, seconds: float) -> TrialResult:
+    def _query(link: socket.socket, line: bytes, seconds: float) -> TrialResult:
         link.settimeout(seconds)
         link.sendall(line)
-        answer = b""
-        while not answer.endswith(b"\n"):
+        reply = b""
+        while not reply.endswith(b"\n"):
             if not (read := link.recv(1 << 16)):
                 raise ConnectionError("the worker has ended")
-            answer += read
-        outcome, reason, megabytes = json.loads(answer)
+            reply += read
+        outcome, reason, megabytes = json.loads(reply)
         return TrialResult(Outcome(outcome), reason, megabytes)
 
 
@@ -220,7 +222,7 @@ def main() -> None:
         tokenizer = SerializedTokenizer(**start).tokenizer()
         del start
         gc.freeze()  # the collector would write to memory that forks share
-        _answer(link, Outcome.PASSED)
+        _send_result(link, Outcome.PASSED)
         for line in lines:
             _try_in_copy(link, line, tokenizer, *limits)
 
@@ -239,14 +241,16 @@ def _try_in_copy(
         return  # the fork answered
     end_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if end_signal == signal.SIGPROF:
-        why = f"it takes more than {cpu_seconds:g} s of processor time to compile, or a tenth of it"
-        _answer(link, Outcome.TIME, f"{_REFUSED}{why} for a token (guide_cpu_seconds)")
+        reason = (
+            f"it takes more than {cpu_seconds:g} s of processor time to compile, or a tenth of it"
+        )
+        _send_result(link, Outcome.TIME, f"{_REFUSED}{reason} for a token (guide_cpu_seconds)")
     elif end_signal == signal.SIGABRT:  # Rust aborts when an allocation fails
-        _answer(link, Outcome.MEMORY, _too_large(memory_mb))
+        _send_result(link, Outcome.MEMORY, _too_large(memory_mb))
     elif end_signal == signal.SIGKILL:
-        _answer(link, Outcome.KILLED, f"{_REFUSED}the process that tried it was killed")
+        _send_result(link, Outcome.KILLED, f"{_REFUSED}the process that tried it was killed")
     else:
-        _answer(link, Outcome.CRASHED, f"{_REFUSED}the compiler crashed on it")
+        _send_result(link, Outcome.CRASHED, f"{_REFUSED}the compiler crashed on it")
 
 
 def _try_in_thread(
@@ -263,17 +267,17 @@ def _try_in_thread(
         try:
             matcher = _try(json.loads(line), tokenizer, cpu_seconds)
         except BadArgument as error:
-            _answer(link, Outcome.REFUSED, str(error))
+            _send_result(link, Outcome.REFUSED, str(error))
         except MemoryError:
-            _answer(link, Outcome.MEMORY, _too_large(memory_mb))
+            _send_result(link, Outcome.MEMORY, _too_large(memory_mb))
         except BaseException as error:  # a panic in Rust is not an Exception
-            _answer(
+            _send_result(
                 link, Outcome.CRASHED, f"{_REFUSED}the compiler failed: {error_with_type(error)}"
             )
         else:
             megabytes = (_pages()[1] - resident) * resource.getpagesize() >> 20
             del matcher  # after measuring, since its memory counts
-            _answer(link, Outcome.PASSED, megabytes=max(megabytes, 0))
+            _send_result(link, Outcome.PASSED, megabytes=max(megabytes, 0))
         os._exit(0)
 
     threading.stack_size(_stack())
@@ -287,8 +291,8 @@ def _try(guide_fields: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> An
     matcher = compile_guide(Guide(**guide_fields), tokenizer)
     rng = random.Random(0)
     for _ in range(_STEPS):
-        left = min(cpu_seconds - time.process_time(), cpu_seconds * _STEP_SHARE)
-        signal.setitimer(signal.ITIMER_PROF, max(left, 0.001))  # 0 would be no limit
+        remaining_s = min(cpu_seconds - time.process_time(), cpu_seconds * _STEP_SHARE)
+        signal.setitimer(signal.ITIMER_PROF, max(remaining_s, 0.001))  # 0 would be no limit
         allowed = matcher.compute_bitmask()
         raise_matcher_error(matcher)
         bits = int.from_bytes(allowed, "little") & ~(1 << tokenizer.eos_token)
@@ -301,10 +305,10 @@ def _try(guide_fields: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> An
 
 def _stack() -> int:
     """Return half of the bytes of an engine thread's stack, so that deep guides overflow here."""
-    most = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    usual = _USUAL_STACK if most == resource.RLIM_INFINITY else most
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    num_bytes = _USUAL_STACK if limit == resource.RLIM_INFINITY else limit
     page = resource.getpagesize()
-    return usual // 2 // page * page
+    return num_bytes // 2 // page * page
 
 
 def _pages() -> tuple[int, int]:
@@ -322,16 +326,18 @@ def _pages() -> tuple[int, int]:
 def _limit_memory(pages: int, megabytes: int) -> None:
     if not pages:
         return
-    most = pages * resource.getpagesize() + (megabytes << 20)
+    limit = pages * resource.getpagesize() + (megabytes << 20)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _too_large(megabytes: int) -> str:
     return f"{_REFUSED}it takes more than {megabytes} MB of memory to compile (guide_memory_mb)"
 
 
-def _answer(link: socket.socket, outcome: Outcome, reason: str = "", megabytes: int = 0) -> None:
+def _send_result(
+    link: socket.socket, outcome: Outcome, reason: str = "", megabytes: int = 0
+) -> None:
     link.sendall(json.dumps([outcome, reason, megabytes]).encode() + b"\n")

@@ -10,7 +10,6 @@ import torch
 
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument, error_with_type
-from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,13 +117,6 @@ def make_layer_layout(
         num_storage_layers=size if one_pool else num_layers,
         storage_layer_of=[of_layer[at][1] if one_pool else at for at in range(num_layers)],
         group_of=[of_layer[at][0] for at in range(num_layers)],
-    )
-
-
-def count_out_of_window(block_ids: Sequence[int]) -> int:
-    """Count the leading blocks of a list that left the window and are ``SCRATCH`` now."""
-    return next(
-        (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
     )
 
 

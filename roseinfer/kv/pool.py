@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import BadBlock, BadRefcount, OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 SCRATCH = 0
 """Index of the scratch block, which no sequence ever owns; padding is written to it."""
@@ -62,7 +62,7 @@ class BlockPool:
     def require_free_blocks(self, needed: int) -> None:
         """Raise unless ``needed`` blocks are free."""
         if needed > self.num_free:
-            raise OutOfBlocks(needed=needed, free=self.num_free, where=f"layer {self.layer}")
+            raise OutOfBlocks(needed=needed, free=self.num_free, owner=f"layer {self.layer}")
 
     def allocate(self, *, start: int, length: int) -> KVBlockInfo:
         """Allocate the block freed last, or one never used, with refcount 1; return its record."""
@@ -91,7 +91,7 @@ class BlockPool:
     def incref(self, index: int) -> None:
         self.refcounts[index] += 1
 
-    def adopt(self, block_id: int, start: int, length: int) -> None:
+    def mirror_block(self, block_id: int, start: int, length: int) -> None:
         """Record a block that another cache allocated, with refcount 1."""
         index = self.index_of(block_id)
         while len(self.infos) <= index:
@@ -138,3 +138,10 @@ class BlockPool:
                     f"block {block_id} of layer {self.layer} is held {count} times and would be "
                     f"freed {times} times"
                 )
+
+
+def count_out_of_window(block_ids: Sequence[int]) -> int:
+    """Count the leading blocks of a list that left the window and are ``SCRATCH`` now."""
+    return next(
+        (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
+    )

@@ -45,9 +45,9 @@ class CachedSequence:
         self.token_capacity = len(self.block_lists[0]) * kv.block_size
 
 
-def reserve(kv: KVBlockManager, sessions: Sequence[CachedSequence], counts: Sequence[int]) -> None:
+def reserve(kv: KVBlockManager, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> None:
     """Allocate room for ``counts[i]`` more tokens of ``sessions[i]``, in all groups of layers."""
     for at, group in enumerate(kv.groups):
-        kv.reserve(group.layers[0], [sequence.block_lists[at] for sequence in sessions], counts)
-    for sequence in sessions:
+        kv.reserve(group.layers[0], [sequence.block_lists[at] for sequence in sequences], counts)
+    for sequence in sequences:
         sequence.token_capacity = len(sequence.block_lists[0]) * kv.block_size

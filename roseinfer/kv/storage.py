@@ -155,7 +155,7 @@ class IndexStaging:
         self._half_events = [self._transfers.event() for _ in range(2 * self._transfers.is_async)]
 
     def check(self, staged: StagedIndices) -> None:
-        """Raise unless the columns are this ring's and still hold what was staged."""
+        """Raise unless the columns are this ring's and still hold the staged numbers."""
         if staged.ring is not self:
             raise BadArgument("the plan was made by another cache")
         if (

@@ -90,10 +90,10 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
     The series ends at 2 to the power of -8 for the largest power of two that is at most ``heads``.
     """
-    whole = 1 << (heads.bit_length() - 1)
-    steps = [8 * at / whole for at in range(1, whole + 1)]
-    between = [8 * at / (2 * whole) for at in range(1, 2 * whole, 2)]
-    return tuple(2.0**-step for step in (steps + between)[:heads])
+    power_of_two = 1 << (heads.bit_length() - 1)
+    steps = [8 * at / power_of_two for at in range(1, power_of_two + 1)]
+    half_steps = [8 * at / (2 * power_of_two) for at in range(1, 2 * power_of_two, 2)]
+    return tuple(2.0**-step for step in (steps + half_steps)[:heads])
 
 
 # Patches of ``_attn``, which some families call with heads that are split already.

@@ -10,14 +10,14 @@ from transformers import AttentionInterface
 
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.models.attention_patches import CURRENT_ATTENTION, set_attention
-from roseinfer.models.checks import AttentionTrial
+from roseinfer.models.load_checks import AttentionTrial
 from roseinfer.models.shape import read_model_shape
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention, AttentionBackend
     from roseinfer.distributed.ranks import Ranks
-    from roseinfer.kernels.exchange import AllReduceBuffers
+    from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
 
 ATTENTION_NAME = "roseinfer_paged"
 _IGNORED_ARGUMENTS = frozenset(
@@ -39,7 +39,7 @@ _IGNORED_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that do not change what attention computes for the engine."""
+"""Arguments that do not change the engine's attention."""
 
 
 def attend(
@@ -90,7 +90,7 @@ class CausalModel:
     paths: tuple[EnginePath, ...] = ()
     batch_invariant: bool = False
     """True if a token gets the same bits whatever else is in the batch."""
-    why_batch_variant: str | None = None
+    batch_variance_reason: str | None = None
     """Reason, in words, why the model is not batch invariant; None where it is."""
     exchange: AllReduceBuffers | None = None
     """Buffers for kernels that all-reduce rows over ranks; None without shared memory for them."""
@@ -113,8 +113,10 @@ class CausalModel:
         except UnsupportedModel:
             raise
         except Exception as error:  # of any kind, since configs can lack anything
-            why = str(error).partition(". ")[0]
-            raise UnsupportedModel(f"{name} has no readable shape in its config: {why}") from error
+            reason = str(error).partition(". ")[0]
+            raise UnsupportedModel(
+                f"{name} has no readable shape in its config: {reason}"
+            ) from error
         self.config = config
         """Text part of the model's config."""
         self._model = model.eval()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 
 from roseinfer.errors import UnsupportedModel, error_with_type, short_repr
-from roseinfer.models.source import ADAPTER_CONFIG, ADAPTER_UNSUPPORTED
+from roseinfer.models.locate_model import ADAPTER_CONFIG, ADAPTER_UNSUPPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -114,7 +114,7 @@ def _load_config(path: str) -> Any:
 
 
 def _drop_kernel_choices(settings: Any) -> Any:
-    """Drop settings by which a config may choose kernels on the hub."""
+    """Drop settings that let a config choose kernels on the hub."""
     if isinstance(settings, list):
         return [_drop_kernel_choices(each) for each in settings]
     if not isinstance(settings, dict):
@@ -137,11 +137,11 @@ def _weight_files(path: str, named: str | None) -> list[Path]:
         _check_name(named, _WEIGHTS, _INDEX)
     shards = {f"model{_WEIGHTS}", named or ""}
     for index in {f"model{_INDEX}", named or ""}:
-        if index.endswith(_INDEX) and (found := find_model_file(path, index)) is not None:
-            listed = set(json.loads(Path(found).read_text())["weight_map"].values())
-            for shard in listed:
+        if index.endswith(_INDEX) and (file_found := find_model_file(path, index)) is not None:
+            file_names = set(json.loads(Path(file_found).read_text())["weight_map"].values())
+            for shard in file_names:
                 _check_name(shard, _WEIGHTS)
-            shards |= listed
+            shards |= file_names
     return [file for name in sorted(shards - {""}) if (file := Path(path) / name).is_file()]
 
 
@@ -151,12 +151,12 @@ def _check_counts(settings: Any, num_tensors: int) -> None:
     Some settings are larger than the model needs, and experts may share a tensor.
     """
     for name, value in _iterate_settings(settings):
-        for pattern, few in _MAX_MODULE_COUNTS.items():
-            most = max(few, num_tensors)
-            if isinstance(value, int) and value > most and pattern.search(name):
+        for pattern, minimum in _MAX_MODULE_COUNTS.items():
+            limit = max(minimum, num_tensors)
+            if isinstance(value, int) and value > limit and pattern.search(name):
                 raise UnsupportedModel(
-                    f"its config has {name}={short_repr(value)}, and a model of its weights has "
-                    f"at most {most}"
+                    f"its config has {name}={short_repr(value)}, and a model of its weights has at "
+                    f"most {limit}"
                 )
 
 
@@ -177,14 +177,15 @@ def _check_size(config: Any, tensors: Mapping[str, _TensorHeader]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     stored = sum(prod(each.shape) for each in tensors.values())
-    for what, own, most in (
+    for kind, tensors_of_kind, limit in (
         ("weights", model.parameters(), 2 * stored),
         ("tables beside its weights", model.buffers(), 2 * stored + _MAX_UNSAVED_ELEMENTS),
     ):
-        wanted = sum(each.numel() for each in own)
-        if wanted > most:
+        num_elements = sum(each.numel() for each in tensors_of_kind)
+        if num_elements > limit:
             raise UnsupportedModel(
-                f"its config describes {wanted:,} numbers of {what}, and its files have {stored:,}"
+                f"its config describes {num_elements:,} numbers of {kind}, and its files have "
+                f"{stored:,}"
             )
 
 
@@ -206,7 +207,7 @@ def _check_weight_formats(
 
 
 def _read_tensor_headers(file: Path) -> dict[str, _TensorHeader]:
-    """Return a file's tensors; empty where transformers will report what is wrong with the file."""
+    """Return a file's tensors; empty where transformers will report the error of the file."""
     with file.open("rb") as opened:
         begin = opened.read(len(_LFS_POINTER))
         if begin == _LFS_POINTER:
@@ -295,14 +296,14 @@ def load_tokenizer(name: str) -> Any:
         # With files that it cannot read, some families have an empty vocabulary.
         if tokenizer.vocab_size > 1:
             return tokenizer
-        why: Exception = ValueError("it has no vocabulary")
+        cause: Exception = ValueError("it has no vocabulary")
     except Exception as error:  # of any kind, since tokenizers trusts files
-        why = error
-    raise _tokenizer_error(name, f"from {', '.join(files)}: {error_with_type(why)}") from why
+        cause = error
+    raise _tokenizer_error(name, f"from {', '.join(files)}: {error_with_type(cause)}") from cause
 
 
-def _tokenizer_error(name: str, why: str) -> UnsupportedModel:
+def _tokenizer_error(name: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the tokenizer of {name!r} cannot be loaded: {why}: download its files again, or remove "
-        "them and pass token ids"
+        f"the tokenizer of {name!r} cannot be loaded: {reason}: download its files again, or "
+        "remove them and pass token ids"
     )

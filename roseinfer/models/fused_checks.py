@@ -1,7 +1,7 @@
 """Trial of a model's fused kernels on a few tokens: its own modules must agree.
 
-A wrapper of a module, such as an adapter or a quantised weight, changes what the module computes.
-Fused kernels read the original weights.
+A wrapper of a module, such as an adapter or a quantised weight, changes the module's output. Fused
+kernels read the original weights.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch
 from roseinfer.attention.reference import attend
-from roseinfer.models.checks import is_close, trial_tokens
+from roseinfer.models.load_checks import is_close, trial_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from roseinfer.kv.manager import StepBatch
     from roseinfer.layer_traits import LayerTraits
     from roseinfer.models.causal import CausalModel
 
 
 class _SingleSequenceAttention(AttentionBackend):
-    """Attention in one sequence, all of whose tokens are in the step; it stores nothing."""
+    """Attention in one sequence whose tokens are all in the step; it stores nothing."""
 
     def __init__(self, traits: Sequence[LayerTraits]) -> None:
         self.traits = traits
@@ -68,7 +69,7 @@ _BATCH_SIZES = (
     1, 2, 16, 17, 33, *range(64, 577, 32), *range(65, 545, 96), 600, 700, 777,
     *range(640, 2049, 128), 1000, 1023, 1500,
 )  # fmt: skip
-"""Batch sizes at which GEMMs change to other tiles or to torch's, and some in between."""
+"""Batch sizes that change GEMMs to other tiles or to torch's, and some in between."""
 _MAX_BATCH_ROWS = 8192
 
 
@@ -93,16 +94,16 @@ def is_batch_invariant(model: CausalModel, max_rows: int) -> bool:
     """Return True if rows get the bits of a small batch in batches of up to ``max_rows`` rows.
 
     The queries, keys and values of all rows in every layer are compared, and the logits. The model
-    is one on fused kernels, in the state in which it will run.
+    has fused kernels and is in its final state.
     """
-    most = min(max_rows, _MAX_BATCH_ROWS)
-    tokens = torch.arange(most, device=model.device) * 7 % model.shape.vocab_size
+    num_rows = min(max_rows, _MAX_BATCH_ROWS)
+    tokens = torch.arange(num_rows, device=model.device) * 7 % model.shape.vocab_size
     parts = [
-        _digests(model, tokens, begin, min(begin + _SMALL_BATCH_ROWS, most))
-        for begin in range(0, most, _SMALL_BATCH_ROWS)
+        _digests(model, tokens, begin, min(begin + _SMALL_BATCH_ROWS, num_rows))
+        for begin in range(0, num_rows, _SMALL_BATCH_ROWS)
     ]
     inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))
-    for rows in sorted({size for size in _BATCH_SIZES if size < most} | {most}):
+    for rows in sorted({size for size in _BATCH_SIZES if size < num_rows} | {num_rows}):
         last_rows = None
         if rows > _MAX_ROWS_WITH_LOGITS:
             last_rows = (

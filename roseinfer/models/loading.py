@@ -25,7 +25,7 @@ from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import load_checkpoint, load_tokenizer
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_checks import is_batch_invariant, matches_modules
-from roseinfer.models.source import locate
+from roseinfer.models.locate_model import locate
 from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.paths import EnginePath
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _PADDED_MULTIPLE = 64
-"""Multiple to which the outputs of a padded head are rounded up."""
+"""Alignment of the number of outputs of a padded head."""
 _ALIGNED_OUTPUTS = 8
 """Outputs of two bytes that fill 16 bytes.
 
@@ -105,24 +105,24 @@ def load(
     It may also be a function that makes a model on the device it gets. With ``ranks``, only the
     shard of this rank stays on its device.
     """
-    where = ranks.device if ranks else resolve_device(device)
-    wanted = resolve_dtype(dtype, where)
-    _check_device_support(config, where)
+    target = ranks.device if ranks else resolve_device(device)
+    load_dtype = resolve_dtype(dtype, target)
+    _check_device_support(config, target)
     if not isinstance(tokenizer, (PreTrainedTokenizerBase, NoneType)):
         raise ConfigError(
             f"tokenizer must be a tokenizer of transformers or None, not {tokenizer!r}: load one "
             "by AutoTokenizer.from_pretrained"
         )
     if isinstance(model, (FunctionType, partial)):
-        model = model(where)
+        model = model(target)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
-        network, tokenizer = _load_network(os.fspath(model), where, wanted, tokenizer, ranks)
+        network, tokenizer = _load_network(os.fspath(model), target, load_dtype, tokenizer, ranks)
     elif isinstance(model, PreTrainedModel):
         if ranks:
-            there = network.device if network.device == where else "cpu"
-            shard(network.to(there, wanted if dtype else None), ranks)
-        network = network.to(where, wanted if dtype else None)
+            build_device = network.device if network.device == target else "cpu"
+            shard(network.to(build_device, load_dtype if dtype else None), ranks)
+        network = network.to(target, load_dtype if dtype else None)
     else:
         raise ConfigError(
             f"{model!r} is not a model: it must be 'tiny', a directory, a hub id, or a "
@@ -169,18 +169,18 @@ def _build_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> Cau
             _decide_batch_invariance(fused, config)
             return fused
         _report_kernel_mismatch(network, config)
-    why = (
+    reason = (
         f"{type(network).__name__} runs on its own modules here, whose GEMMs are rounded by the "
         "batch size: use a model with fused kernels, on a GPU"
     )
     if config.batch_invariant:
-        raise ConfigError(f"batch_invariant=True: {why}")
+        raise ConfigError(f"batch_invariant=True: {reason}")
     if config.is_enabled("pad_head", network.device.type) and ranks is None:
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length, ranks=ranks)
     if isinstance(network.get_output_embeddings(), PaddedHead):
         causal.paths += (EnginePath.PADDED_LM_HEAD,)
-    _record_batch_variance(causal, config, why)
+    _record_batch_variance(causal, config, reason)
     if config.compile_layers:
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
@@ -191,10 +191,10 @@ def _open_all_reduce(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> 
     """Let a model's kernels all-reduce themselves, where the ranks share memory."""
     fused.exchange = open_exchange(ranks, fused.config.hidden_size, fused.dtype)
     if fused.exchange is None:
-        why = "ranks cannot write to each other's memory here"
+        reason = "ranks cannot write to each other's memory here"
         if config.exchange:
-            raise ConfigError(f"exchange=True: {why}")
-        _LOG.warning("%s: they all-reduce by messages, which takes longer", why)
+            raise ConfigError(f"exchange=True: {reason}")
+        _LOG.warning("%s: they all-reduce by messages, which takes longer", reason)
 
 
 def _decide_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
@@ -202,39 +202,39 @@ def _decide_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
     if config.batch_invariant is False:
         _record_batch_variance(fused, config, "batch_invariant=False was chosen")
         return
-    why = ""
+    reason = ""
     if fused.device.type != "cuda" or fused.dtype is torch.float32:
-        why = "the kernels have one order of additions only on a GPU, in float16 or bfloat16"
+        reason = "the kernels have one order of additions only on a GPU, in float16 or bfloat16"
     elif config.attention_backend not in (None, "triton"):
-        why = f"attention_backend={config.attention_backend!r} has no fixed order of additions"
+        reason = f"attention_backend={config.attention_backend!r} has no fixed order of additions"
     else:
         fused.batch_invariant = True
-        most = config.prefill_max_tokens + config.max_batch_size
-        if is_batch_invariant(fused, most):
+        max_rows = config.prefill_max_tokens + config.max_batch_size
+        if is_batch_invariant(fused, max_rows):
             return
         fused.batch_invariant = False
-        why = "torch's GEMMs are rounded by the batch size on this GPU"
+        reason = "torch's GEMMs are rounded by the batch size on this GPU"
     if config.batch_invariant:
-        raise ConfigError(f"batch_invariant=True: {why}")
-    _record_batch_variance(fused, config, why)
+        raise ConfigError(f"batch_invariant=True: {reason}")
+    _record_batch_variance(fused, config, reason)
 
 
-def _record_batch_variance(model: CausalModel, config: EngineConfig, why: str) -> None:
+def _record_batch_variance(model: CausalModel, config: EngineConfig, reason: str) -> None:
     """Record why a model is not batch invariant; log it on a GPU, where it could be."""
-    model.why_batch_variant = why
+    model.batch_variance_reason = reason
     if model.device.type == "cuda" and config.batch_invariant is None:
-        _LOG.warning("%s: it is not batch invariant: %s", type(model).__name__, why)
+        _LOG.warning("%s: it is not batch invariant: %s", type(model).__name__, reason)
 
 
 def _report_kernel_mismatch(network: Any, config: EngineConfig) -> None:
     """Report why a model runs on its own modules, though its class has fused kernels."""
-    why = (
+    reason = (
         f"the fused kernels for {type(network).__name__} differ from its modules, as they do "
         "where modules were replaced or wrapped"
     )
     if config.fused_model:
-        raise ConfigError(f"fused_model=True: {why}")
-    _LOG.warning("%s: it runs on its modules", why)
+        raise ConfigError(f"fused_model=True: {reason}")
+    _LOG.warning("%s: it runs on its modules", reason)
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -304,13 +304,13 @@ def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:
     ends: set[int] = set()
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        listed = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
+        token_ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in token_ids):
             raise UnsupportedModel(
                 f"eos_token_id of the {type(source).__name__} is {value!r}: it must be a token id "
                 "or a list of them"
             )
-        ends.update(listed)
+        ends.update(token_ids)
     return frozenset(ends)
 
 
@@ -330,8 +330,8 @@ def _build_cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
     room = _MAX_CPU_CACHE_BYTES
     if device.type == "cuda":
         room = int(torch.cuda.mem_get_info(device)[0] * _CACHE_MEMORY_FRACTION)
-    most = min(config.max_batch_size * shape.max_length, room // token_bytes)
-    tokens = config.kv_cache_tokens or most
+    max_tokens = min(config.max_batch_size * shape.max_length, room // token_bytes)
+    tokens = config.kv_cache_tokens or max_tokens
     blocks = -(-tokens // config.block_size)
     if model.ranks:
         blocks = model.ranks.all_reduce_min(blocks)

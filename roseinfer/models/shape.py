@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """Sizes of a model that its cache and its requests depend on."""
+
     num_layers: int
     num_kv_heads: int
     head_dim: int

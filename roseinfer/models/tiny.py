@@ -64,8 +64,8 @@ def _tiny_network() -> PreTrainedModel:
 
 def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
     """Build a tokenizer of UTF-8 bytes. An id above them, never encoded, decodes to ``<300>``."""
-    others = {f"<{token}>": token for token in range(END + 1, vocab_size)}
-    vocabulary = {**BYTE_OF, "<|endoftext|>": END, **others}
+    extra_tokens = {f"<{token}>": token for token in range(END + 1, vocab_size)}
+    vocabulary = {**BYTE_OF, "<|endoftext|>": END, **extra_tokens}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -18,9 +18,9 @@ from ray.serve.schema import LoggingConfig
 from roseinfer.config import set_default_environment
 from roseinfer.engine_client.protocol import freeze_gc
 from roseinfer.errors import ConfigError, RoseinferError
-from roseinfer.progress import print_status
 from roseinfer.replicas.front import ReplicaLost, is_last
 from roseinfer.server.access_log import REQUEST_LOG_KEY, RequestLogEntry
+from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator

@@ -65,11 +65,13 @@ def is_last(messages: Sequence[Message]) -> bool:
 
 
 class ReplicaLost(ApiError):
-    """Error of a request whose replica ended, or for which no replica is running."""
+    """Error of a request whose replica has ended, or that found no running replica."""
 
     def __init__(self) -> None:
-        why = "the replica of this request has ended; try again, and another replica will answer"
-        super().__init__(503, why, code="replica_lost", headers=RETRY_AFTER_HEADERS)
+        message = (
+            "the replica of this request has ended; try again, and another replica will answer"
+        )
+        super().__init__(503, message, code="replica_lost", headers=RETRY_AFTER_HEADERS)
 
 
 # Metrics of all replicas on one page, where the label ``engine`` is the replica's number.
@@ -176,9 +178,9 @@ class _ForwardingEndpoint:
         body = await Request(scope, receive).body()
         request = ForwardedRequest.of(log_entry_of(scope).id, scope, body)
         with self._admission.admit(1):
-            await cancel_on_disconnect(receive, self._answer(request, log_entry_of(scope), send))
+            await cancel_on_disconnect(receive, self._respond(request, log_entry_of(scope), send))
 
-    async def _answer(
+    async def _respond(
         self, request: ForwardedRequest, log_entry: RequestLogEntry, send: Send
     ) -> None:
         sender = _ResponseSender(send)
@@ -193,7 +195,7 @@ class _ForwardingEndpoint:
                     else:
                         await sender.send(part)
             except ReplicaLost as error:
-                if not sender.begun:
+                if not sender.has_begun:
                     raise
                 log_entry.error = type(error).__name__
                 await sender.send_error(error)
@@ -207,13 +209,13 @@ class _ResponseSender:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._streams = False
-        self.begun = False
+        self.has_begun = False
 
     async def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if message["type"] == "http.response.start":
                 await self._send(_without_id(message))
-                self.begun, self._streams = True, _streams(message)
+                self.has_begun, self._streams = True, _streams(message)
             else:
                 await self._send(message)
 

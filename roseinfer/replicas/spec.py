@@ -39,14 +39,14 @@ class ReplicaSpec:
     def names(self) -> tuple[str, ...]:
         return self.config.served_model_name or (self.model,)
 
-    def gpus_per_replica(self, there: int) -> int:
-        """Return the number of GPUs per replica, if ``there`` GPUs are available for all."""
-        if self.device == "cpu" or (self.device is None and not there):
+    def gpus_per_replica(self, num_gpus: int) -> int:
+        """Return the number of GPUs per replica, if ``num_gpus`` GPUs are available for all."""
+        if self.device == "cpu" or (self.device is None and not num_gpus):
             return 0
-        wanted = self.config.replicas or 1
-        if there < wanted:
+        num_replicas = self.config.replicas or 1
+        if num_gpus < num_replicas:
             raise ConfigError(
-                f"--replicas {wanted}: each needs a GPU, and {there} are available; use fewer "
-                "replicas, or --device cpu"
+                f"--replicas {num_replicas}: each needs a GPU, and {num_gpus} are available; use "
+                "fewer replicas, or --device cpu"
             )
         return 1

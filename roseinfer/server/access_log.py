@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from roseinfer.errors import RoseinferError
-from roseinfer.progress import discard_stdout, print_status
 from roseinfer.server.api_errors import ApiError, to_api_error
 from roseinfer.server.streaming import ClientDisconnected
+from roseinfer.terminal import discard_stdout, print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,7 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._answer(scope, receive, send_logged, entry)
+            await self._respond(scope, receive, send_logged, entry)
         finally:
             seconds = time.perf_counter() - start
             if self._counts is not None:
@@ -105,7 +105,7 @@ class AccessLog:
             if self._write is not None:
                 self._write(_line(scope, entry, seconds))
 
-    async def _answer(
+    async def _respond(
         self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry
     ) -> None:
         try:

@@ -10,7 +10,6 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Generic, Protocol
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -100,8 +99,8 @@ async def _read_json_body(request: Request) -> bytes:
     """Return the body; require JSON, which no cross-site page can make a browser send here."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        why = "the body must be JSON; send the header Content-Type: application/json"
-        raise ApiError(415, why, code="unsupported_media_type")
+        message = "the body must be JSON; send the header Content-Type: application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
     return await request.body()
 
 
@@ -206,10 +205,10 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
     if api_error.status >= 500:
         log_error(request.scope, error)
     if isinstance(error, HTTPException):  # Starlette's message is only the name of the status
-        why = _ROUTING_ERROR_MESSAGES.get(api_error.status, str(api_error))
+        message = _ROUTING_ERROR_MESSAGES.get(api_error.status, str(api_error))
         if api_error.status == 404 and request.scope["path"].endswith("/"):
-            why += "; none of them ends with a slash"
-        api_error = ApiError(api_error.status, why, headers=api_error.headers)
+            message += "; none of them ends with a slash"
+        api_error = ApiError(api_error.status, message, headers=api_error.headers)
     return api_error.response()
 
 
@@ -234,7 +233,8 @@ async def _version(_: Service, __: Request) -> Response:
 
 
 async def _metrics(service: Service, _: Request) -> Response:
-    return Response(service.metrics_page.text(), media_type=CONTENT_TYPE_LATEST)
+    metrics_page = service.metrics_page
+    return Response(metrics_page.text(), media_type=metrics_page.media_type)
 
 
 async def _openapi(service: Service, _: Request) -> Response:

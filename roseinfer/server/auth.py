@@ -82,30 +82,30 @@ class AuthMiddleware:
         machine, sends its own name.
         """
         if len(hosts) > 1 or (not hosts and version != "1.0"):
-            why = f"the request has {len(hosts)} headers Host; send exactly one"
-            raise ApiError(400, why, code="invalid_host")
+            message = f"the request has {len(hosts)} headers Host; send exactly one"
+            raise ApiError(400, message, code="invalid_host")
         if not self._hosts:
             return
         for host in hosts:
             name = host_name(host)
             if not any(_matches_host(name, pattern) for pattern in self._hosts):
-                why = (
+                message = (
                     f"host {short_repr(name)} is not allowed; use a host name of this server, or "
                     "start it with that name in --allowed-hosts"
                 )
-                raise ApiError(421, why, code="host_not_allowed")
+                raise ApiError(421, message, code="host_not_allowed")
 
     @staticmethod
     def _require_key(key: bytes, header: str) -> None:
         scheme, _, token = header.partition(" ")
         token = token.strip()
         if not token or scheme.lower() != "bearer":
-            why = "API key missing; send it in the header Authorization: Bearer KEY"
+            message = "API key missing; send it in the header Authorization: Bearer KEY"
         elif not hmac.compare_digest(_digest(token), key):  # in constant time
-            why = "wrong API key; send the key that this server was started with"
+            message = "wrong API key; send the key that this server was started with"
         else:
             return
-        raise ApiError(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, content_length: str | None, receive: Receive) -> bytes:
         if (
@@ -129,8 +129,8 @@ class AuthMiddleware:
                     self._check_body_size(len(body), more)
                     timeout.reschedule(deadline + len(body) / _MIN_BODY_BYTES_PER_S)
         except TimeoutError:
-            why = f"the body timed out after {len(body)} bytes; send it faster"
-            raise ApiError(408, why, code="request_timeout", headers=_CLOSE) from None
+            problem = f"the body timed out after {len(body)} bytes; send it faster"
+            raise ApiError(408, problem, code="request_timeout", headers=_CLOSE) from None
         finally:
             self._incomplete_bytes -= len(body)
         return bytes(body)
@@ -140,12 +140,12 @@ class AuthMiddleware:
         if size > self._limit:
             raise self._too_large()
         if more and self._incomplete_bytes > self._max_incomplete_bytes:
-            why = "the server is receiving too many request bodies; try again later"
-            raise ApiError(503, why, code="overloaded", headers=RETRY_AFTER_HEADERS | _CLOSE)
+            message = "the server is receiving too many request bodies; try again later"
+            raise ApiError(503, message, code="overloaded", headers=RETRY_AFTER_HEADERS | _CLOSE)
 
     def _too_large(self) -> ApiError:
-        why = f"the body is too large; this server's limit is {self._limit} bytes"
-        return ApiError(413, why, code="body_too_large", headers=_CLOSE)
+        message = f"the body is too large; this server's limit is {self._limit} bytes"
+        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 def host_name(host: str) -> str:
@@ -189,14 +189,14 @@ class Admission:
     def admit(self, texts: int) -> Iterator[None]:
         """Count completions as open until the block ends, or refuse them."""
         if self.draining:
-            why = "the server is shutting down; send the request to another one"
-            raise ApiError(503, why, code="draining", headers=_RETRY_ELSEWHERE_HEADERS)
+            message = "the server is shutting down; send the request to another one"
+            raise ApiError(503, message, code="draining", headers=_RETRY_ELSEWHERE_HEADERS)
         if texts > self._limit:
-            why = f"the request has {texts} completions; this server's limit is {self._limit}"
-            raise ApiError(400, why, code="invalid_value")
+            message = f"the request has {texts} completions; this server's limit is {self._limit}"
+            raise ApiError(400, message, code="invalid_value")
         if self.num_open + texts > self._limit:
-            why = f"{self.num_open} of {self._limit} completions are open; try again later"
-            raise ApiError(429, why, code="rate_limit_exceeded", headers=RETRY_AFTER_HEADERS)
+            message = f"{self.num_open} of {self._limit} completions are open; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY_AFTER_HEADERS)
         self.num_open += texts
         try:
             yield

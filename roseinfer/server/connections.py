@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from roseinfer.progress import print_status
 from roseinfer.server.api_errors import RETRY_AFTER_HEADERS, ApiError
 from roseinfer.server.auth import EARLY_ERROR_KEY
+from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,9 +52,9 @@ class ConnectionLimits:
     max_discarded_bytes: int = 64 << 20
     """Bytes of a body that are read and discarded after the response."""
     discard_seconds: float = 5.0
-    """Seconds for which a body is discarded if the response ends the connection."""
+    """Seconds of discarding a body if the response ends the connection."""
     stalled_seconds: float = 120.0
-    """Seconds in which a client may read nothing of its response."""
+    """Seconds that a client may pause reading its response."""
 
     @classmethod
     def for_open_files(cls, files: int) -> ConnectionLimits:
@@ -169,8 +169,8 @@ class Connection(HttpToolsProtocol):
         if self._all.make_room(len(self.connections)):
             self._all.idle[self] = None
         else:
-            why = "too many connections are open; try again later"
-            self._refuse(ApiError(503, why, code="overloaded", headers=RETRY_AFTER_HEADERS))
+            message = "too many connections are open; try again later"
+            self._refuse(ApiError(503, message, code="overloaded", headers=RETRY_AFTER_HEADERS))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.idle.pop(self, None)
@@ -206,8 +206,10 @@ class Connection(HttpToolsProtocol):
                 self._wire.transport.close()
         elif not self._busy and now - self._since > self._limits.head_seconds:
             if self._in_head:
-                why = f"headers incomplete after {self._limits.head_seconds:g} s; send them faster"
-                self._refuse(ApiError(408, why, code="request_timeout"))
+                message = (
+                    f"headers incomplete after {self._limits.head_seconds:g} s; send them faster"
+                )
+                self._refuse(ApiError(408, message, code="request_timeout"))
             else:
                 self.drop()
 
@@ -252,8 +254,8 @@ class Connection(HttpToolsProtocol):
         if self._pending_bytes > self._limits.head_bytes + _PARSE_CHUNK_BYTES:
             self._refuse(self._too_large())
         elif self._all.head_bytes > self._limits.all_head_bytes:
-            why = "the server is receiving too many request heads; try again later"
-            self._refuse(ApiError(503, why, code="overloaded", headers=RETRY_AFTER_HEADERS))
+            message = "the server is receiving too many request heads; try again later"
+            self._refuse(ApiError(503, message, code="overloaded", headers=RETRY_AFTER_HEADERS))
 
     def _forget_head(self) -> None:
         self._all.head_bytes -= self._pending_bytes
@@ -267,11 +269,11 @@ class Connection(HttpToolsProtocol):
 
     def _too_large(self) -> ApiError:
         limits = self._limits
-        why = (
+        message = (
             f"the headers are too large; this server's limits are {limits.headers} headers and "
             f"{limits.head_bytes} bytes"
         )
-        return ApiError(431, why, code="headers_too_large")
+        return ApiError(431, message, code="headers_too_large")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -331,8 +333,8 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Refuse a request that the parser failed at; uvicorn calls this."""
-        why = "malformed request; send a first line, headers and a body as in HTTP/1.1"
-        self._refuse(self._problem or ApiError(400, why, code="invalid_http"))
+        message = "malformed request; send a first line, headers and a body as in HTTP/1.1"
+        self._refuse(self._problem or ApiError(400, message, code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer the incoming request with an error, and close the connection.

@@ -87,7 +87,7 @@ class _Choice:
     """Time of its newest token, by ``time.perf_counter``."""
     decode_s: float | None = None
     """Seconds from its first token to its last, by the engine; None until it has finished."""
-    ended: bool = False
+    has_ended: bool = False
 
 
 class Generation:
@@ -124,7 +124,7 @@ class Generation:
         self._num_open = num_open
         self._prefill_only = prefill_only
         self._choices: list[_Choice] = []
-        """Choices in the order in which they began."""
+        """Choices, in the order of their start."""
         self._echoed: dict[int, EchoedTokens] = {}
         """Echoed tokens by prompt number, from the prefill of its first choice."""
         self._seconds_per_token = 0.0
@@ -134,7 +134,7 @@ class Generation:
     @property
     def finished(self) -> bool:
         """True when all choices have ended."""
-        return all(choice.ended for choice in self._choices)
+        return all(choice.has_ended for choice in self._choices)
 
     async def collect_choices(self) -> list[ChoiceDelta]:
         """Wait for all choices to end, and return each as one delta."""
@@ -165,12 +165,12 @@ class Generation:
         finally:
             group.cancel()
             for choice in self._choices:
-                if not choice.ended:
+                if not choice.has_ended:
                     self._end(choice, finish_reason, time.perf_counter())
             self._record_prompts()
 
     def _coalescing_delay_s(self) -> float:
-        """Return the seconds for which to coalesce tokens, since each chunk takes time to send.
+        """Return how many seconds to coalesce tokens, since each chunk takes time to send.
 
         With few open completions, each token is sent at once.
         """
@@ -249,9 +249,9 @@ class Generation:
         if delta.finish_reason is not None:
             self._end(choice, delta.finish_reason, now)
 
-    def _end(self, choice: _Choice, why: str, now: float) -> None:
-        choice.ended = True
-        self._metrics.record_finish(why, self._finished_stats(choice, now))
+    def _end(self, choice: _Choice, finish_reason: str, now: float) -> None:
+        choice.has_ended = True
+        self._metrics.record_finish(finish_reason, self._finished_stats(choice, now))
 
     def _finished_stats(self, choice: _Choice, now: float) -> FinishedCompletion | None:
         if choice.prefill_stats is None:
@@ -268,9 +268,9 @@ class Generation:
 
     def _record_prompts(self) -> None:
         """Record the prompts that were prefilled, when all choices have ended."""
-        longest: dict[int, int] = {}
+        max_length: dict[int, int] = {}
         for choice in self._choices:
             if choice.prefill_stats is not None:
-                longest[choice.prompt] = max(longest.get(choice.prompt, 0), choice.tokens)
-        for tokens in longest.values():
+                max_length[choice.prompt] = max(max_length.get(choice.prompt, 0), choice.tokens)
+        for tokens in max_length.values():
             self._metrics.record_prompt(self._num_choices, tokens)

@@ -15,8 +15,8 @@ import uvicorn
 
 from roseinfer.engine_client.standard_streams import exit_now
 from roseinfer.errors import ConfigError
-from roseinfer.progress import print_status
 from roseinfer.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, Connections
+from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +47,8 @@ def open_listener(host: str, port: int) -> socket.socket:
             listener.bind(address)
             listener.listen(MAX_BACKLOG)  # two sockets can be bound to one address, but not listen
         except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from None
+            reason = error.strerror or error
+            raise ConfigError(f"--host {host} --port {port}: cannot listen: {reason}") from None
         stack.pop_all()
         return listener
 
@@ -80,8 +80,8 @@ class DrainableService(Protocol):
 class HttpServer(uvicorn.Server):
     """HTTP server that drains at the first signal, and exits at once at the second.
 
-    While it drains it still listens: ``/ready`` fails, and further requests get an error with which
-    clients may try another server.
+    While it drains it still listens: ``/ready`` fails, and further requests get an error that lets
+    clients try another server.
     """
 
     def __init__(

@@ -6,10 +6,15 @@ from collections import Counter, defaultdict
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from roseinfer.histogram import STEP_TOKEN_BOUNDS, Histogram
+from roseinfer.paths import STEP_TOKEN_BOUNDS, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -38,8 +43,8 @@ _CHOICES_BOUNDS = _numbers("1 2 5 10 20")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
-def length_bounds(most: int) -> tuple[float, ...]:
-    """Return vLLM's histogram bounds of lengths up to ``most``: 1, 2, 5, 10, 20, 50 and so on."""
+def length_bounds(max_length: int) -> tuple[float, ...]:
+    """Return vLLM's histogram bounds of lengths up to ``max_length``: 1, 2, 5, 10 and so on."""
 
     def all_bounds() -> Iterator[float]:
         power = 1
@@ -47,7 +52,7 @@ def length_bounds(most: int) -> tuple[float, ...]:
             yield from (float(power), 2.0 * power, 5.0 * power)
             power *= 10
 
-    return tuple(takewhile(lambda bound: bound <= most, all_bounds()))
+    return tuple(takewhile(lambda bound: bound <= max_length, all_bounds()))
 
 
 class FinishedCompletion(NamedTuple):
@@ -108,9 +113,9 @@ class CompletionMetrics:
         if later > 0:
             self.inter_token_latency.add(seconds / later, later)
 
-    def record_finish(self, why: str, text: FinishedCompletion | None) -> None:
-        """Record the end of a completion, for the reason ``why``; None if it had no token."""
-        self.finish_reasons[why] += 1
+    def record_finish(self, finish_reason: str, text: FinishedCompletion | None) -> None:
+        """Record the end of a completion; ``text`` is None if it had no token."""
+        self.finish_reasons[finish_reason] += 1
         if text is None:
             return
         prefill = text.prefill_stats
@@ -164,6 +169,8 @@ class HttpMetrics:
 class MetricsPage:
     """Page of metrics, which collects those of the server and the engine when it is read."""
 
+    media_type = CONTENT_TYPE_LATEST
+
     def __init__(
         self,
         metrics: CompletionMetrics,
@@ -193,7 +200,7 @@ class MetricsPage:
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self._engine_client.stats
-        total, held, cached = stats.blocks, stats.num_held, stats.num_cached
+        total, num_held, cached = stats.blocks, stats.num_held, stats.num_cached
         yield self._gauge("vllm:num_requests_running", "Running completions.", stats.running)
         yield self._gauge("vllm:num_requests_waiting", "Queued completions.", stats.waiting)
         yield self._labeled_family(
@@ -204,14 +211,14 @@ class MetricsPage:
             {"capacity": stats.waiting, "deferred": 0},
         )
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", held / total
+            "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", num_held / total
         )
         yield self._labeled_family(
             GaugeMetricFamily,
             "roseinfer:kv_blocks",
             "Blocks of the KV cache.",
             "use",
-            {"held": held, "cached": cached, "free": total - held - cached},
+            {"held": num_held, "cached": cached, "free": total - num_held - cached},
         )
         yield self._cache_config(total)
         if not self._engine_client.closed:

@@ -60,10 +60,10 @@ class PromptEncoder:
         self._max_prompt_tokens = max_generated_tokens
         self._chat_template = chat_template or getattr(info.tokenizer, "chat_template", None)
         self._check_template()
-        most = self._limits.max_new_tokens_after(1) + 1
-        longest = max(map(len, getattr(self._tokenizer, "get_vocab", dict)()), default=0)
-        self._max_characters = min(most, max_generated_tokens or most) * max(
-            longest, _MAX_CHARACTERS_PER_TOKEN
+        max_tokens = self._limits.max_new_tokens_after(1) + 1
+        max_token_length = max(map(len, getattr(self._tokenizer, "get_vocab", dict)()), default=0)
+        self._max_characters = min(max_tokens, max_generated_tokens or max_tokens) * max(
+            max_token_length, _MAX_CHARACTERS_PER_TOKEN
         )
         self._parallel = getattr(self._tokenizer, "is_fast", False)
         """True if the tokenizer is thread-safe."""
@@ -105,8 +105,8 @@ class PromptEncoder:
                 code="no_chat_template",
             )
         if tools and isinstance(self._chat_template, str) and "tools" not in self._chat_template:
-            why = "tools: the model's chat template does not support them; send no tools"
-            raise ApiError(400, why, param="tools", code="no_tools_in_template")
+            message = "tools: the model's chat template does not support them; send no tools"
+            raise ApiError(400, message, param="tools", code="no_tools_in_template")
         size = sum(len(str(value)) for each in (*messages, *tools) for value in each.values())
         return await self._run(size, [partial(self._render, messages, field, tools)])
 
@@ -141,7 +141,7 @@ class PromptEncoder:
 
     def _read(self, prompt: str | list[int], field: str) -> Prompt:
         token_ids = self._encode(prompt, field) if isinstance(prompt, str) else prompt
-        return self._checked(token_ids, field)
+        return self._check_prompt(token_ids, field)
 
     def _render(
         self,
@@ -152,12 +152,12 @@ class PromptEncoder:
         try:
             text = self._apply([dict(each) for each in messages], tools)
         except _CallTimeout:
-            why = f"{field}: the chat template timed out after {_TEMPLATE_TIMEOUT_S:g} s"
-            raise ApiError(400, why, param=field, code="invalid_value") from None
+            message = f"{field}: the chat template timed out after {_TEMPLATE_TIMEOUT_S:g} s"
+            raise ApiError(400, message, param=field, code="invalid_value") from None
         except Exception as error:  # templates raise anything, as for roles in a wrong order
-            why = f"{field}: the chat template failed: {error}"
-            raise ApiError(400, why, param=field, code="invalid_value") from None
-        return self._checked(self._encode(text, field, add_special_tokens=False), field)
+            message = f"{field}: the chat template failed: {error}"
+            raise ApiError(400, message, param=field, code="invalid_value") from None
+        return self._check_prompt(self._encode(text, field, add_special_tokens=False), field)
 
     def _check_template(self) -> None:
         """Raise if the template cannot render any chat, so that the server does not start."""
@@ -199,26 +199,26 @@ class PromptEncoder:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in Rust is not an Exception
-            why = f"{field}: the tokenizer cannot encode this text"
-            raise ApiError(400, why, param=field, code="invalid_value") from None
+            message = f"{field}: the tokenizer cannot encode this text"
+            raise ApiError(400, message, param=field, code="invalid_value") from None
         return ids
 
     def _check_num_characters(self, text: str, field: str) -> None:
         """Refuse a text that has too many characters for any encoding: encoding it takes long."""
         if len(text) > self._max_characters:
-            why = f"{field}: the prompt has {len(text)} characters; the limit is "
-            why += f"{self._max_characters}"
-            raise ApiError(400, why, param=field, code="context_length_exceeded")
+            message = f"{field}: the prompt has {len(text)} characters; the limit is "
+            message += f"{self._max_characters}"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
 
-    def _checked(self, token_ids: list[int], field: str) -> Prompt:
+    def _check_prompt(self, token_ids: list[int], field: str) -> Prompt:
         count = len(token_ids)
         if self._max_prompt_tokens is not None and count > self._max_prompt_tokens:
-            why = f"this server's limit is {self._max_prompt_tokens}"
-            raise self._too_long(why, count, field)
+            message = f"this server's limit is {self._max_prompt_tokens}"
+            raise self._too_long(message, count, field)
         room = self._limits.max_new_tokens_after(count)
         if room < 1:
-            most = self._limits.max_new_tokens_after(1)
-            raise self._too_long(f"the limit is {most}, and one generated token", count, field)
+            limit = self._limits.max_new_tokens_after(1)
+            raise self._too_long(f"the limit is {limit}, and one generated token", count, field)
         try:
             self._shape.check_tokens(token_ids)
         except BadArgument as error:
@@ -227,8 +227,8 @@ class PromptEncoder:
 
     @staticmethod
     def _too_long(limit: str, count: int, field: str) -> ApiError:
-        why = f"{field}: the prompt has {count} tokens; {limit}"
-        return ApiError(400, why, param=field, code="context_length_exceeded")
+        message = f"{field}: the prompt has {count} tokens; {limit}"
+        return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 class _CallTimeout(BaseException):
@@ -257,8 +257,9 @@ def _call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 class _WorkerThread:
-    """Thread that runs calls one after the other. It is a daemon thread: the end of the process
-    does not wait for it, as it would for an executor.
+    """Thread that runs calls one after the other.
+
+    It is a daemon thread: the end of the process does not wait for it, as it would for an executor.
     """
 
     def __init__(self, name: str) -> None:

@@ -22,7 +22,7 @@ from roseinfer.engine_client.protocol import freeze_gc
 from roseinfer.engine_client.standard_streams import queued_streams
 from roseinfer.engine_client.subprocess_client import run_engine_process
 from roseinfer.errors import ConfigError, RoseinferError
-from roseinfer.progress import print_status
+from roseinfer.terminal import print_status
 
 if TYPE_CHECKING:
     import argparse

@@ -52,7 +52,7 @@ class Service:
         self.vocabulary = info.shape.vocab_size
         self.max_model_len = info.request_limits.max_new_tokens_after(1) + 1
         """Tokens of a prompt and its completion together, at most."""
-        self._why_batch_variant = info.why_batch_variant
+        self._batch_variance_reason = info.batch_variance_reason
         self.metrics = CompletionMetrics(self.max_model_len)
         self.http_counts = HttpMetrics()
         self.metrics_page = MetricsPage(
@@ -105,16 +105,16 @@ class Service:
                 "created": self._created,
                 "owned_by": "roseinfer",
                 "max_model_len": self.max_model_len,
-                "batch_invariant": self._why_batch_variant is None,
-                "why_batch_variant": self._why_batch_variant,
+                "batch_invariant": self._batch_variance_reason is None,
+                "batch_variance_reason": self._batch_variance_reason,
             }
             for name in self.names
         ]
 
     def require_model(self, name: str) -> None:
         if name not in self.names:
-            why = f"unknown model; this server has {', '.join(self.names)}"
-            raise ApiError(404, why, param="model", code="model_not_found")
+            message = f"unknown model; this server has {', '.join(self.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prepare_guide(self, body: RequestBody) -> Guide | None:
         """Return the guide of a request's completions, checked by the engine; None without one."""
@@ -165,9 +165,9 @@ class Service:
         each = 1 + logprob_params.get("top_logprobs", 0)
         count = body.num_choices * tokens * each
         if count > MAX_LOGPROBS:
-            why = (
+            message = (
                 f"logprobs: {body.num_choices} choices of {tokens} tokens with {each} logprobs "
                 f"each make {count}; the limit is {MAX_LOGPROBS}: request fewer choices, tokens or "
                 "top logprobs"
             )
-            raise ApiError(400, why, param="logprobs", code="invalid_value")
+            raise ApiError(400, message, param="logprobs", code="invalid_value")

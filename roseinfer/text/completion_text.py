@@ -33,9 +33,9 @@ _FIRST = 300
 
 def has_custom_decode(tokenizer: Any) -> bool:
     """Return True if a tokenizer decodes by code other than its saved decoder."""
-    usual, kind = PreTrainedTokenizerFast, type(tokenizer)
+    default_decode, kind = PreTrainedTokenizerFast, type(tokenizer)
     names = ("decode", "_decode")
-    return any(getattr(kind, name, None) is not getattr(usual, name) for name in names)
+    return any(getattr(kind, name, None) is not getattr(default_decode, name) for name in names)
 
 
 def require_incremental_decode(
@@ -47,22 +47,22 @@ def require_incremental_decode(
         below = min(len(tokenizer), _FIRST) if at % 2 else len(tokenizer)
         tokens = [draw.randrange(below) for _ in range(_LENGTH)]
         try:
-            whole = tokenizer.decode(
+            full_text = tokenizer.decode(
                 tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             detokenizer = new_detokenizer()
-            pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]
+            texts = [*map(detokenizer.add, tokens), detokenizer.flush()]
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
-            raise _refused(tokenizer, f"cannot decode tokens ({error})") from error
-        if "".join(pieces) != whole:
-            raise _refused(tokenizer, "decodes tokens otherwise when more follow")
+            raise _refusal(tokenizer, f"cannot decode tokens ({error})") from error
+        if "".join(texts) != full_text:
+            raise _refusal(tokenizer, "decodes tokens otherwise when more follow")
 
 
-def _refused(tokenizer: Any, why: str) -> UnsupportedModel:
+def _refusal(tokenizer: Any, reason: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the tokenizer ({type(tokenizer).__name__}) {why}, so its text cannot be streamed: "
+        f"the tokenizer ({type(tokenizer).__name__}) {reason}, so its text cannot be streamed: "
         "give another tokenizer, or a model without one and token ids"
     )
 

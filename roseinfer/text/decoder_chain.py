@@ -1,8 +1,8 @@
 """Incremental detokenization with the decoders of the ``tokenizers`` library.
 
 The result equals that of decoding all tokens at once. Each decoder is a step from tokens to text
-that holds back only what later tokens may still change. Decoders that may change all of a text are
-refused.
+that holds back only text that later tokens may still change. Decoders that may change all of a text
+are refused.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class WordEndJoiner:
 
     def add(self, token: str) -> str:
         marked = token.find(self._mark)
-        certain, rest = (token, "") if marked < 0 else (token[:marked], token[marked:])
+        certain, remainder = (token, "") if marked < 0 else (token[:marked], token[marked:])
         text = self._text_if_continued + certain
         self._text_if_continued, self._text_if_last = (
-            rest.replace(self._mark, " "),
-            rest.replace(self._mark, ""),
+            remainder.replace(self._mark, " "),
+            remainder.replace(self._mark, ""),
         )
         return text
 
@@ -109,49 +109,53 @@ class Replacement:
         """End of the text that is a prefix of ``find``, held back."""
 
     def add(self, text: str) -> str:
-        *before, rest = (self._held_text + text).split(self._find)
-        begun = min(len(rest), len(self._find) - 1)
-        while not rest.endswith(self._find[:begun]):
-            begun -= 1
-        certain = len(rest) - begun
-        self._held_text = rest[certain:]
-        return self._by.join([*before, rest[:certain]])
+        *before, remainder = (self._held_text + text).split(self._find)
+        partial_match = min(len(remainder), len(self._find) - 1)
+        while not remainder.endswith(self._find[:partial_match]):
+            partial_match -= 1
+        certain = len(remainder) - partial_match
+        self._held_text = remainder[certain:]
+        return self._by.join([*before, remainder[:certain]])
 
     def flush(self) -> str:
-        held, self._held_text = self._held_text, ""
-        return held
+        held_text, self._held_text = self._held_text, ""
+        return held_text
 
 
 class Strip:
     """A step that strips at most ``left`` leading and ``right`` trailing copies of a character."""
 
-    def __init__(self, character: str, left: int, right: int) -> None:
+    def __init__(self, character: str, num_left: int, num_right: int) -> None:
         self._character = character
-        self._left = left
-        self._right = right
-        self._begun = False
+        self._num_left = num_left
+        self._num_right = num_right
+        self._has_begun = False
         """True once the beginning of the text was stripped."""
         self._held_text = ""
 
     def add(self, text: str) -> str:
         self._held_text += text
-        if not self._begun:
-            rest = self._held_text.lstrip(self._character)
-            if not rest and len(self._held_text) < self._left + self._right:
+        if not self._has_begun:
+            stripped = self._held_text.lstrip(self._character)
+            if not stripped and len(self._held_text) < self._num_left + self._num_right:
                 return ""
-            self._begun = True
-            self._held_text = self._held_text[min(self._left, len(self._held_text) - len(rest)) :]
+            self._has_begun = True
+            self._held_text = self._held_text[
+                min(self._num_left, len(self._held_text) - len(stripped)) :
+            ]
         strippable = len(self._held_text) - len(self._held_text.rstrip(self._character))
-        certain = len(self._held_text) - min(self._right, strippable)
+        certain = len(self._held_text) - min(self._num_right, strippable)
         text, self._held_text = self._held_text[:certain], self._held_text[certain:]
         return text
 
     def flush(self) -> str:
-        held, self._held_text = self._held_text, ""
-        if self._begun:  # all text held back is stripped from the end
+        held_text, self._held_text = self._held_text, ""
+        if self._has_begun:  # all text held back is stripped from the end
             return ""
         # Both ends meet. tokenizers panics at some of these texts.
-        text: str = decoders.Strip(self._character, self._left, self._right).decode([held])
+        text: str = decoders.Strip(self._character, self._num_left, self._num_right).decode(
+            [held_text]
+        )
         return text
 
 
@@ -179,12 +183,12 @@ class EachToken:
 
     _first: Callable[[str], str]
     _later: Callable[[str], str]
-    _begun: bool = False
+    _has_begun: bool = False
 
     def add(self, token: str) -> Sequence[str]:
-        if self._begun:
+        if self._has_begun:
             return (self._later(token),)
-        self._begun = True
+        self._has_begun = True
         return (self._first(token),)
 
     def flush(self) -> Sequence[str]:
@@ -356,8 +360,10 @@ class DecoderChain:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         backend = tokenizer.backend_tokenizer
         chain = _chain(backend.decoder)
-        alone, before, join, after = _parts(chain)
-        self._token_strings = TokenStrings(backend, [_token_decoder(each) for each in alone])
+        token_decoders, before, join, after = _parts(chain)
+        self._token_strings = TokenStrings(
+            backend, [_token_decoder(each) for each in token_decoders]
+        )
         self._token_steps = [_token_step(each) for each in before]
         self._join = join
         self._text_steps = [step for each in after for step in _text_steps(each)]
@@ -409,11 +415,11 @@ def _parts(
         join = partial(ByteLevelJoiner, PiecesByTokenString())
     elif before and before[-1]["type"] == "BPEDecoder":
         join = partial(WordEndJoiner, before.pop()["suffix"])
-    begun = next(
+    num_per_token = next(
         (at for at, each in enumerate(before) if each["type"] not in _PER_TOKEN_DECODERS),
         len(before),
     )
-    return before[:begun], before[begun:], join, after
+    return before[:num_per_token], before[num_per_token:], join, after
 
 
 def _token_decoder(decoder: Decoder) -> Callable[[str], str]:
@@ -455,11 +461,13 @@ def _token_step(decoder: Decoder) -> Callable[[], TokenTransform]:
         return ByteRuns
     if kind == "BPEDecoder":
         return partial(WordEnds, decoder["suffix"])
-    alone = _token_decoder(decoder)
+    token_decoder = _token_decoder(decoder)
     if kind == "CTC":
-        return partial(Repeats, alone)
+        return partial(Repeats, token_decoder)
     return partial(
-        EachToken, alone, alone if kind in _PER_TOKEN_DECODERS else _later_token_decoder(decoder)
+        EachToken,
+        token_decoder,
+        token_decoder if kind in _PER_TOKEN_DECODERS else _later_token_decoder(decoder),
     )
 
 
@@ -499,8 +507,8 @@ def _text_steps(decoder: Decoder) -> list[Callable[[], TextTransform]]:
     return [partial(Replacement, text, content) for text, content in replacements]
 
 
-def _unsupported_decoder(what: str) -> UnsupportedModel:
+def _unsupported_decoder(part: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the tokenizer has {what}, so that a later token may change text already returned: "
+        f"the tokenizer has {part}, so that a later token may change text already returned: "
         "give a tokenizer with other decoders, or a model without one and token ids"
     )

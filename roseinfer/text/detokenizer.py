@@ -44,8 +44,8 @@ class WindowDetokenizer:
     """A detokenizer that decodes a window of the latest tokens. Special tokens add no text.
 
     The returned texts, joined, equal ``decode(tokens, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)`` for tokenizers with which further tokens change nothing
-    but an incomplete character at the end.
+    clean_up_tokenization_spaces=False)`` for tokenizers whose later tokens change at most an
+    incomplete character at the end.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
@@ -76,9 +76,9 @@ class WindowDetokenizer:
         """Return the rest after the last token, with U+FFFD for an incomplete character."""
         if not self._pending:
             return ""
-        rest = self._text[len(self._returned) :]
+        remainder = self._text[len(self._returned) :]
         self._settle()
-        return rest
+        return remainder
 
     def _is_skipped(self, window: list[int], token: int) -> bool:
         """Return True for a special token, or one beyond the vocabulary: neither affects the text.
@@ -143,7 +143,7 @@ class TokenPiece(NamedTuple):
     data: bytes
     text: str
     """Characters that no later token can change."""
-    rest: bytes
+    remainder: bytes
     """Bytes at the end that are the beginning of an incomplete character."""
 
 
@@ -174,20 +174,20 @@ class ByteLevelJoiner:
 
     def __init__(self, pieces: PiecesByTokenId | PiecesByTokenString) -> None:
         self._pieces: Mapping[Any, TokenPiece] = pieces
-        self._rest = b""
+        self._remainder = b""
 
     def add(self, token: Any) -> str:
         """Add a token, and return the text that became final with it."""
-        data, text, rest = self._pieces[token]
-        if self._rest:
-            text, rest = _decode(self._rest + data)
-        self._rest = rest
+        data, text, remainder = self._pieces[token]
+        if self._remainder:
+            text, remainder = _decode(self._remainder + data)
+        self._remainder = remainder
         return text
 
     def flush(self) -> str:
         """Return the rest after the last token, with U+FFFD for an incomplete character."""
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+        remainder, self._remainder = self._remainder, b""
+        return remainder.decode(errors="replace")
 
 
 def _piece(written: str) -> TokenPiece:

@@ -1,4 +1,4 @@
-"""Names in an adapter that nothing asks for, and methods that are nothing without another."""
+"""Misspelt names of an adapter, and methods that need others."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.capabilities.caches.list_cache import ListCache
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter
 
 
-def method(self: Any, *given: Any) -> None:
+def method(self: Any, *arguments: Any) -> None:
     """Do nothing."""
 
 
-def _refused(name: str, value: object, meant: str, base: type[Any] = ListCache) -> None:
-    said = (
-        f"Paged has {name}, which the harness does not use: did you mean {meant}? "
+def _assert_refused(name: str, value: object, suggestion: str, base: type[Any] = ListCache) -> None:
+    message = (
+        f"Paged has {name}, which the harness does not use: did you mean {suggestion}? "
         "Begin the name with an underscore if it is your own"
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         refuse_mistakes(type("Paged", (base,), {name: value}))
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("trunctate", "truncate"),
         ("Truncate", "truncate"),
@@ -38,13 +38,13 @@ def _refused(name: str, value: object, meant: str, base: type[Any] = ListCache) 
         ("use_queues", "use_queue"),
     ],
 )
-def test_a_misspelt_method_is_refused(name: str, meant: str) -> None:
-    _refused(name, method, meant)
-    _refused(name, staticmethod(method), meant)
+def test_misspelt_method_is_refused(name: str, suggestion: str) -> None:
+    _assert_refused(name, method, suggestion)
+    _assert_refused(name, staticmethod(method), suggestion)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "meant"),
+    ("name", "value", "suggestion"),
     [
         ("fork_share", "nothing", "fork_shares"),
         ("block_size", (16,), "block_sizes"),
@@ -52,17 +52,17 @@ def test_a_misspelt_method_is_refused(name: str, meant: str) -> None:
         ("condition", ("last_position",), "conditions"),
     ],
 )
-def test_a_misspelt_attribute_is_refused(name: str, value: object, meant: str) -> None:
-    _refused(name, value, meant)
+def test_misspelt_attribute_is_refused(name: str, value: object, suggestion: str) -> None:
+    _assert_refused(name, value, suggestion)
 
 
-def test_the_names_of_an_engine_are_its_own() -> None:
-    _refused("prompt_logprob", method, "prompt_logprobs", ToyAdapter)
+def test_misspelt_method_of_an_engine_is_refused() -> None:
+    _assert_refused("prompt_logprob", method, "prompt_logprobs", ToyAdapter)
     refuse_mistakes(type("Mine", (ToyAdapter,), {"trunctate": method}))
 
 
-def test_a_required_method_is_said_to_be_misspelt_and_not_to_be_missing() -> None:
-    _refused("apend", method, "append", KVCacheAdapter)
+def test_misspelt_required_method_is_not_reported_as_missing() -> None:
+    _assert_refused("apend", method, "append", KVCacheAdapter)
 
 
 @pytest.mark.parametrize(
@@ -79,33 +79,33 @@ def test_a_required_method_is_said_to_be_misspelt_and_not_to_be_missing() -> Non
         "pool",
     ],
 )
-def test_an_honest_helper_passes(name: str) -> None:
+def test_helper_with_another_name_passes(name: str) -> None:
     refuse_mistakes(type("Mine", (ListCache,), {name: method}))
 
 
-def test_what_is_no_method_is_not_taken_for_one() -> None:
-    own = {"scale": 0.125, "Table": type("Table", (), {}), "block_size": property(method)}
-    refuse_mistakes(type("Mine", (ListCache,), own))
+def test_attribute_spelled_like_a_method_passes() -> None:
+    attributes = {"scale": 0.125, "Table": type("Table", (), {}), "block_size": property(method)}
+    refuse_mistakes(type("Mine", (ListCache,), attributes))
     refuse_mistakes(type("Mine", (ListCache,), {"block_sizes": (16,), "block_size": 16}))
 
 
-def test_a_helper_beside_the_method_it_is_spelled_like_passes() -> None:
+def test_helper_spelled_like_a_defined_method_passes() -> None:
     refuse_mistakes(type("Mine", (ListCache,), {"truncate": method, "truncates": method}))
 
 
-def test_names_of_a_base_that_is_no_adapter_pass() -> None:
+def test_names_of_another_base_class_pass() -> None:
     base = type("Library", (), {"trunctate": method})
     refuse_mistakes(type("Mine", (base, ListCache), {}))
 
 
-def test_a_misspelt_name_is_found_in_a_base_of_the_users() -> None:
+def test_misspelt_name_of_a_base_adapter_is_refused() -> None:
     base = type("Base", (ListCache,), {"trunctate": method})
     with pytest.raises(TypeError, match="did you mean truncate"):
         refuse_mistakes(type("Mine", (base,), {}))
 
 
 @pytest.mark.parametrize(
-    ("defined", "lacking"),
+    ("method_name", "missing"),
     [
         ("reserve", "fill"),
         ("fill", "reserve"),
@@ -119,9 +119,9 @@ def test_a_misspelt_name_is_found_in_a_base_of_the_users() -> None:
         ("finish_swap_in", "swap_out, finish_swap_out, swap_in"),
     ],
 )
-def test_a_method_that_is_nothing_without_another_is_refused(defined: str, lacking: str) -> None:
-    with pytest.raises(TypeError, match=f"^Paged defines {defined} and must .* {lacking} too$"):
-        refuse_mistakes(type("Paged", (ListCache,), {defined: method}))
+def test_method_without_the_methods_it_needs_is_refused(method_name: str, missing: str) -> None:
+    with pytest.raises(TypeError, match=f"^Paged defines {method_name} and must .* {missing} too$"):
+        refuse_mistakes(type("Paged", (ListCache,), {method_name: method}))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_method_that_is_nothing_without_another_is_refused(defined: str, lacki
         ("prefixes", "equal prefixes", r"Own.prefixes is 'equal prefixes': write PrefixTraits\("),
     ],
 )
-def test_names_of_before_are_refused_with_what_to_write(
+def test_renamed_method_of_a_cache_is_refused_with_its_new_name(
     name: str, value: object, message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
         refuse_mistakes(type("Own", (ListCache,), {name: value}))
 
 
-def test_an_engines_names_of_before_are_refused_too() -> None:
+def test_renamed_method_of_an_engine_is_refused_with_its_new_name() -> None:
     with pytest.raises(TypeError, match=r"^Own.leftovers was renamed: write find_leaks\(\)$"):
         refuse_mistakes(type("Own", (ToyAdapter,), {"leftovers": method}))

@@ -1,4 +1,4 @@
-"""Caches on several ranks do what one cache would, and ranks that do not agree are found."""
+"""Sharded caches behave like one cache, and ranks that differ fail."""
 
 from __future__ import annotations
 
@@ -36,53 +36,53 @@ class RoseinferRanks(ShardedAdapter):
     block_sizes = (4, 2)
 
 
-def drawn(adapter: type[KVCacheAdapter], examples: int, number: int) -> None:
+def search(adapter: type[KVCacheAdapter], examples: int, seed_number: int) -> None:
     @hypothesis_settings(
         max_examples=examples, database=None, phases=[Phase.generate], deadline=None
     )
-    @seed(number)
+    @seed(seed_number)
     @given(histories(adapter))
-    def look(history: History) -> None:
+    def check(history: History) -> None:
         run_history(adapter, history)
 
-    look()
+    check()
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", sharded_caches.RIGHT)
-def test_ranks_that_do_the_same_pass(cache: type[KVCacheAdapter]) -> None:
+def test_equal_ranks_pass(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=4, steps=10, seed=1))
     conformance(cache)().test_histories()
 
 
-def test_roseinfer_on_two_ranks_does_what_it_does_on_one() -> None:
-    drawn(RoseinferRanks, 6, number=1)
+def test_roseinfer_on_two_ranks_passes() -> None:
+    search(RoseinferRanks, 6, seed_number=1)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", sharded_caches.BROKEN, ids=lambda cache: cache.__name__)
-def test_ranks_that_do_not_are_found(broken: type[ShardedAdapter], number: int) -> None:
+def test_differing_ranks_fail(broken: type[ShardedAdapter], seed_number: int) -> None:
     with pytest.raises(Divergence) as failure:
-        drawn(broken, 500, number)
-    assert sharded_caches.BROKEN[broken] in failure.value.what
+        search(broken, 500, seed_number)
+    assert sharded_caches.BROKEN[broken] in failure.value.summary
 
 
-def test_a_rank_gets_its_heads() -> None:
+def test_rank_gets_its_heads() -> None:
     cache = sharded_caches.TextRanks()
     assert cache.head_counts == (3, 6, 9, 120)
     cache.make(CacheSpec(num_heads=6, head_dim=1))
     key = torch.arange(6.0).view(1, 1, 6, 1)
     cache.use_tokens([[1]])
     cache.append([0], key, -key)
-    found = [rank.peek(0, 0)[0].flatten().tolist() for rank in cache.shards()]
-    assert found == [[0, 1], [2, 3], [4, 5]]
+    rank_keys = [rank.peek(0, 0)[0].flatten().tolist() for rank in cache.shards()]
+    assert rank_keys == [[0, 1], [2, 3], [4, 5]]
     keys, values = cache.peek(0, 0)
     assert torch.equal(keys, key[0])
     assert torch.equal(values, -key[0])
 
 
-def test_ranks_offer_what_one_of_them_does() -> None:
+def test_sharded_adapter_offers_the_methods_of_its_ranks() -> None:
     assert sharded_caches.PagedRanks.abilities == PagedCache.abilities | {"shards"}
     assert sharded_caches.PagedRanks.paths is PagedCache.paths
     missing = GroupedManager.abilities - RoseinferRanks.abilities
@@ -96,7 +96,7 @@ def test_ranks_offer_what_one_of_them_does() -> None:
     assert RoseinferRanks.standard_bad_calls == ()
 
 
-def test_handles_of_all_ranks_are_one() -> None:
+def test_reservation_combines_the_handles_of_all_ranks() -> None:
     class Ranks(ShardedAdapter):
         of = ReusesHandles
 
@@ -108,21 +108,21 @@ def test_handles_of_all_ranks_are_one() -> None:
     assert torch.equal(cache.peek(0, 0)[1], -key[0])
 
 
-def test_all_must_be_refused_or_none() -> None:
+def test_ranks_must_refuse_together() -> None:
     spec = CacheSpec(num_heads=2, num_blocks=2, block_size=1)
     run_history(sharded_caches.PagedRanks, History(spec, (Append((0, 1)), Append((2,)))))
     with pytest.raises(Divergence, match="RankMismatch: rank 1 raised CacheFull: no"):
         run_history(sharded_caches.RefusesAlone, History(spec, (Append((0, 1)),)))
 
 
-def test_what_a_class_says_itself_is_not_taken_over() -> None:
+def test_own_attributes_of_a_sharded_adapter_are_kept() -> None:
     assert RoseinferRanks.head_counts == (2, 4)
     assert sharded_caches.RefusesAlone.head_dims == sharded_caches.PagedRanks.head_dims == (4, 1)
-    said = {"of": PagedCache, "ranks": 3, "head_counts": (3, 4)}
+    attributes = {"of": PagedCache, "ranks": 3, "head_counts": (3, 4)}
     with pytest.raises(TypeError, match=r"Ranks.head_counts must be multiples of its 3 ranks"):
-        type("Ranks", (ShardedAdapter,), said)
+        type("Ranks", (ShardedAdapter,), attributes)
 
 
-def test_the_adapter_of_one_rank_must_be_named() -> None:
+def test_sharded_adapter_must_name_the_adapter_of_a_rank() -> None:
     with pytest.raises(TypeError, match=r"Ranks.of must name the adapter of one rank's cache"):
         type("Ranks", (ShardedAdapter,), {})

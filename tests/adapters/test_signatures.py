@@ -1,4 +1,4 @@
-"""Methods that cannot be called with what the harness hands them are told before any is called."""
+"""Signatures: methods that the harness cannot call are refused before any is called."""
 
 # ruff: noqa: ARG005
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tests.capabilities.caches.list_cache import ListCache
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter
 
 
-def _refused(name: str, method: Any, said: str, base: type[Any] = ListCache) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+def _assert_refused(name: str, method: Any, message: str, base: type[Any] = ListCache) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         refuse_mistakes(type("Mine", (base,), {name: method}))
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "said"),
+    ("name", "method", "message"),
     [
         ("free", lambda self: None, "takes (), and the harness calls free(seq)"),
         (
@@ -45,34 +45,34 @@ def _refused(name: str, method: Any, said: str, base: type[Any] = ListCache) -> 
         ),
     ],
 )
-def test_other_parameters_are_refused(name: str, method: object, said: str) -> None:
-    _refused(name, method, f"Mine.{name} {said}")
+def test_wrong_parameters_are_refused(name: str, method: object, message: str) -> None:
+    _assert_refused(name, method, f"Mine.{name} {message}")
 
 
-def test_what_is_made_of_something_is_refused() -> None:
-    said = (
+def test_constructor_with_arguments_is_refused() -> None:
+    message = (
         "Mine.__init__ takes path, size=1, and the harness calls Mine(): build in make what needs "
         "them, or give them defaults"
     )
-    _refused("__init__", lambda self, path, size=1: None, said)
+    _assert_refused("__init__", lambda self, path, size=1: None, message)
 
 
-def test_all_of_them_are_told_at_once() -> None:
+def test_all_wrong_signatures_are_reported_together() -> None:
     class Mine(ListCache):
         def free(self) -> None:  # type: ignore[override]
-            """Forget all."""
+            """Free all sequences."""
 
         def table(self, seq: int) -> list[int]:  # type: ignore[override]
             return [seq]
 
-    said = "Mine.table takes (seq), and the harness calls table(seq, layer); Mine.free takes ()"
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+    message = "Mine.table takes (seq), and the harness calls table(seq, layer); Mine.free takes ()"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         refuse_mistakes(Mine)
 
 
-def test_those_of_an_engine_are_its_own() -> None:
-    said = "Mine.step takes (count), and the harness calls step()"
-    _refused("step", lambda self, count: None, said, ToyAdapter)
+def test_wrong_signature_of_an_engine_is_refused() -> None:
+    message = "Mine.step takes (count), and the harness calls step()"
+    _assert_refused("step", lambda self, count: None, message, ToyAdapter)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_those_of_an_engine_are_its_own() -> None:
     [
         lambda self, sequence: None,
         lambda self, seq, now=True: None,
-        lambda *given: None,
+        lambda *arguments: None,
         staticmethod(lambda seq: None),
         classmethod(lambda cls, seq: None),
     ],
 )
-def test_what_can_be_called_is_not(method: object) -> None:
+def test_callable_signatures_pass(method: object) -> None:
     refuse_mistakes(type("Mine", (ListCache,), {"free": method}))
 
 
-def test_a_cache_in_place_of_its_class_is_hinted_at() -> None:
+def test_instance_in_place_of_a_class_is_refused_with_a_hint() -> None:
     class Mine(ListCache):
         pass
 

@@ -1,4 +1,4 @@
-"""Whether a target is there is read in its module's source, without importing it."""
+"""Target names are checked by reading a module's source, without importing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_roseinfer.adapters.load_target import TargetError, find_module, requ
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAILS = "raise AssertionError('it was imported')\n"
+FAIL_ON_IMPORT = "raise AssertionError('it was imported')\n"
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(name: str) -> str:
+def error_of(name: str) -> str:
     with pytest.raises(TargetError) as caught:
         require_target(name)
     return str(caught.value)
 
 
-BINDS = {
+DEFINITIONS = {
     "class": "class Cache: pass",
     "function": "def Cache(): pass",
     "assignment": "Cache = make()",
@@ -40,42 +40,42 @@ BINDS = {
     "in sys.modules": "sys.modules[__name__].Other = 1",
     "no Python": "class (",
 }
-"""Sources that have a Cache, or of which only an import would tell."""
+"""Sources that define a Cache, or that only an import could judge."""
 
 
-@pytest.mark.parametrize("source", BINDS.values(), ids=BINDS)
-def test_a_class_that_may_be_there(source: str, folder: Path) -> None:
-    (folder / "fast_caches.py").write_text(f"{FAILS}{source}\n")
+@pytest.mark.parametrize("source", DEFINITIONS.values(), ids=DEFINITIONS)
+def test_class_that_may_exist_is_accepted(source: str, folder: Path) -> None:
+    (folder / "fast_caches.py").write_text(f"{FAIL_ON_IMPORT}{source}\n")
     require_target("fast_caches:Cache")
     require_target("fast_caches:Cache.Inner")
 
 
-def test_one_that_cannot_be_there_is_refused_with_what_is(folder: Path) -> None:
-    (folder / "fast_caches.py").write_text(f"{FAILS}class ListCache: pass\nnothing = 1\n")
-    said = refused("fast_caches:ListCahce")
-    assert said.endswith("fast_caches has no ListCahce; did you mean ListCache?")
-    assert refused("fast_caches:Engine").endswith("fast_caches has no Engine")
+def test_missing_class_is_refused_with_a_suggestion(folder: Path) -> None:
+    (folder / "fast_caches.py").write_text(f"{FAIL_ON_IMPORT}class ListCache: pass\nnothing = 1\n")
+    message = error_of("fast_caches:ListCahce")
+    assert message.endswith("fast_caches has no ListCahce; did you mean ListCache?")
+    assert error_of("fast_caches:Engine").endswith("fast_caches has no Engine")
 
 
-def test_no_package_around_it_is_imported(folder: Path) -> None:
+def test_parent_packages_are_not_imported(folder: Path) -> None:
     (folder / "heavy" / "inner").mkdir(parents=True)
     for each in ("heavy/__init__.py", "heavy/inner/__init__.py", "heavy/inner/caches.py"):
-        (folder / each).write_text(FAILS)
+        (folder / each).write_text(FAIL_ON_IMPORT)
     assert find_module("heavy.inner.caches")
-    assert refused("heavy.inner.cashes:Cache").endswith("did you mean heavy.inner.caches?")
-    assert refused("heavy.inner.caches.more:Cache").endswith("no module heavy.inner.caches.more")
+    assert error_of("heavy.inner.cashes:Cache").endswith("did you mean heavy.inner.caches?")
+    assert error_of("heavy.inner.caches.more:Cache").endswith("no module heavy.inner.caches.more")
 
 
-def test_folders_without_an_init(folder: Path) -> None:
+def test_namespace_packages_are_found(folder: Path) -> None:
     (folder / "plain" / "inner").mkdir(parents=True)
     (folder / "plain" / "inner" / "caches.py").write_text("class Cache: pass")
     require_target("plain.inner.caches:Cache")
-    assert "there is no module plain.inner.cashes" in refused("plain.inner.cashes:Cache")
+    assert "there is no module plain.inner.cashes" in error_of("plain.inner.cashes:Cache")
 
 
-def test_a_package_that_puts_its_modules_elsewhere_is_imported(folder: Path) -> None:
+def test_package_that_changes_its_path_is_imported(folder: Path) -> None:
     (folder / "moved" / "src").mkdir(parents=True)
     (folder / "moved" / "__init__.py").write_text("__path__.append(__path__[0] + '/src')\n")
     (folder / "moved" / "src" / "caches.py").write_text("class Cache: pass")
     require_target("moved.caches:Cache")
-    assert "has no Kache" in refused("moved.caches:Kache")
+    assert "has no Kache" in error_of("moved.caches:Kache")

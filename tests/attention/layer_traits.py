@@ -27,11 +27,11 @@ def traits_of(
     names: Sequence[str], q_heads: int, head_dim: int, device: str, *, window: int = 17
 ) -> LayerTraits:
     """Return traits of a layer; scores are large enough for a cap to matter."""
-    of_heads = torch.arange(q_heads, device=device)
-    have: dict[str, Any] = {
+    head_indices = torch.arange(q_heads, device=device)
+    all_traits: dict[str, Any] = {
         "window": window,
         "softcap": 1.5,
-        "sinks": of_heads.float().sin() * 2,
-        "slopes": 0.5 ** (1 + of_heads.float()),
+        "sinks": head_indices.float().sin() * 2,
+        "slopes": 0.5 ** (1 + head_indices.float()),
     }
-    return LayerTraits(2 * head_dim**-0.5, **{name: have[name] for name in names})
+    return LayerTraits(2 * head_dim**-0.5, **{name: all_traits[name] for name in names})

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch, register
+from roseinfer.kv.manager import StepBatch
 
 
 @register
@@ -24,8 +25,8 @@ class SdpaAttention(AttentionBackend):
         match self._batch:
             case ResidentBatch(tables, lengths):
                 return self._attend_resident(layer, query, key, value, tables[0], lengths)
-            case StepBatch(new, block_lists, counts):
-                new.write(layer, key, value)
+            case StepBatch(block_lists=block_lists, counts=counts) as batch:
+                batch.write(layer, key, value)
                 group = layer // self.kv.layers_per_group
                 each = [self.kv.gather_sequence(layer, lists[group]) for lists in block_lists]
                 rows = zip(torch.split(query, list(counts)), each, strict=True)
@@ -56,12 +57,12 @@ class SdpaAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Compute the attention of the last ``len(query)`` tokens of one sequence."""
         shared = query.shape[1] // keys.shape[0]
-        seen = torch.ones(len(query), keys.shape[1], dtype=torch.bool, device=query.device)
+        mask = torch.ones(len(query), keys.shape[1], dtype=torch.bool, device=query.device)
         out = scaled_dot_product_attention(
             query.transpose(0, 1),
             keys.repeat_interleave(shared, 0),
             values.repeat_interleave(shared, 0),
-            attn_mask=seen.tril(keys.shape[1] - len(query)),
+            attn_mask=mask.tril(keys.shape[1] - len(query)),
             scale=self.traits[layer].scale,
         )
         return out.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Attention backends: lookup by name, refusal of unsupported traits, and extension."""
+"""Attention backends: lookup by name, rejection of unsupported traits, and extension."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from roseinfer.attention.backend import default_backend, find_backend
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.layer_traits import LayerTraits
 from tests.attention import sdpa_backend  # noqa: F401  (it registers itself)
-from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
+from tests.engine.continuations import TEXTS, greedy, small_llm, transformers_continuation
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_third_backend_is_one_file(device: str, resident: bool) -> None:
-    """It serves prompts, chunks of them and decode steps, resident or not."""
+def test_registered_backend_matches_transformers(device: str, resident: bool) -> None:
+    """It serves prompts, chunks of them and decode steps, in slots or not."""
     llm = small_llm(
         device,
         attention_backend="sdpa",
@@ -34,14 +34,14 @@ def test_a_third_backend_is_one_file(device: str, resident: bool) -> None:
         prefill_max_tokens=7,
     )
     for text, output in zip(TEXTS, llm.generate(TEXTS, greedy(), progress=False), strict=True):
-        assert output.token_ids == by_transformers(device, text, 16)
-    counted = llm.engine.path_counts
-    assert counted["sdpa"] > 0
-    assert not counted.keys() & {*AttentionPath}
+        assert output.token_ids == transformers_continuation(device, text, 16)
+    counts = llm.engine.path_counts
+    assert counts["sdpa"] > 0
+    assert not counts.keys() & {*AttentionPath}
 
 
 @pytest.mark.parametrize(("alias", "name"), [(True, "triton"), (False, "reference")])
-def test_paged_attention_is_an_older_name(alias: bool, name: str) -> None:
+def test_paged_attention_is_an_alias(alias: bool, name: str) -> None:
     assert EngineConfig(paged_attention=alias).attention_backend == name
     both = EngineConfig(paged_attention=alias, attention_backend=name)
     assert both.attention_backend == name
@@ -49,21 +49,21 @@ def test_paged_attention_is_an_older_name(alias: bool, name: str) -> None:
         EngineConfig(paged_attention=alias, attention_backend="sdpa")
 
 
-def test_without_a_choice_the_device_decides(device: str) -> None:
+def test_default_backend_depends_on_the_device(device: str) -> None:
     assert EngineConfig().attention_backend is None
     assert default_backend(torch.device("cpu")) == "reference"
     if device == "cuda":
         assert default_backend(torch.device(device)) == "triton"
 
 
-def test_a_name_that_nobody_registered(device: str) -> None:
+def test_unregistered_backend_is_rejected(device: str) -> None:
     with pytest.raises(ConfigError, match=r"'flash' is not registered.* reference, .*triton"):
         small_llm(device, attention_backend="flash")
     with pytest.raises(ConfigError, match="attention_backend must be a name or None, not 3"):
         EngineConfig(attention_backend=3)  # type: ignore[arg-type]
 
 
-def test_a_backend_that_cannot_run_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_cannot_run_is_rejected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton: Any = find_backend("triton")
     monkeypatch.setattr(triton, "unusable_reason", classmethod(lambda _, __: "there is no Triton"))
     with pytest.raises(ConfigError, match="attention_backend='triton': there is no Triton"):
@@ -71,7 +71,7 @@ def test_a_backend_that_cannot_run_there(device: str, monkeypatch: pytest.Monkey
     assert default_backend(torch.device(device)) == "reference"
 
 
-def test_a_trait_that_a_backend_lacks_is_refused_by_name(device: str) -> None:
+def test_unsupported_trait_is_rejected_by_name(device: str) -> None:
     kv = KVBlockManager(1, 1, 8, 4, 8, device, torch.float32, AppendPolicy(triton=False))
     staging = IndexStaging(kv.device, Counter())
     find_backend("sdpa")([LayerTraits(1.0)], kv, staging, Counter())

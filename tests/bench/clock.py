@@ -1,4 +1,4 @@
-"""A clock that moves only in steps and sleeps, so that a run's times are known beforehand."""
+"""Clock that advances only in steps and sleeps, so that the times of a run are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Replaces the module ``time`` where a run is driven and timed."""
+    """Replacement of the module ``time`` in code that drives and times runs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,16 +26,16 @@ class Clock:
         self.now += seconds
 
 
-def every_step_takes_a_second(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Clock:
+def make_steps_take_a_second(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     step = llm.engine.step
 
-    def timed() -> list[Update]:
+    def timed_step() -> list[Update]:
         updates = step()
         clock.now += 1.0
         return updates
 
-    monkeypatch.setattr(llm.engine, "step", timed)
+    monkeypatch.setattr(llm.engine, "step", timed_step)
     for module in (cases, driver):
         monkeypatch.setattr(module, "time", clock)
     return clock

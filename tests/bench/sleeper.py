@@ -1,4 +1,4 @@
-"""Work that starts another process; it imports nothing slow."""
+"""Work for a subprocess that starts a process of its own; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 
-def begin_and(folder: str, wait: bool) -> str:
+def start_sleeper(folder: str, wait: bool) -> str:
     """Start a process that sleeps, and make a temporary folder."""
     Path(folder, "temporary").write_text(tempfile.mkdtemp())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

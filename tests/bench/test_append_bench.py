@@ -1,4 +1,4 @@
-"""The append benchmark reports what it measured, and never another path's time."""
+"""The append benchmark: its report, and the check that a series ran on its path."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ CONFIG = AppendConfig(
 
 
 class Outcome:
-    """One run of the command: what it printed and what it wrote."""
+    """Output and JSON report of one run of the command."""
 
-    def __init__(self, words: list[str], file: pathlib.Path) -> None:
+    def __init__(self, arguments: list[str], file: pathlib.Path) -> None:
         printed = io.StringIO()
         with redirect_stdout(printed):
-            assert main([*words, "--json", str(file)]) == 0
+            assert main([*arguments, "--json", str(file)]) == 0
         self.text = printed.getvalue()
         self.json: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         self.tables: dict[str, list[dict[str, Any]]] = self.json["tables"]
@@ -75,7 +75,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome([*SMALL, "--device", "cpu"], file)
 
 
-def test_report_says_which_machine_ran_what(on_cpu: Outcome) -> None:
+def test_report_has_the_machine_and_the_command(on_cpu: Outcome) -> None:
     assert on_cpu.json["benchmark"] == "append"
     assert on_cpu.json["command"].startswith("python -m roseinfer.bench append --quick --batch 1 3")
     assert on_cpu.json["date"][:2] == "20"
@@ -103,7 +103,7 @@ def test_every_batch_and_runnable_path_is_measured(on_cpu: Outcome) -> None:
     assert clones == {(1, "clone_torch"), (3, "clone_torch")}
 
 
-def test_what_cannot_run_is_listed_with_the_reason(on_cpu: Outcome) -> None:
+def test_unavailable_paths_are_listed_with_the_reason(on_cpu: Outcome) -> None:
     rows = {row["path"]: row["not_available"] for row in on_cpu.tables["unavailable"]}
     assert set(rows) == {path.value for path in Path if path.needs_triton}
     assert all("Triton" in reason for reason in rows.values())
@@ -113,7 +113,7 @@ def test_what_cannot_run_is_listed_with_the_reason(on_cpu: Outcome) -> None:
     assert all(path in " ".join(listed) for path in rows)
 
 
-def test_a_cpu_has_no_device_time(on_cpu: Outcome) -> None:
+def test_cpu_rows_have_no_device_time(on_cpu: Outcome) -> None:
     for row in on_cpu.tables["writes"]:
         assert row["device_us"] is None
         assert row["graph_us"] is None
@@ -121,7 +121,7 @@ def test_a_cpu_has_no_device_time(on_cpu: Outcome) -> None:
         assert row["host_us"] > 0
 
 
-def test_the_floor_counts_keys_and_values_read_and_written(on_cpu: Outcome) -> None:
+def test_floor_counts_keys_and_values_read_and_written(on_cpu: Outcome) -> None:
     bandwidth = on_cpu.json["facts"]["copy_bandwidth_gb_per_s"] * 1e9
     row = next(row for row in on_cpu.tables["writes"] if row["batch"] == 3)
     assert row["floor_us"] == pytest.approx(4 * 3 * 2 * 8 * 4 / bandwidth * 1e6)
@@ -143,7 +143,7 @@ def test_speedups_are_against_the_per_token_loop_of_the_batch(on_cpu: Outcome) -
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_has_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
+def test_gpu_rows_have_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
     outcome = Outcome([*SMALL, "--device", "cuda"], tmp_path / "append.json")
     assert outcome.tables["unavailable"] == []
     for row in outcome.tables["writes"]:
@@ -153,9 +153,7 @@ def test_a_gpu_has_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("build", [append.layer_write, append.grouped_step, append.per_layer_step])
-def test_a_series_that_takes_another_path_raises(
-    build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_series_on_another_path_raises(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
     rig = AppendRig(CONFIG, 2, layers_per_group)
     assert build(rig, Path.TORCH_SCALAR).sampler(wait=True)() > 0
@@ -164,26 +162,26 @@ def test_a_series_that_takes_another_path_raises(
         build(rig, Path.TORCH_VECTOR).sampler(wait=True)()
 
 
-def test_plans_that_lead_to_another_path_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_for_another_path_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Path.TORCH_GATHER, NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_gather: .*torch_scalar"):
         append.plan_us(AppendRig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
 
 
-def test_copies_that_are_not_batched_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_one_by_one_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one = AppendPolicy(triton=False, batched_copy_on_write=False)
     monkeypatch.setitem(POLICIES, Path.CLONE_TORCH, one_by_one)
     with pytest.raises(WrongPath, match=r"clone_torch: .* none"):
         append.clone_us(AppendRig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
 
 
-def test_the_command_stops_when_a_policy_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_fails_when_a_policy_selects_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Path.TORCH_VECTOR, NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_vector: .*torch_scalar"):
         main([*SMALL, "--device", "cpu"])
 
 
-def test_only_wants_the_path_alone_and_the_exact_count() -> None:
+def test_require_path_checks_the_path_and_the_exact_count() -> None:
     counts: Counter[Any] = Counter({Path.PER_TOKEN: 5})
     with require_path(counts, Path.TORCH_SCALAR, 2):
         counts[Path.TORCH_SCALAR] += 2
@@ -193,7 +191,7 @@ def test_only_wants_the_path_alone_and_the_exact_count() -> None:
         counts.update([Path.TORCH_SCALAR, Path.PER_TOKEN])
 
 
-def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
+def test_rounds_alternate_and_the_first_is_discarded() -> None:
     order: list[str] = []
 
     def sampler(name: str) -> float:
@@ -205,7 +203,7 @@ def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
     assert times == {"a": 5, "b": 6}
 
 
-def test_host_time_waits_for_the_device_only_when_asked() -> None:
+def test_host_time_waits_for_the_device_only_with_wait() -> None:
     events: list[str] = []
     time_calls(lambda: events.append("call"), 2, lambda: events.append("sync"))
     assert events == ["sync", "call", "call", "sync"]
@@ -214,21 +212,21 @@ def test_host_time_waits_for_the_device_only_when_asked() -> None:
     assert events == ["sync", "call", "call", "sync", "sync"]
 
 
-def test_threads_are_given_back() -> None:
+def test_one_thread_restores_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     with one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
 
-def test_device_time_sums_the_medians_of_a_calls_kernels() -> None:
+def test_device_time_sums_the_median_times_of_kernels() -> None:
     two_calls = [("index", 2.0), ("index", 2.0), ("index", 90.0), ("index", 2.0), ("add", 1.0)]
     assert busy_us_per_call([*two_calls, ("add", 3.0)], calls=2) == 2 * 2.0 + 2.0
     assert busy_us_per_call([], calls=2) is None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--block-size", "1"], "at least 2"),
         (["--batch", "0"], "at least 1"),
@@ -236,16 +234,16 @@ def test_device_time_sums_the_medians_of_a_calls_kernels() -> None:
         (["--json", "nowhere/append.json"], "make the directory nowhere first"),
     ],
 )
-def test_impossible_options_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*SMALL, *words])
+        main([*SMALL, *arguments])
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--device", "cuda"])
     assert "no GPU here; device='cpu' works" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark of attention measures the shapes it was asked for."""
+"""The attention benchmark: its rows, its shapes, and the context that it times."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_its_rows_are_those_asked_for(
+def test_attention_rows_have_the_requested_shapes(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "attention.json"
     shapes = ["2x70:4/2x16", "3x64:2/2x8"]
-    asked = ["--shapes", *shapes, "--device", device, "--rounds", "1", "--json", str(file)]
-    assert main(["attention", *asked]) == 0
+    arguments = ["--shapes", *shapes, "--device", device, "--rounds", "1", "--json", str(file)]
+    assert main(["attention", *arguments]) == 0
     document = json.loads(file.read_text())
     bandwidth = document["facts"]["copy_bandwidth_gb_per_s"]
     rows = document["tables"]["attention"]
     paths = ["attention_append_and_attend", "attention_decode_triton"]
     paths = paths if device == "cuda" else ["attention_slots_reference"]
-    found = [(row["shape"], row["path"]) for row in rows]
-    assert found == [(shape, path) for shape in shapes for path in paths]
+    measured = [(row["shape"], row["path"]) for row in rows]
+    assert measured == [(shape, path) for shape in shapes for path in paths]
     size = {"cuda": 2, "cpu": 4}[device]
     assert rows[0]["floor_us"] == pytest.approx(2 * 2 * 70 * 2 * 16 * size / bandwidth / 1e3)
     assert all(row["floor_ratio"] == row["us"] / row["floor_us"] for row in rows)
-    assert ("Triton" in capsys.readouterr().out) == (device == "cpu"), "why kernels are not timed"
+    assert ("Triton" in capsys.readouterr().out) == (device == "cpu"), (
+        "expected the reason only where kernels are not timed"
+    )
 
 
-def test_what_it_times_attends_to_the_whole_context() -> None:
+def test_timed_attention_covers_the_whole_context() -> None:
     shape = Shape.read("2x70:4/2x16")
     rig = DecodeRig(shape, 64, torch.device("cpu"), torch.float32)
     keys, values = rig.layers[0]
@@ -57,11 +59,11 @@ def test_what_it_times_attends_to_the_whole_context() -> None:
         assert torch.equal(changed[0], before[0])
         before = changed
     values[rig.tables[1, 1], :, 70 - 64 :] += 100
-    assert torch.equal(out(), before), "nothing is stored there"
+    assert torch.equal(out(), before), "expected no effect of slots after the context"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "64x1024",
@@ -75,16 +77,18 @@ def test_what_it_times_attends_to_the_whole_context() -> None:
         ("4x4:3/2x8", "4x4:3/2x8: 3 query heads are no multiple of 2 KV heads"),
     ],
 )
-def test_a_shape_that_is_none(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_shape_is_refused(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["attention", "--shapes", text])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_shape_says_what_is_stored_and_what_is_new() -> None:
+def test_shape_has_stored_and_new_tokens() -> None:
     prompts, step = Shape.read("8x0+2048:32/8x128"), Shape.read("64x1024:32/8x128")
     assert (prompts.sequences, prompts.stored, prompts.new, prompts.context) == (8, 0, 2048, 2048)
     assert (step.sequences, step.stored, step.new, step.context) == (64, 1023, 1, 1024)
     assert (step.q_heads, step.kv_heads, step.head_dim) == (32, 8, 128)
-    behind = Shape.read("1x7936+256:12/12x64")
-    assert (behind.stored, behind.new, behind.context) == (7936, 256, 8192)
+    chunk = Shape.read("1x7936+256:12/12x64")
+    assert (chunk.stored, chunk.new, chunk.context) == (7936, 256, 8192)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md shows commands that parse, and names every option."""
+"""Commands and options on docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 @pytest.mark.parametrize("line", LINES.splitlines())
-def test_the_commands_are_understood(
+def test_documented_commands_parse(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measuring and the drawing are left out."""
-    reached: list[Any] = []
+    """Measuring and drawing are replaced."""
+    calls: list[Any] = []
     monkeypatch.chdir(tmp_path)
     for name in ("ladder", "peers", "trace", "start", "attention", "speculation", "endpoint"):
-        monkeypatch.setattr(command, f"_{name}", reached.append)
+        monkeypatch.setattr(command, f"_{name}", calls.append)
     for name in ("_schedule", "_stream"):
-        monkeypatch.setattr(command, name, reached.append)
-    monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
-    python, dash_m, module_name, *words = shlex.split(line)
+        monkeypatch.setattr(command, name, calls.append)
+    monkeypatch.setattr(charts, "redraw", lambda *args: calls.append(args))
+    python, dash_m, module_name, *arguments = shlex.split(line)
     assert (python, dash_m) == ("python", "-m")
-    assert COMMANDS[module_name](words) == 0
-    assert len(reached) == 1
+    assert COMMANDS[module_name](arguments) == 0
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
-    ("main", "words"),
+    ("main", "arguments"),
     [
         (benchmark_scheduler, []),
         (benchmark_streaming, []),
@@ -75,11 +75,11 @@ def test_the_commands_are_understood(
         "server",
     ],
 )
-def test_every_option_stands_there(
-    main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
+def test_page_names_every_option(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*words, "--help"])
+        main([*arguments, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out)) - {"--help"}
     assert len(options) >= 5
     shared = [option_names(each) for each in fields(EngineConfig) if each.metadata]
@@ -87,7 +87,7 @@ def test_every_option_stands_there(
     assert {option for option in options if not re.search(rf"{option}\b", PAGE)} == set()
 
 
-def test_every_rung_and_every_peer_stands_there() -> None:
+def test_page_names_every_rung_and_peer() -> None:
     for name in [rung.name.partition(" of ")[0] for rung in rungs(4)]:
         assert f"| {name} |" in PAGE
     assert all(f"\n- `{peer}`: " in PAGE for peer in PEERS)

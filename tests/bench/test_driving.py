@@ -1,4 +1,4 @@
-"""Each way of driving the engine, on a clock that the tests move."""
+"""Ways to drive the engine, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roseinfer.bench.driver import (
     run_workload,
     tokenized_prompts,
 )
-from tests.bench.clock import every_step_takes_a_second
+from tests.bench.clock import make_steps_take_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +40,14 @@ PROMPTS = ("one", "two", "six")
 
 @pytest.fixture
 def llm() -> LLM:
-    """Two of three requests run at once."""
+    """Return an engine that runs two of three requests at once."""
     return LLM("tiny", device="cpu", max_batch_size=2)
 
 
 def run(
     llm: LLM, drive: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, workers: int = 0
 ) -> RunRecord:
-    every_step_takes_a_second(llm, monkeypatch)
+    make_steps_take_a_second(llm, monkeypatch)
     return run_workload(llm.engine, Workload(PROMPTS, FOUR), drive, llm.tokenizer, workers)
 
 
@@ -80,7 +80,7 @@ ARRIVAL_MODES: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
             Timeline(2, 4, four_from(5)),
         ],
     ),
-    "paced, due amid a step": (
+    "paced, arrivals during a step": (
         paced(1.5),
         [
             Timeline(0, 0, four_from(1)),
@@ -88,7 +88,7 @@ ARRIVAL_MODES: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
             Timeline(3, 4, four_from(5)),
         ],
     ),
-    "paced, with nothing to do meanwhile": (
+    "paced, idle between arrivals": (
         paced(4.5),
         [
             Timeline(0, 0, four_from(1)),
@@ -99,16 +99,18 @@ ARRIVAL_MODES: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ARRIVAL_MODES)
-def test_every_time_is_noted(way: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive, timelines = ARRIVAL_MODES[way]
+@pytest.mark.parametrize("mode", ARRIVAL_MODES)
+def test_every_time_is_recorded(mode: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive, timelines = ARRIVAL_MODES[mode]
     record = run(llm, drive, monkeypatch)
     assert record.timelines == timelines
-    assert record.steps[-1].ended == max(seen.tokens[-1] for seen in timelines)
+    assert record.steps[-1].ended_at == max(timeline.tokens[-1] for timeline in timelines)
     assert record.prompt_lengths == [3, 3, 3]
 
 
-def test_all_ways_generate_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_arrival_modes_generate_the_same_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [output.token_ids for output in llm.generate(PROMPTS, FOUR)]
     for drive, _ in ARRIVAL_MODES.values():
         assert run(llm, drive, monkeypatch).token_ids == expected
@@ -129,25 +131,25 @@ def test_runs_share_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hits_of_two_runs() > 0
 
 
-def test_calls_that_bring_nothing_belong_to_the_next_that_does(
+def test_call_without_tokens_counts_to_the_next_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine reports at every second call, as one that runs ahead may."""
+    """The engine returns tokens at every second call, as one that runs ahead may."""
     step = llm.engine.step
-    held: list[Update] = []
+    pending: list[Update] = []
     calls = iter(range(100))
 
-    def late() -> list[Update]:
-        held.extend(step())
+    def step_at_every_second_call() -> list[Update]:
+        pending.extend(step())
         if next(calls) % 2 == 0 and llm.engine.has_work:
             return []
-        brought = list(held)
-        held.clear()
-        return brought
+        updates = list(pending)
+        pending.clear()
+        return updates
 
-    monkeypatch.setattr(llm.engine, "step", late)
+    monkeypatch.setattr(llm.engine, "step", step_at_every_second_call)
     record = run(llm, naive, monkeypatch)
-    assert [(s.began, s.ended, s.requests) for s in record.steps[:2]] == [
+    assert [(s.started_at, s.ended_at, s.requests) for s in record.steps[:2]] == [
         (0, 2, [0, 0]),
         (2, 4, [0, 0]),
     ]
@@ -155,24 +157,22 @@ def test_calls_that_bring_nothing_belong_to_the_next_that_does(
     assert (row.decode_s, row.decode_step_ms, row.decode_tok_per_s) == (6.0, 1000.0, 1.0)
 
 
-def test_a_token_that_is_not_handed_over_is_missed(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_token_fails_the_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = llm.engine.step
     dropped: list[Update] = []
 
-    def forgetful() -> list[Update]:
+    def step_without_a_token() -> list[Update]:
         updates = step()
         if not dropped:
             dropped.append(updates.pop())
         return updates
 
-    monkeypatch.setattr(llm.engine, "step", forgetful)
+    monkeypatch.setattr(llm.engine, "step", step_without_a_token)
     with pytest.raises(RequestFailed, match="4 tokens generated, 3 delivered"):
         run_workload(llm.engine, Workload(PROMPTS, FOUR), offline)
 
 
-def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_fails_the_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
@@ -184,37 +184,39 @@ def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------------------- prompts
 
 
-class Slow:
-    """A tokenizer that waits until the test lets it go on."""
+class SlowTokenizer:
+    """Tokenizer that waits for an event of the test."""
 
     def __init__(self) -> None:
-        self.may_go_on = threading.Event()
+        self.released = threading.Event()
         self.threads: set[str] = set()
 
     def encode(self, text: str) -> list[int]:
         self.threads.add(threading.current_thread().name.rpartition("_")[0])
-        assert self.may_go_on.wait(10)
+        assert self.released.wait(10)
         return [len(text)]
 
 
-def test_workers_tokenize_from_the_beginning_on() -> None:
-    slow = Slow()
-    with tokenized_prompts(("a", "bb", "ccc"), slow, workers=2) as prompts:
+def test_workers_tokenize_in_the_background() -> None:
+    tokenizer = SlowTokenizer()
+    with tokenized_prompts(("a", "bb", "ccc"), tokenizer, workers=2) as prompts:
         assert len(prompts) == 3
         assert not prompts[0].done()
-        slow.may_go_on.set()
+        tokenizer.released.set()
         assert [prompt.result() for prompt in prompts] == [[1], [2], [3]]
         assert prompts[2].done()
-    assert slow.threads == {"tokenize"}
+    assert tokenizer.threads == {"tokenize"}
 
 
 def test_without_workers_the_engine_gets_the_text() -> None:
-    with tokenized_prompts(("a", "bb"), Slow()) as prompts:
+    with tokenized_prompts(("a", "bb"), SlowTokenizer()) as prompts:
         assert prompts[1].done()
         assert prompts[1].result() == "bb"
 
 
-def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_workers_generates_the_same_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = run(llm, offline, monkeypatch).token_ids
     assert run(llm, paced(1.5), monkeypatch, workers=2).token_ids == expected
 
@@ -222,7 +224,7 @@ def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------------- figures
 
 
-def test_decode_time_is_that_of_steps_that_bring_nobodys_first_token(
+def test_decode_time_excludes_steps_with_a_first_token(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ThroughputRow.of("offline", run(llm, offline, monkeypatch), FLOOR)
@@ -235,10 +237,10 @@ def test_decode_time_is_that_of_steps_that_bring_nobodys_first_token(
     assert row.floor_ratio == pytest.approx(6.0 / ((6 * 1000 + 3 * (4 + 5 + 6) * 10) / 1e3))
 
 
-def test_a_run_without_decoding_has_no_decode_figures(
+def test_run_without_decoding_has_no_decode_figures(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every_step_takes_a_second(llm, monkeypatch)
+    make_steps_take_a_second(llm, monkeypatch)
     one = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     record = run_workload(llm.engine, Workload(PROMPTS, one), offline)
     row = ThroughputRow.of("offline", record, FLOOR)
@@ -248,7 +250,7 @@ def test_a_run_without_decoding_has_no_decode_figures(
     assert rows["TTFT"].p50_ms == 1000.0
 
 
-def test_a_call_that_brings_two_tokens_of_a_request_is_two_steps() -> None:
+def test_call_with_two_tokens_of_a_request_is_two_steps() -> None:
     steps = [StepRecord(0, 1, [0]), StepRecord(1, 3, [0, 0])]
     record = RunRecord(0, steps, [Timeline(0, 0, (1, 3, 3))], [5], [[7, 7, 7]])
     assert record.decode_steps() == steps[1:]
@@ -256,7 +258,7 @@ def test_a_call_that_brings_two_tokens_of_a_request_is_two_steps() -> None:
     assert decode_floor_s(record, steps[1:], FLOOR) == (2 * 1000 + (6 + 7) * 10) / 1e3
 
 
-def test_latencies_have_their_percentiles() -> None:
+def test_latencies_have_percentiles() -> None:
     timelines = [Timeline(0, 0, (float(first), float(first + 1))) for first in range(1, 102)]
     rows = {row.metric: row for row in latencies("x", timelines)}
     assert list(rows) == ["TTFT", "TPOT", "ITL", "latency", "queue wait"]
@@ -267,7 +269,7 @@ def test_latencies_have_their_percentiles() -> None:
     assert rows["queue wait"].p99_ms == 0.0
 
 
-def test_the_median_is_taken_field_by_field() -> None:
+def test_median_row_takes_medians_by_field() -> None:
     rows = [
         LatencyRow("x", "TTFT", 1.0, 30.0, None, 5.0),
         LatencyRow("x", "TTFT", 9.0, 20.0, None, 4.0),

@@ -1,4 +1,4 @@
-"""The ladder measures every rung or says why not, and takes none for another."""
+"""The ladder benchmark: measured rungs, reasons for others, and the chart."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ ON_CPU = [*NAMES[:4], NAMES[6]]
 
 
 @pytest.fixture(scope="module")
-def climbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ladder")
     files = ["--json", str(folder / "ladder.json"), "--plot", str(folder / "ladder.png")]
     assert main([*SMALL, *ONCE, *files]) == 0
     assert is_chart(folder / "ladder.png")
-    found: dict[str, Any] = json.loads((folder / "ladder.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / "ladder.json").read_text())
+    return report
 
 
-def test_every_rung_has_its_row(climbed: dict[str, Any]) -> None:
-    rows = climbed["tables"]["rungs"]
+def test_every_rung_has_a_row(report: dict[str, Any]) -> None:
+    rows = report["tables"]["rungs"]
     assert [row["rung"] for row in rows] == NAMES
     for row in rows:
         if row["rung"] in ON_CPU:
@@ -70,50 +70,50 @@ def test_every_rung_has_its_row(climbed: dict[str, Any]) -> None:
             assert row["not_available"]
 
 
-def test_the_floor_is_that_of_the_middle_of_the_run(climbed: dict[str, Any]) -> None:
-    facts = climbed["facts"]
+def test_floor_is_for_the_mean_context(report: dict[str, Any]) -> None:
+    facts = report["facts"]
     stored = 3 * (5 + 12 / 2)
     moved = facts["weights_mb_per_step"] * 1e6 + stored * facts["kv_bytes_per_token"]
     expected = moved / facts["copy_bandwidth_gb_per_s"] / 1e9 * 1e3
     assert facts["floor_ms"] == pytest.approx(expected)
 
 
-def test_the_chart_shows_every_rung_the_floor_and_the_peers(climbed: dict[str, Any]) -> None:
+def test_chart_shows_rungs_floor_and_peers(report: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     ours, other = (
-        {"system": name, "ms_per_step": took} for name, took in (("ours", 1.0), ("other", 2.5))
+        {"system": name, "ms_per_step": time} for name, time in (("ours", 1.0), ("other", 2.5))
     )
-    tables = {**climbed["tables"], "peers": [ours, other]}
+    tables = {**report["tables"], "peers": [ours, other]}
     figure = Figure()
-    charts._draw_ladder(figure, {**climbed, "tables": tables})
+    charts._draw_ladder(figure, {**report, "tables": tables})
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [*NAMES, "other"]
-    told = [text.get_text() for text in axes.texts]
-    assert told.count("not measured") == len(NAMES) - len(ON_CPU)
-    assert told[-1] == "2.5 ms"
-    floor = climbed["facts"]["floor_ms"]
-    beside = [text for text in axes.texts if text.get_text() == "not measured"]
-    assert all(text.get_position()[0] > floor for text in beside)
+    labels = [text.get_text() for text in axes.texts]
+    assert labels.count("not measured") == len(NAMES) - len(ON_CPU)
+    assert labels[-1] == "2.5 ms"
+    floor = report["facts"]["floor_ms"]
+    missing = [text for text in axes.texts if text.get_text() == "not measured"]
+    assert all(text.get_position()[0] > floor for text in missing)
     assert any(set(line.get_xdata()) == {floor} for line in axes.lines)  # type: ignore[arg-type]
 
 
-def test_the_place_where_a_report_is_damaged_is_named(
-    climbed: dict[str, Any], tmp_path: FilePath, capsys: pytest.CaptureFixture[str]
+def test_error_names_the_invalid_field_of_a_report(
+    report: dict[str, Any], tmp_path: FilePath, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [dict(row) for row in climbed["tables"]["rungs"]]
-    damaged = {**climbed, "tables": {**climbed["tables"], "rungs": rows}}
+    rows = [dict(row) for row in report["tables"]["rungs"]]
+    damaged = {**report, "tables": {**report["tables"], "rungs": rows}}
     wrong: dict[Any, str] = {
         "fast": 'expected a number or null, actual value "fast"',
         math.inf: "expected a number or null, actual value Infinity",
     }
-    for value, said in wrong.items():
+    for value, message in wrong.items():
         rows[2]["step_ms"] = value
         (tmp_path / "ladder.json").write_text(json.dumps(damaged))
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main(["plot", str(tmp_path / "ladder.json"), str(tmp_path / "ladder.png")])
-        assert ended.value.code == 2
-        assert f"ladder.json: tables.rungs[2].step_ms: {said}" in capsys.readouterr().err
+        assert error.value.code == 2
+        assert f"ladder.json: tables.rungs[2].step_ms: {message}" in capsys.readouterr().err
     del rows[2]["step_ms"]
     (tmp_path / "ladder.json").write_text(json.dumps(damaged))
     with pytest.raises(SystemExit):
@@ -121,7 +121,7 @@ def test_the_place_where_a_report_is_damaged_is_named(
     assert "tables.rungs[2].step_ms is missing" in capsys.readouterr().err
 
 
-def test_the_table_is_narrow_and_the_reasons_stand_below_it() -> None:
+def test_table_fits_100_columns() -> None:
     measured: dict[str, Any] = {each.name: 1234.5 for each in fields(RungRow)[1:-1]}
     row = RungRow(NAMES[3], not_available="no " * 70, **measured)
     text = Table("rungs", "", [row], headings=ladder._HEADINGS).text()
@@ -129,11 +129,11 @@ def test_the_table_is_narrow_and_the_reasons_stand_below_it() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_the_spread_of_the_runs_is_drawn(climbed: dict[str, Any]) -> None:
+def test_chart_shows_the_spread_of_runs(report: dict[str, Any]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
-    rows = climbed["tables"]["rungs"]
+    rows = report["tables"]["rungs"]
     measured = [row for row in rows if row["step_ms"]]
     for row in measured:
         assert row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"]
@@ -144,14 +144,14 @@ def test_the_spread_of_the_runs_is_drawn(climbed: dict[str, Any]) -> None:
         for row in rows
     ]
     figure = Figure()
-    charts._draw_ladder(figure, {**climbed, "tables": {**climbed["tables"], "rungs": spread}})
+    charts._draw_ladder(figure, {**report, "tables": {**report["tables"], "rungs": spread}})
     (axes,) = figure.axes
-    (lines,) = [found for found in axes.collections if isinstance(found, LineCollection)]
+    (lines,) = [each for each in axes.collections if isinstance(each, LineCollection)]
     drawn = [sorted(x for x, _ in segment) for segment in lines.get_segments()]
     assert drawn == [pytest.approx([0.5 * row["step_ms"], 3 * row["step_ms"]]) for row in measured]
 
 
-def test_a_rung_keeps_what_those_before_it_have() -> None:
+def test_each_rung_keeps_the_settings_of_previous_ones() -> None:
     policies = [rung.settings.get("append_policy") for rung in rungs(2)]
     switched = [
         {name for name in ("batched", "batched_rollover", "identity", "triton") if getattr(p, name)}
@@ -180,7 +180,7 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
     assert model == {**ahead, "fused_model": True}
 
 
-ASKED = Namespace(
+ARGS = Namespace(
     hf_model_id="tiny",
     random_weights=False,
     device="cpu",
@@ -195,10 +195,10 @@ ASKED = Namespace(
 
 
 def measure_rungs(*steps: Rung) -> list[RungRow]:
-    return ladder.Ladder(ASKED).measure_rungs(steps)
+    return ladder.Ladder(ARGS).measure_rungs(steps)
 
 
-def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
+def test_rung_on_another_path_is_not_measured() -> None:
     per_token = AppendPolicy(batched=False, triton=False)
     settings = {"per_layer_kv": True, "append_policy": per_token}
     right, wrong = measure_rungs(
@@ -210,18 +210,18 @@ def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
     assert "torch_scalar: expected most of" in wrong.not_available
 
 
-def test_what_the_machine_lacks_is_said() -> None:
+def test_unavailable_rung_has_the_reason() -> None:
     (row,) = measure_rungs(Rung("graph", {"resident_decode": True, "cuda_graph": True}))
     assert row.not_available is not None
     assert "Triton" in row.not_available
 
 
-def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second rung computes something else with the first one's switches."""
+def test_different_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rung has the settings of the first and other weights."""
     source_llm = ModelSource.llm
     built: Counter[str] = Counter()
 
-    def spoilt_the_second_time(self: ModelSource, settings: Any) -> Any:
+    def llm_broken_the_second_time(self: ModelSource, settings: Any) -> Any:
         llm = source_llm(self, settings)
         built["llm"] += 1
         if built["llm"] == 2:
@@ -229,18 +229,18 @@ def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 llm.engine.sequence_runner.model._model.lm_head.weight.neg_()
         return llm
 
-    monkeypatch.setattr(ModelSource, "llm", spoilt_the_second_time)
+    monkeypatch.setattr(ModelSource, "llm", llm_broken_the_second_time)
     first, second, third = measure_rungs(Rung("first"), Rung("second"), Rung("third"))
     assert (first.same_tokens, second.same_tokens, third.same_tokens) == (1.0, 0.0, 1.0)
 
 
-def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_a_measured_rung_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, *ONCE, "--prompt-tokens", "1024"])
     assert "no rung can be measured: prompt of 1024 tokens and" in capsys.readouterr().err
 
 
-def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_run_ahead_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--run-ahead", "99"])
     assert (
@@ -248,7 +248,7 @@ def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixt
     )
 
 
-def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
+def test_boundary_gaps_are_before_the_first_token_of_a_block() -> None:
     """Prompts of 5 and blocks of 4: token 4 stores position 8, and token 8 position 12."""
     times = tuple(float(number * number) for number in range(10))
     record = RunRecord(0, [], [Timeline(0, 0, times)], [5], [[0] * 10])
@@ -256,6 +256,6 @@ def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
     assert boundary_gaps(record, 64) == []
 
 
-def test_the_settings_of_all_rungs_make_sense() -> None:
-    built = EngineConfig(**equal_requests_config(ASKED))
-    assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks hold 11 tokens, and one to spare
+def test_settings_of_all_rungs_are_valid() -> None:
+    built = EngineConfig(**equal_requests_config(ARGS))
+    assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks for 11 tokens, and a spare one

@@ -1,4 +1,4 @@
-"""The two serving benchmarks as commands: tables, JSON, charts, and what they refuse."""
+"""The scheduler and streaming benchmarks as commands: tables, JSON, charts, invalid options."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ PNG = b"\x89PNG\r\n\x1a\n"
 WAITS = ["TTFT", "TPOT", "ITL", "latency", "queue wait"]
 
 
-def document(main: Callable[[list[str]], int], words: list[str], file: Path) -> dict[str, Any]:
-    assert main([*SMALL, *ONCE, "--no-stop-on-eos", *words, "--json", str(file)]) == 0
-    loaded: dict[str, Any] = json.loads(file.read_text())
-    return loaded
+def report_of(main: Callable[[list[str]], int], arguments: list[str], file: Path) -> dict[str, Any]:
+    assert main([*SMALL, *ONCE, "--no-stop-on-eos", *arguments, "--json", str(file)]) == 0
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 def is_chart(file: Path) -> bool:
-    """A PNG file whose pixels are not all of one colour."""
+    """Return whether a file is a PNG image of more than one colour."""
     from matplotlib.image import imread
 
     return file.read_bytes().startswith(PNG) and float(imread(str(file)).std()) > 0
 
 
-def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "chart.png"
-    found = document(benchmark_scheduler, ["--plot", str(chart)], tmp_path / "all.json")
-    assert found["benchmark"] == "scheduler"
-    assert found["command"].startswith("python -m roseinfer.benchmark_scheduler --hf-model-id tiny")
-    assert found["config"]["model"] == "tiny"
-    assert found["facts"].keys() >= {"start_up_s", "copy_bandwidth_gb_per_s"}
-    rows = found["tables"]["throughput"]
+    report = report_of(benchmark_scheduler, ["--plot", str(chart)], tmp_path / "all.json")
+    assert report["benchmark"] == "scheduler"
+    assert report["command"].startswith(
+        "python -m roseinfer.benchmark_scheduler --hf-model-id tiny"
+    )
+    assert report["config"]["model"] == "tiny"
+    assert report["facts"].keys() >= {"start_up_s", "copy_bandwidth_gb_per_s"}
+    rows = report["tables"]["throughput"]
     assert [row["run"] for row in rows] == ["naive", "online", "offline"]
     for row in rows:
         assert list(row) == [field.name for field in fields(ThroughputRow)]
@@ -59,7 +61,7 @@ def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert 0 < row["decode_s"] < row["total_s"]
         assert row["completion_tok_per_s"] == pytest.approx(15 / row["total_s"])
         assert row["total_tok_per_s"] == pytest.approx(30 / row["total_s"])
-    waits = found["tables"]["latencies"]
+    waits = report["tables"]["latencies"]
     assert [row["metric"] for row in waits] == WAITS * 3
     for row in waits:
         assert list(row) == [field.name for field in fields(LatencyRow)]
@@ -70,15 +72,15 @@ def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert heading in printed
 
 
-def test_one_mode_alone(tmp_path: Path) -> None:
-    found = document(benchmark_scheduler, ["--mode", "naive", "--pretok"], tmp_path / "one.json")
-    assert [row["run"] for row in found["tables"]["throughput"]] == ["naive"]
-    assert found["tables"]["peers"] == []
+def test_scheduler_in_one_mode(tmp_path: Path) -> None:
+    report = report_of(benchmark_scheduler, ["--mode", "naive", "--pretok"], tmp_path / "one.json")
+    assert [row["run"] for row in report["tables"]["throughput"]] == ["naive"]
+    assert report["tables"]["peers"] == []
 
 
 def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--prompt-repeats", "1,3", "--tokenize-workers", "2", "--submit-interval-ms", "2"]
-    words += [
+    arguments = ["--prompt-repeats", "1,3", "--tokenize-workers", "2", "--submit-interval-ms", "2"]
+    arguments += [
         "--stream-interval",
         "2",
         "--prefill-max-batch-size",
@@ -86,39 +88,39 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--prefill-max-tokens",
         "8",
     ]
-    words += ["--prefill-admission-policy", "pack", "--plot", str(tmp_path / "chart.png")]
-    found = document(benchmark_streaming, words, tmp_path / "streaming.json")
-    assert found["benchmark"] == "streaming"
-    (row,) = found["tables"]["throughput"]
+    arguments += ["--prefill-admission-policy", "pack", "--plot", str(tmp_path / "chart.png")]
+    report = report_of(benchmark_streaming, arguments, tmp_path / "streaming.json")
+    assert report["benchmark"] == "streaming"
+    (row,) = report["tables"]["throughput"]
     assert row["prompt_tokens"] == 5 + (3 * 5 + 2) + 5  # "Hello", and three with spaces between
-    assert [row["metric"] for row in found["tables"]["latencies"]] == WAITS
-    assert found["config"]["prefill_admission_policy"] == "pack"
-    assert found["config"]["prefill_max_tokens"] == 8
+    assert [row["metric"] for row in report["tables"]["latencies"]] == WAITS
+    assert report["config"]["prefill_admission_policy"] == "pack"
+    assert report["config"]["prefill_max_tokens"] == 8
     assert is_chart(tmp_path / "chart.png")
     assert "p99 ms" in capsys.readouterr().out
 
 
-def test_a_chart_is_drawn_later_from_the_json(tmp_path: Path) -> None:
-    document(benchmark_streaming, [], tmp_path / "streaming.json")
+def test_plot_draws_a_chart_from_json(tmp_path: Path) -> None:
+    report_of(benchmark_streaming, [], tmp_path / "streaming.json")
     chart = tmp_path / "later.png"
     assert bench(["plot", str(tmp_path / "streaming.json"), str(chart)]) == 0
     assert is_chart(chart)
 
 
-def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
+def test_chart_shows_the_peers(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = document(benchmark_scheduler, ["--mode", "offline"], tmp_path / "offline.json")
+    report = report_of(benchmark_scheduler, ["--mode", "offline"], tmp_path / "offline.json")
     ours, other, missing = (
         {"system": name, "completion_tok_per_s": speed}
         for name, speed in (("ours", 1.0), ("other", 250.0), ("missing", None))
     )
-    found["tables"]["peers"] = [ours, other, missing]
+    report["tables"]["peers"] = [ours, other, missing]
     figure = Figure()
-    charts._draw_serving(figure, found)
+    charts._draw_serving(figure, report)
     speed = figure.axes[0]
     assert [name.get_text() for name in speed.get_xticklabels()] == ["offline", "other", "missing"]
-    (row,) = found["tables"]["throughput"]
+    (row,) = report["tables"]["throughput"]
     heights = [bar.get_height() for bar in speed.patches]  # type: ignore[attr-defined]
     assert heights == [
         *(row["completion_tok_per_s"], 250.0, 0.0),
@@ -126,54 +128,59 @@ def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
     ]
 
 
-def test_medians_are_over_the_repeats_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There are 2 untimed runs and 3 timed ones, and each looks 10 s longer than the last."""
+def test_medians_exclude_warmup_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warm-up runs, and three timed ones of which each appears 10 s longer than the last."""
     real = ThroughputRow.of
-    seen: list[float] = []
+    times: list[float] = []
 
-    def longer(*args: Any) -> ThroughputRow:
+    def longer_row(*args: Any) -> ThroughputRow:
         row: Any = real(*args)
-        seen.append(10.0 * (len(seen) + 1))
-        object.__setattr__(row, "total_s", seen[-1])
+        times.append(10.0 * (len(times) + 1))
+        object.__setattr__(row, "total_s", times[-1])
         return row  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(ThroughputRow, "of", longer)
+    monkeypatch.setattr(ThroughputRow, "of", longer_row)
     runs = ["--mode", "offline", "--warmup-runs", "2", "--repeat-runs", "3"]
-    found = document(benchmark_scheduler, runs, tmp_path / "repeats.json")
-    assert seen == [10.0, 20.0, 30.0]
-    (row,) = found["tables"]["throughput"]
+    report = report_of(benchmark_scheduler, runs, tmp_path / "repeats.json")
+    assert times == [10.0, 20.0, 30.0]
+    (row,) = report["tables"]["throughput"]
     assert (row["fastest_s"], row["total_s"], row["slowest_s"]) == (10.0, 20.0, 30.0)
 
 
-def test_sampling_reaches_the_engine(tmp_path: Path) -> None:
-    words = ["--do-sample", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8"]
-    config = document(benchmark_streaming, words, tmp_path / "sampled.json")["config"]
+def test_sampling_options_reach_the_engine(tmp_path: Path) -> None:
+    arguments = ["--do-sample", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8"]
+    config = report_of(benchmark_streaming, arguments, tmp_path / "sampled.json")["config"]
     assert (config["temperature"], config["top_k"], config["top_p"]) == (0.5, 9, 0.8)
-    config = document(benchmark_streaming, [], tmp_path / "greedy.json")["config"]
+    config = report_of(benchmark_streaming, [], tmp_path / "greedy.json")["config"]
     assert (config["temperature"], config["ignore_eos"]) == (0.0, True)
 
 
 def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
+    settings: list[dict[str, Any]] = []
 
-    def note(_benchmark: str, args: Any, _ways: Any) -> None:
-        given.append(parsed_fields(args, EngineConfig))
+    def record(_benchmark: str, args: Any, _ways: Any) -> None:
+        settings.append(parsed_fields(args, EngineConfig))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(command, "_serve", note)
-    words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
+    monkeypatch.setattr(command, "_serve", record)
+    arguments = [
+        "--max-batch-size",
+        "7",
+        "--block-size",
+        "8",
+        "--no-prefix-cache",
+        "--no-paged-attn",
+    ]
     for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
         with pytest.raises(SystemExit):
-            benchmark_streaming([*words, *more])
+            benchmark_streaming([*arguments, *more])
     shared = {
         "max_batch_size": 7,
         "block_size": 8,
         "prefix_cache": False,
         "paged_attention": False,
     }
-    assert given == [
+    assert settings == [
         {**shared, "cuda_graph": True, "run_ahead": 0},
         {**shared, "cuda_graph": False},
         shared,
@@ -181,53 +188,58 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 REFUSED = {
-    "sampling_without_sampling": (["--top-k", "5"], "--top-k: no effect"),
-    "peers_that_stop": (["--peers"], "add --no-stop-on-eos"),
-    "an_unknown_peer": (["--peers", "nobody"], "--peers nobody: unknown; use transformers-static"),
-    "an_unknown_architecture": (
+    "top_k_without_do_sample": (["--top-k", "5"], "--top-k: no effect"),
+    "peers_that_stop_on_eos": (["--peers"], "add --no-stop-on-eos"),
+    "unknown_peer": (["--peers", "other"], "--peers other: unknown; use transformers-static"),
+    "unknown_architecture": (
         ["--random-weights"],
         "use one of gpt2, llama-1b, llama-8b",
     ),
     "no_requests": (["--num-requests", "0"], "at least 1"),
-    "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),
-    "too_long": (["--prompt", "x" * 1024], "shorten prompts"),
-    "nowhere_to_write": (["--json", "nowhere/at/all.json"], "make the directory"),
-    "no_picture": (["--plot", "chart.jpeg"], "must end in .png"),
-    "an_unknown_device": (["--device", "tpu"], "tpu"),
+    "invalid_block_size": (["--block-size", "0"], "at least 1"),
+    "prompt_too_long": (["--prompt", "x" * 1024], "shorten prompts"),
+    "missing_directory": (["--json", "nowhere/at/all.json"], "make the directory"),
+    "plot_without_png": (["--plot", "chart.jpeg"], "must end in .png"),
+    "unknown_device": (["--device", "tpu"], "tpu"),
 }
 REFUSED_STREAMING = {
-    "nothing_to_tokenize": (["--pretok", "--tokenize-workers", "2"], "drop one of them"),
-    "peers_over_time": (["--peers", "--submit-interval-ms", "3"], "all requests at once"),
-    "time_that_runs_back": (["--submit-interval-ms", "-1"], "at least 0"),
-    "no_repeats": (["--prompt-repeats", "2,0"], "at least 1"),
-    "an_empty_stream": (["--stream-interval", "0"], "at least 1"),
+    "pretok_with_workers": (["--pretok", "--tokenize-workers", "2"], "drop one of them"),
+    "peers_with_submit_interval": (
+        ["--peers", "--submit-interval-ms", "3"],
+        "all requests at once",
+    ),
+    "negative_submit_interval": (["--submit-interval-ms", "-1"], "at least 0"),
+    "zero_repeats": (["--prompt-repeats", "2,0"], "at least 1"),
+    "zero_stream_interval": (["--stream-interval", "0"], "at least 1"),
 }
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("main", [benchmark_scheduler, benchmark_streaming])
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     main: Callable[[list[str]], int],
-    words: list[str],
+    arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main([*SMALL, *words])
+        main([*SMALL, *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED_STREAMING.values(), ids=REFUSED_STREAMING)
-def test_what_makes_no_sense_of_streams_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"), REFUSED_STREAMING.values(), ids=REFUSED_STREAMING
+)
+def test_invalid_streaming_options_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        benchmark_streaming([*SMALL, *words])
+        benchmark_streaming([*SMALL, *arguments])
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_nothing_is_measured_in_vain(
+def test_plot_without_matplotlib_is_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
@@ -236,14 +248,14 @@ def test_without_matplotlib_nothing_is_measured_in_vain(
     )
     with pytest.raises(SystemExit):
         benchmark_scheduler([*SMALL, "--plot", str(tmp_path / "chart.png")])
-    told = capsys.readouterr()
-    assert "pip install 'roseinfer[plot]'" in told.err
-    assert "python -m roseinfer.bench plot" in told.err
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert "pip install 'roseinfer[plot]'" in captured.err
+    assert "python -m roseinfer.bench plot" in captured.err
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize("content", ["no json", "[]", "{}", '{"benchmark": "append"}'])
-def test_only_reports_with_a_chart_are_drawn(
+def test_reports_without_a_chart_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report.json").write_text(content)
@@ -253,41 +265,39 @@ def test_only_reports_with_a_chart_are_drawn(
 
 
 @pytest.mark.parametrize("name", ["benchmark_scheduler", "benchmark_streaming"])
-def test_the_modules_run_as_commands(name: str) -> None:
+def test_modules_run_as_commands(name: str) -> None:
     command = [sys.executable, "-m", f"roseinfer.{name}", "--num-requests", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"python -m roseinfer.{name}: error: argument --num-requests" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--max-new-tokens", "5000"], ["--prompt-repeats", "1,900"]])
-def test_requests_that_the_model_would_cut_short(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [["--max-new-tokens", "5000"], ["--prompt-repeats", "1,900"]])
+def test_requests_beyond_the_context_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        benchmark_streaming([*SMALL, *words])
+        benchmark_streaming([*SMALL, *arguments])
     *_, line = capsys.readouterr().err.splitlines()
     assert "error: prompt of" in line
     assert line.endswith("lower --max-new-tokens, or shorten prompts")
 
 
 @pytest.mark.parametrize("mode", ["naive", "online"])
-def test_peers_are_compared_with_what_they_do(
-    mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_peers_need_offline_mode(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark_scheduler([*SMALL, "--no-stop-on-eos", "--mode", mode, "--peers"])
     assert f"drop --mode {mode}" in capsys.readouterr().err
 
 
-def test_sampling_that_chooses_the_likeliest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_at_temperature_0_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark_scheduler([*SMALL, "--do-sample", "--temperature", "0"])
     assert "drop --do-sample" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_is_a_directory(
+def test_directory_as_output_file_is_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -296,29 +306,29 @@ def test_a_file_that_is_a_directory(
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written(
+def test_unwritable_output_file_is_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused before anything is measured, and a file that is there keeps its content."""
-    nowhere = tmp_path / "gone.png"
-    nowhere.symlink_to(tmp_path / "no" / "folder.png")
+    """Refused before anything is measured; an existing file keeps its content."""
+    dangling = tmp_path / "dangling.png"
+    dangling.symlink_to(tmp_path / "no" / "folder.png")
     with pytest.raises(SystemExit):
-        benchmark_scheduler([*SMALL, option, str(nowhere)])
-    assert f"{option} {nowhere}: cannot be written: No such file" in capsys.readouterr().err
-    kept = tmp_path / "kept.png"
-    kept.write_bytes(b"kept")
+        benchmark_scheduler([*SMALL, option, str(dangling)])
+    assert f"{option} {dangling}: cannot be written: No such file" in capsys.readouterr().err
+    existing = tmp_path / "existing.png"
+    existing.write_bytes(b"content")
     with pytest.raises(SystemExit):
-        benchmark_scheduler([*SMALL, option, str(kept), "--top-k", "-1", "--do-sample"])
-    assert kept.read_bytes() == b"kept"
+        benchmark_scheduler([*SMALL, option, str(existing), "--top-k", "-1", "--do-sample"])
+    assert existing.read_bytes() == b"content"
 
 
-def test_a_named_dtype_is_the_peers_too() -> None:
+def test_dtype_applies_to_peers() -> None:
     network = ModelSource("tiny", random_weights=False, device="cpu", dtype="bfloat16").network()
     assert network.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read: No such file"),
         (b"\x89PNG\xff", "not UTF-8 text, at byte 0"),
@@ -331,15 +341,15 @@ def test_a_named_dtype_is_the_peers_too() -> None:
         (b'{"benchmark": "ladder", "config": 3}', "config: expected an object, actual value 3"),
     ],
 )
-def test_what_no_chart_is_drawn_from(
-    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_report_is_refused_with_the_reason(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
     if content is not None:
         report.write_bytes(content)
     with pytest.raises(SystemExit):
         bench(["plot", str(report), str(tmp_path / "chart.png")])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench(["plot", str(report), str(tmp_path / "none" / "chart.png")])
     assert "make the directory" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark of drafts compares the same texts, and counts fewer steps where they repeat."""
+"""The speculation benchmark: equal tokens, and fewer steps on repetitive text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_both_kinds_of_text_are_measured(tmp_path: Path) -> None:
+def test_repetitive_and_other_text_is_measured(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    words = ["--hf-model-id", "tiny", "--device", "cpu", "--batch", "2", "--max-new-tokens", "120"]
-    assert main(["speculation", *words, "--repeat-runs", "2", "--json", str(report)]) == 0
+    arguments = [
+        "--hf-model-id",
+        "tiny",
+        "--device",
+        "cpu",
+        "--batch",
+        "2",
+        "--max-new-tokens",
+        "120",
+    ]
+    assert main(["speculation", *arguments, "--repeat-runs", "2", "--json", str(report)]) == 0
     repeating, other = json.loads(report.read_text())["tables"]["speculation"]
     assert repeating["text"] == "repeats itself"
     assert repeating["same_tokens"] == other["same_tokens"] == 1

@@ -1,4 +1,4 @@
-"""The kernels of a step: whose times they are, and that their bytes are those of the gate."""
+"""Kernels of a decode step: names, times, and declared bytes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
         ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH"),
     ],
 )
-def test_a_kernels_own_name(full: str, short: str) -> None:
+def test_short_name_of_a_kernel(full: str, short: str) -> None:
     assert short_name(full) == short
 
 
-def test_events_are_added_up_by_kernel() -> None:
+def test_events_are_summed_by_kernel() -> None:
     events = [("_decode_kernel", 3.0), ("_decode_kernel", 5.0), ("void gemm<1>(int)", 20.0)]
     gemm, decode = kernel_rows(
         7, events * NUM_PROFILED_STEPS, {"_decode_kernel": 4_000_000}, step_us=40.0, bandwidth=1e12
@@ -56,45 +56,47 @@ def test_events_are_added_up_by_kernel() -> None:
 
 @interpreted
 @pytest.mark.parametrize("family", NARROW)
-def test_bytes_are_those_of_the_gate(family: str) -> None:
-    made = second_token(NARROW[family]("cpu"), "cpu", **FUSED)
-    made.step.prepare()
-    with ByteRecorder("cpu") as recorder, record_declared_traffic() as found:
-        made.step.run()
+def test_declared_bytes_equal_those_of_the_gate(family: str) -> None:
+    decode = second_token(NARROW[family]("cpu"), "cpu", **FUSED)
+    decode.step.prepare()
+    with ByteRecorder("cpu") as recorder, record_declared_traffic() as traffic:
+        decode.step.run()
     moved: Counter[str] = Counter()
     for move in recorder.accesses:
         assert isinstance(move.amount, int)
         moved[move.by] += move.amount
-    assert "_decode_kernel" in found
-    assert found == {kernel: moved[kernel] for kernel in found}
-    assert {name for name in moved if name.endswith("_kernel")} == found.keys()
+    assert "_decode_kernel" in traffic
+    assert traffic == {kernel: moved[kernel] for kernel in traffic}
+    assert {name for name in moved if name.endswith("_kernel")} == traffic.keys()
 
 
-def test_a_step_of_graphs_is_launched() -> None:
-    seen: list[tuple[int, StepKind]] = []
+def test_bypass_graphs_runs_the_step() -> None:
+    steps: list[tuple[int, StepKind]] = []
     graphs = object.__new__(StepGraphs)
-    step: Callable[..., None] = lambda *given: seen.append(given)  # noqa: E731
+    step: Callable[..., None] = lambda *args: steps.append(args)  # noqa: E731
     graphs._step = step
     with bypass_graphs():
         graphs.run(3, StepKind(greedy=True))
-    assert seen == [(3, StepKind(greedy=True))]
+    assert steps == [(3, StepKind(greedy=True))]
 
 
 @interpreted
-def test_the_steps_that_are_profiled_are_not_those_whose_bytes_are_noted(
+def test_profiled_steps_do_not_record_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A profiler stands in for one that has a GPU to listen to."""
+    """A stub replaces the profiler, which needs a GPU."""
     llm = LLM(narrow_gpt2("cpu"), device="cpu", block_size=16, kv_cache_tokens=512, **FUSED)
     calls: Counter[str] = Counter()
 
-    def listened(call: Callable[[], Any], count: int, _sync: object) -> list[tuple[str, float]]:
+    def stub_device_events(
+        call: Callable[[], Any], count: int, _sync: object
+    ) -> list[tuple[str, float]]:
         for _ in range(count):
             call()
         calls["profiled"] += count
         return [("_decode_kernel", 2.0)] * count
 
-    monkeypatch.setattr(trace, "device_events", listened)
+    monkeypatch.setattr(trace, "device_events", stub_device_events)
     params = SamplingParams(max_new_tokens=trace.STEPS + 4, ignore_eos=True)
     request = llm.engine.submit([1, 2, 3], params)
     while not request.num_generated:

@@ -1,4 +1,4 @@
-"""What one request waited for, from times that are known."""
+"""Latencies of one request, from known times."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from roseinfer.bench.driver import Timeline, latencies
 KNOWN = Timeline(arrived=10.0, started=11.0, tokens=(13.0, 14.0, 16.0, 19.0))
 
 
-def check_tpot(seen: Any) -> None:
-    assert seen.time_per_output_token == pytest.approx((19.0 - 13.0) / 3)
+def check_tpot(timeline: Any) -> None:
+    assert timeline.time_per_output_token == pytest.approx((19.0 - 13.0) / 3)
 
 
-def test_time_per_output_token_leaves_the_first_one_out() -> None:
+def test_time_per_output_token_excludes_the_first() -> None:
     check_tpot(KNOWN)
     assert Timeline(0, 0, (2.0,)).time_per_output_token is None
 
 
 class PerToken(Timeline):
-    """The mistake of dividing by all tokens."""
+    """Wrong formula that divides by the number of all tokens."""
 
     @property
     def time_per_output_token(self) -> float | None:
@@ -29,7 +29,7 @@ class PerToken(Timeline):
 
 
 class FromArrival(Timeline):
-    """The mistake of counting the prompt's time in."""
+    """Wrong formula that includes the time to the first token."""
 
     @property
     def time_per_output_token(self) -> float | None:
@@ -37,31 +37,33 @@ class FromArrival(Timeline):
 
 
 @pytest.mark.parametrize("wrong", [PerToken, FromArrival])
-def test_a_wrong_formula_is_seen(wrong: type[Timeline]) -> None:
+def test_wrong_formula_fails_the_check(wrong: type[Timeline]) -> None:
     with pytest.raises(AssertionError):
         check_tpot(wrong(KNOWN.arrived, KNOWN.started, KNOWN.tokens))
 
 
-def test_waits_are_counted_from_the_arrival() -> None:
+def test_latencies_are_measured_from_the_arrival() -> None:
     waits = {row.metric: row.mean_ms for row in latencies("x", [KNOWN])}
     assert (waits["queue wait"], waits["TTFT"], waits["latency"]) == (1000.0, 3000.0, 9000.0)
 
 
-def test_tokens_that_come_together_have_one_gap_before_them() -> None:
+def test_tokens_of_one_step_have_one_gap() -> None:
     assert KNOWN.gaps() == [1.0, 2.0, 3.0]
     assert Timeline(0, 0, (1.0, 1.0, 3.0, 3.0, 4.0)).gaps() == [2.0, 1.0]
     assert Timeline(0, 0, (1.0,)).gaps() == []
 
 
-def test_gaps_are_those_before_the_wanted_tokens() -> None:
+def test_gaps_can_be_selected_by_token() -> None:
     together = Timeline(0, 0, (1.0, 1.0, 3.0, 3.0, 7.0))
     assert together.gaps(lambda number: number == 3) == [2.0]
     assert together.gaps(lambda number: number == 4) == [4.0]
-    assert together.gaps(lambda number: number < 2) == []  # nothing comes before those
+    assert (
+        together.gaps(lambda number: number < 2) == []
+    )  # the first tokens have no gap before them
 
 
 @pytest.mark.parametrize(
-    ("interval", "shown"),
+    ("interval", "expected"),
     [
         (1, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)),
         (2, (1.0, 3.0, 3.0, 5.0, 5.0, 6.0)),
@@ -69,6 +71,6 @@ def test_gaps_are_those_before_the_wanted_tokens() -> None:
         (9, (1.0, 6.0, 6.0, 6.0, 6.0, 6.0)),
     ],
 )
-def test_parts_come_when_their_last_token_does(interval: int, shown: tuple[float, ...]) -> None:
-    seen = Timeline(0.5, 0.6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)).batch_tokens(interval)
-    assert seen == Timeline(0.5, 0.6, shown)
+def test_chunk_arrives_with_its_last_token(interval: int, expected: tuple[float, ...]) -> None:
+    timeline = Timeline(0.5, 0.6, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)).batch_tokens(interval)
+    assert timeline == Timeline(0.5, 0.6, expected)

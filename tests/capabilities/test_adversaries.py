@@ -30,15 +30,17 @@ REASONS = {
 SEARCH = ("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
 
 
-def test_each_is_rejected_for_what_it_does(project: Project) -> None:
+def test_each_adversary_is_rejected_with_its_reason(project: Project) -> None:
     project.copy_caches()
-    project.judge_after(100)
+    project.set_conclusive_examples(100)
     result = project.pytest("caches/adversaries.py", *SEARCH, "--junitxml=results.xml")
-    found = failures(project)
-    missed = {name: found.get(name) for name in REASONS if REASONS[name] not in found.get(name, "")}
+    messages = failures(project)
+    missed = {
+        name: messages.get(name) for name in REASONS if REASONS[name] not in messages.get(name, "")
+    }
     assert missed == {}
-    # What never happens cannot be wrong: no test fails, and the run does.
-    assert "NeverTakesItsFastPath" not in found
+    # The run fails, and no test: a path that never runs cannot be wrong.
+    assert "NeverTakesItsFastPath" not in messages
     result.stdout.fnmatch_lines(
         [
             "*adversaries:NeverTakesItsFastPath*",

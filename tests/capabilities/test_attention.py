@@ -1,4 +1,4 @@
-"""Attention over a cache: what is right passes, and each usual mistake is seen and named."""
+"""Attention over a cache: right caches pass, and each usual mistake is reported by name."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ HISTORY = History(
 )
 
 
-def of(dtype: str) -> History:
+def with_dtype(dtype: str) -> History:
     return replace(HISTORY, spec=replace(SPEC, dtype=dtype))
 
 
-def said_of(adapter: type[KVCacheAdapter], history: History) -> str:
+def failure_message(adapter: type[KVCacheAdapter], history: History) -> str:
     with pytest.raises(Divergence) as failure:
         run_history(adapter, history)
-    return failure.value.what
+    return failure.value.summary
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_that_is_right_passes(dtype: str) -> None:
-    counts = run_history(caches.AttendingCache, of(dtype))
+def test_right_attention_passes(dtype: str) -> None:
+    counts = run_history(caches.AttendingCache, with_dtype(dtype))
     assert counts["in_one_go"] + counts["one_by_one"] >= HISTORY.size // 4
 
 
-FOUND = {
+MESSAGES = {
     caches.SwapsHeads: ", as it would be with the KV heads in reverse order",
     caches.GroupsQueryHeadsTheOtherWay: "of KV head",
-    caches.MissesTheLastToken: ", as it would be without the last token",
-    caches.TakesATokenTooMany: "found nan: something was read that is not stored",
-    caches.WeighsTheTailWithZero: "found nan: something was read that is not stored",
-    caches.TakesKeysOfAnother: "attend: sequence ",
-    caches.TakesValuesOfAnother: "attend: sequence ",
-    caches.AnswersInOrder: ", as it would be over sequence ",
+    caches.OmitsTheLastToken: ", as it would be without the last token",
+    caches.AttendsToAnUnwrittenToken: "found nan: something was read that is not stored",
+    caches.MasksScoresOnly: "found nan: something was read that is not stored",
+    caches.ReadsKeysOfAnotherSequence: "attend: sequence ",
+    caches.ReadsValuesOfAnotherSequence: "attend: sequence ",
+    caches.ReturnsRowsInNameOrder: ", as it would be over sequence ",
     caches.ReadsTheFirstLayer: ", as it would be in layer 0",
     caches.ForgetsTheScale: "attend: sequence ",
     caches.StoresTheQuery: "attend changed what is stored",
@@ -64,23 +64,25 @@ FOUND = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("adapter", "said"), FOUND.items(), ids=lambda it: getattr(it, "__name__", "")
+    ("adapter", "message"), MESSAGES.items(), ids=lambda it: getattr(it, "__name__", "")
 )
-def test_every_mistake_is_seen(adapter: type[KVCacheAdapter], said: str, dtype: str) -> None:
-    assert said in said_of(adapter, of(dtype))
+def test_attention_mistake_is_reported(
+    adapter: type[KVCacheAdapter], message: str, dtype: str
+) -> None:
+    assert message in failure_message(adapter, with_dtype(dtype))
 
 
-def test_the_same_history_says_the_same() -> None:
-    first, again = (said_of(caches.TakesKeysOfAnother, HISTORY) for _ in range(2))
+def test_same_history_gives_the_same_message() -> None:
+    first, again = (failure_message(caches.ReadsKeysOfAnotherSequence, HISTORY) for _ in range(2))
     assert first == again
 
 
-def test_payloads_of_any_bits_are_not_asked_about() -> None:
-    """Among them are NaN and infinities, over which no attention has a meaning."""
-    run_history(caches.MissesTheLastToken, replace(HISTORY, finite=False))
+def test_attention_is_not_checked_on_payloads_of_any_bits() -> None:
+    """Such payloads contain NaN and infinities, for which attention is not defined."""
+    run_history(caches.OmitsTheLastToken, replace(HISTORY, finite=False))
 
 
-def test_the_oracle_is_attention() -> None:
+def test_formula_equals_scaled_dot_product_attention() -> None:
     query, keys, values = (torch.randn(6, 5), torch.randn(7, 3, 5), torch.randn(7, 3, 5))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query[None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
@@ -100,7 +102,7 @@ def on_manager(steps: Sequence[Operation], device: str, *, triton: bool) -> Hist
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_managers_attend_by_kernel_or_by_reference(
+def test_managers_attend_with_the_kernel_or_the_reference(
     kind: type[KVCacheAdapter], device: str
 ) -> None:
     names = {"attention_decode_triton", "attention_reference"}
@@ -110,35 +112,35 @@ def test_the_managers_attend_by_kernel_or_by_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_kernel_of_theirs_is_seen(
+def test_wrong_kernel_of_the_managers_is_reported(
     kind: type[KVCacheAdapter], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right: Callable[..., torch.Tensor] = decode.paged_attention_decode
 
-    def short(*given: Any) -> torch.Tensor:
-        *before, lengths, traits = given
+    def short(*arguments: Any) -> torch.Tensor:
+        *before, lengths, traits = arguments
         return right(*before, lengths - 1, traits)
 
     monkeypatch.setattr(decode, "paged_attention_decode", short)
-    said = said_of(kind, on_manager(SHARED, device, triton=True))
-    assert ", as it would be without the last token" in said
+    message = failure_message(kind, on_manager(SHARED, device, triton=True))
+    assert ", as it would be without the last token" in message
 
 
-def test_sequences_that_wait_for_their_tokens_are_left_alone(device: str) -> None:
+def test_reserved_sequences_are_not_attended(device: str) -> None:
     waiting = (Prefill(0, 3), Append((0,)), Append((0,)), Reserve((0,), (2,)))
     counts = run_history(GroupedManager, on_manager(waiting, device, triton=False))
     assert not counts["attention_reference"]
 
 
-def test_a_search_reaches_it_and_reports_what_it_finds(project: Project) -> None:
+def test_search_counts_attention_and_reports_its_failure(project: Project) -> None:
     project.copy_caches()
     project.write(
         test_mine="""
-            from caches.attending_caches import AttendingCache, MissesTheLastToken
+            from caches.attending_caches import AttendingCache, OmitsTheLastToken
             from pytest_roseinfer import conformance
 
             TestAttendingCache = conformance(AttendingCache)
-            TestMissesTheLastToken = conformance(MissesTheLastToken)
+            TestMissesTheLastToken = conformance(OmitsTheLastToken)
         """
     )
     result = project.pytest("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")

@@ -1,4 +1,4 @@
-"""Calls that must be refused: which caches pass, and what is said of those that do not."""
+"""Bad calls: caches that refuse them pass, and others fail with a message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HISTORY = History(CacheSpec(), (Append((0, 1)), Append((0,))))
 
 
 class StrictCache(PagedCache):
-    """It refuses to free a sequence it does not know."""
+    """Refuses to free an unknown sequence."""
 
     def bad_calls(self) -> Iterable[BadCall]:
         yield BadCall("free of an unknown sequence", lambda: self.free(99), (KeyError,))
@@ -56,7 +56,7 @@ class LenientCache(StrictCache):
             super().free(seq)
 
 
-class WronglyAngryCache(StrictCache):
+class RaisesTheWrongError(StrictCache):
     def free(self, seq: int) -> None:
         raise RuntimeError(f"not {seq} today")
 
@@ -73,8 +73,8 @@ class ScribblingCache(StrictCache):
         super().free(seq)
 
 
-class ForgetfulCache(StrictCache):
-    """Its call is fine in itself and should undo itself, but does not."""
+class LeavesAChangeCache(StrictCache):
+    """Makes a valid call that should undo its own change, and does not."""
 
     def bad_calls(self) -> Iterable[BadCall]:
         yield BadCall("giving a block away and taking it back", lambda: self.unused.pop())
@@ -88,8 +88,8 @@ class TidyCache(StrictCache):
         )
 
 
-class UnseenCache(StrictCache):
-    """It does not show what it stores."""
+class WithoutArenaCache(StrictCache):
+    """Does not show its storage."""
 
     arena = KVCacheAdapter.arena
 
@@ -104,30 +104,30 @@ class LeakyTextCache(TextCache):
         super().free(seq)
 
 
-def test_what_made_no_sense_is_left_out_again_for_the_next_bad_call() -> None:
-    """A cache that shares by prefix may have no sequence 7, where the drawing had one."""
+def test_omitted_steps_stay_omitted_for_later_bad_calls() -> None:
+    """A cache with prefix reuse may have no sequence 7, where the drawn history had one."""
     steps = (Append((0, 1)), Free(7), Free(0))
     with pytest.raises(Divergence, match="free of a sequence that never was changed the books"):
         run_history(LeakyTextCache, History(CacheSpec(), steps, texts=((0, 0),)))
 
 
-@pytest.mark.parametrize("cache", [StrictCache, TidyCache, UnseenCache])
-def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
+@pytest.mark.parametrize("cache", [StrictCache, TidyCache, WithoutArenaCache])
+def test_cache_that_refuses_bad_calls_passes(cache: type[KVCacheAdapter]) -> None:
     run_history(cache, HISTORY)
 
 
 @pytest.mark.parametrize(
-    ("cache", "said"),
+    ("cache", "message"),
     [
         (LenientCache, "free of an unknown sequence went through; it must raise KeyError"),
-        (WronglyAngryCache, "free of an unknown sequence raised RuntimeError: not 99 today"),
+        (RaisesTheWrongError, "free of an unknown sequence raised RuntimeError: not 99 today"),
         (LeakyCache, "free of an unknown sequence changed the books"),
         (ScribblingCache, "free of an unknown sequence changed what is stored in K"),
-        (ForgetfulCache, "giving a block away and taking it back changed the books"),
+        (LeavesAChangeCache, "giving a block away and taking it back changed the books"),
     ],
 )
-def test_a_cache_that_does_not_is_failed(cache: type[KVCacheAdapter], said: str) -> None:
-    with pytest.raises(Divergence, match=said):
+def test_cache_that_accepts_bad_calls_fails(cache: type[KVCacheAdapter], message: str) -> None:
+    with pytest.raises(Divergence, match=message):
         run_history(cache, HISTORY)
 
 
@@ -139,7 +139,7 @@ def test_a_cache_that_does_not_is_failed(cache: type[KVCacheAdapter], said: str)
         pytest.param(StridedKernels, 5, marks=interpreted),
     ],
 )
-def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: int) -> None:
+def test_shipped_targets_offer_distinct_bad_calls(target: type[KVCacheAdapter], least: int) -> None:
     adapter = target()
     options = {name: values[0] for name, values in target.option_choices.items()}
     spec = CacheSpec(num_layers=2, num_blocks=2, options=options)
@@ -148,7 +148,7 @@ def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: 
     oracle = Oracle(spec.block_size, spec.num_blocks)
     oracle.append([(0, 1), (1, 1)], [0, 1])
     standard = standard_bad_calls(MisuseState(adapter, spec, oracle))
-    words = [bad.words for bad in (*standard, *adapter.bad_calls())]
+    words = [bad.description for bad in (*standard, *adapter.bad_calls())]
     assert len(words) >= least
     assert len(set(words)) == len(words)
 
@@ -156,7 +156,7 @@ def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: 
 @interpreted
 @pytest.mark.parametrize("layout", ["plain", "pairs", "tokens_first", "gaps", "slow_dims"])
 @pytest.mark.parametrize("target", [StridedKernels, CompactedKernels])
-def test_kernels_pass_on_every_layout(target: type[KVCacheAdapter], layout: str) -> None:
+def test_kernel_targets_pass_on_every_layout(target: type[KVCacheAdapter], layout: str) -> None:
     options = {"keys": layout, "values": "pairs", "index": "int32", "gather": True}
     spec = CacheSpec(num_layers=2, num_heads=3, head_dim=5, options=options)
     run_history(target, History(spec, (Append((0, 1, 2)), Append((2, 0)))))
@@ -167,20 +167,20 @@ def test_kernels_pass_on_every_layout(target: type[KVCacheAdapter], layout: str)
 
 @pytest.fixture
 def searching() -> Iterator[Callable[[int], None]]:
-    """Set up a small search with a seed of its own."""
-    before, seen = settings.current(), coverage.current()
+    """Set up a short search with a given seed."""
+    previous_settings, previous_coverage = settings.current(), coverage.current()
 
     def set_up(seed: int) -> None:
         settings.set_current(settings.Settings(seed=seed, examples=10))
         coverage.set_current(coverage.Coverage())
 
     yield set_up
-    settings.set_current(before)
-    coverage.set_current(seen)
+    settings.set_current(previous_settings)
+    coverage.set_current(previous_coverage)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_cache_that_refuses_all_of_the_catalogue_passes(
+def test_cache_that_refuses_every_standard_bad_call_passes(
     seed: int, searching: Callable[[int], None]
 ) -> None:
     searching(seed)
@@ -206,37 +206,39 @@ WRONG: dict[type[KVCacheAdapter], set[str]] = {
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cache", WRONG)
-def test_all_that_were_accepted_are_told(
+def test_failure_names_every_accepted_bad_call(
     cache: type[KVCacheAdapter], seed: int, searching: Callable[[int], None]
 ) -> None:
     searching(seed)
     with pytest.raises(Divergence) as caught:
         conformance(cache)().test_histories()
-    said = str(caught.value)
-    assert [words for words in WRONG[cache] if words not in said] == []
+    message = str(caught.value)
+    assert [words for words in WRONG[cache] if words not in message] == []
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         (("free_twice", "free_thrice"), "names 'free_thrice': choose from 'gather_unknown', "),
         (("gather_freed",), "names 'gather_freed', which needs gather$"),
     ],
 )
-def test_names_that_make_no_sense_are_refused(named: tuple[str, ...], said: str) -> None:
+def test_invalid_names_of_standard_bad_calls_are_refused(
+    named: tuple[str, ...], message: str
+) -> None:
     class Misnamed(PagedCache):
         standard_bad_calls: ClassVar[Sequence[str]] = named
 
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=message):
         conformance(Misnamed)
 
 
 @pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
-def test_a_sequence_cut_to_nothing_has_no_end_to_read_past(kind: type[KVCacheAdapter]) -> None:
-    """The list that is misused is then another's, which may be longer."""
+def test_empty_truncated_sequence_is_not_read_past_its_end(kind: type[KVCacheAdapter]) -> None:
+    """The bad call then uses the list of another sequence, which may be longer."""
     options = {name: values[-1] for name, values in kind.option_choices.items()}
     steps = (Append((0, 1)), Append((0,)), Truncate(1, 0))
     run_history(kind, History(CacheSpec(options={**options, "triton": False}), steps))

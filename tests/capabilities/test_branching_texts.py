@@ -1,4 +1,4 @@
-"""Texts branch where sequences fork and are cut, and caches that lose track of it are found."""
+"""Texts that branch by forks and truncation: caches that mix branches up fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from tests.capabilities.caches.branching_text_caches import (
     RIGHT,
-    KeepsTheKeyOfWhatWasCut,
+    KeepsKeysOfTruncatedBlocks,
     RegistersTheParentsText,
     WritesUnderAKeptKey,
 )
@@ -28,52 +28,52 @@ SPEC = CacheSpec(block_size=2, num_blocks=4)
 CUT = History(SPEC, (Prefill(0, 2), Truncate(0, 1), Append((0,))), texts=((0, 0),))
 
 
-def search(cache: type[KVCacheAdapter], number: int, examples: int) -> None:
+def search(cache: type[KVCacheAdapter], seed_number: int, examples: int) -> None:
     @hypothesis_settings(
         max_examples=examples, database=None, phases=[Phase.generate], deadline=None
     )
-    @seed(number)
+    @seed(seed_number)
     @given(histories(cache))
-    def look(history: History) -> None:
+    def check(history: History) -> None:
         run_history(cache, history)
 
-    look()
+    check()
 
 
-def search_as_dev(cache: type[KVCacheAdapter], number: int) -> None:
-    for turn in range(8):
-        search(cache, 8 * number + turn, examples=12)
+def search_in_dev_rounds(cache: type[KVCacheAdapter], seed_number: int) -> None:
+    for turn_index in range(8):
+        search(cache, 8 * seed_number + turn_index, examples=12)
 
 
 @pytest.mark.parametrize("cache", RIGHT)
-def test_one_that_keeps_branches_apart_passes(cache: type[KVCacheAdapter]) -> None:
+def test_cache_that_separates_branches_passes(cache: type[KVCacheAdapter]) -> None:
     search(cache, 1, examples=40)
     run_history(cache, CUT)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_block_under_the_parents_text_is_found(number: int) -> None:
+@pytest.mark.parametrize("seed_number", range(3))
+def test_block_registered_under_the_parents_text_fails(seed_number: int) -> None:
     with pytest.raises(Divergence):
-        search(RegistersTheParentsText, number, examples=200)
+        search(RegistersTheParentsText, seed_number, examples=200)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_block_under_the_key_of_who_let_go_of_it_is_found(number: int) -> None:
+@pytest.mark.parametrize("seed_number", range(3))
+def test_block_written_under_a_stale_key_fails(seed_number: int) -> None:
     with pytest.raises(Divergence):
-        search_as_dev(WritesUnderAKeptKey, number)
+        search_in_dev_rounds(WritesUnderAKeptKey, seed_number)
 
 
-def test_a_cut_block_under_its_old_text_is_found() -> None:
-    said = r"match_prefix\(\) of text 0, 2 tokens long, found 2, and"
-    with pytest.raises(Divergence, match=said) as found:
-        run_history(KeepsTheKeyOfWhatWasCut, CUT)
-    assert "page by page (t and text.token, x holders where shared):" in str(found.value)
+def test_truncated_block_found_by_its_old_text_fails() -> None:
+    message = r"match_prefix\(\) of text 0, 2 tokens long, found 2, and"
+    with pytest.raises(Divergence, match=message) as failure:
+        run_history(KeepsKeysOfTruncatedBlocks, CUT)
+    assert "page by page (t and text.token, x holders where shared):" in str(failure.value)
 
 
 @pytest.mark.parametrize("cache", RIGHT)
-def test_what_one_does_not_see_can_be_found_as_long_as_it_is_there(
+def test_tokens_truncated_by_one_holder_can_be_found_while_stored(
     cache: type[KVCacheAdapter],
 ) -> None:
-    """Where a shared block stays shared, it stays known when only who was cut still holds it."""
+    """A shared block that stays shared can be found while only the truncated sequence holds it."""
     steps = (Prefill(0, 2), Fork(0, 1), Truncate(0, 1), Free(1), Prefill(2, 2), Append((0,)))
     run_history(cache, History(SPEC, steps, texts=((0, 0),)))

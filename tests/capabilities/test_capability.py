@@ -1,7 +1,7 @@
-"""A capability of a user's own is one mixin and one object: all that is generic goes by them.
+"""A capability defined by a user: one mixin and one object, which generic code reads.
 
-Pins are such a capability, whole in this file: a pin holds the blocks of a sequence, whatever
-becomes of the sequence.
+Pins are such a capability, whole in this file: a pin holds the blocks of a sequence, even after
+the sequence is freed.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -26,7 +26,7 @@ from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.capabilities.capability import Capability, Observer, Traits, optional
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import Finding, invariant, location_of_block
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, DrawOption, Operation, register
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES, DrawOption, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.pages import Absence, State
 from pytest_roseinfer.plugin import reference
@@ -34,7 +34,7 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import HistoryRunner
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.truncating_caches import CutCache
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -64,13 +64,13 @@ class PinMethods:
     def pin(self, seq: int, pin: int) -> None:
         """Hold the blocks of a sequence under the name ``pin``, until that is freed.
 
-        A pin reads back as the sequence did, and has a ``table``. Nobody appends to it.
+        A pin reads back as the sequence did, and has a ``table``. It is never appended to.
         """
 
 
 @dataclass(slots=True)
 class Pinned(State):
-    """The pins, which exist as sequences that no step uses but ``Free``."""
+    """The pins, which exist as sequences that only ``Free`` uses."""
 
     any_of: ClassVar = ("pin",)
     covers: str = "all blocks"
@@ -118,8 +118,8 @@ class Pin(Operation):
         state, pages = pinned(oracle), oracle.sequences[self.seq]
         if state.covers == "full blocks":
             pages = pages[: oracle.length(self.seq) // oracle.block_size]
-        elif unseen := oracle.truncated_on_last[self.seq]:
-            oracle.truncated_on_last[self.child] = unseen
+        elif truncated := oracle.truncated_on_last[self.seq]:
+            oracle.truncated_on_last[self.child] = truncated
         for page in pages:
             page.holders += 1
         oracle.sequences[self.child] = list(pages)
@@ -130,19 +130,21 @@ class Pin(Operation):
 
     @classmethod
     def draw_options(cls, writer: Writer) -> Iterable[DrawOption]:
-        if writer.filled and len(writer.oracle.sequences) < MOST_SEQUENCES:
+        if writer.filled and len(writer.oracle.sequences) < MAX_SEQUENCES:
             yield DrawOption(75, 4, lambda: cls(writer.pick(writer.filled), *writer.fresh(1)))
 
 
 @invariant(rank=5, needs=("pin", "ledger"))
-def pins_hold(seen: Observation) -> Finding | None:
+def pins_hold(observation: Observation) -> Finding | None:
     """Pinned blocks must not be free."""
-    for layer in range(seen.spec.num_layers):
-        free = {*seen.after.ledger(layer).free}
-        for pin in pinned(seen.oracle).pins:
-            if gone := free.intersection(seen.after.tables_of(layer)[pin]):
-                where = location_of_block(seen, layer, min(gone))
-                return Finding(f"layer {layer}: block {where.block} is pinned as {pin}, and free")
+    for layer in range(observation.spec.num_layers):
+        free = {*observation.after.ledger(layer).free}
+        for pin in pinned(observation.oracle).pins:
+            if freed_blocks := free.intersection(observation.after.tables_of(layer)[pin]):
+                location = location_of_block(observation, layer, min(freed_blocks))
+                return Finding(
+                    f"layer {layer}: block {location.block} is pinned as {pin}, and free"
+                )
     return None
 
 
@@ -171,7 +173,7 @@ PINS = Capability(
 )
 
 
-# Caches with pins: two that are right, and ways to get that wrong.
+# Caches with pins: two right ones, and broken ones.
 
 
 class PinningCache(PinMethods, CutCache):
@@ -193,7 +195,7 @@ class PinningCache(PinMethods, CutCache):
 
 
 class PinningFullBlocks(PinningCache):
-    """A partial block is left out."""
+    """Pins full blocks only."""
 
     pins = PinTraits(covers="full blocks")
 
@@ -203,7 +205,7 @@ class PinningFullBlocks(PinningCache):
 
 
 class LosesPins(PinningCache):
-    """A sequence that is freed takes the pins of its blocks with it."""
+    """Frees the pinned blocks of a sequence together with the sequence."""
 
     def free(self, seq: int) -> None:
         blocks, is_pin = self.tables[seq], seq in self.pinned
@@ -214,7 +216,7 @@ class LosesPins(PinningCache):
 
 
 class EvictsPinnedBlocks(PinningCache):
-    """Where no block is free, one is taken that only a pin holds."""
+    """Takes a block that only a pin holds where no block is free."""
 
     def take(self) -> int:
         held = (block for pin in self.pinned for block in self.tables[pin])
@@ -223,17 +225,19 @@ class EvictsPinnedBlocks(PinningCache):
 
 
 class PinsAPartialBlock(PinningCache):
-    """A pin that must leave out a partial block holds it."""
+    """Pins a partial block, which its trait excludes."""
 
     pins = PinTraits(covers="full blocks")
 
 
 @pytest.mark.parametrize("adapter", [PinningCache, PinningFullBlocks])
 @pytest.mark.usefixtures("short_run")
-def test_a_right_cache_passes_and_meets_the_condition(adapter: type[PinningCache]) -> None:
+def test_right_cache_with_pins_passes_and_meets_their_condition(
+    adapter: type[PinningCache],
+) -> None:
     settings.set_current(settings.Settings(examples=40, seed=1))
     tests = conformance(adapter)()
-    for name in filter(lambda name: "option" not in name, tests.shipped()):  # it has no switches
+    for name in filter(lambda name: "option" not in name, tests.shipped()):  # it has no options
         getattr(tests, name)()
     (target,) = coverage.current().targets.values()
     assert target.counts["pin_outlives"] >= 3
@@ -256,9 +260,9 @@ def test_a_right_cache_passes_and_meets_the_condition(adapter: type[PinningCache
             EvictsPinnedBlocks,
             "accepted a write that does not fit (2 blocks needed, 1 free)",
             [
-                "append one token to sequence 0",
-                "pin the blocks of sequence 0 as 1",
-                "append one token to sequences 0, 2",
+                "append one token to sequences 0, 1",
+                "pin the blocks of sequence 1 as 2",
+                "append one token to sequences 1, 3",
             ],
         ),
         (
@@ -269,20 +273,21 @@ def test_a_right_cache_passes_and_meets_the_condition(adapter: type[PinningCache
     ],
 )
 @pytest.mark.usefixtures("short_run")
-def test_a_broken_cache_is_found_and_its_history_is_small(
+def test_cache_with_broken_pins_fails_with_a_short_history(
     adapter: type[PinningCache], what: str, steps: list[str]
 ) -> None:
-    settings.set_current(settings.Settings(examples=60, seed=1, failures_dir=None))
+    settings.set_current(settings.Settings(examples=60, seed=7, failures_dir=None))
     tests = conformance(adapter)()
     with pytest.raises(Divergence) as failure:
         getattr(tests, next(iter(tests.shipped())))()
-    assert failure.value.what == what
+    assert failure.value.summary == what
     assert [step.describe() for step in failure.value.history.operations] == steps
-    assert "sequence 1 is pinned" in str(failure.value)
+    pinned = steps[1].split()[-1]
+    assert f"sequence {pinned} is pinned" in str(failure.value)
 
 
-def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
-    every: list[Pin] = []
+def test_operation_is_drawn_executed_described_and_saved() -> None:
+    drawn_pins: list[Pin] = []
 
     def check(history: History) -> None:
         assert History.from_json(history.to_json()) == history
@@ -293,14 +298,14 @@ def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
         freed = {step.seq for step in history.operations if isinstance(step, Free)}
         adapter: Any = machine.adapter
         assert adapter.pinned >= {step.child for step in pins} - freed
-        every.extend(pins)
+        drawn_pins.extend(pins)
 
-    drawn(PinningCache, 20, 1, check)
-    assert len(every) > 5
+    check_drawn_histories(PinningCache, 20, 1, check)
+    assert len(drawn_pins) > 5
     assert Pin(0, 1).to_json() == {"do": "Pin", "seq": 0, "child": 1}
 
 
-def test_a_condition_is_counted_and_may_be_named() -> None:
+def test_condition_of_a_capability_is_counted() -> None:
     refuse_mistakes(PinningCache)
     steps = Append((0, 1)), Pin(0, 2), Free(1), Free(0), Free(2)
     assert run_history(PinningCache, History(CacheSpec(), steps))["pin_outlives"] == 1
@@ -312,7 +317,7 @@ def test_a_condition_is_counted_and_may_be_named() -> None:
         refuse_mistakes(Unpinned)
 
 
-def test_a_run_does_not_hold_its_cache() -> None:
+def test_finished_run_releases_its_cache() -> None:
     run = HistoryRunner(PinningCache, History(CacheSpec(), (Append((0,)),)))
     assert run.observers
     cache = weakref.ref(run.adapter)
@@ -320,17 +325,17 @@ def test_a_run_does_not_hold_its_cache() -> None:
     assert cache() is None
 
 
-def test_a_reference_is_generated_for_it() -> None:
-    lists, shipped = reference.sections(PinningCache), reference.sections(CutCache)
-    added = {name: _added(lists[name], shipped[name]) for name in lists}
+def test_reference_of_a_capability_is_generated() -> None:
+    sections, shipped = reference.sections(PinningCache), reference.sections(CutCache)
+    added = {name: _added(sections[name], shipped[name]) for name in sections}
     assert added == {
         "capabilities": """
-- `test_capability`: A capability of a user's own is one mixin and one object: all that is generic
-  goes by them.
+- `test_capability`: A capability defined by a user: one mixin and one object, which generic code
+  reads.
 """,
         "methods": """
 - `pin(seq, pin)` (needs `free`, `table`): Hold the blocks of a sequence under the name `pin`, until
-  that is freed. A pin reads back as the sequence did, and has a `table`. Nobody appends to it.
+  that is freed. A pin reads back as the sequence did, and has a `table`. It is never appended to.
 """,
         "attributes": """
 - `pins` (default `PinTraits()`): Blocks that a pin holds.
@@ -350,61 +355,62 @@ def test_a_reference_is_generated_for_it() -> None:
 
 
 def _added(longer: str, shorter: str) -> str:
-    """Return the lines of one list that another one does not have."""
+    """Return the lines of the longer list that the shorter one does not have."""
     own = [line for line in longer.splitlines() if line not in shorter.splitlines()]
     return "\n".join(["", *own, ""]) if own else ""
 
 
-def test_what_others_do_not_offer_is_none_of_theirs() -> None:
+def test_capability_belongs_only_to_adapters_that_offer_it() -> None:
     assert PINS in PinningCache.capabilities
     assert PINS not in CutCache.capabilities
     assert "pin" in PinningCache.abilities
     assert "pin" not in CutCache.optional
 
 
-class PinsAlone(PinMethods, ListCache):
+class PinsWithoutFree(PinMethods, ListCache):
     def pin(self, seq: int, pin: int) -> None:
         pass
 
 
-class PinsBlocks(PinningCache):
+class PinsWithAStringTrait(PinningCache):
     pins = "blocks"  # type: ignore[assignment]
 
 
-class Misspells(PinMethods, ListCache):
+class MisspeltPin(PinMethods, ListCache):
     def pni(self, seq: int, pin: int) -> None:
         pass
 
 
-class TakesMore(PinningCache):
+class PinWithAnExtraParameter(PinningCache):
     def pin(self, seq: int, pin: int, how: str) -> None:  # type: ignore[override]
         pass
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "message"),
     [
-        (PinsAlone, "PinsAlone defines pin and must then define free, table too"),
-        (PinsBlocks, r"PinsBlocks.pins is 'blocks': write PinTraits\(...\)"),
-        (Misspells, "Misspells has pni, which the harness does not use: did you mean pin?"),
+        (PinsWithoutFree, "PinsWithoutFree defines pin and must then define free, table too"),
+        (PinsWithAStringTrait, r"PinsWithAStringTrait.pins is 'blocks': write PinTraits\(...\)"),
+        (MisspeltPin, "MisspeltPin has pni, which the harness does not use: did you mean pin?"),
         (
-            TakesMore,
-            r"TakesMore.pin takes \(seq, pin, how\), and the harness calls pin\(seq, pin\)",
+            PinWithAnExtraParameter,
+            r"PinWithAnExtraParameter.pin takes \(seq, pin, how\), and the harness calls "
+            r"pin\(seq, pin\)",
         ),
     ],
 )
-def test_a_mistake_is_refused(adapter: type[ListCache], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_invalid_adapter_with_pins_is_refused(adapter: type[ListCache], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         refuse_mistakes(adapter)
 
 
-def test_a_choice_that_there_is_not_is_refused() -> None:
+def test_unknown_choice_of_a_trait_is_refused() -> None:
     wrong: Any = "no blocks"
     with pytest.raises(TypeError, match="covers is 'no blocks'; choose one of 'all blocks', 'full"):
         PinTraits(covers=wrong)
 
 
-def test_what_is_not_offered_may_be_written_out() -> None:
+def test_adapter_may_name_a_method_it_does_not_offer() -> None:
     class Neither(PinMethods, ListCache):
         pin = PinMethods.pin
 
@@ -412,34 +418,34 @@ def test_what_is_not_offered_may_be_written_out() -> None:
     assert "pin" not in Neither.abilities
 
 
-# Capabilities that have a judgement, or a part of the oracle, and nothing else.
+# Capabilities with only an invariant, or only a part of the oracle.
 
 
 @invariant(rank=0)
-def three_is_a_crowd(seen: Observation) -> Finding | None:
-    """No three tokens may be stored."""
-    tokens = sum(map(seen.oracle.length, seen.oracle.sequences))
+def fewer_than_three_tokens(observation: Observation) -> Finding | None:
+    """Three tokens must not be stored at once."""
+    tokens = sum(map(observation.oracle.length, observation.oracle.sequences))
     return Finding("three is a crowd") if tokens == 3 else None
 
 
 @invariant(rank=0, needs=("ledger",))
-def never_due(_: Observation) -> Finding | None:
-    """A list has no ledger."""
+def invariant_without_its_need(_: Observation) -> Finding | None:
+    """Must not run for a cache without a ledger."""
     raise AssertionError("a list has no ledger")
 
 
 class CrowdMethods:
-    """A capability without a method, which judges."""
+    """A capability with an invariant and no method."""
 
 
-Capability(methods=CrowdMethods, invariants=(three_is_a_crowd, never_due))
+Capability(methods=CrowdMethods, invariants=(fewer_than_three_tokens, invariant_without_its_need))
 
 
 class CrowdedCache(CrowdMethods, ListCache):
     pass
 
 
-def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
+def test_invariant_is_checked_where_its_needs_are_met() -> None:
     run_history(CrowdedCache, History(CacheSpec(), (Append((0, 1)),)))
     steps = Append((0, 1)), Append((1,))
     with pytest.raises(Divergence, match="three is a crowd"):
@@ -448,13 +454,13 @@ def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
 
 
 class KeepingMethods:
-    """A capability whose caches let nobody write to a page that somebody has."""
+    """A capability whose caches do not allow writes to a page that is held."""
 
     keeps_pages: bool = False
 
 
 class KeptPages(State):
-    where: ClassVar = {"keeps_pages": True}
+    required_attributes: ClassVar = {"keeps_pages": True}
 
     def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
         return True
@@ -472,7 +478,9 @@ class LaxCache(KeepingMethods, ListCache):
 
 
 @pytest.mark.parametrize(("adapter", "needed"), [(KeepingCache, 1), (LaxCache, 0), (ListCache, 0)])
-def test_a_state_is_a_part_of_the_oracle(adapter: type[ListCache], needed: int) -> None:
+def test_state_changes_the_pages_that_an_append_needs(
+    adapter: type[ListCache], needed: int
+) -> None:
     oracle = Oracle.of(adapter, CacheSpec())
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
     assert oracle.pages_needed([(0, 1)]) == needed

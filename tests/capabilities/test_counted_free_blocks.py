@@ -1,4 +1,4 @@
-"""A cache's own count of its free blocks is held to those that are free."""
+"""A cache's own count of its free blocks must equal the length of its free list."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class ManagerCountsTooFew(GroupedManager):
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
         manager: Any = self.manager
-        manager.num_free_blocks = one_less(manager.num_free_blocks)
+        manager.num_free_blocks = minus_one(manager.num_free_blocks)
 
 
 class PoolCountsTooFew(PagedAttentionCacheAdapter):
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.cache.pool.count_free_blocks = one_less(self.cache.pool.count_free_blocks)
+        self.cache.pool.count_free_blocks = minus_one(self.cache.pool.count_free_blocks)
 
 
-def one_less(counted: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda which: counted(which) - 1
+def minus_one(count_free_blocks: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda layer: count_free_blocks(layer) - 1
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,9 @@ def one_less(counted: Callable[[int], int]) -> Callable[[int], int]:
         (PagedAttentionCacheAdapter, PoolCountsTooFew),
     ],
 )
-def test_a_wrong_count_is_found(right: type[KVCacheAdapter], wrong: type[KVCacheAdapter]) -> None:
+def test_wrong_count_of_free_blocks_fails(
+    right: type[KVCacheAdapter], wrong: type[KVCacheAdapter]
+) -> None:
     run_history(right, HISTORY)
     with pytest.raises(Divergence, match=r"layer 0: the cache counts \d free blocks, and has \d"):
         run_history(wrong, HISTORY)

@@ -1,4 +1,4 @@
-"""Counts of conditions and paths are held against what the oracle and the switches say."""
+"""Counts of conditions and paths are compared with the oracle and the options."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SIZE = 2
 
 
-def met(*steps: Operation) -> dict[str, int]:
-    """Return what the last step finds after the others."""
+def conditions_of(*steps: Operation) -> dict[str, int]:
+    """Return the conditions that the last step meets after the others."""
     oracle = Oracle(SIZE, capacity=20)
     for step in steps[:-1]:
         step.apply(oracle)
@@ -52,21 +52,21 @@ def met(*steps: Operation) -> dict[str, int]:
         ([SetOptions({})], {}),
     ],
 )
-def test_the_oracle_says_what_rows_meet(steps: list[Operation], expected: dict[str, int]) -> None:
-    assert met(*steps) == expected
+def test_oracle_counts_conditions_of_rows(steps: list[Operation], expected: dict[str, int]) -> None:
+    assert conditions_of(*steps) == expected
 
 
 class CountingCache(PagedCache):
-    """It counts what its rows met, for one list of all layers."""
+    """Counts the conditions of its rows, once for all layers."""
 
     conditions = ("new", "old")
     row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "new", "in_place": "old"}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        known = self.lengths.copy()
+        lengths = self.lengths.copy()
         super().append(seqs, key, value)
         del self.counts["new_block"]
-        self.count([not known[seq] for seq in seqs])
+        self.count([not lengths[seq] for seq in seqs])
 
     def count(self, fresh: list[bool]) -> None:
         self.counts.update({"new": sum(fresh), "old": len(fresh) - sum(fresh)})
@@ -97,13 +97,13 @@ def test_right_counts_pass(cache: type[CountingCache]) -> None:
 
 
 @pytest.mark.parametrize("cache", [CountsTheFirstRow, CountsAllAsNew])
-def test_wrong_counts_are_found(cache: type[CountingCache]) -> None:
+def test_wrong_counts_fail(cache: type[CountingCache]) -> None:
     with pytest.raises(Divergence, match="conditions were counted as"):
         run_history(cache, MIXED)
 
 
 class SwitchedCache(PagedCache):
-    """It has a switch that keeps the fast path off, and obeys it."""
+    """Has an option that turns the fast path off, and obeys it."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"fast": (True, False)}
     paths: ClassVar[Mapping[str, FastPath]] = {
@@ -128,26 +128,26 @@ class SwitchedCache(PagedCache):
             super().write([block], [position], key[:, one], value[:, one])
 
 
-class HeedlessCache(SwitchedCache):
+class IgnoresItsOptions(SwitchedCache):
     def set_options(self, options: Mapping[str, Any]) -> None:
         pass
 
 
-def switched(*, fast: bool, later: bool) -> History:
+def history_with_switch(*, fast: bool, fast_later: bool) -> History:
     return History(
         CacheSpec(options={"fast": fast}),
-        (Append((0, 1)), SetOptions({"fast": later}), Append((0, 1))),
+        (Append((0, 1)), SetOptions({"fast": fast_later}), Append((0, 1))),
     )
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("later", [True, False])
-def test_a_cache_that_heeds_its_switches_passes(fast: bool, later: bool) -> None:
-    counts = run_history(SwitchedCache, switched(fast=fast, later=later))
-    assert Counter(counts)["all_rows"] == fast + later
+@pytest.mark.parametrize("fast_later", [True, False])
+def test_cache_that_obeys_its_options_passes(fast: bool, fast_later: bool) -> None:
+    counts = run_history(SwitchedCache, history_with_switch(fast=fast, fast_later=fast_later))
+    assert Counter(counts)["all_rows"] == fast + fast_later
 
 
-def test_a_path_that_is_switched_off_must_not_run() -> None:
-    run_history(HeedlessCache, switched(fast=True, later=True))
+def test_path_that_an_option_turns_off_must_not_run() -> None:
+    run_history(IgnoresItsOptions, history_with_switch(fast=True, fast_later=True))
     with pytest.raises(Divergence, match="path 'all_rows' was counted, which fast=False rules out"):
-        run_history(HeedlessCache, switched(fast=True, later=False))
+        run_history(IgnoresItsOptions, history_with_switch(fast=True, fast_later=False))

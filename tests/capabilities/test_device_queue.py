@@ -1,4 +1,4 @@
-"""Caches whose device works later than it is asked are found where they do not wait for it."""
+"""Caches whose device runs calls later fail where they do not wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.capabilities.caches.broken_queued_caches import (
     BROKEN,
-    ReadsBeforeItIsThere,
+    ReadsBeforeTheCopy,
     ReusesTheBufferEarly,
 )
 from tests.capabilities.caches.paged_cache import PagedCache
@@ -29,42 +29,44 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
 
-def search(adapter: type[KVCacheAdapter], number: int, examples: int = 200) -> str | None:
-    found = hunt([adapter], settings.Settings(examples=examples, steps=14, seed=number), Tally())
-    return found.what if found else None
+def search(adapter: type[KVCacheAdapter], seed_number: int, examples: int = 200) -> str | None:
+    finding = hunt(
+        [adapter], settings.Settings(examples=examples, steps=14, seed=seed_number), Tally()
+    )
+    return finding.message if finding else None
 
 
-def test_calls_run_in_order_and_when_they_are_told_to() -> None:
-    queue, made = DeviceQueue(), list[int]()
-    for number in range(4):
-        queue.submit(partial(made.append, number))
-    assert (made, queue.in_flight) == ([], 4)
+def test_queued_calls_run_in_order_and_on_demand() -> None:
+    queue, calls = DeviceQueue(), list[int]()
+    for index in range(4):
+        queue.submit(partial(calls.append, index))
+    assert (calls, queue.in_flight) == ([], 4)
     queue.run(1)
-    assert made == [0]
-    behind = queue.record_event()
-    queue.submit(lambda: made.append(9))
-    assert not behind.query()
-    behind.synchronize()
-    assert (made, behind.query(), queue.in_flight) == ([0, 1, 2, 3], True, 1)
+    assert calls == [0]
+    event = queue.record_event()
+    queue.submit(lambda: calls.append(9))
+    assert not event.query()
+    event.synchronize()
+    assert (calls, event.query(), queue.in_flight) == ([0, 1, 2, 3], True, 1)
     queue.run(100, stream=5)
-    assert made == [0, 1, 2, 3, 9]
+    assert calls == [0, 1, 2, 3, 9]
 
 
-def test_a_stream_waits_for_another_where_it_says_so() -> None:
-    queue, made = DeviceQueue(), list[str]()
+def test_stream_waits_for_an_event_of_another_stream() -> None:
+    queue, calls = DeviceQueue(), list[str]()
     other = queue.new_stream()
-    queue.submit(lambda: made.append("first"))
-    other.submit(lambda: made.append("beside it"))
+    queue.submit(lambda: calls.append("first"))
+    other.submit(lambda: calls.append("independent"))
     other.wait_event(queue.record_event())
-    other.submit(lambda: made.append("behind it"))
-    queue.submit(lambda: made.append("last"))
+    other.submit(lambda: calls.append("after the wait"))
+    queue.submit(lambda: calls.append("last"))
     other.synchronize()
-    assert made == ["beside it", "first", "behind it"]
+    assert calls == ["independent", "first", "after the wait"]
     queue.finish()
-    assert made[3:] == ["last"]
+    assert calls[3:] == ["last"]
 
 
-def test_an_event_that_was_never_recorded_is_reached() -> None:
+def test_unrecorded_event_is_complete() -> None:
     event = Event()
     assert event.query()
     event.synchronize()
@@ -74,7 +76,7 @@ def test_an_event_that_was_never_recorded_is_reached() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_that_waits_passes_and_is_seen_with_calls_in_flight() -> None:
+def test_cache_that_waits_passes_with_calls_in_flight() -> None:
     assert search(QueuedCache, 1, examples=40) is None
     assert coverage.current().of(QueuedCache).counts["calls_in_flight"] > 50
 
@@ -84,7 +86,7 @@ class NeverSubmits(PagedCache):
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_queue_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 3)
     settings.set_current(settings.Settings(examples=3, seed=1, require_paths=False))
     conformance(NeverSubmits)().test_histories()
@@ -92,14 +94,14 @@ def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatc
     assert any("'calls_in_flight' was never reached" in line for line in problems)
 
 
-def test_what_the_device_does_is_saved_and_said() -> None:
+def test_device_steps_are_saved_and_described() -> None:
     history = History(CacheSpec(), (Append((0,)), RunQueued(2, 1), Read()))
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     assert "the device makes the next 2 calls of stream 1" in history.describe()
 
 
-@pytest.mark.parametrize("broken", [ReusesTheBufferEarly, ReadsBeforeItIsThere])
-def test_a_history_without_device_steps_is_read_at_its_end(broken: type[KVCacheAdapter]) -> None:
+@pytest.mark.parametrize("broken", [ReusesTheBufferEarly, ReadsBeforeTheCopy])
+def test_history_without_device_steps_is_read_at_its_end(broken: type[KVCacheAdapter]) -> None:
     steps = tuple(Append((seq,)) for seq in range(5))
     run_history(QueuedCache, History(CacheSpec(), steps))
     with pytest.raises(Divergence):
@@ -107,9 +109,9 @@ def test_a_history_without_device_steps_is_read_at_its_end(broken: type[KVCacheA
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
-def test_one_that_does_not_wait_is_found(broken: type[KVCacheAdapter], number: int) -> None:
-    found = search(broken, number)
-    assert found
-    assert re.search("expected|raised|differs", found)
+def test_cache_that_does_not_wait_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
+    message = search(broken, seed_number)
+    assert message
+    assert re.search("expected|raised|differs", message)

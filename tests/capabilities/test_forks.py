@@ -1,4 +1,4 @@
-"""What a fork shares is for the adapter to say, and the cache is held to it."""
+"""Blocks that a fork shares: each choice of the adapter is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SharesNothing(PagedCache):
-    """It copies every block at once."""
+    """Copies every block at once."""
 
     fork_shares = "nothing"
 
@@ -43,7 +43,7 @@ class SharesNothing(PagedCache):
             self.append([seq], key[:, at : at + 1], value[:, at : at + 1])
 
     def shared(self, parent: int) -> int:  # noqa: ARG002
-        """Return how many of the parent's blocks its forks share."""
+        """Return the number of the parent's blocks that its forks share."""
         return 0
 
     def fork(self, parent: int, child: int) -> None:
@@ -62,14 +62,14 @@ class SharesNothing(PagedCache):
 
     def free(self, seq: int) -> None:
         del self.lengths[seq]
-        held = self.tables.pop(seq)
+        blocks = self.tables.pop(seq)
         others = {block for table in self.tables.values() for block in table}
-        self.unused += [block for block in held if block not in others]
+        self.unused += [block for block in blocks if block not in others]
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  (one for all layers)
-        named = [block for table in self.tables.values() for block in table]
-        held = {block: named.count(block) for block in named}
-        return Ledger(held, self.unused, self.spec.num_blocks)
+        table_blocks = [block for table in self.tables.values() for block in table]
+        blocks = {block: table_blocks.count(block) for block in table_blocks}
+        return Ledger(blocks, self.unused, self.spec.num_blocks)
 
 
 class SharesFullBlocks(SharesNothing):
@@ -96,7 +96,7 @@ class RefusesForks(SharesFullBlocks):
         raise CacheFull("not today")
 
 
-class TakesWhatThereIs(SharesNothing):
+class TakesBlocksBeforeRefusing(SharesNothing):
     def make_room(self, blocks: int) -> None:
         if blocks > len(self.unused):
             self.unused.clear()
@@ -104,7 +104,7 @@ class TakesWhatThereIs(SharesNothing):
 
 
 class ForksAnyway(SharesFullBlocks):
-    """Out of blocks, it lets the child have its parent's."""
+    """Lets the child share its parent's blocks when no block is free."""
 
     def fork(self, parent: int, child: int) -> None:
         try:
@@ -114,59 +114,61 @@ class ForksAnyway(SharesFullBlocks):
             self.lengths[child] = self.lengths[parent]
 
 
-def after(*steps: Operation, blocks: int = 8) -> History:
+def history_of(*steps: Operation, blocks: int = 8) -> History:
     return History(CacheSpec(block_size=2, num_blocks=blocks), steps)
 
 
 @pytest.fixture(autouse=True)
 def short_run() -> Iterator[None]:
-    """A few histories, whatever was asked of the run these tests are part of."""
-    asked, seen = settings.current(), coverage.current()
+    """Run few histories, whatever the enclosing run's settings are."""
+    previous_settings, previous_coverage = settings.current(), coverage.current()
     settings.set_current(settings.Settings(examples=60, steps=10, seed=1))
     coverage.set_current(coverage.Coverage())
     yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
+    settings.set_current(previous_settings)
+    coverage.set_current(previous_coverage)
 
 
 @pytest.mark.parametrize("cache", [SharesNothing, SharesFullBlocks])
-def test_a_right_declaration_passes(cache: type[KVCacheAdapter]) -> None:
+def test_right_choice_of_shared_blocks_passes(cache: type[KVCacheAdapter]) -> None:
     tests = conformance(cache)()
     tests.test_histories()
     tests.test_fork_then_append_equals_copy_then_append()
 
 
 @pytest.mark.parametrize(
-    ("cache", "length", "said"),
+    ("cache", "length", "message"),
     [
         (ClaimsToShareAll, 3, "a block was copied needlessly"),
         (ClaimsToShareFullBlocks, 2, "a block was copied needlessly"),
         (ClaimsToShareNothing, 2, "shared with a sequence that must have one of its own"),
     ],
 )
-def test_a_wrong_one_is_found(cache: type[KVCacheAdapter], length: int, said: str) -> None:
-    with pytest.raises(Divergence, match=said):
-        run_history(cache, after(Prefill(0, length), Fork(0, 1)))
+def test_wrong_choice_of_shared_blocks_fails(
+    cache: type[KVCacheAdapter], length: int, message: str
+) -> None:
+    with pytest.raises(Divergence, match=message):
+        run_history(cache, history_of(Prefill(0, length), Fork(0, 1)))
     with pytest.raises(Divergence):
         conformance(cache)().test_histories()
 
 
-FULL = after(Prefill(0, 3), Fork(0, 1), blocks=2)
-"""The copy of a partial block finds none free."""
+FULL = history_of(Prefill(0, 3), Fork(0, 1), blocks=2)
+"""A history in which the copy of a partial block finds no free block."""
 
 
-def test_a_fork_that_finds_no_room_is_refused_and_changes_nothing() -> None:
+def test_fork_without_room_is_refused_and_changes_nothing() -> None:
     run_history(SharesFullBlocks, FULL)
     run_history(SharesNothing, FULL)
     with pytest.raises(Divergence, match="refused a step that fits: CacheFull: not today"):
-        run_history(RefusesForks, after(Prefill(0, 3), Fork(0, 1)))
+        run_history(RefusesForks, history_of(Prefill(0, 3), Fork(0, 1)))
     with pytest.raises(Divergence, match="accepted a step that does not fit"):
         run_history(ForksAnyway, FULL)
     with pytest.raises(Divergence, match=r"0 free \+ 2 held blocks are not the 3 there are"):
-        run_history(TakesWhatThereIs, after(Prefill(0, 4), Fork(0, 1), blocks=3))
+        run_history(TakesBlocksBeforeRefusing, history_of(Prefill(0, 4), Fork(0, 1), blocks=3))
 
 
-def test_an_unknown_one_is_refused() -> None:
+def test_unknown_choice_of_shared_blocks_is_refused() -> None:
     unknown = type("Unknown", (PagedCache,), {"fork_shares": "some"})
     with pytest.raises(
         TypeError,

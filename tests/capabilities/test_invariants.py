@@ -1,4 +1,4 @@
-"""Every invariant passes an observation of a right cache, and finds its fault in a wrong one."""
+"""Every invariant passes observations of right caches, and fails for those of broken ones."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ import pytest
 
 from pytest_roseinfer import KVCacheAdapter
 from tests.capabilities.invariants import books, stored
-from tests.capabilities.invariants import return_values as answers
+from tests.capabilities.invariants import return_values as return_values
 
 if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Invariant, Observation
     from tests.capabilities.invariants.observations import Right, Wrong
 
-RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **answers.RIGHT}
-WRONG: Wrong = [*books.WRONG, *stored.WRONG, *answers.WRONG]
+RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **return_values.RIGHT}
+WRONG: Wrong = [*books.WRONG, *stored.WRONG, *return_values.WRONG]
 
 
-def test_every_invariant_is_tried_here() -> None:
-    tried = {check.name for check in RIGHT}
-    every = [each for own in KVCacheAdapter.capabilities for each in own.invariants]
-    assert tried == {check.name for check, _, _ in WRONG} == {each.name for each in every}
+def test_every_invariant_has_right_and_wrong_observations() -> None:
+    tested = {check.name for check in RIGHT}
+    invariants = [invariant for own in KVCacheAdapter.capabilities for invariant in own.invariants]
+    assert (
+        tested
+        == {check.name for check, _, _ in WRONG}
+        == {invariant.name for invariant in invariants}
+    )
 
 
 @pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.name)
-def test_what_is_right_passes(check: Invariant) -> None:
-    assert [check(seen) for seen in RIGHT[check]] == [None] * len(RIGHT[check])
+def test_invariant_passes_right_observations(check: Invariant) -> None:
+    assert [check(observation) for observation in RIGHT[check]] == [None] * len(RIGHT[check])
 
 
-@pytest.mark.parametrize(("check", "seen", "said"), WRONG, ids=[case[2][:40] for case in WRONG])
-def test_what_is_wrong_is_found(check: Invariant, seen: Observation, said: str) -> None:
-    finding = check(seen)
+@pytest.mark.parametrize(
+    ("check", "observation", "message"), WRONG, ids=[case[2][:40] for case in WRONG]
+)
+def test_invariant_fails_for_a_wrong_observation(
+    check: Invariant, observation: Observation, message: str
+) -> None:
+    finding = check(observation)
     assert finding is not None
-    assert said in finding.what
+    assert message in finding.summary

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in other ways hold the same values."""
+"""Tensors with other memory layouts hold the same values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TENSOR = torch.arange(2 * 3 * 2 * 4, dtype=torch.float32).view(2, 3, 2, 4)
 
 
 @given(st.data())
-def test_a_view_has_the_same_values(data: st.DataObject) -> None:
+def test_strided_view_has_the_same_values(data: st.DataObject) -> None:
     assert torch.equal(data.draw(strided_views(TENSOR)), TENSOR)
 
 
-def test_no_two_layouts_have_the_same_strides_and_all_are_drawn() -> None:
+def test_layouts_have_distinct_strides_and_all_are_drawn() -> None:
     strides = {lay_out(TENSOR, layout).stride() for layout in VIEWS}
     assert len(strides) == len(VIEWS)
     drawn: set[tuple[int, ...]] = set()
@@ -41,19 +41,21 @@ def test_no_two_layouts_have_the_same_strides_and_all_are_drawn() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_that_keeps_both_in_one_tensor_passes() -> None:
+def test_cache_with_interleaved_keys_and_values_passes() -> None:
     settings.set_current(settings.Settings(examples=10, steps=8, seed=1))
     conformance(Interleaved)().test_histories()
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", interleaved_caches.BROKEN, ids=lambda cache: cache.__name__)
-def test_one_that_reads_another_layout_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+def test_cache_that_reads_another_layout_fails(
+    broken: type[KVCacheAdapter], seed_number: int
+) -> None:
     @hypothesis_settings(max_examples=200, database=None, phases=[Phase.generate], deadline=None)
-    @seed(number)
+    @seed(seed_number)
     @given(histories(broken))
-    def look(history: History) -> None:
+    def check(history: History) -> None:
         run_history(broken, history)
 
     with pytest.raises(Divergence, match="gather: sequence"):
-        look()
+        check()

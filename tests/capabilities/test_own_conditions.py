@@ -1,4 +1,4 @@
-"""Conditions that the harness counts itself: for any cache, where declared, and required then."""
+"""Conditions that the harness counts for any cache that declares them, and then requires."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_roseinfer.run.coverage import CONCLUSIVE_EXAMPLES, TargetCoverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.paged_cache import PagedCache
-from tests.capabilities.caches.uncounted_caches import ALL, CountsItAgain, UncountedCache
+from tests.capabilities.caches.uncounted_caches import ALL, CountsAHarnessCondition, UncountedCache
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 LAST = {"last_position": 1}
 NO_ROOM = {"out_of_room_mid_batch": 1}
 AGAIN = {"name_used_again": 1}
-FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
+SHORT_SEARCH = ("--roseinfer-examples=25", "--roseinfer-seed=4")
 
 
-def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
-    """Return what the last step meets after the others, in three blocks."""
+def conditions_of(*steps: Operation, block_size: int = 3) -> dict[str, int]:
+    """Return the conditions of the last step after the others, in a cache of three blocks."""
     oracle = Oracle(block_size, capacity=3)
     for step in steps[:-1]:
         assert step.apply(oracle)
@@ -51,7 +51,7 @@ def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
         ([Prefill(0, 2), Reserve((0,), (2,))], LAST),
         ([Prefill(0, 2), Fork(0, 1), Append((1, 0))], {"last_position": 2}),
         ([Prefill(0, 2), Prefill(1, 1), AppendPadded((None, 0, 1))], LAST),
-        # Elsewhere in the block, on the way past its end, and in another step than a write.
+        # Elsewhere in the block, across its end, and steps that do not write.
         ([Prefill(0, 1), Append((0,))], {}),
         ([Prefill(0, 3), Append((0,))], {}),
         ([Prefill(0, 1), AppendMany((0,), (2,))], {}),
@@ -61,14 +61,14 @@ def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
         ([SetOptions({})], {}),
     ],
 )
-def test_a_row_begins_at_the_last_position(
+def test_write_to_the_last_position_of_a_block_is_counted(
     steps: list[Operation], expected: dict[str, int]
 ) -> None:
-    assert met(*steps) == expected
+    assert conditions_of(*steps) == expected
 
 
-def test_the_only_position_of_a_block_is_not_its_last() -> None:
-    assert met(Prefill(0, 1), Append((0,)), block_size=1) == {}
+def test_only_position_of_a_block_is_not_counted_as_last() -> None:
+    assert conditions_of(Prefill(0, 1), Append((0,)), block_size=1) == {}
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,17 @@ def test_the_only_position_of_a_block_is_not_its_last() -> None:
         ([Prefill(0, 6), AppendPadded((None, 1, 2))], NO_ROOM),
         ([Prefill(0, 6), AppendMany((1, 2), (3, 1))], NO_ROOM),
         ([Prefill(0, 6), Reserve((1, 2), (3, 1))], NO_ROOM),
-        # The first row finds none already, all do, or there is but one.
+        # The first row finds no room, all rows find room, or there is only one row.
         ([Prefill(0, 8), Append((1, 0))], {}),
         ([Prefill(0, 3), Append((1, 2))], {}),
         ([Prefill(0, 10)], {}),
     ],
 )
-def test_room_ends_within_a_batch(steps: list[Operation], expected: dict[str, int]) -> None:
-    found = met(*steps)
-    assert {name: found[name] for name in found if name != "last_position"} == expected
+def test_batch_that_runs_out_of_room_is_counted(
+    steps: list[Operation], expected: dict[str, int]
+) -> None:
+    conditions = conditions_of(*steps)
+    assert {name: conditions[name] for name in conditions if name != "last_position"} == expected
 
 
 @pytest.mark.parametrize(
@@ -101,16 +103,16 @@ def test_room_ends_within_a_batch(steps: list[Operation], expected: dict[str, in
         ([Append((0, 1)), Free(1), Fork(0, 1)], AGAIN),
         ([Append((0, 1)), Free(1), Copy(0, 1, 1)], AGAIN),
         ([Append((0, 1)), Free(0), Free(1), Append((0, 1))], {"name_used_again": 2}),
-        # Another name, one that is in use again already, and a step that finds no room.
+        # Another name, a name that is in use again, and a step that finds no room.
         ([Append((0,)), Free(0), Append((1,))], {}),
         ([Append((0,)), Free(0), Append((0,)), Append((0,))], {}),
         ([Append((0,)), Free(0), Append((0,)), Fork(0, 1)], {}),
         ([Append((0,)), Free(0), Prefill(0, 10)], {}),
     ],
 )
-def test_a_name_is_used_again(steps: list[Operation], expected: dict[str, int]) -> None:
-    found = met(*steps)
-    assert {name: found[name] for name in found if name != "last_position"} == expected
+def test_reused_sequence_name_is_counted(steps: list[Operation], expected: dict[str, int]) -> None:
+    conditions = conditions_of(*steps)
+    assert {name: conditions[name] for name in conditions if name != "last_position"} == expected
 
 
 STEPS: tuple[Operation, ...] = (
@@ -122,37 +124,37 @@ STEPS: tuple[Operation, ...] = (
 SPEC = CacheSpec(num_layers=2, block_size=3, num_blocks=4)
 
 
-def test_any_cache_that_declares_them_has_them_counted() -> None:
+def test_declared_harness_conditions_are_counted() -> None:
     assert run_history(UncountedCache, History(SPEC, STEPS)) == {**LAST, **NO_ROOM, **AGAIN}
 
 
-def test_what_is_not_declared_is_not_counted() -> None:
+def test_undeclared_harness_conditions_are_not_counted() -> None:
     assert not run_history(PagedCache, History(SPEC, STEPS)).keys() & set(HARNESS_CONDITIONS)
 
 
 @pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
-def test_the_managers_declare_them(kind: type[KVCacheAdapter]) -> None:
-    usual = {name: values[0] for name, values in kind.option_choices.items()}
-    counts = run_history(kind, History(replace(SPEC, options=usual), STEPS))
+def test_managers_declare_the_harness_conditions(kind: type[KVCacheAdapter]) -> None:
+    options = {name: values[0] for name, values in kind.option_choices.items()}
+    counts = run_history(kind, History(replace(SPEC, options=options), STEPS))
     assert {name: counts[name] for name in HARNESS_CONDITIONS} == {**LAST, **NO_ROOM, **AGAIN}
     assert set(HARNESS_CONDITIONS) <= set(kind.conditions)
 
 
-def test_a_cache_may_not_count_them_as_well() -> None:
-    right = "path_counts() counts 'last_position', which the harness counts itself"
-    with pytest.raises(Divergence, match=re.escape(right)):
-        run_history(CountsItAgain, History(SPEC, (Append((0,)), Free(0))))
+def test_cache_that_counts_a_harness_condition_fails() -> None:
+    message = "path_counts() counts 'last_position', which the harness counts itself"
+    with pytest.raises(Divergence, match=re.escape(message)):
+        run_history(CountsAHarnessCondition, History(SPEC, (Append((0,)), Free(0))))
 
 
-def test_these_are_all() -> None:
+def test_caches_declare_every_harness_condition() -> None:
     assert tuple(HARNESS_CONDITIONS) == ALL
 
 
-def rows(lines: list[str]) -> list[list[str]]:
+def condition_rows_of(lines: list[str]) -> list[list[str]]:
     return [line.split()[1:] for line in lines if line.startswith("condition ")]
 
 
-def test_a_search_reports_and_adds_them_up(project: Project) -> None:
+def test_search_reports_and_sums_harness_conditions(project: Project) -> None:
     project.copy_caches()
     searches = """
         from caches.uncounted_caches import UncountedCache
@@ -161,18 +163,22 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
         TestUncounted = conformance(UncountedCache)
     """
     project.write(test_mine=searches, test_same=searches)
-    alone = project.pytest(*FEW, "--roseinfer-report=out.json")
-    together = project.pytest(*FEW, "-n", "2", "--dist=loadfile")
+    alone = project.pytest(*SHORT_SEARCH, "--roseinfer-report=out.json")
+    together = project.pytest(*SHORT_SEARCH, "-n", "2", "--dist=loadfile")
     assert alone.ret == together.ret == pytest.ExitCode.OK
-    shown = rows(alone.outlines)
-    assert [(name, verdict) for name, _, verdict in shown] == [(name, "met") for name in ALL]
-    assert rows(together.outlines) == shown
+    condition_rows = condition_rows_of(alone.outlines)
+    assert [(name, verdict) for name, _, verdict in condition_rows] == [
+        (name, "met") for name in ALL
+    ]
+    assert condition_rows_of(together.outlines) == condition_rows
     (target,) = json.loads((project.path / "out.json").read_text())["targets"]
-    assert [[row["name"], str(row["times"]), row["verdict"]] for row in target["rows"]] == shown
+    assert [
+        [row["name"], str(row["times"]), row["verdict"]] for row in target["rows"]
+    ] == condition_rows
 
 
-def searched(project: Project, cache: str, setting: str) -> pytest.RunResult:
-    """Search one of ``uncounted_caches`` with a setting, where 40 examples are enough."""
+def search_project(project: Project, cache: str, setting: str) -> pytest.RunResult:
+    """Search one of ``uncounted_caches`` with a setting, and a verdict after 40 examples."""
     project.copy_caches()
     project.write(
         test_mine=f"""
@@ -184,13 +190,13 @@ def searched(project: Project, cache: str, setting: str) -> pytest.RunResult:
             TestMine = conformance({cache})
         """
     )
-    project.judge_after(40)
-    return project.pytest(*FEW)
+    project.set_conclusive_examples(40)
+    return project.pytest(*SHORT_SEARCH)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
-    ("cache", "setting", "never"),
+    ("cache", "setting", "condition"),
     [
         ("EndlessCache", "", "out_of_room_mid_batch"),
         ("NeverFreesCache", "", "name_used_again"),
@@ -204,35 +210,35 @@ def searched(project: Project, cache: str, setting: str) -> pytest.RunResult:
         "generator of large pools",
     ],
 )
-def test_a_run_that_never_reaches_one_fails_by_its_name(
-    project: Project, cache: str, setting: str, never: str
+def test_unmet_condition_fails_the_run_by_name(
+    project: Project, cache: str, setting: str, condition: str
 ) -> None:
-    result = searched(project, cache, setting)
+    result = search_project(project, cache, setting)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert result.parseoutcomes() == {"passed": 3, "skipped": 2}
     (problem,) = [line for line in result.outlines if line.startswith("FAILED")]
-    assert problem.startswith(f"FAILED: condition {never!r} was never reached, by none of ")
+    assert problem.startswith(f"FAILED: condition {condition!r} was never reached, by none of ")
 
 
-def test_what_large_histories_alone_reach_is_a_warning(project: Project) -> None:
+def test_condition_met_only_by_large_histories_is_a_warning(project: Project) -> None:
     new_names = "lambda self, n: (*range(self.names, self.names + n),)"
-    result = searched(project, "UncountedCache", f"strategies._Writer.fresh = {new_names}")
+    result = search_project(project, "UncountedCache", f"strategies._Writer.fresh = {new_names}")
     assert result.ret == pytest.ExitCode.OK
     (warning,) = [line for line in result.outlines if line.startswith("WARNING")]
     alone = "condition 'name_used_again' was reached by large histories alone, "
     assert warning.startswith(f"WARNING: {alone}")
 
 
-def test_a_name_that_nothing_counts_is_refused_with_the_one_that_was_meant() -> None:
+def test_misspelt_condition_is_refused_with_a_suggestion() -> None:
     misspelt = type("Misspelt", (ListCache,), {"conditions": ("last_postion",)})
-    said = r"names 'last_postion', which only path_counts\(\) could count.*mean last_position\?$"
-    with pytest.raises(TypeError, match=said):
+    message = r"names 'last_postion', which only path_counts\(\) could count.*mean last_position\?$"
+    with pytest.raises(TypeError, match=message):
         conformance(misspelt)
     for name in HARNESS_CONDITIONS:
         conformance(type("Right", (ListCache,), {"conditions": (name,)}))
 
 
-def test_a_condition_never_met_that_is_spelled_as_one_of_the_harness_is_told_of_it() -> None:
+def test_unmet_condition_suggests_a_similar_harness_condition() -> None:
     target = TargetCoverage({}, ["name_use_again", "rare", "common"], searched=True, histories=3)
     target.counts.update(common=1)
     target.eligible_examples.update(name_use_again=CONCLUSIVE_EXAMPLES, rare=CONCLUSIVE_EXAMPLES)

@@ -1,4 +1,4 @@
-"""Each pair of shipped capabilities that an adapter can offer together is drawn together."""
+"""Each pair of shipped capabilities that one adapter can offer is drawn together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import History
 
 EXAMPLES = 100
-"""Histories in which a pair must be met."""
+"""Histories among which a pair must be drawn."""
 
 
 def methods(*names: str) -> dict[str, Any]:
@@ -64,8 +64,8 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "shards": [methods("shards")],
     "bad_calls": [methods("decref_blocks", "incref_blocks", "bad_calls")],
 }
-"""Definitions by which a cache offers a capability, and others where those are refused together
-with another capability."""
+"""Definitions by which a cache offers a capability: the usual ones, and others for pairs in which
+those are refused."""
 REFUSED = {("swapping", "windows"), ("windows", "quantisation")}
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {
@@ -73,7 +73,7 @@ SIGNS: Mapping[str, Callable[[History], object]] = {
     "windows": lambda history: history.spec.windows,
     "quantisation": lambda history: history.spec.dtype == "int8",
 }
-"""Signs in a history of a capability that its cache offers without any of its steps."""
+"""Signs in a history of capabilities that have no steps of their own."""
 
 
 class Bare(KVCacheAdapter):
@@ -84,11 +84,11 @@ KINDS = {
     each.methods.__module__.rpartition(".")[2]: {kind for kind in each.operations if kind.needs}
     for each in KVCacheAdapter.capabilities
 }
-"""The steps of each capability that not every cache has."""
+"""The steps of each capability that need an ability."""
 
 
 def offering(pair: tuple[str, str]) -> type[KVCacheAdapter] | None:
-    """Return an adapter class that offers both; None where each of them is refused."""
+    """Return an adapter class that offers both; None where every one is refused."""
     for one, other in product(*(OFFERS[name] for name in pair)):
         adapter: type[KVCacheAdapter] = type("Both", (Bare,), {**one, **other})
         try:
@@ -100,7 +100,7 @@ def offering(pair: tuple[str, str]) -> type[KVCacheAdapter] | None:
 
 
 def shows(history: History, name: str, adapter: type[KVCacheAdapter]) -> bool:
-    """Return True if a history has a step of a capability, or is of a cache that offers it."""
+    """Return True if a history has a step of a capability, or a sign of it."""
     if kinds := tuple(kind for kind in KINDS[name] if kind.needs <= adapter.abilities):
         return any(isinstance(step, kinds) for step in history.operations)
     return bool(history.operations and (name not in SIGNS or SIGNS[name](history)))
@@ -109,13 +109,13 @@ def shows(history: History, name: str, adapter: type[KVCacheAdapter]) -> bool:
 PAIRS = list(combinations(KINDS, 2))
 
 
-def test_every_capability_is_in_a_pair() -> None:
+def test_every_capability_is_paired() -> None:
     assert KINDS.keys() == OFFERS.keys()
     assert {pair for pair in PAIRS if offering(pair) is None} == REFUSED
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="-".join)
-def test_a_pair_is_drawn_together(pair: tuple[str, str]) -> None:
+def test_pair_of_capabilities_is_drawn_together(pair: tuple[str, str]) -> None:
     adapter = offering(pair)
     assert adapter
     find(

@@ -1,4 +1,4 @@
-"""Caches that are told what sequences say, and share blocks by it."""
+"""Caches that are given the tokens of sequences, and share blocks by equal prefixes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.capabilities.caches.text_cache import (
     RenewedTextCache,
     TextCache,
 )
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 
-def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
+def test_texts_are_equal_up_to_their_branch() -> None:
     texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
     assert texts.text_slice(0, 0, 5).tokens == [1, 1, 1, 1, 1]
     assert texts.text_slice(1, 0, 5).tokens == [1, 1, 1, 2, 1]
@@ -50,7 +50,7 @@ def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache])
-def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> None:
+def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
@@ -58,57 +58,57 @@ def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> No
     tests.test_one_batch_equals_its_split_in_two()
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("broken", broken_text_caches.BROKEN, ids=lambda cache: cache.__name__)
-@pytest.mark.parametrize("number", range(3))
-def test_one_that_shares_wrongly_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+@pytest.mark.parametrize("seed_number", range(3))
+def test_broken_prefix_reuse_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
     @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)
-    @seed(number)
+    @seed(seed_number)
     @given(histories(broken))
-    def look(history: History) -> None:
+    def check(history: History) -> None:
         run_history(broken, history)
 
     with pytest.raises(Divergence):
-        look()
+        check()
 
 
 SPEC = CacheSpec(block_size=2)
-SAME = ((0, 0), (0, WHOLE))
+EQUAL_TEXTS = ((0, 0), (0, WHOLE))
 
 
-def test_equal_texts_store_the_same_and_others_do_not() -> None:
+def test_equal_and_branching_texts_pass() -> None:
     history = History(SPEC, (Prefill(0, 3), Prefill(1, 3), Append((0, 1)), Free(0), Append((1,))))
-    run_history(TextCache, replace(history, texts=SAME))
+    run_history(TextCache, replace(history, texts=EQUAL_TEXTS))
     run_history(TextCache, replace(history, texts=((0, 0), (0, 1))))
 
 
-def test_what_stands_behind_another_beginning_is_another_though_it_says_the_same() -> None:
-    history = History(SPEC, (Prefill(0, 4), Prefill(1, 4)), texts=((0, 0), (0, 1)))
-    run_history(TextCache, history)
+def test_equal_block_after_another_prefix_is_another_block() -> None:
+    colliding_history = History(SPEC, (Prefill(0, 4), Prefill(1, 4)), texts=((0, 0), (0, 1)))
+    run_history(TextCache, colliding_history)
     with pytest.raises(Divergence, match=r"expected text 1, token 2, found text 0"):
-        run_history(broken_text_caches.KnowsTheBlockAtItsPlace, history)
+        run_history(broken_text_caches.KeysByBlockAndPosition, colliding_history)
 
 
-def test_a_step_that_needs_what_is_shared_may_be_accepted() -> None:
-    """Two blocks hold one prompt and no more; the same prompt again needs none."""
+def test_step_that_fits_by_reuse_is_accepted() -> None:
+    """Two blocks hold only one prompt; the same prompt needs no other block."""
     steps = (Prefill(0, 4), Prefill(1, 4))
     small = replace(SPEC, num_blocks=2)
-    run_history(TextCache, History(small, steps, texts=SAME))
+    run_history(TextCache, History(small, steps, texts=EQUAL_TEXTS))
     run_history(TextCache, History(small, steps, texts=((0, 0), (0, 2))))
 
 
-def test_a_history_with_texts_is_saved_and_said() -> None:
+def test_history_with_texts_is_saved_and_described() -> None:
     history = History(SPEC, (Prefill(0, 3),), texts=((0, 0), (0, 3), (1, WHOLE)))
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     assert "text 1 shares its first 3 tokens with text 0" in history.describe()
     assert "text 2 is equal to text 1" in history.describe()
     assert "sequence n has text n mod 3, and the next text when" in history.describe()
-    alone = replace(history, texts=((0, 0),)).describe()
-    assert "all sequences have the same text, whose token ids are all 1" in alone
-    assert "mod" not in alone
+    description = replace(history, texts=((0, 0),)).describe()
+    assert "all sequences have the same text, whose token ids are all 1" in description
+    assert "mod" not in description
 
 
-def test_one_without_texts_is_loaded_as_before() -> None:
+def test_saved_history_without_texts_is_loaded() -> None:
     saved = History(SPEC, (Append((0,)),)).to_json()
     del saved["texts"]
     assert History.from_json(saved).texts == ()
@@ -132,33 +132,33 @@ class EvictsWithoutTexts(PagedCache):
         ),
     ],
 )
-def test_a_policy_that_cannot_be_judged_is_refused(
+def test_trait_that_needs_use_tokens_is_refused_without_it(
     adapter: type[KVCacheAdapter], message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
         conformance(adapter)
 
 
-def test_a_policy_that_there_is_not_is_refused() -> None:
+def test_unknown_policy_of_sharing_is_refused() -> None:
     with pytest.raises(TypeError, match="choose one of 'exact', 'equal prefixes', 'none'"):
         PagedCache.prefixes.but(shares="anyhow")
 
 
-@pytest.mark.parametrize("branches_off", [0, WHOLE])
-def test_only_a_collision_excuses_a_lookup_that_finds_less(branches_off: int) -> None:
-    """The first tokens of texts 0 and 4 have one hash, those of texts 0 and 1 have not."""
-    texts = ((0, 0),) * 4 + ((0, branches_off),)
+@pytest.mark.parametrize("branch_length", [0, WHOLE])
+def test_only_a_hash_collision_excuses_a_short_lookup(branch_length: int) -> None:
+    """The first tokens of texts 0 and 4 have one hash; those of texts 0 and 1 do not."""
+    texts = ((0, 0),) * 4 + ((0, branch_length),)
     steps = (Append((0,)), Append((4,)), Free(4), Free(0))
     history = History(CacheSpec(block_size=1), steps, texts=texts)
     run_history(HashedTextCache, history)
-    if branches_off:  # the texts are equal, and nothing collides
+    if branch_length:  # the texts are equal, and nothing collides
         with pytest.raises(Divergence, match="found 0, though 1 of them are stored"):
             run_history(broken_text_caches.DropsHits, history)
     else:
         run_history(broken_text_caches.DropsHits, history)
 
 
-def test_what_lookups_hash_collides_with_nothing() -> None:
+def test_hash_of_a_lookup_is_no_collision() -> None:
     """Text 4 is looked up after every step, and never stored."""
     steps = (Append((0,)), Free(0))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
@@ -168,20 +168,20 @@ def test_what_lookups_hash_collides_with_nothing() -> None:
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
-    ("cache", "missed"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]
+    ("cache", "reported"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]
 )
-def test_hashes_that_never_collide_fail_the_run(
-    cache: type[KVCacheAdapter], missed: bool, monkeypatch: pytest.MonkeyPatch
+def test_unmet_hash_collision_fails_the_run(
+    cache: type[KVCacheAdapter], reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 20)
     settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
     conformance(cache)().test_histories()
     problems = TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)
-    assert any("hash_collision" in line for line in problems) == missed
+    assert any("hash_collision" in line for line in problems) == reported
 
 
-def test_some_histories_have_one_of_two_kept_blocks_evicted() -> None:
-    """Only then it shows which one a cache evicts first."""
+def test_histories_evict_one_of_two_cached_blocks() -> None:
+    """Only such histories show which block a cache evicts first."""
     pattern = ("Prefill", "Prefill", "Free", "Free", "Prefill")
     counts = Counter[type[KVCacheAdapter]]()
     for cache in (TextCache, TailCache):
@@ -189,6 +189,6 @@ def test_some_histories_have_one_of_two_kept_blocks_evicted() -> None:
         def count(history: History, cache: type[KVCacheAdapter] = cache) -> None:
             counts[cache] += pattern == tuple(type(s).__name__ for s in history.operations[:5])
 
-        drawn(cache, 200, 1, count)
+        check_drawn_histories(cache, 200, 1, count)
     assert counts[TextCache] >= 4
-    assert counts[TailCache] < counts[TextCache] // 2, "it says nothing of the order"
+    assert counts[TailCache] < counts[TextCache] // 2, "expected fewer histories without an order"

@@ -1,4 +1,4 @@
-"""Quantised caches: near is near enough, and what has another's scale is found."""
+"""Quantised caches: rounding within the tolerance passes, and wrong scales fail."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", quantised_caches.RIGHT)
-def test_a_cache_that_rounds_as_it_says_passes(cache: type[KVCacheAdapter]) -> None:
+def test_right_quantised_cache_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=10, steps=12, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
@@ -55,41 +55,41 @@ def test_a_cache_that_rounds_as_it_says_passes(cache: type[KVCacheAdapter]) -> N
         tests.test_fork_then_append_equals_copy_then_append()
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", quantised_caches.BROKEN, ids=lambda cache: cache.__name__)
-def test_one_that_scales_wrongly_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+def test_broken_quantised_cache_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
     @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)
-    @seed(number)
-    @given(histories(broken, most_steps=8))
-    def look(history: History) -> None:
+    @seed(seed_number)
+    @given(histories(broken, max_steps=8))
+    def check(history: History) -> None:
         run_history(broken, history)
 
     with pytest.raises(Divergence):
-        look()
+        check()
 
 
 @pytest.mark.parametrize("tensors", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("over", ["token", "block"])
-def test_tokens_are_kept_apart_by_more_than_the_tolerance(over: str, tensors: str) -> None:
-    """No row of any token, layer, head or kind may pass for that of another."""
+def test_tokens_differ_by_more_than_the_tolerance(over: str, tensors: str) -> None:
+    """Rows of different tokens, layers, heads or kinds must differ by more than the tolerance."""
     spec = CacheSpec(num_layers=2, num_heads=2, head_dim=8, block_size=3)
     tolerance = Tolerance(1 / 16, over, tensors)
     tokens = [token_of(seq, at, life) for seq in (0, 1) for at in range(6) for life in (0, 1)]
     rows = torch.stack(Payload(spec, tolerance=tolerance).all_layers(tokens)).flatten(0, 3).float()
     assert rows.abs().max() < 2
     limit = rows.abs().amax(-1) * 2 / 16
-    apart = (rows[:, None] - rows).abs().amax(-1) > torch.maximum(limit[:, None], limit)
-    assert (apart | torch.eye(len(rows), dtype=torch.bool)).all()
+    distinct = (rows[:, None] - rows).abs().amax(-1) > torch.maximum(limit[:, None], limit)
+    assert (distinct | torch.eye(len(rows), dtype=torch.bool)).all()
 
 
-def test_the_next_block_or_token_has_another_scale() -> None:
-    for over, apart in (("token", 1), ("block", 4)):
+def test_neighbouring_blocks_and_tokens_have_different_scales() -> None:
+    for over, distinct in (("token", 1), ("block", 4)):
         payload = Payload(CacheSpec(block_size=4), tolerance=Tolerance(1 / 250, over))
-        keys, values = payload.layer([token_of(0, at * apart) for at in range(40)], 0)
-        sizes = keys.abs().amax((1, 2))
-        assert sizes.max() > 16 * sizes.min()
-        assert ((sizes[1:] / sizes[:-1]).log2().abs() > 0.9).sum() > 25
-        assert ((values.abs().amax((1, 2)) / sizes).log2().abs() > 0.9).sum() > 25
+        keys, values = payload.layer([token_of(0, at * distinct) for at in range(40)], 0)
+        magnitudes = keys.abs().amax((1, 2))
+        assert magnitudes.max() > 16 * magnitudes.min()
+        assert ((magnitudes[1:] / magnitudes[:-1]).log2().abs() > 0.9).sum() > 25
+        assert ((values.abs().amax((1, 2)) / magnitudes).log2().abs() > 0.9).sum() > 25
 
 
 SPEC = CacheSpec(dtype="int8", block_size=4, num_blocks=2)
@@ -99,8 +99,8 @@ def appends(times: int, seq: int = 0) -> list[Append]:
     return [Append((seq,))] * times
 
 
-def test_what_was_cut_still_counts_for_the_block_it_stood_in() -> None:
-    """A cache may keep the scale that larger tokens needed, which are cut."""
+def test_truncated_tokens_count_for_the_scale_of_their_block() -> None:
+    """A cache may keep the scale of larger tokens that were truncated."""
     oracle = Oracle(4, 2)
     oracle.append([(0, 3)], range(3))
     oracle.fork(0, 1)
@@ -113,7 +113,7 @@ def test_what_was_cut_still_counts_for_the_block_it_stood_in() -> None:
         run_history(Int8Blocks, History(SPEC, steps))
 
 
-def test_a_failure_says_how_much_too_large_it_is() -> None:
+def test_failure_names_the_factor_of_a_wrong_scale() -> None:
     steps = (*appends(4, 3), Free(3), *appends(2))
     run_history(Int8Blocks, History(SPEC, steps))
     with pytest.raises(Divergence, match=re.escape(f"found {ANY_NAN}, or its scale is")):
@@ -123,16 +123,16 @@ def test_a_failure_says_how_much_too_large_it_is() -> None:
         run_history(WritesOneScaleForAllLayers, two_layers)
 
 
-def test_what_is_untouched_is_checked_of_quantised_caches_alone() -> None:
-    checked = {}
+def test_unwritten_positions_are_checked_for_quantised_caches_only() -> None:
+    check_counts = {}
     for cache, dtype in ((Int8Tokens, "int8"), (CutCache, "float32")):
         machine = HistoryRunner(cache, History(replace(SPEC, dtype=dtype), tuple(appends(2))))
         machine.run()
-        checked[cache] = machine.invariant_checks["unwritten_positions"]
-    assert checked == {Int8Tokens: 2, CutCache: 0}
+        check_counts[cache] = machine.invariant_checks["unwritten_positions"]
+    assert check_counts == {Int8Tokens: 2, CutCache: 0}
 
 
-def test_attention_is_held_to_what_is_read() -> None:
+def test_attention_is_compared_with_the_tokens_read_back() -> None:
     steps = tuple(appends(4))
     run_history(Attends, History(SPEC, steps))
     with pytest.raises(Divergence, match="attend: sequence 0"):
@@ -140,7 +140,7 @@ def test_attention_is_held_to_what_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("tolerance", "message"),
     [
         (0.1, "tolerance['int8'] is 0.1: write Tolerance(1 / 250)"),
         (Tolerance(0.5), "of_greatest lies between 0 and 0.25"),
@@ -148,11 +148,11 @@ def test_attention_is_held_to_what_is_read() -> None:
         (Tolerance(0.1, tensors="int8"), "tensors is the name of a torch dtype"),
     ],
 )
-def test_a_tolerance_that_makes_no_sense_is_refused(said: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(words)):
-        conformance(type("Wrong", (Int8Tokens,), {"tolerance": {"int8": said}}))
+def test_invalid_tolerance_is_refused(tolerance: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        conformance(type("Wrong", (Int8Tokens,), {"tolerance": {"int8": tolerance}}))
 
 
-def test_a_name_without_a_tolerance_is_no_dtype() -> None:
+def test_dtype_name_without_a_tolerance_is_refused() -> None:
     with pytest.raises(TypeError, match="dtypes is"):
         conformance(type("Wrong", (Int8Tokens,), {"tolerance": {}}))

@@ -1,4 +1,4 @@
-"""What the cache had to refuse, and did, is marked in the history of a failure."""
+"""Steps that the cache had to refuse are marked in the history of a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LosesAllButTheRowsAhead(LosesAllWhenFull, RowWise):
     pass
 
 
-class LosesAllThatItCannotTrim(StateCache):
+class LosesAllWhenItCannotTruncate(StateCache):
     def truncate(self, seq: int, length: int) -> None:
         try:
             super().truncate(seq, length)
@@ -49,7 +49,7 @@ class LosesAllThatItCannotTrim(StateCache):
 
 
 @pytest.mark.parametrize(
-    ("cache", "steps", "marked"),
+    ("cache", "steps", "pattern"),
     [
         (
             LosesAllWhenFull,
@@ -62,23 +62,23 @@ class LosesAllThatItCannotTrim(StateCache):
             r"3\. append .*; refused after its first 1 row: no room \(3 blocks needed, 1 free\)",
         ),
         (
-            LosesAllThatItCannotTrim,
+            LosesAllWhenItCannotTruncate,
             [Append((0,)), Append((0,)), Append((0,)), Truncate(0, 1)],
             r"4\. .*; refused: it cannot be truncated",
         ),
     ],
 )
-def test_a_step_that_was_refused_says_why(
-    cache: type[KVCacheAdapter], steps: list[Operation], marked: str
+def test_refused_step_is_marked_with_its_reason(
+    cache: type[KVCacheAdapter], steps: list[Operation], pattern: str
 ) -> None:
-    with pytest.raises(Divergence) as found:
+    with pytest.raises(Divergence) as failure:
         run_history(cache, History(SPEC, tuple(steps)))
-    said = str(found.value).splitlines()
-    assert [line.strip() for line in said if "; refused" in line and re.search(marked, line)]
-    assert sum("; refused" in line for line in said) == 1
+    lines = str(failure.value).splitlines()
+    assert [line.strip() for line in lines if "; refused" in line and re.search(pattern, line)]
+    assert sum("; refused" in line for line in lines) == 1
 
 
-class HasNoWords(PagedCache):
+class RaisesWithoutAMessage(PagedCache):
     def append(self, *_: object) -> None:
         raise CacheFull
 
@@ -96,18 +96,18 @@ class RunsOut(PagedCache):
             raise IndexError("pop from empty list") from None
 
 
-class RunsOutOfWhatItMayFind(RunsOut):
+class RunsOutWithPrefixReuse(RunsOut):
     prefixes = RunsOut.prefixes.but(shares="equal prefixes")
 
-    def use_tokens(self, said: object) -> None:
-        """Find nothing by them."""
+    def use_tokens(self, message: object) -> None:
+        """Reuse nothing."""
 
 
 @pytest.mark.parametrize(
-    ("cache", "seqs", "said"),
+    ("cache", "seqs", "message"),
     [
         (
-            HasNoWords,
+            RaisesWithoutAMessage,
             (0,),
             "refused a write that fits (1 block needed, 2 free): CacheFull"
             "; layer 0: 2 free by the oracle, 2 by the ledger",
@@ -118,7 +118,7 @@ class RunsOutOfWhatItMayFind(RunsOut):
             "the write raised IndexError: pop from empty list (1 block needed, 2 free)",
         ),
         (
-            RunsOutOfWhatItMayFind,
+            RunsOutWithPrefixReuse,
             (0, 1, 2),
             "the write raised IndexError: pop from empty list (3 blocks needed, 2 free); if it "
             "fits only with blocks that are reused, raise one of full_errors (CacheFull)",
@@ -131,16 +131,16 @@ class RunsOutOfWhatItMayFind(RunsOut):
         ),
     ],
 )
-def test_a_wrong_refusal_says_what_is_due(
-    cache: type[KVCacheAdapter], seqs: tuple[int, ...], said: str
+def test_wrong_refusal_names_the_expected_outcome(
+    cache: type[KVCacheAdapter], seqs: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(Divergence) as found:
+    with pytest.raises(Divergence) as failure:
         run_history(cache, History(SPEC, (Append(seqs),)))
-    assert found.value.what == said
+    assert failure.value.summary == message
 
 
 class LosesABlockOfEach(PagedCache):
-    """No table is shown that says so at once."""
+    """Shows no table, which would reveal the leak at once."""
 
     table: Any = KVCacheAdapter.table  # not offered
 
@@ -149,12 +149,12 @@ class LosesABlockOfEach(PagedCache):
         super().free(seq)
 
 
-def test_a_step_refused_for_a_leak_says_when_that_began() -> None:
+def test_refusal_caused_by_a_leak_names_the_leaking_step() -> None:
     steps = (Append((0, 1)), Free(1), Append((2,)), Free(0), Append((3,)))
-    with pytest.raises(Divergence) as found:
+    with pytest.raises(Divergence) as failure:
         run_history(LosesABlockOfEach, History(SPEC, steps[:3]))
     leaked = "layer 0: 1 free by the oracle, 0 by the ledger, which differ since step 2"
-    assert found.value.what.endswith(f"CacheFull: 1 blocks needed, 0 free; {leaked}")
+    assert failure.value.summary.endswith(f"CacheFull: 1 blocks needed, 0 free; {leaked}")
     larger = replace(SPEC, num_blocks=3)
     with pytest.raises(Divergence, match=r"2 free by the oracle, 0 by the ledger, .* since step 2"):
         run_history(LosesABlockOfEach, History(larger, steps))
@@ -166,7 +166,7 @@ class LosesAllWhenItFrees(PagedCache):
         self.keys.zero_()
 
 
-def test_a_step_that_was_not_refused_is_not_marked() -> None:
-    with pytest.raises(Divergence) as found:
+def test_accepted_step_is_not_marked() -> None:
+    with pytest.raises(Divergence) as failure:
         run_history(LosesAllWhenItFrees, History(SPEC, (Append((0, 1)), Free(1))))
-    assert "; refused" not in str(found.value)
+    assert "; refused" not in str(failure.value)

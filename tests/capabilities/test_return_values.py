@@ -1,4 +1,4 @@
-"""What is no answer to a question is told in one sentence, and not what it leads to."""
+"""Return values of the wrong type or shape fail in one sentence, before they cause other errors."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ HOLDERS = "map each block that is held to the number of its holders"
 
 
 def _what(
-    base: type[KVCacheAdapter], method: str, answer: object, texts: tuple[Branch, ...] = ()
+    base: type[KVCacheAdapter], method: str, value: object, texts: tuple[Branch, ...] = ()
 ) -> str:
-    """Return what is said of a cache with a method that always answers the same."""
-    cache = type("Wrong", (base,), {method: lambda *_: answer})
-    with pytest.raises(Divergence) as found:
+    """Return the failure of a cache one of whose methods always returns the same value."""
+    cache = type("Wrong", (base,), {method: lambda *_: value})
+    with pytest.raises(Divergence) as failure:
         run_history(cache, History(CacheSpec(), (Append((0, 1)), Append((0,))), texts=texts))
-    assert str(found.value)
-    return found.value.what
+    assert str(failure.value)
+    return failure.value.summary
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "said"),
+    ("method", "value", "message"),
     [
         ("table", None, f"table(0, 0) returned None: {LIST}"),
         ("table", [0.5], f"table(0, 0) returned [0.5]: {LIST}"),
@@ -106,12 +106,12 @@ def _what(
         ),
     ],
 )
-def test_what_is_no_answer_is_told(method: str, answer: object, said: str) -> None:
-    assert _what(PagedCache, method, answer) == said
+def test_wrong_return_value_fails_with_its_rule(method: str, value: object, message: str) -> None:
+    assert _what(PagedCache, method, value) == message
 
 
 class BlocksBeforeHeads(PagedCache):
-    """It forgets to turn its tensors round, which are [layers, blocks, block_size, heads, ...]."""
+    """Returns [layers, blocks, block_size, heads, head_dim], two dimensions in the wrong order."""
 
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().arena()
@@ -125,7 +125,7 @@ class ShowsACopy(PagedCache):
 
 
 @pytest.mark.parametrize(
-    ("cache", "said"),
+    ("cache", "message"),
     [
         (
             BlocksBeforeHeads,
@@ -139,64 +139,62 @@ class ShowsACopy(PagedCache):
         ),
     ],
 )
-def test_storage_that_is_not_shown_as_it_is_is_told_at_once(
-    cache: type[KVCacheAdapter], said: str
-) -> None:
-    with pytest.raises(Divergence) as found:
+def test_arena_that_is_no_view_fails_at_once(cache: type[KVCacheAdapter], message: str) -> None:
+    with pytest.raises(Divergence) as failure:
         run_history(cache, History(CacheSpec(), (Append((0,)),)))
-    assert found.value.what == said
+    assert failure.value.summary == message
 
 
-def test_a_ledger_of_what_can_be_read_once_is_told() -> None:
+def test_ledger_of_iterators_is_refused() -> None:
     once: Any = reversed([1, 2])
     with pytest.raises(TypeError, match=r"whose free is <list_reverseiterator .*>: list block n"):
         return_values.ledger("ledger(0)", Ledger({}, once, 8))
     assert [*once] == [2, 1]
 
 
-class Spoiling(PagedCache):
-    """A cache that has no table any more once something has gone wrong."""
+class TableLostAfterAnError(PagedCache):
+    """A cache that has no table once it has raised an error."""
 
-    spoilt = False
+    table_lost = False
 
     def table(self, seq: int, layer: int) -> Any:
-        return None if self.spoilt else super().table(seq, layer)
+        return None if self.table_lost else super().table(seq, layer)
 
-    def _spoil(self) -> None:
-        self.spoilt = True
+    def _lose_table(self) -> None:
+        self.table_lost = True
         raise IndexError("pop from empty list")
 
 
-class SpoiltByABadCall(Spoiling):
+class LosesItsTableInABadCall(TableLostAfterAnError):
     def bad_calls(self) -> Iterator[BadCall]:
-        yield BadCall("free of nothing", self._spoil, (IndexError,))
+        yield BadCall("free of nothing", self._lose_table, (IndexError,))
 
 
-class SpoiltByAWrite(Spoiling):
+class LosesItsTableInAWrite(TableLostAfterAnError):
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         if self.lengths:
-            self._spoil()
+            self._lose_table()
         super().append(seqs, key, value)
 
 
-def test_what_a_bad_call_leads_to_is_told_as_its() -> None:
-    with pytest.raises(Divergence) as found:
-        run_history(SpoiltByABadCall, History(CacheSpec(), (Append((0,)),)))
-    assert found.value.what == f"after free of nothing, table(0, 0) returned None: {LIST}"
+def test_wrong_value_after_a_bad_call_names_the_call() -> None:
+    with pytest.raises(Divergence) as failure:
+        run_history(LosesItsTableInABadCall, History(CacheSpec(), (Append((0,)),)))
+    assert failure.value.summary == f"after free of nothing, table(0, 0) returned None: {LIST}"
 
 
-def test_what_was_wrong_before_is_told() -> None:
+def test_error_of_a_write_is_reported_before_later_wrong_values() -> None:
     with pytest.raises(Divergence, match="the write raised IndexError: pop from empty list"):
-        run_history(SpoiltByAWrite, History(CacheSpec(), (Append((0,)), Append((0,)))))
+        run_history(LosesItsTableInAWrite, History(CacheSpec(), (Append((0,)), Append((0,)))))
 
 
-def test_a_lookup_that_does_not_count_is_told() -> None:
-    said = _what(TextCache, "match_prefix", None, texts=((0, 0), (0, 0)))
-    assert said == "match_prefix([1, 1]) returned None: return a number of tokens"
+def test_lookup_that_returns_no_count_fails() -> None:
+    message = _what(TextCache, "match_prefix", None, texts=((0, 0), (0, 0)))
+    assert message == "match_prefix([1, 1]) returned None: return a number of tokens"
 
 
 class Reserves(ListCache):
-    """A cache that keeps of a reservation what ``fill`` is handed, if that is returned."""
+    """A cache whose reservation is the list of rows that ``fill`` needs, if it is returned."""
 
     returns = True
 
@@ -213,24 +211,26 @@ class Reserves(ListCache):
         return KEYS[:, :0], KEYS[:, :0]
 
 
-def test_a_reservation_that_is_not_returned_is_told() -> None:
+def test_reservation_that_is_not_returned_fails() -> None:
     history = History(CacheSpec(), (Append((0,)), Reserve((0,), (3,)), Fill()))
     run_history(Reserves, history)
     cache = type("Forgets", (Reserves,), {"returns": False})
-    with pytest.raises(Divergence) as found:
+    with pytest.raises(Divergence) as failure:
         run_history(cache, history)
-    assert found.value.what.startswith("reserve() returned None, and fill(None, key, value) raised")
-    assert found.value.what.endswith(": return the handle that fill needs from reserve")
-    assert isinstance(found.value.__cause__, TypeError)
+    assert failure.value.summary.startswith(
+        "reserve() returned None, and fill(None, key, value) raised"
+    )
+    assert failure.value.summary.endswith(": return the handle that fill needs from reserve")
+    assert isinstance(failure.value.__cause__, TypeError)
 
 
-def test_a_long_answer_is_cut_short_and_stays_in_one_line() -> None:
-    with pytest.raises(TypeError, match=r"^table\(\) returned {.{79}\.\.\.: return") as found:
+def test_long_return_value_is_shortened_to_one_line() -> None:
+    with pytest.raises(TypeError, match=r"^table\(\) returned {.{79}\.\.\.: return") as failure:
         return_values.table("table()", {at: np.zeros((2, 2)) for at in range(9)})
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(failure.value)
 
 
-def test_what_is_as_good_as_the_right_answer_passes() -> None:
+def test_equivalent_return_values_are_converted() -> None:
     numbers = (np.int64(3), None)
     assert return_values.table("table()", numbers) == [3, None]
     keys, values = return_values.pair("peek()", torch.stack([KEYS, KEYS + 1]))
@@ -243,6 +243,6 @@ class AttendsElsewhere(PagedCache):
         return query.to("meta")
 
 
-def test_attention_on_another_device_is_told() -> None:
+def test_attention_on_another_device_fails() -> None:
     with pytest.raises(Divergence, match="attend: expected cpu, found meta"):
         run_history(AttendsElsewhere, History(CacheSpec(), (Append((0,)),)))

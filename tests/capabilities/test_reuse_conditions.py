@@ -1,4 +1,4 @@
-"""Handles, slots and lists that a cache gives out again are counted, and must be as new."""
+"""Reused handles, slots and lists: their reuse is counted, and must leave no trace."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.reusing_caches import (
+    CachesIndicesByListIdentity,
     HandsBackAFullHandle,
-    KnowsListsByIdentity,
     LeavesASlotActive,
     PutsTwoInASlot,
     ReusesHandles,
@@ -34,8 +34,8 @@ from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
 
 
-def search(adapter: type[KVCacheAdapter], examples: int, number: int) -> None:
-    settings.set_current(settings.Settings(examples=examples, steps=12, seed=number))
+def search(adapter: type[KVCacheAdapter], examples: int, seed_number: int) -> None:
+    settings.set_current(settings.Settings(examples=examples, steps=12, seed=seed_number))
     conformance(adapter)().test_histories()
 
 
@@ -48,7 +48,7 @@ def search(adapter: type[KVCacheAdapter], examples: int, number: int) -> None:
         (ReusesLists, "list_used_again"),
     ],
 )
-def test_a_cache_that_is_right_passes_and_is_seen_to_use_them_again(
+def test_right_cache_passes_and_its_reuse_is_counted(
     adapter: type[KVCacheAdapter], condition: str
 ) -> None:
     search(adapter, 20, 1)
@@ -56,26 +56,26 @@ def test_a_cache_that_is_right_passes_and_is_seen_to_use_them_again(
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "message"),
     [
         (HandsBackAFullHandle, "expected|raised"),
         (LeavesASlotActive, "expected|raised"),
         (PutsTwoInASlot, "are kept in slot"),
-        (KnowsListsByIdentity, "gather: "),
+        (CachesIndicesByListIdentity, "gather: "),
     ],
 )
-def test_a_cache_that_remembers_is_found(
-    adapter: type[KVCacheAdapter], said: str, number: int
+def test_cache_with_stale_state_fails(
+    adapter: type[KVCacheAdapter], message: str, seed_number: int
 ) -> None:
-    found = hunt([adapter], settings.Settings(examples=60, steps=12, seed=number), Tally())
-    assert found
-    assert re.search(said, found.what)
+    failure = hunt([adapter], settings.Settings(examples=60, steps=12, seed=seed_number), Tally())
+    assert failure
+    assert re.search(message, failure.message)
 
 
 @pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
-def test_the_lists_of_the_managers_are_used_again(kind: type[KVCacheAdapter]) -> None:
+def test_reused_lists_of_the_managers_are_counted(kind: type[KVCacheAdapter]) -> None:
     options = {name: values[0] for name, values in kind.option_choices.items()}
     steps = (Append((0, 1)), Free(0), Fork(1, 0), Free(1), Append((2, 0)), Append((1,)))
     counts = run_history(kind, History(CacheSpec(num_layers=2, options=options), steps))
@@ -83,7 +83,7 @@ def test_the_lists_of_the_managers_are_used_again(kind: type[KVCacheAdapter]) ->
 
 
 @pytest.mark.usefixtures("short_run")
-def test_new_things_are_not_taken_for_old_ones() -> None:
+def test_new_lists_are_not_counted_as_reused() -> None:
     class MakesNewLists(ReusesLists):
         def free(self, seq: int) -> None:
             super().free(seq)
@@ -94,10 +94,10 @@ def test_new_things_are_not_taken_for_old_ones() -> None:
 
 
 @pytest.mark.parametrize("name", REUSE_CONDITIONS)
-def test_what_nothing_shows_cannot_be_demanded(name: str) -> None:
+def test_reuse_condition_without_its_method_is_refused(name: str) -> None:
     wrong = type("Wrong", (ListCache,), {"conditions": (name,)})
-    says = (
+    message = (
         f"Wrong.conditions names {name!r}: define {REUSE_CONDITIONS[name].method}(), which shows it"
     )
-    with pytest.raises(TypeError, match=re.escape(says)):
+    with pytest.raises(TypeError, match=re.escape(message)):
         conformance(wrong)

@@ -1,4 +1,4 @@
-"""A cache that admits row by row is held to that: the rows ahead of the first refused one."""
+"""Caches that admit row by row store exactly the rows before the first refused one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.capabilities.caches.row_wise_caches import (
     AdmitsALaterRow,
     BeginsTheRefusedRow,
     ClaimsToBeAtomic,
-    LosesTheRowsBefore,
+    RefusesTheWholeBatch,
+    ReturnsWithoutRefusing,
     RowWise,
-    SaysNothing,
     StoresTheRefusedRow,
 )
 from tests.mutants.hunt import hunt
@@ -40,7 +40,7 @@ TWO_BLOCKS = [Prefill(0, 2), Append((1,))]
 
 
 def oracle_after(*steps: Operation, atomic: bool = False) -> Oracle:
-    """Three blocks of two tokens, of which one is free after ``TWO_BLOCKS``."""
+    """Return an oracle of three blocks of two tokens; ``TWO_BLOCKS`` leave one of them free."""
     oracle = Oracle(2, 3, atomic_batches=atomic)
     for step in steps:
         step.apply(oracle)
@@ -52,7 +52,7 @@ def oracle_after(*steps: Operation, atomic: bool = False) -> Oracle:
     [
         (Append((0, 1, 2)), Append((0, 1))),
         (Append((1, 0, 2, 3)), Append((1, 0))),
-        (Append((0, 2, 1)), Append((0,))),  # row 1 would fit, and comes too late
+        (Append((0, 2, 1)), Append((0,))),  # row 1 would fit, and comes after the refused one
         (AppendMany((1, 0), (1, 3)), AppendMany((1,), (1,))),
         (AppendMany((0, 1), (3, 1)), None),  # a row is all or nothing
         (AppendPadded((None, 0, None, 2, None)), AppendPadded((None, 0, None))),
@@ -61,7 +61,7 @@ def oracle_after(*steps: Operation, atomic: bool = False) -> Oracle:
         (Prefill(2, 3), None),
     ],
 )
-def test_the_rows_ahead_of_the_refused_one_are_stored(
+def test_rows_before_the_refused_one_are_stored(
     step: Operation, admitted: Operation | None
 ) -> None:
     oracle, other = oracle_after(*TWO_BLOCKS), oracle_after(*TWO_BLOCKS)
@@ -69,21 +69,21 @@ def test_the_rows_ahead_of_the_refused_one_are_stored(
     assert step.apply(oracle) == (step == admitted)
     if admitted:
         admitted.change(other)
-    held = {seq: oracle.tokens(seq) for seq in oracle.sequences}
-    assert held == {seq: other.tokens(seq) for seq in other.sequences}
+    stored = {seq: oracle.tokens(seq) for seq in oracle.sequences}
+    assert stored == {seq: other.tokens(seq) for seq in other.sequences}
 
 
-def test_an_atomic_cache_stores_none() -> None:
+def test_atomic_cache_stores_no_row_of_a_refused_batch() -> None:
     oracle = oracle_after(*TWO_BLOCKS, atomic=True)
     assert Append((0, 1, 2)).admitted_part(oracle) is None
 
 
-def test_a_row_that_copies_a_shared_block_is_counted_as_it_comes() -> None:
+def test_copy_on_write_of_an_earlier_row_takes_room() -> None:
     oracle = oracle_after(Append((0,)), Fork(0, 1), Prefill(2, 2))
     assert Append((0, 1, 2)).admitted_part(oracle) == Append((0, 1))
 
 
-def test_what_is_met_is_met_by_the_rows_that_are_stored() -> None:
+def test_conditions_are_counted_of_stored_rows_only() -> None:
     step = Append((1, 0, 2))
     expected = {"last_position": 1, "out_of_room_mid_batch": 1}
     assert dict(harness_conditions_met(oracle_after(*TWO_BLOCKS), step)) == expected
@@ -91,7 +91,7 @@ def test_what_is_met_is_met_by_the_rows_that_are_stored() -> None:
     assert dict(harness_conditions_met(oracle_after(*TWO_BLOCKS, atomic=True), step)) == expected
 
 
-def test_a_history_goes_on_after_rows_were_refused() -> None:
+def test_history_continues_after_refused_rows() -> None:
     spec = CacheSpec(block_size=2, num_blocks=3)
     steps = (Append((0, 1)), Append((1, 2, 3, 0)), Append((0, 1, 2)), Append((2,)))
     counts = run_history(RowWise, History(spec, steps))
@@ -99,7 +99,7 @@ def test_a_history_goes_on_after_rows_were_refused() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_that_is_right_passes() -> None:
+def test_right_row_wise_cache_passes() -> None:
     settings.set_current(settings.Settings(examples=24, steps=12, seed=1))
     tests = conformance(RowWise)()
     tests.test_histories()
@@ -109,25 +109,25 @@ def test_a_cache_that_is_right_passes() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize(
     "adapter",
     [
         StoresTheRefusedRow,
         BeginsTheRefusedRow,
-        LosesTheRowsBefore,
+        RefusesTheWholeBatch,
         AdmitsALaterRow,
-        SaysNothing,
+        ReturnsWithoutRefusing,
         ClaimsToBeAtomic,
     ],
 )
-def test_a_cache_that_is_wrong_is_found(adapter: type[KVCacheAdapter], number: int) -> None:
-    found = hunt([adapter], settings.Settings(examples=100, steps=12, seed=number), Tally())
-    assert found
-    assert found.check == "histories"
+def test_broken_row_wise_cache_fails(adapter: type[KVCacheAdapter], seed_number: int) -> None:
+    failure = hunt([adapter], settings.Settings(examples=100, steps=12, seed=seed_number), Tally())
+    assert failure
+    assert failure.check == "histories"
 
 
-def test_anything_but_yes_or_no_is_refused() -> None:
+def test_non_boolean_atomic_batches_is_refused() -> None:
     wrong = type("Wrong", (ListCache,), {"atomic_batches": "rows"})
     with pytest.raises(TypeError, match=re.escape("Wrong.atomic_batches is 'rows': write False")):
         conformance(wrong)

@@ -1,4 +1,4 @@
-"""Sequences are preempted and resumed, swapped out and in, and wrong ways to do so are found."""
+"""Preemption and swapping: right caches pass, and broken ones fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pytest_roseinfer.capabilities.swapping import (
     Stage,
     SwapIn,
     SwapOut,
-    swapped,
+    swap_state,
 )
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
@@ -40,12 +40,12 @@ from pytest_roseinfer.run.metamorphic import check_every_option
 from tests.capabilities.caches.broken_swap_caches import (
     BROKEN,
     BringsBackToTheOldBlocks,
-    CopiesWhatIsFree,
+    CopiesFreedBlocks,
     GivesBackTwice,
     ReusesBlocksBeforeTheCopy,
 )
 from tests.capabilities.caches.swap_cache import EagerSwapCache, SwapCache, SwapTextCache
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache, SwapTextCache])
-def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
+def test_right_swapping_cache_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=15, steps=16, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
@@ -68,77 +68,83 @@ def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
         tests.test_fork_then_append_equals_copy_then_append()
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
-def test_one_that_swaps_wrong_is_found(broken: type[KVCacheAdapter]) -> None:
+def test_broken_swapping_cache_fails(broken: type[KVCacheAdapter]) -> None:
     with pytest.raises(Divergence):
-        drawn(broken, 300, 2, partial(run_history, broken))
+        check_drawn_histories(broken, 300, 2, partial(run_history, broken))
 
 
 @pytest.mark.parametrize(
     "broken",
-    [ReusesBlocksBeforeTheCopy, CopiesWhatIsFree, BringsBackToTheOldBlocks, GivesBackTwice],
+    [ReusesBlocksBeforeTheCopy, CopiesFreedBlocks, BringsBackToTheOldBlocks, GivesBackTwice],
     ids=lambda cache: cache.__name__,
 )
-def test_blocks_are_needed_by_others_before_a_sequence_is_back(
+def test_reuse_of_blocks_before_swap_in_reveals_wrong_reads(
     broken: type[KVCacheAdapter],
 ) -> None:
-    """What is read back tells, where a cache shows neither its books nor its storage."""
+    """The read-back tokens reveal the bug where a cache shows neither its books nor its storage."""
     hidden = {name: getattr(KVCacheAdapter, name) for name in ("table", "ledger", "arena")}
     shows_nothing = type("ShowsNothing", (broken,), hidden)
     with pytest.raises(Divergence, match="expected"):
-        drawn(shows_nothing, 300, 1, partial(run_history, shows_nothing))
+        check_drawn_histories(shows_nothing, 300, 1, partial(run_history, shows_nothing))
 
 
-def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None:
-    met: Counter[str] = Counter()
+def test_histories_interleave_writes_and_frees_with_swapping() -> None:
+    conditions: Counter[str] = Counter()
 
-    def note(history: History) -> None:
+    def count_conditions(history: History) -> None:
         oracle = Oracle.of(SwapCache, history.spec)
         for step in history.operations:
             absent, fits = oracle.absent, step.fits(oracle)
-            for how in {each.description for each in absent.values()}:
-                met[f"{how}, and no block left"] += oracle.pages_free() == 0
-                met[f"{how}, and others write"] += bool(step.rows() and fits)
+            for description in {each.description for each in absent.values()}:
+                conditions[f"{description}, and no block left"] += oracle.pages_free() == 0
+                conditions[f"{description}, and others write"] += bool(step.rows() and fits)
             if isinstance(step, Free) and step.seq in absent:
-                met[f"freed while {absent[step.seq].description}"] += 1
+                conditions[f"freed while {absent[step.seq].description}"] += 1
             elif isinstance(step, (Resume, SwapIn)):
-                met["room to come back" if fits else "no room to come back"] += 1
+                conditions["room to come back" if fits else "no room to come back"] += 1
             elif isinstance(step, (Preempt, FinishSwapOut)):
                 shared = any(page.holders > 1 for page in oracle.sequences[step.seq])
-                met[f"{type(step).__name__} with shared blocks"] += shared
+                conditions[f"{type(step).__name__} with shared blocks"] += shared
             elif isinstance(step, FinishSwapIn):
-                met["back"] += 1
+                conditions["back"] += 1
             step.apply(oracle)
 
-    drawn(SwapCache, 120, 1, note)
-    assert min(met.values()) >= 1, met
-    assert len(met) == 4 * 3 + 2 + 2 + 1, met
+    check_drawn_histories(SwapCache, 120, 1, count_conditions)
+    assert min(conditions.values()) >= 1, conditions
+    assert len(conditions) == 4 * 3 + 2 + 2 + 1, conditions
 
 
-OUT, BACK = (SwapOut(0), FinishSwapOut(0)), (SwapIn(0), FinishSwapIn(0))
+SWAP_OUT, SWAP_IN = (SwapOut(0), FinishSwapOut(0)), (SwapIn(0), FinishSwapIn(0))
 
 
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param((Prefill(0, 3), *OUT, Prefill(1, 8), Free(1), *BACK, Append((0,))), id="all"),
-        pytest.param((Prefill(0, 3), Fork(0, 1), *OUT, Append((1,)), *BACK, Free(1)), id="fork"),
-        pytest.param((Prefill(0, 3), *OUT, Prefill(1, 8), SwapIn(0), Free(0)), id="no room"),
-        pytest.param((Prefill(0, 3), Fork(0, 1), Truncate(0, 1), *OUT, *BACK), id="cut"),
+        pytest.param(
+            (Prefill(0, 3), *SWAP_OUT, Prefill(1, 8), Free(1), *SWAP_IN, Append((0,))), id="all"
+        ),
+        pytest.param(
+            (Prefill(0, 3), Fork(0, 1), *SWAP_OUT, Append((1,)), *SWAP_IN, Free(1)), id="fork"
+        ),
+        pytest.param((Prefill(0, 3), *SWAP_OUT, Prefill(1, 8), SwapIn(0), Free(0)), id="no room"),
+        pytest.param((Prefill(0, 3), Fork(0, 1), Truncate(0, 1), *SWAP_OUT, *SWAP_IN), id="cut"),
         pytest.param((Prefill(0, 3), SwapOut(0), Append((1,)), Free(0), Prefill(0, 6)), id="S9"),
-        pytest.param((Prefill(0, 3), *OUT, SwapIn(0), Free(0), Prefill(0, 8)), id="S9 back"),
+        pytest.param((Prefill(0, 3), *SWAP_OUT, SwapIn(0), Free(0), Prefill(0, 8)), id="S9 back"),
         pytest.param((Prefill(0, 3), Preempt(0), Prefill(1, 8), Free(1), Resume(0, 3)), id="again"),
         pytest.param((Prefill(0, 7), Preempt(0), Prefill(1, 4), Resume(0, 7)), id="no room again"),
         pytest.param((Prefill(0, 3), Preempt(0), Free(0), Prefill(0, 8)), id="freed"),
     ],
 )
 @pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache])
-def test_steps_in_between(cache: type[KVCacheAdapter], steps: tuple[Operation, ...]) -> None:
+def test_steps_between_swap_out_and_swap_in_pass(
+    cache: type[KVCacheAdapter], steps: tuple[Operation, ...]
+) -> None:
     run_history(cache, History(SPEC, steps))
 
 
-def test_what_a_sequence_says_is_the_same_when_it_is_resumed() -> None:
+def test_resumed_sequence_has_the_same_text() -> None:
     steps = (Prefill(0, 3), Preempt(0), Prefill(1, 4), Resume(0, 3), Append((0, 1)))
     for texts in (((0, 0),), ((0, 0), (0, 2))):
         run_history(SwapTextCache, History(replace(SPEC, num_blocks=6), steps, texts=texts))
@@ -153,46 +159,46 @@ class TrimsByOption(SwapCache):
         return bool(spec.options["trims"])
 
 
-def test_a_sequence_that_only_some_caches_cut_is_not_resumed_as_the_others_have_it() -> None:
+def test_option_without_truncation_omits_the_resume_of_a_truncated_sequence() -> None:
     steps = (Prefill(0, 5), Truncate(0, 3), Preempt(0), Resume(0, 3), Append((0, 1)))
     check_every_option(TrimsByOption, History(replace(SPEC, options={"trims": True}), steps))
 
 
-def test_a_picture_says_what_is_away() -> None:
+def test_picture_names_absent_sequences() -> None:
     oracle = forked_oracle()
-    for step in (*OUT, SwapIn(0), Preempt(1)):
+    for step in (*SWAP_OUT, SwapIn(0), Preempt(1)):
         step.apply(oracle)
-    shown = picture(None, 1, oracle, Snapshot())
-    assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is being swapped in" in shown
-    assert "sequence 1 is preempted" in shown
+    drawing = picture(None, 1, oracle, Snapshot())
+    assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is being swapped in" in drawing
+    assert "sequence 1 is preempted" in drawing
 
 
 @pytest.mark.parametrize("last", [Append((1,)), SwapIn(0)])
-def test_blocks_used_while_away_are_counted(last: Operation) -> None:
-    """One block comes to sequence 1 while 0 is away, unless 0 is back first."""
-    counted = run_history(SwapCache, History(SPEC, (Prefill(0, 2), *OUT, last, Append((1,)))))
-    assert counted["block_used_while_absent"] == isinstance(last, Append)
+def test_blocks_used_while_a_sequence_is_absent_are_counted(last: Operation) -> None:
+    """Sequence 1 gets one block while sequence 0 is absent, unless sequence 0 is back first."""
+    counts = run_history(SwapCache, History(SPEC, (Prefill(0, 2), *SWAP_OUT, last, Append((1,)))))
+    assert counts["block_used_while_absent"] == isinstance(last, Append)
 
 
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:
-    """Sequence 0 has three tokens, and sequence 1 is a fork of it with one more."""
+    """Return an oracle in which sequence 1 is a fork of sequence 0 with one more token."""
     oracle = Oracle(block_size=2, capacity=6)
-    swapped(oracle).holds_blocks = swap_out_holds
+    swap_state(oracle).holds_blocks = swap_out_holds
     for step in (Prefill(0, 3), Fork(0, 1), Append((1,))):
         assert step.apply(oracle)
     return oracle
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_swapped_sequence_gives_up_its_pages_once(holds: bool) -> None:
-    oracle = forked_oracle(swap_out_holds=holds)
+@pytest.mark.parametrize("holds_blocks", [True, False])
+def test_swapped_sequence_releases_its_pages_once(holds_blocks: bool) -> None:
+    oracle = forked_oracle(swap_out_holds=holds_blocks)
     tokens = oracle.tokens(0)
-    seen = []
-    for step in (*OUT, *BACK):
+    states = []
+    for step in (*SWAP_OUT, *SWAP_IN):
         assert step.apply(oracle)
-        seen.append((oracle.pages_free(), oracle.sequences[1][0].holders, 0 in oracle.readable))
-    assert seen == [
-        (3, 2, True) if holds else (4, 1, False),
+        states.append((oracle.pages_free(), oracle.sequences[1][0].holders, 0 in oracle.readable))
+    assert states == [
+        (3, 2, True) if holds_blocks else (4, 1, False),
         (4, 1, False),
         (2, 1, False),
         (2, 1, True),
@@ -201,8 +207,10 @@ def test_a_swapped_sequence_gives_up_its_pages_once(holds: bool) -> None:
     assert not oracle.named - {0, 1}
 
 
-@pytest.mark.parametrize("steps", [(Preempt(0),), *(OUT[:at] for at in (1, 2)), (*OUT, SwapIn(0))])
-def test_a_sequence_that_is_freed_while_it_is_away_has_nothing(
+@pytest.mark.parametrize(
+    "steps", [(Preempt(0),), *(SWAP_OUT[:at] for at in (1, 2)), (*SWAP_OUT, SwapIn(0))]
+)
+def test_sequence_freed_while_absent_leaves_nothing(
     steps: tuple[Operation, ...],
 ) -> None:
     oracle = forked_oracle()
@@ -210,19 +218,19 @@ def test_a_sequence_that_is_freed_while_it_is_away_has_nothing(
         assert step.apply(oracle)
     assert oracle.named == {1}
     assert oracle.pages_free() == 4
-    assert swapped(oracle).blocks(2) == 0
+    assert swap_state(oracle).blocks(2) == 0
 
 
-def test_a_sequence_on_its_way_back_is_not_written_yet() -> None:
+def test_sequence_during_swap_in_counts_as_unwritten() -> None:
     oracle = forked_oracle()
-    for step in (*OUT, SwapIn(0)):
+    for step in (*SWAP_OUT, SwapIn(0)):
         step.apply(oracle)
     assert (oracle.unwritten(0), oracle.unwritten(1)) == (3, 0)
-    assert swapped(oracle).at(Stage.SWAPPING_IN) == [0]
+    assert swap_state(oracle).at(Stage.SWAPPING_IN) == [0]
 
 
-def test_steps_are_said_and_read_from_json() -> None:
-    steps = (*OUT, *BACK, Preempt(0), Resume(0, 2, "strided"))
+def test_swapping_steps_are_described_and_saved() -> None:
+    steps = (*SWAP_OUT, *SWAP_IN, Preempt(0), Resume(0, 2, "strided"))
     assert [step.describe() for step in steps] == [
         "begin to swap sequence 0 out",
         "finish swapping sequence 0 out",

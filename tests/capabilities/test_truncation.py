@@ -1,4 +1,4 @@
-"""Truncate: sequences are cut anywhere, and caches that get it wrong are found."""
+"""Truncation: sequences are truncated at any length, and broken caches fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.capabilities.caches.truncating_caches import (
     TrimsAnyState,
     TrimsBeforeItRefuses,
 )
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,26 +40,26 @@ SPEC = CacheSpec(num_layers=1, num_heads=1, block_size=4, num_blocks=6)
 
 @pytest.fixture
 def short_run() -> Iterator[None]:
-    """The searches of a test are those of a short run, whatever run it is part of."""
-    asked, seen = options.current(), coverage.current()
+    """Keep settings and coverage of the enclosing run from those of a test."""
+    previous_settings, previous_coverage = options.current(), coverage.current()
     coverage.set_current(coverage.Coverage())
     yield
-    options.set_current(asked)
-    coverage.set_current(seen)
+    options.set_current(previous_settings)
+    coverage.set_current(previous_coverage)
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("seed_number", range(2))
 @pytest.mark.parametrize("adapter", BROKEN)
-def test_a_cache_that_truncates_wrong_is_found(adapter: type[KVCacheAdapter], number: int) -> None:
+def test_broken_truncating_cache_fails(adapter: type[KVCacheAdapter], seed_number: int) -> None:
     with pytest.raises(Divergence) as failure:
-        drawn(adapter, 3000, number, partial(run_history, adapter))
+        check_drawn_histories(adapter, 3000, seed_number, partial(run_history, adapter))
     steps = failure.value.history.operations
     assert any(isinstance(step, (Truncate, TruncateMany)) for step in steps)
 
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("adapter", RIGHT)
-def test_a_cache_that_truncates_right_passes(adapter: type[KVCacheAdapter]) -> None:
+def test_right_truncating_cache_passes(adapter: type[KVCacheAdapter]) -> None:
     options.set_current(options.Settings(examples=20, steps=12, seed=1))
     tests = conformance(adapter)()
     tests.test_histories()
@@ -69,8 +69,8 @@ def test_a_cache_that_truncates_right_passes(adapter: type[KVCacheAdapter]) -> N
 
 
 def verifies_drafts(history: History) -> bool:
-    """Tell if a sequence gets several tokens, loses some of them, and gets the right one."""
-    stands: dict[int, str] = {}
+    """Return True if a sequence gets several tokens, loses some, and gets one token."""
+    states: dict[int, str] = {}
     for step in history.operations:
         match step:
             case Truncate(seq=seq):
@@ -79,26 +79,28 @@ def verifies_drafts(history: History) -> bool:
                 cut = [*step.seqs]
             case _:
                 cut = []
-        stands |= {seq: "cut" for seq in cut if stands.get(seq) == "drafted"}
+        states |= {seq: "cut" for seq in cut if states.get(seq) == "drafted"}
         for seq, count in step.rows():
-            if stands.get(seq) == "cut" and count == 1:
+            if states.get(seq) == "cut" and count == 1:
                 return True
-            stands[seq] = "drafted" if count > 1 else ""
+            states[seq] = "drafted" if count > 1 else ""
     return False
 
 
-def test_many_histories_store_drafts_cut_them_and_go_on() -> None:
-    """What speculation does to a cache. In one of four histories it is drawn, over 500."""
-    seen: list[bool] = []
-    drawn(GroupedManager, 200, 1, lambda history: seen.append(verifies_drafts(history)))
-    assert sum(seen) > len(seen) / 8
+def test_histories_often_draft_truncate_and_continue() -> None:
+    """Speculation does this to a cache. It is drawn in one of four histories, over 500."""
+    verified: list[bool] = []
+    check_drawn_histories(
+        GroupedManager, 200, 1, lambda history: verified.append(verifies_drafts(history))
+    )
+    assert sum(verified) > len(verified) / 8
 
 
 def appends(times: int, seq: int = 0) -> list[Append]:
     return [Append((seq,))] * times
 
 
-def test_what_cannot_be_trimmed_must_be_refused() -> None:
+def test_impossible_truncation_must_be_refused() -> None:
     history = History(SPEC, (*appends(6), Truncate(0, 3), *appends(1)))
     run_history(StateCache, history)
     with pytest.raises(Divergence, match="accepted a step that it must refuse"):
@@ -107,34 +109,34 @@ def test_what_cannot_be_trimmed_must_be_refused() -> None:
         run_history(TrimsBeforeItRefuses, history)
 
 
-def test_cuts_are_drawn_at_the_edges_of_blocks_and_within_shared_ones() -> None:
-    met: Counter[str] = Counter()
+def test_truncations_are_drawn_around_block_edges_and_in_shared_blocks() -> None:
+    cuts: Counter[str] = Counter()
 
-    def note(history: History) -> None:
+    def count_cuts(history: History) -> None:
         oracle = Oracle.of(GroupedManager, history.spec)
         size = history.spec.block_size
         for step in history.operations:
             if isinstance(step, Truncate):
                 stored, pages = oracle.length(step.seq), oracle.sequences[step.seq]
                 kept = pages[: -(-step.length // size)]
-                met["nothing to do"] += step.length == stored
-                met["to nothing"] += step.length == 0 < stored
-                met["at an edge"] += step.length % size == 0 < step.length < stored
-                met["before it"] += step.length % size == size - 1 < stored
-                met["behind it"] += step.length % size == 1 < size and step.length < stored
-                met["across blocks"] += len(pages) - len(kept) > 1
+                cuts["nothing to do"] += step.length == stored
+                cuts["to nothing"] += step.length == 0 < stored
+                cuts["at an edge"] += step.length % size == 0 < step.length < stored
+                cuts["one before it"] += step.length % size == size - 1 < stored
+                cuts["one after it"] += step.length % size == 1 < size and step.length < stored
+                cuts["across blocks"] += len(pages) - len(kept) > 1
                 cut = step.length % size and step.length < stored
-                met["within a shared block"] += bool(cut and kept[-1].holders > 1)
-                met["no room"] += not step.fits(oracle)
+                cuts["within a shared block"] += bool(cut and kept[-1].holders > 1)
+                cuts["no room"] += not step.fits(oracle)
             step.apply(oracle)
 
-    drawn(GroupedManager, 200, 1, note)
-    assert min(met.values()) >= 1, met
-    assert len(met) == 8
+    check_drawn_histories(GroupedManager, 200, 1, count_cuts)
+    assert min(cuts.values()) >= 1, cuts
+    assert len(cuts) == 8
 
 
 def cut_oracle(*, truncate_copies: bool, capacity: int = 9) -> Oracle:
-    """Two sequences share a full page and one of three tokens; the first is cut within it."""
+    """Return an oracle in which sequence 0 is cut within a page that sequence 1 shares."""
     oracle = Oracle(4, capacity, truncate_copies=truncate_copies)
     oracle.append([(0, 7)], oracle.new_tokens([(0, 7)]))
     oracle.fork(0, 1)
@@ -143,11 +145,14 @@ def cut_oracle(*, truncate_copies: bool, capacity: int = 9) -> Oracle:
 
 
 @pytest.mark.parametrize("truncate_copies", [False, True])
-def test_a_cut_sequence_sees_less_than_the_others(truncate_copies: bool) -> None:
+def test_truncated_sequence_sees_fewer_tokens_of_a_shared_page(truncate_copies: bool) -> None:
     oracle = cut_oracle(truncate_copies=truncate_copies)
     assert [oracle.length(seq) for seq in (0, 1)] == [5, 7]
-    mine, yours = oracle.sequences[0], oracle.sequences[1]
-    assert (mine[0] is yours[0], mine[1] is yours[1]) == (True, not truncate_copies)
+    truncated, untouched = oracle.sequences[0], oracle.sequences[1]
+    assert (truncated[0] is untouched[0], truncated[1] is untouched[1]) == (
+        True,
+        not truncate_copies,
+    )
     assert oracle.pages_free() == 7 - truncate_copies
     assert oracle.conditions_met([(0, 1)]) == ["in_place" if truncate_copies else "copy_on_write"]
     oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
@@ -156,7 +161,7 @@ def test_a_cut_sequence_sees_less_than_the_others(truncate_copies: bool) -> None
     assert oracle.pages_free() == 6
 
 
-def test_a_fork_of_a_cut_sequence_sees_as_much() -> None:
+def test_fork_of_a_truncated_sequence_sees_the_same_tokens() -> None:
     oracle = cut_oracle(truncate_copies=False)
     oracle.fork(0, 2)
     oracle.free(1)
@@ -166,7 +171,7 @@ def test_a_fork_of_a_cut_sequence_sees_as_much() -> None:
     assert oracle.tokens(2)[4:] == [token_of(0, 4), token_of(2, 5)]
 
 
-def test_what_is_given_back_makes_room_for_copies() -> None:
+def test_freed_pages_make_room_for_copies_in_one_batch() -> None:
     oracle = Oracle(4, 3, truncate_copies=True)
     oracle.append([(0, 8)], range(8))
     for child in (1, 2):
@@ -177,13 +182,13 @@ def test_what_is_given_back_makes_room_for_copies() -> None:
     assert oracle.truncations_fit([(0, 4), (1, 8), (2, 7)])
 
 
-def test_a_picture_shows_what_a_sequence_sees() -> None:
-    drawn = picture(None, 1, cut_oracle(truncate_copies=False), Snapshot())
-    assert "sequence 0: [0.0 0.1 0.2 0.3]x2 [0.4]x2\n" in drawn
-    assert "sequence 1: [0.0 0.1 0.2 0.3]x2 [0.4 0.5 0.6]x2" in drawn
+def test_picture_shows_the_tokens_each_sequence_sees() -> None:
+    drawing = picture(None, 1, cut_oracle(truncate_copies=False), Snapshot())
+    assert "sequence 0: [0.0 0.1 0.2 0.3]x2 [0.4]x2\n" in drawing
+    assert "sequence 1: [0.0 0.1 0.2 0.3]x2 [0.4 0.5 0.6]x2" in drawing
 
 
-def test_cuts_are_said_turned_and_read_from_json() -> None:
+def test_truncations_are_described_reversed_and_saved() -> None:
     step = TruncateMany((0, 3), (2, 5))
     assert step.describe() == "truncate to these lengths: sequence 0 to 2, sequence 3 to 5"
     assert step.reversed() == TruncateMany((3, 0), (5, 2))
@@ -192,25 +197,25 @@ def test_cuts_are_said_turned_and_read_from_json() -> None:
     assert History.from_json(history.to_json()) == history
 
 
-def test_histories_with_cuts_are_compared_with_others_like_them() -> None:
+def test_histories_with_truncations_pass_the_metamorphic_checks() -> None:
     steps = (*appends(6), Fork(0, 1), TruncateMany((0, 1), (5, 2)), Append((1, 0)), Append((0, 1)))
     for check in (check_permuted, check_split):
         check(GroupedManager, History(options_of(GroupedManager), steps))
 
 
-def test_options_that_trim_and_options_that_do_not_are_compared() -> None:
-    """A window that is full cannot be cut: such steps are left out for all of them."""
+def test_options_with_and_without_truncation_are_compared() -> None:
+    """A full window cannot be truncated: such steps are omitted for all options."""
     steps = (*appends(4), Truncate(0, 2), *appends(2), Truncate(0, 3), *appends(1))
     check_every_option(DynamicCacheAdapter, History(options_of(DynamicCacheAdapter), steps))
 
 
 def options_of(adapter: type[KVCacheAdapter]) -> CacheSpec:
-    usual = {name: values[0] for name, values in adapter.option_choices.items()}
-    return CacheSpec(num_layers=1, block_size=4, num_blocks=12, options=usual)
+    options = {name: values[0] for name, values in adapter.option_choices.items()}
+    return CacheSpec(num_layers=1, block_size=4, num_blocks=12, options=options)
 
 
-def test_a_block_given_back_may_take_the_copy() -> None:
-    """The arena's check lets a block change that was handed out again within the step."""
+def test_freed_block_may_take_the_copy() -> None:
+    """The arena's invariant allows changes of a block that was reused within the step."""
     steps = (*appends(4), Fork(0, 1), *appends(1), Truncate(0, 3), *appends(1))
     spec = options_of(GroupedManager)
     run_history(GroupedManager, History(spec, steps))

@@ -1,4 +1,4 @@
-"""The command line finds its commands: its own, and those that are installed."""
+"""Command lookup: commands of roseinfer and of installed packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELP = """
 
 
 def install(folder: Path, commands: dict[str, str]) -> str:
-    """Metadata of an installed roseinfer, to come before any other on a path."""
+    """Write metadata of an installed roseinfer; return the folder to put first on a path."""
     metadata = folder / "roseinfer-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: roseinfer\nVersion: 0.1.0\n")
@@ -49,10 +49,10 @@ def not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(install(tmp_path, {}))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+def stderr_of_rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_error:
         main(arguments)
-    assert ended.value.code == 2
+    assert exit_error.value.code == 2
     return capsys.readouterr().err
 
 
@@ -60,27 +60,27 @@ def test_help_lists_every_command_and_imports_nothing_heavy(tmp_path: Path) -> N
     heavy = ["torch", "triton", "transformers", "numpy", "pytest", "hypothesis"]
     heavy += ["starlette", "uvicorn", "pydantic", "prometheus_client"]
     path = install(tmp_path, INSTALLED[ENTRY_POINTS])
-    *said, answer = run_python(HELP.format(heavy=heavy), PYTHONPATH=path).splitlines()
+    *output, answer = run_python(HELP.format(heavy=heavy), PYTHONPATH=path).splitlines()
     assert json.loads(answer) == [0, []]
-    listed = [line.split()[0] for line in said if line.startswith("    ")]
-    assert listed == ["generate", "gates", "serve", "verify"]
+    commands = [line.split()[0] for line in output if line.startswith("    ")]
+    assert commands == ["generate", "gates", "serve", "verify"]
 
 
 @pytest.mark.usefixtures("installed")
-def test_alone_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert generate.HELP in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_error:
         main(["--version"])
-    assert ended.value.code == 0
+    assert exit_error.value.code == 0
     assert capsys.readouterr().out == "roseinfer 0.1.0\n"
 
 
-def test_a_command_of_another_package_is_run(
+def test_command_of_another_package_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "greeting_command.py").write_text(
@@ -94,50 +94,50 @@ def test_a_command_of_another_package_is_run(
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_unknown_command_is_told_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "verifi")
-    assert "generate" in said
-    assert "verify" in said
-    assert "pip install" not in said
+def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    output = stderr_of_rejected(capsys, "verifi")
+    assert "generate" in output
+    assert "verify" in output
+    assert "pip install" not in output
 
 
 @pytest.mark.usefixtures("not_installed")
-def test_where_nothing_is_installed_it_says_how_to_get_verify(
+def test_missing_installation_is_reported_for_verify(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "pip install . (or -e .)" in refused(capsys, "verify")
+    assert "pip install . (or -e .)" in stderr_of_rejected(capsys, "verify")
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out
-    assert generate.HELP in said
-    assert "pip install . (or -e .)" in said
+    output = capsys.readouterr().out
+    assert generate.HELP in output
+    assert "pip install . (or -e .)" in output
 
 
 @pytest.mark.usefixtures("installed")
-def test_verify_says_what_its_search_is_known_to_find(
+def test_verify_reports_the_strength_of_its_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
+    pytest_arguments: list[str] = []
 
     def run_tests(arguments: list[str], plugins: list[object]) -> int:
-        asked.extend(arguments)
+        pytest_arguments.extend(arguments)
         assert plugins
         return 1
 
     monkeypatch.setattr(pytest, "main", run_tests)
     assert main(["verify", "--cpu", "--seed", "5"]) == 1
-    assert "--roseinfer-seed=5" in asked
-    assert "--roseinfer-gpu" not in asked
-    said = capsys.readouterr().out
-    assert said.startswith("roseinfer verify: checking RoseinferEngine, GroupedManager, ")
+    assert "--roseinfer-seed=5" in pytest_arguments
+    assert "--roseinfer-gpu" not in pytest_arguments
+    output = capsys.readouterr().out
+    assert output.startswith("roseinfer verify: checking RoseinferEngine, GroupedManager, ")
     assert re.search(
-        r"\nSearched 0 histories .*, profile dev.\nStrength of .* planted bugs with ", said
+        r"\nSearched 0 histories .*, profile dev.\nStrength of .* planted bugs with ", output
     )
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "output"),
     [
         (["generate", "--temprature", "0.5"], "--temprature 0.5; did you mean --temperature?"),
         (["verify", "--exmples=5"], "--exmples=5; did you mean --examples?"),
@@ -146,14 +146,14 @@ def test_verify_says_what_its_search_is_known_to_find(
         (["verify", "everything"], "unrecognized arguments: everything\n"),
     ],
 )
-def test_an_unknown_option_is_told_what_was_close(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_unknown_option_suggests_a_similar_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], output: str
 ) -> None:
-    assert said in refused(capsys, *words)
+    assert output in stderr_of_rejected(capsys, *arguments)
 
 
-def test_it_runs_as_a_module() -> None:
-    done = subprocess.run(
+def test_package_runs_as_a_module() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "roseinfer", "--help"], capture_output=True, text=True, check=True
     )
-    assert generate.HELP in done.stdout
+    assert generate.HELP in process.stdout

@@ -1,4 +1,4 @@
-"""Wrong arguments of every command are refused before torch is imported, which takes seconds."""
+"""Wrong arguments of every command: rejected before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _SERVING = {
     "--run-ahead 99": "run_ahead must be a whole number of at least 0 and at most 16",
     "--max-batch-sise 3": "did you mean --max-batch-size?",
 }
-_STREAMS = {
+_STREAMING = {
     "--prompt-repeats 1,0": "must be at least 1, not 0",
     "--tokenize-workers -1": "must be at least 0, not -1",
     "--submit-interval-ms -1": "must be at least 0, not -1",
     "--stream-interval 0": "must be at least 1, not 0",
     "--prefill-admission-policy lifo": "invalid choice: 'lifo'",
 }
-MISTAKES = {
+WRONG_ARGUMENTS = {
     "roseinfer": {
         "generat": "invalid choice: 'generat'",
         "--vresion": "did you mean --version?",
@@ -84,10 +84,10 @@ MISTAKES = {
     },
     "roseinfer.bench": {
         "laddr": "invalid choice: 'laddr'",
-        **{f"ladder {words}": said for words, said in {**_MODEL, **_RUNS}.items()},
+        **{f"ladder {words}": message for words, message in {**_MODEL, **_RUNS}.items()},
         "ladder --max-new-tokens 1": "must be at least 2, not 1",
         "ladder --run-ahead 99": "run_ahead must be a whole number of at least 0 and at most 16",
-        **{f"trace {words}": said for words, said in _MODEL.items()},
+        **{f"trace {words}": message for words, message in _MODEL.items()},
         "trace --steps 7": "must be at least 8, not 7",
         "append --device gpu": "the engine runs on cpu, cuda or cuda:1",
         "append --dtype fp8": "invalid choice: 'fp8'",
@@ -97,13 +97,13 @@ MISTAKES = {
         "plot nowhere.json chart.png": "cannot be read",
     },
     "roseinfer.benchmark_scheduler": {**_SERVING, "--mode ofline": "invalid choice: 'ofline'"},
-    "roseinfer.benchmark_streaming": {**_SERVING, **_STREAMS},
+    "roseinfer.benchmark_streaming": {**_SERVING, **_STREAMING},
     "tests.mutants": {
         "key-and-valeu-swapped": "no mutant is called",
         "--seeds 0": "must be at least 1, not 0",
         "--quik": "did you mean --quick?",
         "--write-docs nowhere.md": "nowhere.md cannot be read",
-        "--targets a:B": "it goes with --false-alarms",
+        "--targets a:B": "use it with --false-alarms",
         f"--false-alarms 1 --targets {_KV}:GroupedManger": "did you mean GroupedManager?",
     },
 }
@@ -116,7 +116,7 @@ RUN = """
         "tests.mutants": "tests.mutants.command",
     }}
     os.chdir({folder!r})
-    said = []
+    results = []
     for command, words in {mistakes!r}:
         module = importlib.import_module(HOMES.get(command, command))
         with contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -124,25 +124,27 @@ RUN = """
                 status = module.main(words.split())
             except SystemExit as ended:
                 status = ended.code
-        said.append((status, errors.getvalue(), "torch" in sys.modules))
-    print(json.dumps(said))
+        results.append((status, errors.getvalue(), "torch" in sys.modules))
+    print(json.dumps(results))
 """
 
 
-def test_every_mistake_is_refused_before_torch_is_there(tmp_path: Path) -> None:
+def test_wrong_arguments_are_rejected_before_torch_is_imported(tmp_path: Path) -> None:
     expected = {
-        (command, words): said for command, each in MISTAKES.items() for words, said in each.items()
+        (command, words): message
+        for command, each in WRONG_ARGUMENTS.items()
+        for words, message in each.items()
     }
-    found = json.loads(run_python(RUN.format(folder=str(tmp_path), mistakes=list(expected))))
-    for (command, words), (status, error, torch) in zip(expected, found, strict=True):
+    results = json.loads(run_python(RUN.format(folder=str(tmp_path), mistakes=list(expected))))
+    for (command, words), (status, error, torch) in zip(expected, results, strict=True):
         assert status == (4 if error.startswith("ERROR: ") else 2), (command, words)
         assert expected[command, words] in error, (command, words)
         assert not torch, (command, words)
     assert not list(tmp_path.iterdir())
 
 
-def test_pytest_refuses_mistakes_before_torch_is_there(tmp_path: Path) -> None:
-    """One that is misspelled is even refused before a conftest.py is there, which may import it."""
+def test_wrong_pytest_options_are_rejected_before_torch_is_imported(tmp_path: Path) -> None:
+    """A misspelled option is rejected before conftest.py is imported, which may import torch."""
     for folder, imports in (("plain", ""), ("heavy", "import torch")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "conftest.py").write_text(imports)
@@ -155,21 +157,21 @@ def test_pytest_refuses_mistakes_before_torch_is_there(tmp_path: Path) -> None:
         "--roseinfer-report=kv.text": "must end in .json or .html",
         "--roseinfer-update-tpot": "add --roseinfer-tpot FILE",
     }
-    printed = run_python(
+    output = run_python(
         f"""
         import contextlib, io, json, os, sys
         import pytest
 
         os.chdir({str(tmp_path)!r})
-        said = {{}}
+        results = {{}}
         for mistake in {list(mistakes)}:
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 folder = "heavy" if "profle" in mistake else "plain"
                 status = int(pytest.main([mistake, folder]))
-            said[mistake] = status, errors.getvalue(), "torch" in sys.modules
-        print(json.dumps(said))
+            results[mistake] = status, errors.getvalue(), "torch" in sys.modules
+        print(json.dumps(results))
         """
     )
-    for mistake, (status, error, torch) in json.loads(printed.splitlines()[-1]).items():
+    for mistake, (status, error, torch) in json.loads(output.splitlines()[-1]).items():
         assert (status, torch) == (4, False), mistake
         assert mistakes[mistake] in error

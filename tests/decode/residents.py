@@ -1,4 +1,4 @@
-"""Sequences of a tiny model that decode with or without state on the device."""
+"""Sequences of a tiny model that decode in slots or step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.decode.step import NewResident, Resident, ResidentDecode
+from roseinfer.decode.step import Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.models.families import greedy_step, tiny
@@ -21,10 +21,10 @@ PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]
 SIZE = 4
 
 
-def engine_on(
+def build_runner(
     device: str, family: str = "gpt2", blocks: int = 40, *, kernels: bool | None = None
 ) -> SequenceRunner:
-    """Make a runner, by default with kernels only where they are compiled: interpreting is slow."""
+    """Build a runner, by default with kernels only if compiled, since interpreting is slow."""
     model = CausalModel(deepcopy(tiny(family, device)))
     shape = model.shape
     kv = KVBlockManager(
@@ -44,8 +44,8 @@ def engine_on(
     return SequenceRunner(model, kv, attention="triton" if on_kernels else "reference")
 
 
-_MOST = 1 << 20
-"""Most tokens of a sequence, far more than any test stores."""
+_MAX_TOKENS = 1 << 20
+"""Maximum tokens of a sequence, far more than any test stores."""
 
 
 class Decoding:
@@ -60,7 +60,7 @@ class Decoding:
         slots: int = 6,
         graphs: bool = False,
     ) -> None:
-        self.sessions = engine_on(device, family, blocks=40 + 3 * slots, kernels=kernels)
+        self.sessions = build_runner(device, family, blocks=40 + 3 * slots, kernels=kernels)
         self.decode = ResidentDecode(
             self.sessions.model, self.sessions.attention, slots, graphs=graphs
         )
@@ -71,15 +71,15 @@ class Decoding:
         (session,), logits = self.sessions.prefill([prompt])
         first = logits.argmax(-1)
         assert self.decode.supports(params, logits.shape[-1])
-        entrant = NewResident(session, params, seed, _MOST, len(prompt))
-        (resident,) = self.decode.add_sequences([entrant], first)
+        resident = Resident(session, params, seed, _MAX_TOKENS, len(prompt))
+        self.decode.add_sequences([resident], first)
         session.token_ids += first.tolist()
         self.running.append((session, resident))
         return resident
 
     def step(self) -> None:
-        arrival = self.decode.launch([resident for _, resident in self.running], 0)
-        tokens = arrival.wait()
+        readback = self.decode.launch([resident for _, resident in self.running], 0)
+        tokens = readback.wait()
         for session, resident in self.running:
             session.token_ids.append(tokens[resident.slot])
 
@@ -96,7 +96,7 @@ class Decoding:
 
 def alone(device: str, prompt: list[int], count: int, family: str = "gpt2") -> list[int]:
     """Return the prompt and its greedy completion, decoded step by step from the host."""
-    engine = engine_on(device, family)
+    engine = build_runner(device, family)
     (session,), logits = engine.prefill([prompt])
     session.token_ids += logits.argmax(-1).tolist()
     for _ in range(count - 1):

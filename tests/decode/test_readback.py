@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from roseinfer.decode.readback import Readback
+from roseinfer.kv.transfers import Readback
 
 
 def readback(device: str, dtype: torch.dtype = torch.int64) -> Readback:
@@ -15,21 +15,21 @@ def readback(device: str, dtype: torch.dtype = torch.int64) -> Readback:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_numbers_arrive(device: str, count: int) -> None:
+def test_integers_are_read_back(device: str, count: int) -> None:
     vector = torch.arange(10, 10 + count, device=device)
     assert readback(device).start(vector).wait() == list(range(10, 10 + count))
 
 
-def test_fractions_arrive(device: str) -> None:
+def test_floats_are_read_back(device: str) -> None:
     vector = torch.tensor([0.5, -0.25], device=device)
     assert readback(device, torch.float32).start(vector).wait() == [0.5, -0.25]
 
 
-def test_a_view_with_steps_arrives(device: str) -> None:
+def test_strided_view_is_read_back(device: str) -> None:
     assert readback(device).start(torch.arange(8, device=device)[::2]).wait() == [0, 2, 4, 6]
 
 
-def test_what_changes_later_does_not_arrive(device: str) -> None:
+def test_later_changes_are_not_read_back(device: str) -> None:
     numbers = readback(device)
     vector = torch.tensor([1, 2], device=device)
     first = numbers.start(vector)
@@ -40,24 +40,22 @@ def test_what_changes_later_does_not_arrive(device: str) -> None:
     assert first.wait() == [1, 2]
 
 
-def test_buffers_are_used_again_and_never_while_something_is_on_its_way(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[torch.Tensor] = []
+def test_buffers_are_reused_unless_in_flight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[torch.Tensor] = []
     real = Readback._new_buffer
 
-    def counted(self: Readback) -> Any:
+    def recorded_new_buffer(self: Readback) -> Any:
         buffer = real(self)
-        made.append(buffer[0])
+        buffers.append(buffer[0])
         return buffer
 
-    monkeypatch.setattr(Readback, "_new_buffer", counted)
+    monkeypatch.setattr(Readback, "_new_buffer", recorded_new_buffer)
     numbers = readback(device)
     for turn in range(6):
-        on_their_way = [
+        in_flight = [
             numbers.start(torch.full((2,), turn * 10 + at, device=device)) for at in range(3)
         ]
-        found = [each.wait()[0] for each in on_their_way]
-        assert found == [turn * 10, turn * 10 + 1, turn * 10 + 2]
-    assert len(made) == 3
-    assert all(buffer.is_pinned() for buffer in made) or device == "cpu"
+        values = [each.wait()[0] for each in in_flight]
+        assert values == [turn * 10, turn * 10 + 1, turn * 10 + 2]
+    assert len(buffers) == 3
+    assert all(buffer.is_pinned() for buffer in buffers) or device == "cpu"

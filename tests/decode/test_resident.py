@@ -1,53 +1,56 @@
-"""Resident sequences get the same tokens as those decoded step by step by the host."""
+"""Resident sequences: the same tokens as decoded step by step by the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
+from roseinfer import AttentionPath, EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepKind
 from roseinfer.decode.step import step_sizes
 from roseinfer.paths import Work
+from roseinfer.sampling import SamplingBatch
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.twins import assert_same_bits, bits
 
-DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 256])
-def test_the_ladder_has_a_step_for_every_size_and_little_padding(most: int) -> None:
-    sizes = step_sizes(most)
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 256])
+def test_step_sizes_cover_every_batch_with_little_padding(largest: int) -> None:
+    sizes = step_sizes(largest)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for size in range(1, most + 1):
-        taken = next(each for each in sizes if each >= size)
-        assert taken < 2 * size
-        assert taken - size < 32
+    assert sizes[-1] == largest
+    for size in range(1, largest + 1):
+        size_of_step = next(each for each in sizes if each >= size)
+        assert size_of_step < 2 * size
+        assert size_of_step - size < 32
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_each_gets_what_it_gets_alone(device: str, family: str, kernels: bool) -> None:
+def test_sequences_get_the_tokens_they_get_alone(device: str, family: str, kernels: bool) -> None:
     """Sequences start one after another, and cross block boundaries at different steps."""
     decoding = Decoding(device, family=family, kernels=kernels)
-    want = []
+    expected = []
     for prompt in PROMPTS:
         decoding.begin(prompt)
         decoding.step()
         decoding.step()
     for at, prompt in enumerate(PROMPTS):
-        want.append(alone(device, prompt, 1 + 2 * (len(PROMPTS) - at), family))
-    assert decoding.texts() == want
+        expected.append(alone(device, prompt, 1 + 2 * (len(PROMPTS) - at), family))
+    assert decoding.texts() == expected
     counts = decoding.sessions.path_counts
     assert counts[EnginePath.RESIDENT] == 8
-    attended = AttentionPath.APPEND_AND_ATTEND if kernels else AttentionPath.RESIDENT_REFERENCE
-    assert counts[attended] == 16, "of two layers each"
+    attention_path = (
+        AttentionPath.APPEND_AND_ATTEND if kernels else AttentionPath.RESIDENT_REFERENCE
+    )
+    assert counts[attention_path] == 16, "expected two layers per step"
     assert counts[EnginePath.FUSED_ARGMAX] == 8 * kernels
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
-def test_a_slot_in_the_middle_is_padding_and_then_anothers(device: str, kernels: bool) -> None:
+def test_released_slot_is_padding_and_then_reused(device: str, kernels: bool) -> None:
     decoding = Decoding(device, kernels=kernels)
     first, middle, _ = (decoding.begin(prompt) for prompt in PROMPTS[:3])
     decoding.step()
@@ -61,11 +64,11 @@ def test_a_slot_in_the_middle_is_padding_and_then_anothers(device: str, kernels:
         decoding.step()
     decoding.end(first)
     decoding.step()
-    want = [alone(device, PROMPTS[2], 9), alone(device, PROMPTS[3], 7)]
-    assert decoding.texts() == want
+    expected = [alone(device, PROMPTS[2], 9), alone(device, PROMPTS[3], 7)]
+    assert decoding.texts() == expected
 
 
-def test_the_host_uploads_nothing_while_blocks_last(device: str) -> None:
+def test_host_uploads_nothing_between_new_blocks(device: str) -> None:
     decoding = Decoding(device)
     decoding.begin([1] * SIZE)
     decoding.begin([2] * SIZE)
@@ -78,7 +81,7 @@ def test_the_host_uploads_nothing_while_blocks_last(device: str) -> None:
     assert uploaded == [2] * SIZE + [4] * SIZE + [6]
 
 
-def test_a_block_is_taken_as_a_whole_and_given_back(device: str) -> None:
+def test_blocks_are_reserved_whole_and_truncated(device: str) -> None:
     decoding = Decoding(device)
     kv = decoding.sessions.kv
     resident = decoding.begin([1, 2, 3])
@@ -93,41 +96,39 @@ def test_a_block_is_taken_as_a_whole_and_given_back(device: str) -> None:
     assert (resident.sequence.num_stored, resident.sequence.token_capacity) == (5, 5)
 
 
-def test_who_draws_draws_beside_who_does_not(device: str) -> None:
+def test_sampled_and_greedy_sequences_share_a_step(device: str) -> None:
     """Sampling uses the same noise as on the host; afterwards steps are greedy again."""
     decoding = Decoding(device)
     decoding.begin(PROMPTS[0])
-    drawing = decoding.begin(PROMPTS[1], DRAWN, seed=9)
+    sampling = decoding.begin(PROMPTS[1], SAMPLED, seed=9)
     for _ in range(6):
         decoding.step()
-    drawn = drawing.sequence.token_ids
-    decoding.end(drawing)
+    sampled_tokens = sampling.sequence.token_ids
+    decoding.end(sampling)
     decoding.step()
     assert decoding.texts() == [alone(device, PROMPTS[0], 8)]
 
     engine = Decoding(device).sessions
     (session,), logits = engine.prefill([PROMPTS[1]])
-    batch = SamplingBatch.of([DRAWN], [9], device)
+    batch = SamplingBatch.of([SAMPLED], [9], device)
     session.token_ids += logits.argmax(-1).tolist()
     for _ in range(6):
         at = torch.tensor([len(session.token_ids)], device=device)
         session.token_ids += batch.sample_tokens(engine.extend([session]), at).tolist()
-    assert drawn == session.token_ids
+    assert sampled_tokens == session.token_ids
 
 
-def test_steps_that_are_launched_before_others_are_read(device: str) -> None:
+def test_steps_are_launched_before_previous_ones_are_read(device: str) -> None:
     decoding = Decoding(device)
     resident = decoding.begin(PROMPTS[0])
-    on_their_way = [decoding.decode.launch([resident], 0) for _ in range(6)]
-    tokens = [each.wait()[resident.slot] for each in on_their_way]
+    in_flight = [decoding.decode.launch([resident], 0) for _ in range(6)]
+    tokens = [each.wait()[resident.slot] for each in in_flight]
     assert resident.sequence.token_ids + tokens == alone(device, PROMPTS[0], 7)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
-def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
-    device: str, kernels: bool, greedy: bool
-) -> None:
+def test_step_of_padding_changes_no_block(device: str, kernels: bool, greedy: bool) -> None:
     """Graphs are captured this way; sequences in flight continue unaffected."""
     decoding = Decoding(device, kernels=kernels)
     for prompt in PROMPTS[:2]:
@@ -137,14 +138,14 @@ def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
     with slots.rows.all_padding():
         decoding.decode.steps.step(4, StepKind(greedy))
-    for cache, was in zip((kv.keys, kv.values), before, strict=True):
-        assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
+    for cache, cache_before in zip((kv.keys, kv.values), before, strict=True):
+        assert_same_bits(cache[:, 1:], cache_before, "blocks of live sequences")
     decoding.step()
     assert decoding.texts() == [alone(device, prompt, 3) for prompt in PROMPTS[:2]]
 
 
-def test_who_may_decode_there(device: str) -> None:
-    takes = Decoding(device).decode.supports
-    assert takes(SamplingParams(temperature=0.5, seed=3, stop=("a",)), 100)
-    assert takes(SamplingParams(repetition_penalty=1.1), 100)
-    assert takes(SamplingParams(logprobs=True), 100)
+def test_supported_parameters(device: str) -> None:
+    supports = Decoding(device).decode.supports
+    assert supports(SamplingParams(temperature=0.5, seed=3, stop=("a",)), 100)
+    assert supports(SamplingParams(repetition_penalty=1.1), 100)
+    assert supports(SamplingParams(logprobs=True), 100)

@@ -1,4 +1,4 @@
-"""Rows on the device are uploaded when they change, and only then."""
+"""Rows of slots on the device: uploaded when they change, and only then."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections import Counter
 import pytest
 import torch
 
-from roseinfer import SamplingBatch, SamplingParams
+from roseinfer import SamplingParams
 from roseinfer.decode.slots import DecodeSlots, SlotRows
 from roseinfer.kv.sequence import CachedSequence
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.paths import Work
+from roseinfer.sampling import SamplingBatch
 
 SLOTS, WIDTH = 5, 3
 GREEDY = SamplingParams(temperature=0)
-UNLIKE = [
+DIFFERENT_PARAMS = [
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05),
     SamplingParams(temperature=1.5, top_k=0, top_p=0.25, min_p=0.5),
     GREEDY,
@@ -28,12 +29,12 @@ def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeS
     return DecodeSlots(SlotRows(num_slots, width, 1, IndexStaging(where, work)))
 
 
-def uploaded(slots: DecodeSlots) -> int:
+def count_uploads(slots: DecodeSlots) -> int:
     """Return the number of rows uploaded so far."""
     return slots.rows._staging.work_counts[Work.TABLE_ROWS]
 
 
-def session(*blocks: int, stored: int = 4) -> CachedSequence:
+def new_sequence(*blocks: int, stored: int = 4) -> CachedSequence:
     return CachedSequence([list(blocks)], num_stored=stored)
 
 
@@ -43,15 +44,15 @@ def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[in
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def test_a_table_for_each_group_of_layers(device: str) -> None:
+def test_slots_have_a_table_per_layer_group(device: str) -> None:
     staging = IndexStaging(torch.device(device), Counter[str]())
     slots = DecodeSlots(SlotRows(2, 3, 2, staging))
-    mine = CachedSequence([[0, 5], [7, 8]], num_stored=5)
-    slot = slots.assign_slot(mine, GREEDY, 0)
+    sequence = CachedSequence([[0, 5], [7, 8]], num_stored=5)
+    slot = slots.assign_slot(sequence, GREEDY, 0)
     slots.upload()
     tables = [table[slot].tolist() for table in slots.rows.tables(2)]
     assert tables == [[0, 5, 0], [7, 8, 0]]
-    for blocks, new in zip(mine.block_lists, (9, 6), strict=True):
+    for blocks, new in zip(sequence.block_lists, (9, 6), strict=True):
         blocks.append(new)
     slots.mark_new_blocks(slot)
     slots.upload()
@@ -62,86 +63,88 @@ def test_a_table_for_each_group_of_layers(device: str) -> None:
 EMPTY = (0, 0, [0, 0, 0])
 
 
-def test_rows_are_padding_until_someone_has_them(device: str) -> None:
+def test_unassigned_rows_are_padding(device: str) -> None:
     assert rows(slots_on(device)) == [EMPTY] * SLOTS
     assert slots_on(device).rows_in_use == 0
 
 
-def test_a_row_holds_what_its_session_is_when_it_is_uploaded(device: str) -> None:
+def test_upload_writes_the_current_state_of_a_sequence(device: str) -> None:
     slots = slots_on(device)
-    mine = session(7, stored=3)
-    assert slots.assign_slot(mine, GREEDY, 0) == 0
-    assert rows(slots)[0] == EMPTY, "nothing is there before it is uploaded"
-    mine.block_lists[0].append(9)
-    mine.num_stored = 5
+    sequence = new_sequence(7, stored=3)
+    assert slots.assign_slot(sequence, GREEDY, 0) == 0
+    assert rows(slots)[0] == EMPTY, "the row changed before its upload"
+    sequence.block_lists[0].append(9)
+    sequence.num_stored = 5
     slots.upload()
     assert rows(slots) == [(5, 1, [7, 9, 0]), *[EMPTY] * 4]
 
 
-def test_the_lowest_free_row_is_taken(device: str) -> None:
+def test_lowest_free_row_is_assigned(device: str) -> None:
     slots = slots_on(device)
-    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(4)] == [0, 1, 2, 3]
+    assert [slots.assign_slot(new_sequence(at), GREEDY, 0) for at in range(4)] == [0, 1, 2, 3]
     for slot in (2, 0, 3):
         slots.release_slot(slot)
     assert slots.rows_in_use == 2
-    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(4)] == [0, 2, 3, 4]
+    assert [slots.assign_slot(new_sequence(at), GREEDY, 0) for at in range(4)] == [0, 2, 3, 4]
     assert slots.rows_in_use == SLOTS
 
 
-def test_a_row_that_could_not_be_described_is_not_taken(device: str) -> None:
+def test_failed_assignment_keeps_the_row_free(device: str) -> None:
     slots = slots_on(device)
     broken = SamplingParams()
     object.__setattr__(broken, "temperature", "hot")
     with pytest.raises(Exception, match="argument"):
-        slots.assign_slot(session(1), broken, 0)
-    assert [slots.assign_slot(session(at), GREEDY, 0) for at in range(SLOTS)] == list(range(SLOTS))
+        slots.assign_slot(new_sequence(1), broken, 0)
+    assert [slots.assign_slot(new_sequence(at), GREEDY, 0) for at in range(SLOTS)] == list(
+        range(SLOTS)
+    )
 
 
-def test_only_rows_that_changed_are_uploaded(device: str) -> None:
+def test_only_changed_rows_are_uploaded(device: str) -> None:
     slots = slots_on(device)
-    sessions = [session(1), session(2), session(3)]
+    sessions = [new_sequence(1), new_sequence(2), new_sequence(3)]
     for each in sessions:
         slots.assign_slot(each, GREEDY, 0)
     slots.upload()
     slots.upload()
-    assert uploaded(slots) == 3
+    assert count_uploads(slots) == 3
     sessions[1].block_lists[0].append(8)
     slots.mark_new_blocks(1)
     slots.mark_new_blocks(1)
     slots.upload()
-    assert uploaded(slots) == 4
+    assert count_uploads(slots) == 4
     assert rows(slots, 3) == [(4, 1, [1, 0, 0]), (4, 1, [2, 8, 0]), (4, 1, [3, 0, 0])]
 
 
-def test_a_row_that_grows_keeps_the_length_that_the_device_counted(device: str) -> None:
+def test_growing_row_keeps_the_length_on_the_device(device: str) -> None:
     slots = slots_on(device)
-    mine = session(1, 2)
-    slots.assign_slot(mine, GREEDY, 0)
+    sequence = new_sequence(1, 2)
+    slots.assign_slot(sequence, GREEDY, 0)
     slots.upload()
     slots.rows.lengths(1)[:] += 3
-    mine.block_lists[0][-1] = 7  # the copy of a block that was shared
-    mine.block_lists[0].append(8)
+    sequence.block_lists[0][-1] = 7  # the copy of a shared block
+    sequence.block_lists[0].append(8)
     slots.mark_new_blocks(0)
     slots.upload()
     assert rows(slots, 2) == [(7, 1, [1, 7, 8]), EMPTY]
 
 
-def test_a_row_given_back_while_it_grew_is_padding(device: str) -> None:
+def test_row_released_with_new_blocks_is_padding(device: str) -> None:
     slots = slots_on(device)
-    mine = session(1)
-    slots.assign_slot(mine, GREEDY, 0)
+    sequence = new_sequence(1)
+    slots.assign_slot(sequence, GREEDY, 0)
     slots.upload()
-    mine.block_lists[0].append(8)
+    sequence.block_lists[0].append(8)
     slots.mark_new_blocks(0)
     slots.release_slot(0)
     slots.upload()
     assert rows(slots, 1) == [EMPTY]
 
 
-def test_a_row_given_back_is_padding_again(device: str) -> None:
+def test_released_row_is_padding(device: str) -> None:
     slots = slots_on(device)
     for block in (1, 2):
-        slots.assign_slot(session(block), UNLIKE[0], 5)
+        slots.assign_slot(new_sequence(block), DIFFERENT_PARAMS[0], 5)
     slots.upload()
     slots.release_slot(0)
     slots.upload()
@@ -150,63 +153,66 @@ def test_a_row_given_back_is_padding_again(device: str) -> None:
     assert slots.rows_in_use == 2
 
 
-def test_a_row_taken_anew_before_an_upload_is_its_new_sessions(device: str) -> None:
+def test_row_reassigned_before_an_upload_has_its_new_sequence(device: str) -> None:
     slots = slots_on(device)
-    slots.assign_slot(session(1), GREEDY, 0)
+    slots.assign_slot(new_sequence(1), GREEDY, 0)
     slots.upload()
     slots.release_slot(0)
-    slots.assign_slot(session(2, stored=1), GREEDY, 0)
+    slots.assign_slot(new_sequence(2, stored=1), GREEDY, 0)
     slots.upload()
     assert rows(slots, 1) == [(1, 1, [2, 0, 0])]
-    assert uploaded(slots) == 2
+    assert count_uploads(slots) == 2
 
 
-def test_the_columns_are_those_of_a_batch(device: str) -> None:
+def test_sampling_columns_equal_those_of_a_batch(device: str) -> None:
     """Equal bit for bit, in rows of 64-bit numbers."""
     slots = slots_on(device)
-    for params, seed in zip(UNLIKE, SEEDS, strict=True):
-        slots.assign_slot(session(1), params, seed)
+    for params, seed in zip(DIFFERENT_PARAMS, SEEDS, strict=True):
+        slots.assign_slot(new_sequence(1), params, seed)
     slots.upload()
-    found, want = slots.rows.sampling(3, greedy=False), SamplingBatch.of(UNLIKE, SEEDS, device)
+    sampling, expected = (
+        slots.rows.sampling(3, greedy=False),
+        SamplingBatch.of(DIFFERENT_PARAMS, SEEDS, device),
+    )
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-        mine, theirs = getattr(found, name), getattr(want, name)
-        assert mine.dtype == theirs.dtype, name
-        assert torch.equal(mine, theirs), name
-    assert not found.greedy
-    assert found.penalties is None
+        column, expected_column = getattr(sampling, name), getattr(expected, name)
+        assert column.dtype == expected_column.dtype, name
+        assert torch.equal(column, expected_column), name
+    assert not sampling.greedy
+    assert sampling.penalties is None
     torch.manual_seed(0)
     logits, positions = torch.randn(3, 50, device=device), torch.arange(3, device=device)
     assert torch.equal(
-        found.sample_tokens(logits, positions), want.sample_tokens(logits, positions)
+        sampling.sample_tokens(logits, positions), expected.sample_tokens(logits, positions)
     )
 
 
-def test_tokens_are_put_where_they_belong(device: str) -> None:
+def test_put_tokens_writes_to_the_given_rows(device: str) -> None:
     slots = slots_on(device)
     slots.rows.put_tokens([3, 1], torch.tensor([30, 10], device=device))
     assert slots.rows.tokens.tolist() == [0, 10, 0, 30, 0]
 
 
-def test_what_the_device_counts_up_is_seen(device: str) -> None:
+def test_lengths_counted_on_the_device_are_visible(device: str) -> None:
     """Columns are views: writing to them changes the rows."""
     slots = slots_on(device)
-    slots.assign_slot(session(1, stored=7), GREEDY, 0)
+    slots.assign_slot(new_sequence(1, stored=7), GREEDY, 0)
     slots.upload()
     lengths = slots.rows.lengths(2)
     lengths += slots.rows.active(2)
     assert rows(slots, 2) == [(8, 1, [1, 0, 0]), EMPTY]
 
 
-def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
-    """Also after an exception. Changes on the host meanwhile are uploaded afterwards."""
+def test_all_padding_restores_rows(device: str) -> None:
+    """This holds after an exception, too. Changes on the host meanwhile are uploaded afterwards."""
     slots = slots_on(device)
-    slots.assign_slot(session(1, 2), UNLIKE[0], 11)
+    slots.assign_slot(new_sequence(1, 2), DIFFERENT_PARAMS[0], 11)
     slots.upload()
     slots.rows.put_tokens([0], torch.tensor([42], device=device))
     columns = slots.rows.sampling(SLOTS, greedy=False)
-    before, seeds, rows_before = rows(slots), columns.seeds.clone(), uploaded(slots)
+    before, seeds, rows_before = rows(slots), columns.seeds.clone(), count_uploads(slots)
 
-    def scribble() -> None:
+    def overwrite_and_fail() -> None:
         assert rows(slots) == [EMPTY] * SLOTS
         assert not columns.seeds.any()
         slots.rows.tokens.fill_(5)
@@ -215,19 +221,19 @@ def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), slots.rows.all_padding():
-        scribble()
+        overwrite_and_fail()
     assert rows(slots) == before
     assert torch.equal(columns.seeds, seeds)
     assert slots.rows.tokens.tolist() == [42, 0, 0, 0, 0]
     slots.upload()
-    assert uploaded(slots) == rows_before
+    assert count_uploads(slots) == rows_before
 
 
-def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
+def test_rows_too_wide_for_the_ring_are_uploaded(device: str) -> None:
     """Rows of thousands of blocks are staged outside the ring."""
     slots = slots_on(device, 3, 9000)
     for first in (10, 20, 30):
-        slots.assign_slot(session(*range(first, first + 5)), GREEDY, 0)
+        slots.assign_slot(new_sequence(*range(first, first + 5)), GREEDY, 0)
     slots.upload()
     assert slots.rows.tables(3)[0][:, :6].tolist() == [
         [*range(first, first + 5), 0] for first in (10, 20, 30)

@@ -1,1 +1,1 @@
-"""Models that several processes compute together."""
+"""Models that are computed by several processes."""

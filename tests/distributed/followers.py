@@ -1,4 +1,4 @@
-"""Followers in threads of this process: they load in no time, and tests can look into them."""
+"""Followers in threads of this process, which start at once and can be inspected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from roseinfer.distributed import follower, processes
-from tests.models.families import SHAPE, scaled_up
+from tests.models.families import SHAPE, scale_weights_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Thread:
-    """Stands for a process that a leader has started."""
+    """Stand-in for a process that a leader started."""
 
     thread: threading.Thread
     error: list[BaseException] = field(default_factory=list)
@@ -37,8 +37,8 @@ class Thread:
         self.thread.join(20)
 
 
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
-    """Have leaders start threads instead of processes; they are noted in the list."""
+def run_ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
+    """Make leaders start threads instead of processes, and return the list of these threads."""
     started: list[Thread] = []
 
     def start_rank(folder: Path, rank: int, size: int) -> Any:
@@ -61,4 +61,4 @@ def build(config: Callable[..., Any], **more: Any) -> Any:
     """Build a tiny model whose heads divide by four."""
     torch.manual_seed(3)
     settings = SHAPE | {"num_key_value_heads": 4, "head_dim": 12} | more
-    return scaled_up(transformers.AutoModelForCausalLM.from_config(config(**settings)))
+    return scale_weights_up(transformers.AutoModelForCausalLM.from_config(config(**settings)))

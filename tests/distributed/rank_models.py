@@ -1,4 +1,4 @@
-"""Models that every rank makes itself, on the device that it is given."""
+"""Models that every rank builds itself, on its device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def made(device: torch.device, model: str) -> Any:
+def build_on(device: torch.device, model: str) -> Any:
     return build(MODELS[model]).to(device)
 
 
-def made_with_room(device: torch.device, model: str, leader: int, room: int) -> Any:
-    """Make a model; in any process but the leader's, leave so many bytes for a cache."""
+def build_with_limit(device: torch.device, model: str, leader: int, max_bytes: int) -> Any:
+    """Build a model; in any process but the leader's, limit the bytes for a cache."""
     if os.getpid() != leader:
-        loading._MAX_CPU_CACHE_BYTES = room
-    return made(device, model)
+        loading._MAX_CPU_CACHE_BYTES = max_bytes
+    return build_on(device, model)

@@ -1,4 +1,4 @@
-"""Graphs end before the group that they have sums of, which waits for them."""
+"""Lifetime of graphs with all-reduces: they end before their process group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SECONDS = 20.0
 
 
 class Group:
-    """Stands for NCCL's, which ends when no graph has any of it."""
+    """Stand-in for an NCCL group, which ends only once no graph uses it."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
         self._without_graphs = threading.Event()
 
     def allreduce(self, *_: Any) -> None:
-        """Do nothing: there is one rank."""
+        """Do nothing, since there is one rank."""
 
     def abort(self) -> None:
         assert self._without_graphs.wait(_SECONDS)
@@ -44,20 +44,20 @@ class Group:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    made = Group()
-    monkeypatch.setattr(module, "_group", lambda *_: made)
+    fake = Group()
+    monkeypatch.setattr(module, "_group", lambda *_: fake)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return made
+    return fake
 
 
-def captured(ranks: Ranks, graph: Any) -> None:
-    """Capture a step, and let go of what has captured it."""
+def capture_and_drop(ranks: Ranks, graph: Any) -> None:
+    """Capture a step, and drop the object that captured it."""
     rows: Any = SimpleNamespace(ranks=ranks)
     graphs = StepGraphs(lambda *_: None, rows, Counter())
     graphs._graphs[1, StepKind(greedy=True)] = graph, Counter()
 
 
-def waits_for(holds: Callable[[], bool]) -> bool:
+def await_condition(holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + _SECONDS
     while not holds() and time.monotonic() < deadline:
         gc.collect()
@@ -68,11 +68,11 @@ def waits_for(holds: Callable[[], bool]) -> bool:
 CPU = torch.device("cpu")
 
 
-def test_graphs_end_first(group: Group) -> None:
+def test_graphs_end_before_their_group(group: Group) -> None:
     ranks = Ranks(0, 1, None, CPU)
-    captured(ranks, group)
+    capture_and_drop(ranks, group)
     del ranks
-    assert waits_for(lambda: len(group.ended) == 2)
+    assert await_condition(lambda: len(group.ended) == 2)
     assert group.ended == ["graph", "group"]
 
 
@@ -82,46 +82,46 @@ def links_of(group: Group, *, failed: bool = False) -> Any:
     )
 
 
-def test_other_ranks_end_last(group: Group) -> None:
-    """NCCL holds up whoever ends a group behind them."""
+def test_other_ranks_end_after_the_group(group: Group) -> None:
+    """NCCL blocks a process that ends a group after the others."""
     ranks = LeadingRank(links_of(group), 1, None, CPU)
-    captured(ranks, group)
+    capture_and_drop(ranks, group)
     del ranks
-    assert waits_for(lambda: len(group.ended) == 3)
+    assert await_condition(lambda: len(group.ended) == 3)
     assert group.ended == ["graph", "group", "other ranks"]
 
 
-def test_they_end_where_a_failure_waits_for_them(group: Group) -> None:
+def test_graphs_end_while_a_failure_waits(group: Group) -> None:
     links = links_of(group)
     ranks = LeadingRank(links, 1, None, CPU)
-    captured(ranks, group)
+    capture_and_drop(ranks, group)
     failure = threading.Thread(target=links.on_failure[0])
     failure.start()
     del ranks
-    assert waits_for(lambda: len(group.ended) == 4)
+    assert await_condition(lambda: len(group.ended) == 4)
     failure.join(_SECONDS)
     assert group.ended[0] == "graph"
     assert sorted(group.ended[1:]) == ["group", "group", "other ranks"]
 
 
-def test_a_failure_ahead_of_whoever_hears_of_it_ends_the_group(group: Group) -> None:
+def test_earlier_failure_ends_the_group(group: Group) -> None:
     group.reset()
     ranks = LeadingRank(links_of(group, failed=True), 1, None, CPU)
     assert group.ended == ["graph", "group"]
     del ranks
 
 
-def test_those_of_a_capture_that_failed_end_at_once(group: Group) -> None:
+def test_graphs_of_a_failed_capture_end_at_once(group: Group) -> None:
     def step(count: int, _: Any) -> None:
-        graphs._graphs[count, StepKind(greedy=True)] = made, Counter()
+        graphs._graphs[count, StepKind(greedy=True)] = graph, Counter()
         raise RuntimeError("it waits for the host")
 
     ranks = Ranks(0, 1, None, CPU)
     rows: Any = SimpleNamespace(ranks=ranks, all_padding=threading.Lock)
-    made: Any = SimpleNamespace(reset=group.reset)
+    graph: Any = SimpleNamespace(reset=group.reset)
     graphs = StepGraphs(step, rows, Counter())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
         assert not graphs.capture([1], required=False)
     assert group.ended == ["graph"]
     assert not graphs._graphs

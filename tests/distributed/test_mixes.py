@@ -1,4 +1,4 @@
-"""The harness's mixes of requests, served by two ranks."""
+"""Random mixes of the harness on two ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import pytest
 from pytest_roseinfer.targets import engine_models, roseinfer_engine
 from pytest_roseinfer.targets import engine_models as shapes
 from roseinfer.distributed.follower import Follower
-from tests.distributed.followers import in_threads
+from tests.distributed.followers import run_ranks_in_threads
 from tests.engine.searched_mixes import search
-from tests.sampled import every_test
+from tests.sampled import all_tests_selected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-MIXES = 40 if every_test() else 10
+MIXES = 40 if all_tests_selected() else 10
 _SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.SOFTCAP)
 
 
 class SharedEngine(roseinfer_engine.RoseinferEngine):
-    """Our engine on two ranks, with models that can be shared."""
+    """The engine on two ranks, with models that can be sharded."""
 
-    paths: ClassVar[Mapping[str, Any]] = {}  # these would aim at models that are not shared
+    paths: ClassVar[Mapping[str, Any]] = {}  # these would require models that cannot be sharded
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **roseinfer_engine.RoseinferEngine.option_choices,
         "model": _SHARED,
@@ -40,7 +40,7 @@ class SharedEngine(roseinfer_engine.RoseinferEngine):
 
 @pytest.fixture(autouse=True)
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is a thread, whose cache begins full of NaN, and each rank cuts a model of its own."""
+    """Run rank 1 as a thread, with a cache full of NaN, and shard a new model for each rank."""
     whole = lru_cache(engine_models.network)
     begin = Follower.__init__
 
@@ -49,10 +49,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         for cache in (follower._kv.keys, follower._kv.values):
             cache.fill_(float("nan"))
 
-    in_threads(monkeypatch)
+    run_ranks_in_threads(monkeypatch)
     monkeypatch.setattr(Follower, "__init__", begin_with_nan)
-    monkeypatch.setattr(roseinfer_engine, "_served", lambda *of: deepcopy(whole(*of)))
+    monkeypatch.setattr(roseinfer_engine, "_cached_network", lambda *of: deepcopy(whole(*of)))
 
 
-def test_every_request_gets_what_it_gets_alone() -> None:
+def test_requests_of_mixes_match_each_alone() -> None:
     search(SharedEngine, MIXES)

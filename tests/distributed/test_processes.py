@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: started by the leader or by torchrun, and ended in any order."""
+"""Rank processes: started by the leader or by torchrun, and ended in any order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from roseinfer.config import EngineConfig
 from roseinfer.distributed import processes
 from roseinfer.distributed.processes import prestarted_ranks
 from tests import warm_process
-from tests.distributed.followers import in_threads
-from tests.engine.continuations import TEXTS, by_transformers, greedy
+from tests.distributed.followers import run_ranks_in_threads
+from tests.engine.continuations import TEXTS, greedy, transformers_continuation
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -43,15 +43,15 @@ SIZES: dict[str, Any] = {
     "kv_cache_tokens": 2000,
 }
 _SECONDS = 5.0
-"""A rank that dies ends the others within so long."""
+"""Seconds until the other ranks end after one died."""
 _STREAMS_S = 10.0
-"""Within so long all streams have ended, even if they compete for the cores with other tests."""
+"""Seconds until all streams have ended, even if other tests compete for the cores."""
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[list[LLM]]:
-    """Yield the list of those that were started, whose ranks have to end afterwards."""
+    """Yield a list of engines, whose ranks must end afterwards."""
     started: list[LLM] = []
     yield started
     for llm in started:
@@ -63,7 +63,7 @@ def llms() -> Iterator[list[LLM]]:
 
 @pytest.fixture
 def llm(llms: list[LLM]) -> LLM:
-    """Return one whose ranks are alive: what the test before has left, if it killed none."""
+    """Return an engine with live ranks: that of the previous test, unless it killed one."""
     if not llms or not is_running(other_process(llms[-1])):
         llms.append(LLM("tiny", tensor_parallel_size=2, resident_decode=True, **SIZES))
     return llms[-1]
@@ -75,11 +75,13 @@ def other_process(llm: LLM) -> int:
     return process.pid
 
 
-def test_texts_with_guides(llm: LLM) -> None:
-    """The leader alone knows them, and what it chooses goes to the others."""
+def test_completions_with_guides_match_one_process(llm: LLM) -> None:
+    """Only the leader knows them, and sends the sampled tokens to the others."""
     params = [
-        SamplingParams(1.0, seed=at, max_new_tokens=12, guide=guide)
-        for at, guide in enumerate([Guide(regex="[0-9]{5}"), Guide(choice=("yes", "no")), None])
+        SamplingParams(1.0, seed=function, max_new_tokens=12, guide=guide)
+        for function, guide in enumerate(
+            [Guide(regex="[0-9]{5}"), Guide(choice=("yes", "no")), None]
+        )
     ]
     outputs = llm.generate(TEXTS[:3], params, progress=False)
     alone = LLM("tiny", resident_decode=False, **SIZES).generate(TEXTS[:3], params, progress=False)
@@ -89,11 +91,11 @@ def test_texts_with_guides(llm: LLM) -> None:
     assert llm.engine.path_counts[EnginePath.GUIDED] > 0
 
 
-def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
+def test_streams_end_when_a_rank_is_killed(llm: LLM) -> None:
     outputs = llm.generate(TEXTS, greedy(), progress=False)
     for prompt, output in zip(TEXTS, outputs, strict=True):
-        assert output.token_ids == by_transformers("cpu", prompt, 16)
-    served, killed = AsyncLLM(llm), list[float]()
+        assert output.token_ids == transformers_continuation("cpu", prompt, 16)
+    served, kill_times = AsyncLLM(llm), list[float]()
 
     async def read(prompt: str) -> tuple[str, float]:
         """Return why the stream ended, and how long after the kill."""
@@ -101,10 +103,10 @@ def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
             async for update in served.stream(prompt, LONG):
                 if len(update.request.token_ids) == 20 and prompt == TEXTS[0]:
                     os.kill(other_process(llm), signal.SIGKILL)
-                    killed.append(time.monotonic())
+                    kill_times.append(time.monotonic())
         except EngineStopped as error:
-            return str(error), time.monotonic() - killed[0]
-        return "its text is whole", 0.0
+            return str(error), time.monotonic() - kill_times[0]
+        return "the completion is whole", 0.0
 
     async def main() -> list[tuple[str, float]]:
         streams = [asyncio.wait_for(read(prompt), 60) for prompt in TEXTS]
@@ -118,14 +120,14 @@ def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
         llm.generate(TEXTS, greedy(), progress=False)
 
 
-def test_an_idle_engine_notices_that_a_rank_has_ended(llm: LLM) -> None:
+def test_idle_engine_detects_an_ended_rank(llm: LLM) -> None:
     served = AsyncLLM(llm)
 
     async def main() -> None:
         assert (await served.generate(TEXTS[1], greedy(3))).finish_reason == "length"
         os.kill(other_process(llm), signal.SIGKILL)
-        until = time.monotonic() + _SECONDS
-        while not served.closed and time.monotonic() < until:
+        deadline = time.monotonic() + _SECONDS
+        while not served.closed and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
     asyncio.run(main())
@@ -145,7 +147,7 @@ follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
 
@@ -156,31 +158,31 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
             llm.generate(TEXTS, greedy(), progress=False)
 
 
-_ENDS = """
+_EXIT_EARLY = """
 import os, sys
 from pathlib import Path
 from roseinfer.distributed import follower
 
-setattr(follower, sys.argv[4], lambda *given, **named: os._exit(3))
+setattr(follower, sys.argv[4], lambda *args, **kwargs: os._exit(3))
 follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
-    ("at", "why"),
+    ("function", "why"),
     [
         ("rank_device", "rank 1 cannot start: it has ended"),
         ("FollowingRank", "rank 1 has ended"),
         ("load", "rank 1 has ended"),
     ],
 )
-def test_a_rank_that_ends_before_the_model_is_loaded(
-    at: str, why: str, monkeypatch: pytest.MonkeyPatch
+def test_rank_ending_before_the_model_is_loaded_is_reported(
+    function: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
-        where = [str(folder), str(rank), str(size), at]
-        return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
+        where = [str(folder), str(rank), str(size), function]
+        return subprocess.Popen([sys.executable, "-c", _EXIT_EARLY, *where])
 
     monkeypatch.setattr(processes, "start_rank", start_rank)
     with pytest.raises(RanksFailed, match=why):
@@ -196,13 +198,13 @@ os._exit(9)
 """
 
 
-def test_ranks_end_with_a_leader_that_was_killed() -> None:
-    done = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
-    assert done.returncode == 9, done.stderr
-    until = time.monotonic() + _SECONDS
-    while is_running(int(done.stdout)) and time.monotonic() < until:
+def test_ranks_end_with_a_killed_leader() -> None:
+    process = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
+    assert process.returncode == 9, process.stderr
+    deadline = time.monotonic() + _SECONDS
+    while is_running(int(process.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_running(int(done.stdout))
+    assert not is_running(int(process.stdout))
 
 
 def is_running(process: int) -> bool:
@@ -213,18 +215,18 @@ def is_running(process: int) -> bool:
         return False
 
 
-_LETS_GO = """
+_DROP_RANKS = """
 from roseinfer import LLM
 llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
 del llm
 """
 
 
-def test_a_process_exits_right_after_it_has_let_go_of_its_ranks() -> None:
-    """A process of its own: what ``warm_process`` runs ends with no interpreter's end."""
-    command = [sys.executable, "-c", _LETS_GO]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_process_exits_after_dropping_its_ranks() -> None:
+    """This needs a new process, since ``warm_process`` does not shut down its interpreter."""
+    command = [sys.executable, "-c", _DROP_RANKS]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.takes_long
@@ -233,14 +235,14 @@ def test_torchrun_starts_the_ranks() -> None:
     launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]
     command = ["--prompt", TEXTS[0], "--json", "--max-new-tokens", "16", "--device", "cpu"]
     command += ["--tensor-parallel-size", "2"]
-    done = warm_process.run([*launcher, *command], cwd=ROOT, environment=os.environ, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert json.loads(line)["token_ids"] == by_transformers("cpu", TEXTS[0], 16)
+    process = warm_process.run([*launcher, *command], cwd=ROOT, environment=os.environ, timeout=120)
+    assert process.returncode == 0, process.stderr
+    (line,) = process.stdout.splitlines()
+    assert json.loads(line)["token_ids"] == transformers_continuation("cpu", TEXTS[0], 16)
 
 
-def test_ranks_are_started_before_their_leader_imports_torch() -> None:
-    """They import it meanwhile; and end if nobody comes to lead them."""
+def test_ranks_are_started_before_the_leader_imports_torch() -> None:
+    """They import it meanwhile, and end if no leader connects."""
     code = """
 import subprocess, sys
 from roseinfer.cli.model_options import add_model_options, add_settings, load_llm
@@ -254,14 +256,14 @@ with prestarted_ranks(3):
 assert [process.returncode for process in meeting.child_processes] == [-9, -9]
 assert not meeting.folder.exists() and not rank_processes._prestarted
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
-def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
+def test_too_many_ranks_for_a_host_are_not_prestarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command would start them all, only to say that there are fewer GPUs."""
+    """Otherwise the command would start them all, only to report that there are fewer GPUs."""
     monkeypatch.setattr(processes, "start_rank", None)
     with prestarted_ranks(64):
         assert not processes._prestarted
@@ -270,37 +272,37 @@ def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
 
 
 @pytest.mark.parametrize("begin", [prestarted_ranks, processes.take_rendezvous])
-def test_ranks_end_if_one_of_them_cannot_be_started(
+def test_ranks_end_if_one_cannot_be_started(
     begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: list[Path] = []
-    begun: list[subprocess.Popen[bytes]] = []
+    children: list[subprocess.Popen[bytes]] = []
 
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         folders.append(folder)
         if rank == size - 1:
             raise BlockingIOError("no more processes")
-        begun.append(subprocess.Popen(["sleep", "60"]))
-        return begun[-1]
+        children.append(subprocess.Popen(["sleep", "60"]))
+        return children[-1]
 
     monkeypatch.setattr(processes, "start_rank", start_rank)
     with pytest.raises(BlockingIOError), begin(4):
         pytest.fail("they were started")
-    assert [process.returncode for process in begun] == [-9, -9]
+    assert [process.returncode for process in children] == [-9, -9]
     assert not folders[0].exists()
     assert not processes._prestarted
 
 
-def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_leads_its_prestarted_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[processes.Rendezvous] = []
-    own = processes.Rendezvous.open
+    open_rendezvous = processes.Rendezvous.open
 
-    def open_one() -> processes.Rendezvous:
-        opened.append(own())
+    def recorded_open() -> processes.Rendezvous:
+        opened.append(open_rendezvous())
         return opened[-1]
 
-    ranks = in_threads(monkeypatch)
-    monkeypatch.setattr(processes.Rendezvous, "open", open_one)
+    ranks = run_ranks_in_threads(monkeypatch)
+    monkeypatch.setattr(processes.Rendezvous, "open", recorded_open)
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     add_settings(parser, EngineConfig)

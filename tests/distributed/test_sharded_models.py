@@ -1,4 +1,4 @@
-"""Ranks compute a model together: its texts are those of one process."""
+"""Sharded models: the same tokens as one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from roseinfer import LLM, RanksFailed, SamplingParams
-from roseinfer.decode.readback import PendingReadback
-from roseinfer.distributed.orders import ReportState
+from roseinfer.distributed.ranks import ReportState
 from roseinfer.kv.storage import AppendExecutor
-from tests.distributed.followers import build, in_threads
+from roseinfer.kv.transfers import PendingReadback
+from tests.distributed.followers import build, run_ranks_in_threads
 from tests.models.families import POSITIONS, VOCABULARY
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ SIZES: dict[str, Any] = {
     "block_size": 4,
     "kv_cache_tokens": 240,
 }
-WAYS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"resident_decode": False},
     "resident": {"resident_decode": True, "run_ahead": 2, "prefill_max_tokens": 7},
-    "speculating": {"speculation": "ngram", "resident_decode": True},
+    "speculation": {"speculation": "ngram", "resident_decode": True},
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [*range(20, 45)], [5, 6, 7, 8, 9, 10, 12], [1, 2] * 9]
 PARAMS = [
@@ -59,7 +59,7 @@ PARAMS = [
 ]
 
 
-def texts(llm: LLM) -> list[list[int]]:
+def generate_tokens(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS, progress=False)
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [output.token_ids for output in outputs]
@@ -73,58 +73,58 @@ def run_to_the_end(llm: LLM) -> None:
 CASES = [
     *((model, "resident") for model in MODELS),
     *((model, "plain") for model in ("gpt2", "mistral")),
-    ("llama", "speculating"),
+    ("llama", "speculation"),
 ]
 
 
-@pytest.mark.many_alike
-@pytest.mark.parametrize(("model", "way"), CASES)
-def test_texts_are_those_of_one_process(
-    model: str, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize(("model", "setting"), CASES)
+def test_completions_match_one_process(
+    model: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_threads(monkeypatch)
-    alone = LLM(build(MODELS[model]), **SIZES, **WAYS[way])
+    run_ranks_in_threads(monkeypatch)
+    alone = LLM(build(MODELS[model]), **SIZES, **SETTINGS[setting])
     size = 4 if model in ("llama", "gpt2") else 2
-    shared = LLM(build(MODELS[model]), tensor_parallel_size=size, **SIZES, **WAYS[way])
+    sharded = LLM(build(MODELS[model]), tensor_parallel_size=size, **SIZES, **SETTINGS[setting])
     heads = alone.engine.sequence_runner.kv.num_heads
-    assert shared.engine.sequence_runner.kv.num_heads == heads // size
+    assert sharded.engine.sequence_runner.kv.num_heads == heads // size
     for _ in range(2):  # the second time with prefixes from the first
-        assert texts(shared) == texts(alone)
+        assert generate_tokens(sharded) == generate_tokens(alone)
 
 
-@pytest.mark.parametrize("style", ["embedding_rowwise", "rowwise", "of another version"])
-def test_an_embedding_stays_whole_and_the_head_that_was_tied_to_it_is_cut(
+@pytest.mark.parametrize("style", ["embedding_rowwise", "rowwise", "other version"])
+def test_tied_embedding_stays_whole_and_the_head_is_sharded(
     style: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers 5.17 plans to cut such an embedding by its rows."""
-    in_threads(monkeypatch)
+    """Transformers 5.17 plans to shard such an embedding by rows."""
+    run_ranks_in_threads(monkeypatch)
     config = transformers.LlamaConfig
     plan = {**config.base_model_tp_plan, "embed_tokens": style}
     monkeypatch.setattr(config, "base_model_tp_plan", plan)
-    alone, cut = (build(config, tie_word_embeddings=True) for _ in range(2))
-    shared = LLM(cut, tensor_parallel_size=2, **SIZES, **WAYS["resident"])
-    assert texts(shared) == texts(LLM(alone, **SIZES, **WAYS["resident"]))
-    whole, head = cut.model.embed_tokens.weight, cut.lm_head.weight
-    assert whole.shape[0] == VOCABULARY
+    alone, sharded_model = (build(config, tie_word_embeddings=True) for _ in range(2))
+    sharded = LLM(sharded_model, tensor_parallel_size=2, **SIZES, **SETTINGS["resident"])
+    assert generate_tokens(sharded) == generate_tokens(LLM(alone, **SIZES, **SETTINGS["resident"]))
+    embedding, head = sharded_model.model.embed_tokens.weight, sharded_model.lm_head.weight
+    assert embedding.shape[0] == VOCABULARY
     assert head.shape[0] < VOCABULARY
-    assert torch.equal(head, whole[: len(head)])
-    assert head.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    assert torch.equal(head, embedding[: len(head)])
+    assert head.untyped_storage().data_ptr() != embedding.untyped_storage().data_ptr()
 
 
-def test_numbers_that_come_after_a_rank_has_ended_are_not_told(
+def test_readbacks_after_a_rank_ended_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU that waited for it goes on without, and what it computes then is no token."""
-    started = in_threads(monkeypatch)
-    llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES, **WAYS["resident"])
+    """A GPU that waited for the rank continues, and what it computes then is not a token."""
+    started = run_ranks_in_threads(monkeypatch)
+    llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES, **SETTINGS["resident"])
     ranks, wait = llm.ranks, PendingReadback.wait
     assert ranks is not None
 
-    def late(arrival: PendingReadback) -> list[Any]:
+    def wait_and_fail(arrival: PendingReadback) -> list[Any]:
         ranks.rank_connections._fail(RanksFailed("rank 1 has ended"))
         return wait(arrival)
 
-    monkeypatch.setattr(PendingReadback, "wait", late)
+    monkeypatch.setattr(PendingReadback, "wait", wait_and_fail)
     request = llm.engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(RanksFailed, match="rank 1 has ended"):
         run_to_the_end(llm)
@@ -133,8 +133,8 @@ def test_numbers_that_come_after_a_rank_has_ended_are_not_told(
     started[0].wait()
 
 
-def test_ranks_that_are_let_go_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = in_threads(monkeypatch)
+def test_released_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_ranks_in_threads(monkeypatch)
     llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES)
     assert llm.ranks is not None
     llm.ranks.rank_connections.close()
@@ -143,18 +143,18 @@ def test_ranks_that_are_let_go_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started[0].error == []
 
 
-def test_only_copies_that_are_made_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_copy_runs_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy of a shared block is made on both ranks."""
-    in_threads(monkeypatch)
-    made: list[tuple[int, int]] = []
+    run_ranks_in_threads(monkeypatch)
+    copies: list[tuple[int, int]] = []
     copy_shared_blocks = AppendExecutor.copy_shared_blocks
 
-    def noted(mover: AppendExecutor, plan: Any) -> None:
+    def recorded_copy(mover: AppendExecutor, plan: Any) -> None:
         if plan.copy_to:
-            made.append((id(mover), len(plan.copy_to)))
+            copies.append((id(mover), len(plan.copy_to)))
         copy_shared_blocks(mover, plan)
 
-    monkeypatch.setattr(AppendExecutor, "copy_shared_blocks", noted)
+    monkeypatch.setattr(AppendExecutor, "copy_shared_blocks", recorded_copy)
     llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, resident_decode=False, **SIZES)
     runner = llm.engine.sequence_runner
     (session,), _ = runner.prefill([[5, 6, 7, 8, 9]])
@@ -163,6 +163,6 @@ def test_only_copies_that_are_made_are_told(monkeypatch: pytest.MonkeyPatch) -> 
         each.token_ids.append(3)
     runner.extend([session, child])
     assert llm.ranks is not None
-    llm.ranks.query_ranks(ReportState("tables"))  # when it answers, it has done all
-    assert len({mover for mover, _ in made}) == 2
-    assert [count for _, count in made] == [1, 1]
+    llm.ranks.query_ranks(ReportState("tables"))  # after the reply, all commands have run
+    assert len({mover for mover, _ in copies}) == 2
+    assert [count for _, count in copies] == [1, 1]

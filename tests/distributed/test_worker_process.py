@@ -1,6 +1,6 @@
-"""Rank 1 in a process of its own has the leader's tables, and what the leader has not of the cache.
+"""Rank 1 in a process of its own: it has the leader's tables, and its share of the cache.
 
-One of the ranks has less memory than the other. What rank 1 has comes from its process, by a link.
+One of the ranks has less memory than the other. The state of rank 1 is queried from its process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from roseinfer import LLM
-from roseinfer.distributed.orders import ReportState
+from roseinfer.distributed.ranks import ReportState
 from roseinfer.models import loading
-from tests.distributed.rank_models import made, made_with_room
+from tests.distributed.rank_models import build_on, build_with_limit
 from tests.distributed.test_sharded_models import PARAMS, PROMPTS, SIZES
 from tests.python_process import ROOT
 
@@ -25,100 +25,100 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TOKENS = 72
-"""Tokens of the smaller cache, which are too few for all requests."""
+"""Tokens of the smaller cache, which is too small for all requests."""
 _TOKEN_BYTES = 2 * 2 * 2 * 12 * 4
 """Keys and values, layers, heads of one rank, width, and bytes of a number."""
 _SMALL, _LARGE = _TOKENS * _TOKEN_BYTES, 3 * _TOKENS * _TOKEN_BYTES
-_ROOMS = {"llama": (_LARGE, _SMALL), "mistral": (_SMALL, _LARGE)}
-"""Bytes that the leader has for a cache, and those of rank 1."""
+_CACHE_BYTES = {"llama": (_LARGE, _SMALL), "mistral": (_SMALL, _LARGE)}
+"""Bytes for a cache of the leader, and of rank 1."""
 
 
 @dataclass
 class Pair:
-    """Engines of one model that are asked for the same."""
+    """Engines of one model that get the same requests."""
 
     model: str
     alone: LLM
-    shared: LLM
+    sharded: LLM
 
     def steps(self) -> Iterator[None]:
-        """Serve some requests, of which two begin alike; yield after each step of both."""
-        alone, shared = self.alone.engine, self.shared.engine
+        """Serve some requests, two with a shared prefix; yield after each step of both."""
+        alone, sharded = self.alone.engine, self.sharded.engine
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
             alone.submit(prompt, params)
-            shared.submit(prompt, params)
-        while alone.has_work or shared.has_work:
+            sharded.submit(prompt, params)
+        while alone.has_work or sharded.has_work:
             alone.step()
-            shared.step()
+            sharded.step()
             yield
 
-    def of_rank_1(self, what: str) -> Any:
-        """Ask its process what it has."""
-        assert self.shared.ranks is not None
-        (found,) = self.shared.ranks.query_ranks(ReportState(what))
-        return found
+    def query_rank_1(self, name: str) -> Any:
+        """Query the state of rank 1 from its process."""
+        assert self.sharded.ranks is not None
+        (state,) = self.sharded.ranks.query_ranks(ReportState(name))
+        return state
 
 
-@pytest.fixture(scope="module", params=_ROOMS)
+@pytest.fixture(scope="module", params=_CACHE_BYTES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     model = request.param
-    leaders, other = _ROOMS[model]
+    leaders, other = _CACHE_BYTES[model]
     config = SIZES | {"max_batch_size": 4, "resident_decode": True}
-    alone = LLM(partial(made, model=model), **config | {"kv_cache_tokens": _TOKENS})
+    alone = LLM(partial(build_on, model=model), **config | {"kv_cache_tokens": _TOKENS})
     more = {"tensor_parallel_size": 2, "kv_cache_tokens": None}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(ROOT)  # the other process imports the module of ``made`` from there
-        patched.setattr(loading, "_MAX_CPU_CACHE_BYTES", leaders)
-        by_each = partial(made_with_room, model=model, leader=os.getpid(), room=other)
-        shared = LLM(by_each, **config | more)
-    assert shared.ranks is not None
-    (process,) = shared.ranks.rank_connections.child_processes
-    yield Pair(model, alone, shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # the other process imports the module of ``build_on`` from there
+        patch.setattr(loading, "_MAX_CPU_CACHE_BYTES", leaders)
+        build = partial(build_with_limit, model=model, leader=os.getpid(), max_bytes=other)
+        sharded = LLM(build, **config | more)
+    assert sharded.ranks is not None
+    (process,) = sharded.ranks.rank_connections.child_processes
+    yield Pair(model, alone, sharded)
     assert process.poll() is None
-    shared.ranks.rank_connections.close()
+    sharded.ranks.rank_connections.close()
     process.wait(20)
 
 
-def test_there_are_as_many_blocks_as_the_rank_with_less_memory_has_room_for(pair: Pair) -> None:
-    kv = pair.shared.engine.sequence_runner.kv
+def test_number_of_blocks_fits_the_rank_with_less_memory(pair: Pair) -> None:
+    kv = pair.sharded.engine.sequence_runner.kv
     assert kv.max_blocks_per_layer == _TOKENS // SIZES["block_size"] + 1  # one is scratch
-    keys, values = pair.of_rank_1("caches")
+    keys, values = pair.query_rank_1("caches")
     assert keys.shape == values.shape == kv.keys.shape
 
 
 def tables_of(llm: LLM) -> list[Any]:
-    """Return what the leader has on its device of the slots' blocks."""
+    """Return the leader's block tables on its device."""
     rows = llm.engine._runner._resident.slots.rows  # type: ignore[union-attr]
     return [table.tolist() for table in rows.tables(len(rows.tokens))]
 
 
-def test_tables_are_equal_on_all_ranks_after_every_step(
+def test_tables_are_equal_on_all_ranks_after_each_step(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[Any] = []
-    attention = pair.shared.engine.sequence_runner.attention
+    attention = pair.sharded.engine.sequence_runner.attention
     prepare = attention.prepare
 
-    def noted(batch: Any) -> None:
+    def recorded_prepare(batch: Any) -> None:
         if hasattr(batch, "block_lists"):
             forwards.append(deepcopy(batch.block_lists))
         prepare(batch)
 
-    monkeypatch.setattr(attention, "prepare", noted)
+    monkeypatch.setattr(attention, "prepare", recorded_prepare)
     steps = 0
     for _ in pair.steps():
         steps += 1
-        lists, slots = pair.of_rank_1("tables")
+        lists, slots = pair.query_rank_1("tables")
         assert lists == forwards[-1]
-        assert slots == tables_of(pair.shared)
+        assert slots == tables_of(pair.sharded)
     assert steps > 30
-    assert pair.shared.engine.num_preemptions or pair.model == "mistral"  # which forgets tokens
+    assert pair.sharded.engine.num_preemptions or pair.model == "mistral"  # which frees blocks
 
 
-def test_the_shares_of_the_cache_are_the_whole_after_every_step(pair: Pair) -> None:
-    whole, own = pair.alone.engine.sequence_runner.kv, pair.shared.engine.sequence_runner.kv
+def test_cache_shares_of_ranks_form_the_whole_cache(pair: Pair) -> None:
+    whole, own = pair.alone.engine.sequence_runner.kv, pair.sharded.engine.sequence_runner.kv
     for _ in pair.steps():
-        others = pair.of_rank_1("caches")
+        others = pair.query_rank_1("caches")
         for kind, mine, theirs in zip(
             (whole.keys, whole.values), (own.keys, own.values), others, strict=True
         ):

@@ -1,4 +1,4 @@
-"""A relay to a server that goes away for good, as a server does whose process ends."""
+"""A relay to a server that disappears for good, as when the server's process ends."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 class Relay:
-    """Passes bytes on until ``falls`` says so of how many connections are open and were made."""
+    """Forwards bytes until ``fails`` is true of the numbers of open and accepted connections."""
 
-    def __init__(self, port: int, falls: Callable[[int, int], bool]) -> None:
-        self._to, self._falls = port, falls
+    def __init__(self, port: int, fails: Callable[[int, int], bool]) -> None:
+        self._port, self._fails = port, fails
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self.made = 0
-        self.fallen = False
+        self.num_accepted = 0
+        self.failed = False
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def fall(self) -> None:
-        """Listen no more and reset what is open."""
+    def fail(self) -> None:
+        """Stop listening and reset open connections."""
         with self._lock:
-            self.fallen = True
+            self.failed = True
             for each in (self._listener, *self._open):
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
@@ -35,41 +35,41 @@ class Relay:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            while not self.fallen:
+            while not self.failed:
                 client, _ = self._listener.accept()
                 with self._lock:
-                    self.made += 1
+                    self.num_accepted += 1
                     self._open.append(client)
-                    falls = self._falls(len(self._open), self.made)
-                if falls:
-                    self.fall()
+                    fails = self._fails(len(self._open), self.num_accepted)
+                if fails:
+                    self.fail()
                     return
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as server:
-            back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
-            back.start()
-            _pass_on(client, server)
-            back.join()
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)) as server:
+            responses = threading.Thread(target=_forward, args=(server, client), daemon=True)
+            responses.start()
+            _forward(client, server)
+            responses.join()
         with self._lock:
-            if not self.fallen:
+            if not self.failed:
                 self._open.remove(client)
                 client.close()
 
 
-def _pass_on(source: socket.socket, to: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
-            to.sendall(data)
+            target.sendall(data)
     with suppress(OSError):
-        to.shutdown(socket.SHUT_RDWR)
+        target.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
-def relaying(port: int, falls: Callable[[int, int], bool]) -> Iterator[Relay]:
-    relay = Relay(port, falls)
+def relaying(port: int, fails: Callable[[int, int], bool]) -> Iterator[Relay]:
+    relay = Relay(port, fails)
     try:
         yield relay
     finally:
-        relay.fall()
+        relay.fail()

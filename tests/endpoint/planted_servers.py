@@ -1,4 +1,4 @@
-"""Ten bugs of servers, each of which shows only where several are served or somebody leaves."""
+"""Ten planted bugs of servers, which only show with several requests or a disconnect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roseinfer.engine.engine import Engine
-from roseinfer.sampling.batch import SamplingBatch
+from roseinfer.sampling import SamplingBatch
 from roseinfer.server.generation import Generation
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _take: Any = Generation._take
 _bursts: Any = Generation.bursts
 LEAKED: list[tuple[Any, list[int]]] = []
-"""What is to be given back in the end, with the cache that it is of."""
+"""Leaked blocks to free at the end of a test, each with its cache."""
 
 
-def to_pieces(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
-    """Change each piece of a text while others are served too."""
+def change_pieces(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
+    """Change each piece of a text while other requests are served too."""
 
-    def take(self: Any, together: Any, updates: Any) -> Any:
-        pieces = _take(self, together, updates)
+    def take(self: Any, batch: Any, updates: Any) -> Any:
+        pieces = _take(self, batch, updates)
         if self._num_open() > 1:
             for piece in pieces:
                 change(self, piece)
@@ -36,70 +36,70 @@ def to_pieces(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None
     monkeypatch.setattr(Generation, "_take", take)
 
 
-def crossed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece goes to whoever is served next."""
-    held = [""]
+def swap_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swap pieces between requests: a piece goes to the next one."""
+    pending = [""]
 
     def change(_: Any, piece: Any) -> None:
-        piece.text, held[0] = held[0], piece.text
+        piece.text, pending[0] = pending[0], piece.text
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
 
 
-def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Counter[str]()
+def repeat_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter[str]()
 
     def change(_: Any, piece: Any) -> None:
-        seen["pieces"] += 1
-        if seen["pieces"] % 5 == 0:
+        counter["pieces"] += 1
+        if counter["pieces"] % 5 == 0:
             piece.text *= 2
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
 
 
-def miscounted(monkeypatch: pytest.MonkeyPatch) -> None:
+def miscount_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(generation: Any, _: Any) -> None:
         generation.usage.completion_tokens += 1
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
 
 
-def ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one text ends, the next piece of another is its last."""
-    ended = [False]
+def end_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a second text: where one text ends, the next piece of another becomes its last."""
+    other_ended = [False]
 
     def change(generation: Any, piece: Any) -> None:
         if piece.finish_reason is not None:
-            ended[0] = True
-        elif ended[0]:
-            ended[0] = False
+            other_ended[0] = True
+        elif other_ended[0]:
+            other_ended[0] = False
             piece.finish_reason = "length"
             for choice in generation._choices:
-                choice.ended = True
+                choice.has_ended = True
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
 
 
-def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a client has left, nobody wakes the next one."""
-    left = [False]
+def hang_after_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hang the next stream after a client disconnects."""
+    disconnected = [False]
 
     async def delta_batches(self: Any) -> Any:
-        if left[0]:
-            left[0] = False
+        if disconnected[0]:
+            disconnected[0] = False
             await asyncio.sleep(1000)
         try:
             async for burst in _bursts(self):
                 yield burst
         except (asyncio.CancelledError, GeneratorExit):
-            left[0] = True
+            disconnected[0] = True
             raise
 
     monkeypatch.setattr(Generation, "bursts", delta_batches)
 
 
-def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else still counts the blocks of a request that is cancelled, until the test ends."""
+def leak_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a reference to the blocks of a cancelled request, until the test ends."""
     cancel: Any = Engine.cancel
 
     def disconnect(self: Any, request: Any) -> None:
@@ -112,115 +112,115 @@ def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "cancel", disconnect)
     step: Any = Engine.step
 
-    def slow(self: Any) -> Any:
-        time.sleep(0.02)  # or short texts end before somebody has left
+    def slow_step(self: Any) -> Any:
+        time.sleep(0.02)  # otherwise short texts end before a client disconnects
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr(Engine, "step", slow_step)
 
 
-def parameters_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     begin: Any = Generation._begin
     last: list[Any] = []
 
-    def wrong(self: Any, together: Any, prompt: int, number: int) -> None:
-        own = self._params_of
+    def with_bug(self: Any, batch: Any, prompt: int, number: int) -> None:
+        own_params = self._params_of
         if self._num_open() > 1 and last:
             self._params_of = last[0]
-        last[:] = [own]
-        begin(self, together, prompt, number)
+        last[:] = [own_params]
+        begin(self, batch, prompt, number)
 
-    monkeypatch.setattr(Generation, "_begin", wrong)
+    monkeypatch.setattr(Generation, "_begin", with_bug)
 
 
-def one_text_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests write to one detokenizer."""
+def share_a_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two requests write to one detokenizer."""
     new_completion_text: Any = Engine.new_completion_text
     last: list[Any] = []
 
-    def shared(self: Any, params: Any) -> Any:
+    def shared_text(self: Any, params: Any) -> Any:
         if not (self.num_running and last):
             last[:] = [new_completion_text(self, params)]
         return last[0]
 
-    monkeypatch.setattr(Engine, "new_completion_text", shared)
+    monkeypatch.setattr(Engine, "new_completion_text", shared_text)
 
 
-def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a crowd, the first request sometimes gets another token."""
+def choose_the_second_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the first request of a batch another token in some steps."""
     choose: Any = SamplingBatch.sample_tokens
-    seen = Counter[str]()
+    counter = Counter[str]()
 
-    def wrong(self: Any, logits: Any, *more: Any, **named: Any) -> Any:
-        seen["steps"] += 1
-        if len(logits) > 1 and seen["steps"] % 3 == 0:
+    def with_bug(self: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
+        counter["steps"] += 1
+        if len(logits) > 1 and counter["steps"] % 3 == 0:
             logits = logits.clone()
             logits[0, logits[0].argmax()] = float("-inf")
-        return choose(self, logits, *more, **named)
+        return choose(self, logits, *arguments, **options)
 
-    monkeypatch.setattr(SamplingBatch, "sample_tokens", wrong)
+    monkeypatch.setattr(SamplingBatch, "sample_tokens", with_bug)
 
 
-def now_and_then(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """One of so many requests gets no text, however busy the machine is."""
-    asked = Counter[str]()
-    losing = WeakKeyDictionary[Generation, bool]()
+def lose_some_texts(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Lose the text of one of ``every`` requests, however busy the machine is."""
+    counter = Counter[str]()
+    loses_text = WeakKeyDictionary[Generation, bool]()
 
-    def take(self: Any, together: Any, updates: Any) -> Any:
-        if self not in losing:
-            asked["requests"] += 1
-            losing[self] = asked["requests"] % every == 0
-        pieces = _take(self, together, updates)
+    def take(self: Any, batch: Any, updates: Any) -> Any:
+        if self not in loses_text:
+            counter["requests"] += 1
+            loses_text[self] = counter["requests"] % every == 0
+        pieces = _take(self, batch, updates)
         for piece in pieces:
-            if losing[self]:
+            if loses_text[self]:
                 piece.text = ""
         return pieces
 
     monkeypatch.setattr(Generation, "_take", take)
 
 
-def lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece of a text is lost, so many of them after the last that was."""
-    seen = Counter[str]()
+def lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose every fifth piece of text."""
+    counter = Counter[str]()
 
     def change(_: Any, piece: Any) -> None:
-        if piece.text:  # the last one may only say that a text is over
-            seen["pieces"] += 1
-            if seen["pieces"] % 5 == 0:
+        if piece.text:  # the last piece may have only a finish reason
+            counter["pieces"] += 1
+            if counter["pieces"] % 5 == 0:
                 piece.text = ""
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
 
 
-def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends before another says that a stop was found: the same each time."""
+def report_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report the finish reason "stop" for every request that ends before another."""
 
     def change(_: Any, piece: Any) -> None:
         if piece.finish_reason is not None:
             piece.finish_reason = "stop"
 
-    to_pieces(monkeypatch, change)
+    change_pieces(monkeypatch, change)
     step: Any = Engine.step
 
-    def slow(self: Any) -> Any:
-        time.sleep(0.02)  # or the first may end before the second is asked for
+    def slow_step(self: Any) -> Any:
+        time.sleep(0.02)  # otherwise the first may end before the second arrives
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr(Engine, "step", slow_step)
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     each.__name__: each
     for each in (
-        crossed,
-        lost,
-        doubled,
-        miscounted,
-        ended_together,
-        hangs,
-        leaks,
-        parameters_of_another,
-        one_text_for_all,
-        second_likeliest,
+        swap_pieces,
+        lose_pieces,
+        repeat_pieces,
+        miscount_usage,
+        end_another_text,
+        hang_after_disconnect,
+        leak_blocks,
+        use_other_parameters,
+        share_a_detokenizer,
+        choose_the_second_token,
     )
 }

@@ -1,4 +1,4 @@
-"""The options about a server: what is refused, and a run of the suite against ours."""
+"""Options about a server: refused ones, and a run of the suite against roseinfer's server."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
         "http://[::]:8000",
     ],
 )
-def test_this_machine_is_asked(url: str) -> None:
+def test_local_server_is_allowed(url: str) -> None:
     assert endpoint_of(url, None, None, allow_remote=False) == Endpoint(url)
 
 
-def test_what_is_told_of_a_server() -> None:
-    made = endpoint_of("https://there:443/v1/", "m", 3.0, allow_remote=True)
-    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0, allow_remote=True)
+def test_options_of_a_server_are_read() -> None:
+    endpoint = endpoint_of("https://there:443/v1/", "m", 3.0, allow_remote=True)
+    assert endpoint == Endpoint("https://there:443/v1/", "m", rate=3.0, allow_remote=True)
     assert endpoint_of(None, None, None, allow_remote=False) is None
 
 
 @pytest.mark.parametrize(
     ("url", "rate"), [("http://127.0.0.1:8000", RATE), ("https://there", POLITE_RATE)]
 )
-def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> None:
-    made = endpoint_of(url, None, None, allow_remote=True)
-    assert made is not None
-    assert made.rate == rate
-    words = made.options
-    assert float(words[words.index("--roseinfer-rate") + 1]) == rate
+def test_local_server_has_a_higher_rate(url: str, rate: float) -> None:
+    endpoint = endpoint_of(url, None, None, allow_remote=True)
+    assert endpoint is not None
+    assert endpoint.rate == rate
+    options = endpoint.options
+    assert float(options[options.index("--roseinfer-rate") + 1]) == rate
 
 
 @pytest.mark.parametrize(
-    ("url", "model", "rate", "words"),
+    ("url", "model", "rate", "message"),
     [
         ("http://10.0.0.1:80", None, None, "another machine, which would get"),
         ("http://example.org", None, None, "--roseinfer-allow-remote if it is yours"),
@@ -81,14 +81,14 @@ def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> 
         (None, None, 2.0, "--roseinfer-rate: no server to apply it to"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    url: str | None, model: str | None, rate: float | None, words: str
+def test_invalid_server_options_are_refused(
+    url: str | None, model: str | None, rate: float | None, message: str
 ) -> None:
-    with pytest.raises(pytest.UsageError, match=words):
+    with pytest.raises(pytest.UsageError, match=message):
         endpoint_of(url, model, rate, allow_remote=False)
 
 
-def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_not_among_the_shown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSEINFER_API_KEY", "secret")
     monkeypatch.setenv("ROSEINFER_SHOWN", "1")
     assert variables().get("ROSEINFER_SHOWN") == "1"
@@ -96,47 +96,49 @@ def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("key", ["secret\n", "s\u00e9cret"])
-def test_a_key_that_cannot_be_one_is_refused_and_not_shown(
+def test_invalid_api_key_is_refused_and_not_shown(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROSEINFER_API_KEY", key)
-    with pytest.raises(pytest.UsageError, match="ROSEINFER_API_KEY: holds a character") as refused:
+    with pytest.raises(pytest.UsageError, match="ROSEINFER_API_KEY: holds a character") as error:
         endpoint_of("http://127.0.0.1:8000", None, None, allow_remote=False)
-    assert "cret" not in str(refused.value)
+    assert "cret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("key", "message"),
     [
         ("", "needs a key; put it into ROSEINFER_API_KEY"),
         ("wrong", "refuses the key in ROSEINFER_API_KEY"),
     ],
 )
 @pytest.mark.parametrize("model", ["", MODEL])
-def test_no_key_is_not_told_as_a_wrong_one(key: str, words: str, model: str) -> None:
+def test_missing_api_key_and_wrong_api_key_have_different_messages(
+    key: str, message: str, model: str
+) -> None:
     with (
         running(config={"api_key": "right"}) as server,
-        pytest.raises(pytest.UsageError, match=rf"\d: the server {words} ") as refused,
+        pytest.raises(pytest.UsageError, match=rf"\d: the server {message} ") as error,
     ):
         require_server(Endpoint(server.url, model, key))
-    assert "wrong" not in str(refused.value)
+    assert "wrong" not in str(error.value)
 
 
 @contextmanager
-def answering(status: int, said: str) -> Iterator[str]:
-    """Serve a server that says the same to everything, where ``KEY`` is the key it was sent."""
+def serve_response(status: int, text: str) -> Iterator[str]:
+    """Serve one response to every request, with ``KEY`` replaced by the key that was sent."""
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             key = self.headers.get("Authorization", "").removeprefix("Bearer ")
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(said.replace("KEY", key).encode())
+            self.wfile.write(text.replace("KEY", key).encode())
 
         do_GET = do_POST = answer  # noqa: N815
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever)
@@ -148,18 +150,18 @@ def answering(status: int, said: str) -> Iterator[str]:
             thread.join()
 
 
-def test_a_server_that_repeats_the_key_does_not_have_it_shown() -> None:
+def test_api_key_in_a_response_is_not_shown() -> None:
     with (
-        answering(401, "no such key: KEY") as url,
-        pytest.raises(pytest.UsageError, match=r"no such key: \(the key\)") as refused,
+        serve_response(401, "no such key: KEY") as url,
+        pytest.raises(pytest.UsageError, match=r"no such key: \(the key\)") as error,
     ):
         require_server(Endpoint(url, key="secret"))
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(error.value)
 
 
-def test_a_server_of_something_else_is_refused_in_a_sentence() -> None:
+def test_other_kind_of_server_is_refused_in_one_sentence() -> None:
     with (
-        answering(200, "<html>") as url,
+        serve_response(200, "<html>") as url,
         pytest.raises(
             pytest.UsageError,
             match=r"no list of models in the response; name a model with --roseinfer-model$",
@@ -168,31 +170,31 @@ def test_a_server_of_something_else_is_refused_in_a_sentence() -> None:
         require_server(Endpoint(url))
 
 
-def test_what_is_no_address_is_told_in_one_line(pytester: pytest.Pytester) -> None:
+def test_invalid_url_is_reported_in_one_line(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--roseinfer-endpoint", "http://127.0.0.1:99999")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     (line,) = filter(None, result.errlines)
     assert line.startswith("ERROR: --roseinfer-endpoint: not a URL; use one such as http://")
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_unreachable_server_is_a_usage_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"--roseinfer-endpoint .*ConnectionRefusedError"):
         require_server(Endpoint("http://127.0.0.1:9"))
 
 
-def test_a_model_that_is_not_there() -> None:
-    said = rf"the server has no model another: it has {MODEL} \(POST .*\)$"
-    with running() as server, pytest.raises(pytest.UsageError, match=said):
+def test_unknown_model_is_a_usage_error() -> None:
+    message = rf"the server has no model another: it has {MODEL} \(POST .*\)$"
+    with running() as server, pytest.raises(pytest.UsageError, match=message):
         require_server(Endpoint(server.url, "another"))
 
 
-def test_of_a_server_that_lists_no_models_it_is_told_what_it_refuses(
+def test_server_without_a_model_list_names_the_refused_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def none(_: Server) -> list[str]:
+    def no_models(_: Server) -> list[str]:
         raise ServerError("404")
 
-    monkeypatch.setattr(Server, "_models", none)
+    monkeypatch.setattr(Server, "_models", no_models)
     with (
         running() as server,
         pytest.raises(pytest.UsageError, match="refuses all streamed completions"),
@@ -200,7 +202,7 @@ def test_of_a_server_that_lists_no_models_it_is_told_what_it_refuses(
         require_server(Endpoint(server.url, "another"))
 
 
-def test_the_reports_of_a_run_name_the_server_and_claim_no_strength(
+def test_reports_name_the_server_and_no_strength(
     pytester: pytest.Pytester,
 ) -> None:
     with running() as server:
@@ -216,24 +218,28 @@ def test_the_reports_of_a_run_name_the_server_and_claim_no_strength(
             *("--roseinfer-report=out.json", "--roseinfer-report=out.html"),
         )
     result.assert_outcomes(passed=1, skipped=2)
-    where = f"{server.url}, model {MODEL}"
+    server_name = f"{server.url}, model {MODEL}"
     result.stdout.fnmatch_lines(
-        [f"roseinfer: server {where}, profile *", "*ServedEngine*", f"* mixes of * on {where} in *"]
+        [
+            f"roseinfer: server {server_name}, profile *",
+            "*ServedEngine*",
+            f"* mixes of * on {server_name} in *",
+        ]
     )
-    found = json.loads((pytester.path / "out.json").read_text())
-    assert found["server"] == {"url": server.url, "model": MODEL}
-    assert found["device"] == where
-    assert found["strength"] == "not measured for a server"
+    report = json.loads((pytester.path / "out.json").read_text())
+    assert report["server"] == {"url": server.url, "model": MODEL}
+    assert report["device"] == server_name
+    assert report["strength"] == "not measured for a server"
     page = (pytester.path / "out.html").read_text()
-    assert where in page
+    assert server_name in page
     assert "planted bugs" not in page
     assert "Triton" not in result.stdout.str().split("environment")[0]
 
 
 @pytest.mark.parametrize("profile", ["dev", "ci"])
-def test_no_strength_is_claimed_of_a_server(profile: str) -> None:
-    usual = PROFILES[profile]
-    asked = Settings(profile, usual.examples, usual.steps)
-    assert "planted bugs" in describe_strength(asked, cut_short=False)
-    server = replace(asked, endpoint=Endpoint("http://[::1]:9"))
+def test_strength_is_not_reported_for_a_server(profile: str) -> None:
+    profile_settings = PROFILES[profile]
+    run_settings = Settings(profile, profile_settings.examples, profile_settings.steps)
+    assert "planted bugs" in describe_strength(run_settings, cut_short=False)
+    server = replace(run_settings, endpoint=Endpoint("http://[::1]:9"))
     assert describe_strength(server, cut_short=False) == "not measured for a server"

@@ -1,4 +1,4 @@
-"""A server that goes away in the middle of a run is asked no more, and its last mix is kept."""
+"""A server that disappears during a run gets no more requests, and the last mix is saved."""
 
 from __future__ import annotations
 
@@ -21,110 +21,116 @@ from pytest_roseinfer.search.search import Search
 from pytest_roseinfer.settings import Endpoint
 from roseinfer.engine.engine import Engine
 from tests.endpoint.failing_relay import relaying
-from tests.endpoint.planted_servers import stops_in_a_crowd
+from tests.endpoint.planted_servers import report_stop
 from tests.server.served import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GONE = "the server stopped answering while this mix was served: "
-CROWD = 3
+GONE_MESSAGE = "the server stopped answering while this mix was served: "
+NUM_CONNECTIONS = 3
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Save what fails there."""
-    before = settings.current()
+    """Save failures in a folder of the test's own."""
+    previous_settings = settings.current()
     monkeypatch.setattr(ServedEngine, "_reference_streams", {})
     monkeypatch.chdir(tmp_path)
     yield tmp_path / ".roseinfer"
-    settings.set_current(before)
+    settings.set_current(previous_settings)
 
 
-def found_at(url: str, folder: Path) -> tuple[MixDivergence, list[RequestMix], RequestMix]:
-    """Search a server; return the failure, the mixes that were tried, and the one that was kept."""
-    asked = settings.current()
+def search_server(url: str, folder: Path) -> tuple[MixDivergence, list[RequestMix], RequestMix]:
+    """Search a server; return the failure, the mixes that ran, and the saved one."""
+    current_settings = settings.current()
     endpoint = Endpoint(url, rate=1000)
     settings.set_current(
-        replace(asked, endpoint=endpoint, step_seconds=5.0, seed=1, failures_dir=str(folder))
+        replace(
+            current_settings, endpoint=endpoint, step_seconds=5.0, seed=1, failures_dir=str(folder)
+        )
     )
-    tried: list[RequestMix] = []
-    gone: list[int] = []
-    """How many had been tried when it was gone."""
+    mixes_run: list[RequestMix] = []
+    gone_after: list[int] = []
+    """Number of mixes that had run when the server disappeared."""
 
     def check(mix: RequestMix) -> None:
-        tried.append(mix)
-        assert not gone
+        mixes_run.append(mix)
+        assert not gone_after
         try:
             run_mix(ServedEngine, mix)
         except MixDivergence as failure:
             if isinstance(failure.__cause__, TargetGoneError):
-                gone.append(len(tried))
+                gone_after.append(len(mixes_run))
             raise
 
     search = Search(ServedEngine, check, request_mixes(ServedEngine), 40, "run_mix")
-    with limit_steps(60.0), pytest.raises(MixDivergence) as found:
+    with limit_steps(60.0), pytest.raises(MixDivergence) as failure:
         search.run()
-    assert gone == [len(tried)]
-    (line,) = [each for each in str(found.value).splitlines() if each.startswith("replay with")]
+    assert gone_after == [len(mixes_run)]
+    (line,) = [each for each in str(failure.value).splitlines() if each.startswith("replay with")]
     assert f"--roseinfer-endpoint {url}" in line
     file = shlex.split(line)[shlex.split(line).index("--roseinfer-replay") + 1]
-    return found.value, tried, RequestMix.from_json(json.loads(Path(file).read_text())["example"])
+    return (
+        failure.value,
+        mixes_run,
+        RequestMix.from_json(json.loads(Path(file).read_text())["example"]),
+    )
 
 
-def test_the_mix_that_was_served_when_nobody_listened_any_more_is_kept(folder: Path) -> None:
-    def in_a_crowd(now: int, _: int) -> bool:
-        return now == CROWD
+def test_mix_served_when_the_server_disappeared_is_saved(folder: Path) -> None:
+    def at_several_connections(num_open: int, _: int) -> bool:
+        return num_open == NUM_CONNECTIONS
 
-    with running() as server, relaying(server.port, in_a_crowd) as relay:
-        failure, tried, kept = found_at(relay.url, folder)
-    assert failure.what.startswith(GONE)
-    assert "ConnectionRefusedError" in failure.what
-    assert kept == tried[-1] == failure.mix
+    with running() as server, relaying(server.port, at_several_connections) as relay:
+        failure, mixes_run, saved_mix = search_server(relay.url, folder)
+    assert failure.summary.startswith(GONE_MESSAGE)
+    assert "ConnectionRefusedError" in failure.summary
+    assert saved_mix == mixes_run[-1] == failure.mix
     assert "Nothing else was tried" in str(failure)
 
 
-def test_a_server_that_goes_behind_the_last_text_is_missed_by_its_mix(
+def test_server_that_disappears_after_the_last_text_fails_that_mix(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as server, relaying(server.port, lambda *_: False) as relay:
         check = ServedEngine._check
 
-        def fall(self: ServedEngine) -> None:
+        def fail(self: ServedEngine) -> None:
             check(self)
             if self._open and all(each.has_ended for each in self._open):
-                relay.fall()
+                relay.fail()
 
-        monkeypatch.setattr(ServedEngine, "_check", fall)
-        failure, tried, kept = found_at(relay.url, folder)
-    assert failure.what.startswith(GONE)
-    assert tried == [kept]
+        monkeypatch.setattr(ServedEngine, "_check", fail)
+        failure, mixes_run, saved_mix = search_server(relay.url, folder)
+    assert failure.summary.startswith(GONE_MESSAGE)
+    assert mixes_run == [saved_mix]
 
 
-def test_an_engine_that_has_stopped_is_asked_no_more(
+def test_stopped_engine_gets_no_more_requests(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Panic(BaseException):
-        """It ends the engine's thread."""
+        """An error that ends the engine's thread."""
 
     step: Any = Engine.step
 
-    def breaks(self: Any) -> Any:
+    def failing_step(self: Any) -> Any:
         if self.num_running > 1:
             raise Panic
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", breaks)
+    monkeypatch.setattr(Engine, "step", failing_step)
     with running() as server:
-        failure, tried, kept = found_at(server.url, folder)
-    assert failure.what.startswith(GONE)
-    assert "engine_stopped" in failure.what
-    assert kept == tried[-1]
-    assert kept.size > 1
+        failure, mixes_run, saved_mix = search_server(server.url, folder)
+    assert failure.summary.startswith(GONE_MESSAGE)
+    assert "engine_stopped" in failure.summary
+    assert saved_mix == mixes_run[-1]
+    assert saved_mix.size > 1
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "gone"),
+    ("status", "code", "stopped"),
     [
         (503, "engine_stopped", True),
         (503, "engine_restarting", True),
@@ -132,29 +138,31 @@ def test_an_engine_that_has_stopped_is_asked_no_more(
         (500, "engine_stopped", False),
     ],
 )
-def test_an_engine_that_is_started_again_has_stopped(status: int, code: str, *, gone: bool) -> None:
-    assert _has_stopped(status, json.dumps({"error": {"code": code}})) is gone
+def test_stopped_engine_is_known_by_its_error_code(
+    status: int, code: str, *, stopped: bool
+) -> None:
+    assert _has_stopped(status, json.dumps({"error": {"code": code}})) is stopped
 
 
-def test_a_server_that_goes_while_a_mix_is_made_smaller_is_said_to(
+def test_server_that_disappears_during_shrinking_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stops_in_a_crowd(monkeypatch)
+    report_stop(monkeypatch)
     failed_at: list[int] = []
 
     with running() as server:
 
-        def later(_: int, made: int) -> bool:
-            return bool(failed_at) and made > failed_at[0] + 60
+        def some_time_after_the_failure(_: int, num_accepted: int) -> bool:
+            return bool(failed_at) and num_accepted > failed_at[0] + 60
 
-        with relaying(server.port, later) as relay:
+        with relaying(server.port, some_time_after_the_failure) as relay:
             fail = ServedEngine._fail
 
-            def noted(self: ServedEngine, *said: Any) -> None:
-                failed_at.append(relay.made)
-                fail(self, *said)
+            def record_failure(self: ServedEngine, *details: Any) -> None:
+                failed_at.append(relay.num_accepted)
+                fail(self, *details)
 
-            monkeypatch.setattr(ServedEngine, "_fail", noted)
-            failure, tried, kept = found_at(relay.url, folder)
-    assert failure.what.startswith(GONE)
-    assert kept == tried[-1] != tried[0]
+            monkeypatch.setattr(ServedEngine, "_fail", record_failure)
+            failure, mixes_run, saved_mix = search_server(relay.url, folder)
+    assert failure.summary.startswith(GONE_MESSAGE)
+    assert saved_mix == mixes_run[-1] != mixes_run[0]

@@ -1,4 +1,4 @@
-"""A server is held to what it gives a request alone, over HTTP: ours, clean and with bugs."""
+"""A server must give each request the completion that it gives it alone, over HTTP."""
 
 from __future__ import annotations
 
@@ -36,57 +36,57 @@ if TYPE_CHECKING:
 
 CLEAN = 12
 MOST = 60
-"""Mixes within which a planted bug is found."""
+"""Mixes within which a planted bug must be found."""
 
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """Serve the tiny model, and make it the server of this run."""
-    before = settings.current()
+    """Serve the tiny model, as the server of this run."""
+    previous_settings = settings.current()
     monkeypatch.setattr(ServedEngine, "_reference_streams", {})
     monkeypatch.setattr("pytest_roseinfer.endpoint.server._SETTLES", 1.0)
     with running() as server:
-        made = Endpoint(server.url, rate=1000)
-        settings.set_current(replace(before, endpoint=made, step_seconds=3.0))
+        endpoint_made = Endpoint(server.url, rate=1000)
+        settings.set_current(replace(previous_settings, endpoint=endpoint_made, step_seconds=3.0))
         try:
-            yield made
+            yield endpoint_made
         finally:
-            settings.set_current(before)
+            settings.set_current(previous_settings)
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_our_server_keeps_its_promise() -> None:
+def test_roseinfer_server_passes() -> None:
     search(ServedEngine, CLEAN)
 
 
 _OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after .* alone it gets"
-WORDS = {
-    "miscounted": "has the usage .*; alone it has|has a usage that does not add up",
-    "ended_together": "ended|got '.*'; alone it gets",
-    "hangs": "no stream has sent anything for 3 s|nothing received for 3 s",
-    "leaks": "the engine still holds vllm:kv_cache_usage_perc",
+MESSAGES = {
+    "miscount_usage": "has the usage .*; alone it has|has a usage that does not add up",
+    "end_another_text": "ended|got '.*'; alone it gets",
+    "hang_after_disconnect": "no stream has sent anything for 3 s|nothing received for 3 s",
+    "leak_blocks": "the engine still holds vllm:kv_cache_usage_perc",
 }
-"""What is said of bugs that do not make one text another."""
+"""Messages about bugs that do not exchange texts."""
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_server_with_a_bug_is_found(
+def test_planted_server_bug_is_found(
     endpoint: Endpoint, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del endpoint
     BUGS[bug](monkeypatch)
     try:
-        with pytest.raises((MixDivergence, ServerError, FlakyFailure)) as found:
+        with pytest.raises((MixDivergence, ServerError, FlakyFailure)) as caught:
             search(ServedEngine, MOST)
     finally:
         monkeypatch.undo()
         while LEAKED:
             kv, blocks = LEAKED.pop()
             kv.free_blocks(0, blocks)
-    # A server may fail in one way now and in another when the same is sent again.
-    said = [str(each) for each in (found.value, *getattr(found.value, "exceptions", ()))]
-    assert re.search(WORDS.get(bug, _OTHER_TEXT), "\n".join(said))
+    # A server may fail differently when the same requests are sent again.
+    messages = [str(each) for each in (caught.value, *getattr(caught.value, "exceptions", ()))]
+    assert re.search(MESSAGES.get(bug, _OTHER_TEXT), "\n".join(messages))
 
 
 def _ended_stream(text: str) -> Any:
@@ -101,35 +101,35 @@ def _ended_stream(text: str) -> Any:
     )
 
 
-def test_texts_begin_alike_as_far_as_their_prompts_do() -> None:
-    """Every token begins with another word, and some stand for many."""
+def test_equal_prompt_prefixes_give_equal_text_prefixes() -> None:
+    """Every token begins with another word, and some are many words long."""
     tokens = range(ServedEngine.vocabulary)
     assert len({_text([token]).split()[0] for token in tokens}) == len(tokens)
     assert _text([3, 30, 4]).startswith(_text([3, 30]) + " ")
-    assert len(_text([30] * ServedEngine.most_tokens).split()) > 150
+    assert len(_text([30] * ServedEngine.max_tokens).split()) > 150
 
 
-def test_texts_that_part_are_shown_with_the_place() -> None:
-    said = find_mismatch(_ended_stream("owl bat"), _ended_stream("owl cat"))
-    assert said == (
+def test_differing_texts_are_shown_with_their_position() -> None:
+    message = find_mismatch(_ended_stream("owl bat"), _ended_stream("owl cat"))
+    assert message == (
         "differs at character 4 from what it gets alone: got 'owl bat'; alone it gets 'owl cat'"
     )
 
 
-def test_of_a_long_text_so_much_is_shown_as_one_can_read() -> None:
-    long = "a" * 5000
-    said = find_mismatch(_ended_stream(long + "b"), _ended_stream(long + "c"))
-    assert "differs at character 5000 " in said
-    assert f"got '{'a' * 200}b' (from character 4800 on, of 5001); alone" in said
+def test_long_text_is_shown_around_the_difference() -> None:
+    long_text = "a" * 5000
+    message = find_mismatch(_ended_stream(long_text + "b"), _ended_stream(long_text + "c"))
+    assert "differs at character 5000 " in message
+    assert f"got '{'a' * 200}b' (from character 4800 on, of 5001); alone" in message
 
 
-class _Breaking:
-    """An answer that raises an error when it is read."""
+class _FailingResponse:
+    """A response that raises an error when it is read."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def __enter__(self) -> _Breaking:
+    def __enter__(self) -> _FailingResponse:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,99 +140,105 @@ class _Breaking:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (TimeoutError("timed out"), "nothing received for 3 s"),
         (ConnectionResetError("it"), "the stream broke off: ConnectionResetError: it"),
     ],
 )
-def test_a_stream_that_brings_nothing_is_not_said_to_break_off(error: Exception, said: str) -> None:
+def test_silent_stream_and_broken_stream_have_different_errors(
+    error: Exception, message: str
+) -> None:
     stream = object.__new__(CompletionStream)
-    answer: Any = _Breaking(error)
-    vars(stream).update(_left=False, _silence=3.0, _arrived=lambda: None, _answer=answer)
+    answer: Any = _FailingResponse(error)
+    vars(stream).update(_disconnected=False, _silence=3.0, _arrived=lambda: None, _response=answer)
     stream._read()
-    assert stream.error == said
+    assert stream.error == message
 
 
-def test_a_text_that_parts_in_the_middle_is_waited_for_and_shown_whole() -> None:
-    right, begun = _stream(_ended_stream("owl cat")), _stream(_ended_stream("owl b"))
-    begun.has_ended = False
-    begun.wait = lambda: vars(begun).update(has_ended=True, text="owl bat")
+def test_differing_text_is_completed_before_it_is_shown() -> None:
+    reference, begun_stream = _stream(_ended_stream("owl cat")), _stream(_ended_stream("owl b"))
+    begun_stream.has_ended = False
+    begun_stream.wait = lambda: vars(begun_stream).update(has_ended=True, text="owl bat")
     engine = ServedEngine()
     engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
-    engine._cold, engine._open, engine._seen_of = [], {begun: (2, right)}, {}
+    engine._cold, engine._open, engine._seen_of = [], {begun_stream: (2, reference)}, {}
     with pytest.raises(CompletionMismatch, match=r"^request 2 differs at .* got 'owl bat'; alone"):
         engine.step()
 
 
-def _stream(like: Any) -> Any:
+def _stream(source: Any) -> Any:
     stream = object.__new__(CompletionStream)
-    vars(stream).update(vars(like), wait=lambda: None)
+    vars(stream).update(vars(source), wait=lambda: None)
     return stream
 
 
-class _Counted:
-    """Stands for a text that is served until it is waited for, as all others are."""
+class _CountedStream:
+    """A stand-in for a text that is served until it is waited for."""
 
-    served: ClassVar[list[_Counted]] = []
-    beside: ClassVar[list[int]] = []
-    """How many others were served when each text was asked for."""
+    streams: ClassVar[list[_CountedStream]] = []
+    num_others: ClassVar[list[int]] = []
+    """Number of other texts in service when each text was requested."""
     error = ""
 
     def __init__(self, *_: object) -> None:
-        self.beside.append(len(self.served))
-        self.served.append(self)
+        self.num_others.append(len(self.streams))
+        self.streams.append(self)
 
     def wait(self) -> None:
-        self.served.remove(self)
+        self.streams.remove(self)
 
 
-def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was not: while the first text of a mix was asked for alone, the others were served."""
+def test_reference_completions_are_requested_alone(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once was not: the other texts of a mix were served during the first reference request."""
     del endpoint
-    monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.CompletionStream", _Counted)
-    monkeypatch.setattr(_Counted, "beside", [])
+    monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.CompletionStream", _CountedStream)
+    monkeypatch.setattr(_CountedStream, "num_others", [])
     mix = RequestMix(tuple(RequestSpec((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
-    assert _Counted.beside == [0, 1, 2, 0, 0, 0]
+    assert _CountedStream.num_others == [0, 1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
-    """A run is over when all texts are there, which may be before their last words are read."""
-    right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, has_ended=True)
-    ended: Any = SimpleNamespace(**vars(right) | {"finish_reason": "length"})
+def test_completion_that_ends_after_the_last_step_is_checked(cold: bool) -> None:
+    """A run is over when all texts are complete, which may be before their last words are read."""
+    reference: Any = SimpleNamespace(
+        text="a", error="", finish_reason="stop", usage={}, has_ended=True
+    )
+    ended: Any = SimpleNamespace(**vars(reference) | {"finish_reason": "length"})
     engine = ServedEngine()
     engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
-    engine._cold = [(0, ended, right)] if cold else []
-    engine._open = {} if cold else {_stream(ended): (0, right)}
+    engine._cold = [(0, ended, reference)] if cold else []
+    engine._open = {} if cold else {_stream(ended): (0, reference)}
     engine._seen_of = {}
     with pytest.raises(CompletionMismatch, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.find_leaks()
 
 
-def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_saved_script_uses_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:
     settings.set_current(replace(settings.current(), endpoint=replace(endpoint, key="secret")))
-    wanted = Sampling(max_new_tokens=2)
-    mix = RequestMix((RequestSpec((3, 4), wanted), RequestSpec((3,), wanted)))
-    found: Any = {"message": "it was so", "what": "another text"}
-    saved = save(ServedEngine, mix, "run_mix", found, f"{tmp_path}/failures", "")
-    script = tmp_path / saved.script
+    two_tokens = Sampling(max_new_tokens=2)
+    mix = RequestMix((RequestSpec((3, 4), two_tokens), RequestSpec((3,), two_tokens)))
+    failure: Any = {"message": "it was so", "summary": "another text"}
+    files = save(ServedEngine, mix, "run_mix", failure, f"{tmp_path}/failures", "")
+    script = tmp_path / files.script
     assert "secret" not in script.read_text()
-    assert replayed(script).stdout == "it passed 20 times: nothing differed\n"
+    assert run_script(script).stdout == "it passed 20 times: nothing differed\n"
     script.write_text(script.read_text().replace(endpoint.url, "http://127.0.0.1:9"))
-    assert "ServerError: GET /v1/models: ConnectionRefusedError" in replayed(script).stderr
+    assert "ServerError: GET /v1/models: ConnectionRefusedError" in run_script(script).stderr
 
 
-def replayed(script: Path) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
     )
 
 
 @dataclass(eq=False)
-class Told:
-    """A stream whose end has come."""
+class EndedStream:
+    """A stream that has ended."""
 
     text: str
     finish_reason: str
@@ -247,23 +253,31 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("served", "alone", "wrong"),
+    ("streams", "alone", "message"),
     [
-        (Told("ab", "stop"), Told("abc", "length"), ""),
-        (Told("a", "stop"), Told("abc", "length"), "differs at character 1"),
-        (Told("abc", "length"), Told("ab", "stop"), ""),
-        (Told("abc", "length"), Told("a", "stop", ("a", ""), (9.0, 9.0)), "differs at character 1"),
-        (Told("ab", "stop"), Told("ab", "length", ("a", "b"), (9.0, 0.1)), "ended by 'stop'"),
+        (EndedStream("ab", "stop"), EndedStream("abc", "length"), ""),
+        (EndedStream("a", "stop"), EndedStream("abc", "length"), "differs at character 1"),
+        (EndedStream("abc", "length"), EndedStream("ab", "stop"), ""),
+        (
+            EndedStream("abc", "length"),
+            EndedStream("a", "stop", ("a", ""), (9.0, 9.0)),
+            "differs at character 1",
+        ),
+        (
+            EndedStream("ab", "stop"),
+            EndedStream("ab", "length", ("a", "b"), (9.0, 0.1)),
+            "ended by 'stop'",
+        ),
     ],
 )
 @pytest.mark.usefixtures("endpoint")
-def test_the_end_of_a_text_may_be_a_near_tie(
-    served: Told, alone: Told, wrong: str, monkeypatch: pytest.MonkeyPatch
+def test_end_of_a_text_may_be_a_near_tie(
+    streams: EndedStream, alone: EndedStream, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServedEngine, "_ask", lambda *_: served)
+    monkeypatch.setattr(ServedEngine, "_send_request", lambda *_: streams)
     monkeypatch.setattr(ServedEngine, "_reference_stream", lambda *_: alone)
-    only = RequestMix(requests=(RequestSpec((1, 2), Sampling(3)),))
+    single_mix = RequestMix(requests=(RequestSpec((1, 2), Sampling(3)),))
     monkeypatch.setattr(ServedEngine, "_key", lambda *_: "only")
     monkeypatch.setattr(ServedEngine, "_reference_streams", {"only": alone})
-    with pytest.raises(MixDivergence, match=wrong) if wrong else nullcontext():
-        run_mix(ServedEngine, only)
+    with pytest.raises(MixDivergence, match=message) if message else nullcontext():
+        run_mix(ServedEngine, single_mix)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TEXTS = ["Once upon a time", "a", "The answer: 42", "Once upon a dime", "zü\n"]
 END = 256
-"""The token that ends a text of the tiny model."""
+"""The token that ends a completion of the tiny model."""
 
 
 def greedy(count: int = 16, **more: Any) -> SamplingParams:
@@ -39,7 +39,9 @@ def original(device: str) -> Any:
     return tiny_gpt2(device)
 
 
-def by_transformers(device: str, prompt: str | list[int], count: int, **how: Any) -> list[int]:
+def transformers_continuation(
+    device: str, prompt: str | list[int], count: int, **how: Any
+) -> list[int]:
     """Continue a prompt greedily, past tokens that end a text."""
     model, tokenizer = original(device).model, original(device).tokenizer
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -51,13 +53,13 @@ def by_transformers(device: str, prompt: str | list[int], count: int, **how: Any
 
 
 @contextmanager
-def beside_a_stream(device: str, llm: LLM) -> Iterator[None]:
-    """The stream has begun before the block, and goes on behind it as if there had been none."""
+def during_a_stream(device: str, llm: LLM) -> Iterator[None]:
+    """Check that a stream begun before the block continues after it as if the block had not run."""
     stream = llm.stream(TEXTS[0], greedy())
     tokens = [next(stream).token_id]
     yield
     tokens += [update.token_id for update in stream]
-    assert tokens == by_transformers(device, TEXTS[0], 16)
+    assert tokens == transformers_continuation(device, TEXTS[0], 16)
 
 
 def text_of(device: str, tokens: list[int]) -> str:

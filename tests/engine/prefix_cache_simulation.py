@@ -1,7 +1,7 @@
-"""A prefix cache in use, and all that must hold of it at any time.
+"""Simulation of a prefix cache in use, with its invariants.
 
-What is written for a token is a number that stands for the token and all before it, so a
-block that belongs behind another prefix shows whichever way it was reached.
+The stored value of a token is a number that stands for the token and all before it, so a block that
+follows another prefix can be recognized however it was reached.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Sequence:
     tokens: list[int]
     block_lists: list[list[int]]
     stored: int
-    held: HeldPrefix
+    held_prefix: HeldPrefix
 
     @property
     def session(self) -> CachedSequence:
         return CachedSequence(self.block_lists, self.tokens, self.stored)
 
 
-class World:
+class PrefixCacheSimulation:
     """A cache of blocks, a prefix cache on it, and the sequences that use both."""
 
     def __init__(self, shape: Shape) -> None:
@@ -76,15 +76,15 @@ class World:
     # ------------------------------------------------------------------------------- steps
 
     def start(self, tokens: list[int]) -> Sequence:
-        held, block_lists, num_tokens = self.cache.match(tokens)
-        sequence = Sequence(list(tokens), block_lists, num_tokens, held)
+        held_prefix, block_lists, num_tokens = self.cache.match(tokens)
+        sequence = Sequence(list(tokens), block_lists, num_tokens, held_prefix)
         self.sequences.append(sequence)
         return sequence
 
     def plan(self, sequence: Sequence, num_tokens: int, *, write: bool = True) -> None:
-        """Make room for tokens and write their keys and values, but do not count them as stored."""
+        """Reserve slots for tokens, and write keys and values, without counting them."""
         start, size = sequence.stored, self.shape.layers_per_group
-        new = self.coded(sequence.tokens[: start + num_tokens])[start:]
+        new = self.payload_of(sequence.tokens[: start + num_tokens])[start:]
         for group, block_ids in enumerate(sequence.block_lists):
             plan = self.kv.plan_append(group * size, [block_ids], [num_tokens])
             for layer in range(group * size, (group + 1) * size):
@@ -92,13 +92,13 @@ class World:
                     self.kv.write(plan, layer, new[:, None, None] + layer, -new[:, None, None])
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Do one forward pass and register the blocks that became full."""
+        """Run one forward pass and register the blocks that became full."""
         self.plan(sequence, num_tokens)
         sequence.stored += num_tokens
         self.insert(sequence)
 
     def insert(self, sequence: Sequence) -> None:
-        self.cache.insert(sequence.held, sequence.session)
+        self.cache.insert(sequence.held_prefix, sequence.session)
 
     def run(self, tokens: list[int]) -> Sequence:
         """Return a sequence that has stored all its tokens."""
@@ -107,11 +107,11 @@ class World:
         return sequence
 
     def release(self, sequence: Sequence) -> None:
-        self.cache.release(sequence.held, sequence.session)
+        self.cache.release(sequence.held_prefix, sequence.session)
         self.free(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        self.cache.release_and_invalidate(sequence.held)
+        self.cache.release_and_invalidate(sequence.held_prefix)
         self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -132,7 +132,7 @@ class World:
         """Store these sequences and release them."""
         self.release(self.run(list(tokens)))
 
-    # -------------------------------------------------------------------------- looking on
+    # ----------------------------------------------------------------------------- inspection
 
     @property
     def free_blocks(self) -> int:
@@ -144,19 +144,19 @@ class World:
         return list(self.cache._entries.values())
 
     def hit(self, *tokens: int) -> int:
-        """Return how many tokens a prompt would find. Its sequence never runs."""
+        """Return the number of tokens that a prompt would reuse. Its sequence never runs."""
         sequence = self.start(list(tokens))
         self.check()
         self.release(sequence)
         return sequence.stored
 
-    def coded(self, tokens: list[int] | tuple[int, ...]) -> torch.Tensor:
+    def payload_of(self, tokens: list[int] | tuple[int, ...]) -> torch.Tensor:
         prefixes = [tuple(tokens[: end + 1]) for end in range(len(tokens))]
         numbers = [self._numbers.setdefault(each, 10 + len(self._numbers)) for each in prefixes]
         return torch.tensor(numbers, dtype=torch.float32)
 
     def poison(self) -> None:
-        """Nobody may read what lies in free blocks."""
+        """Fill free blocks with NaN: nothing may read them."""
         for group in range(self.shape.groups):
             layers = slice(
                 group * self.shape.layers_per_group, (group + 1) * self.shape.layers_per_group
@@ -180,22 +180,22 @@ class World:
         for sequence in self.sequences:
             self._check_stored(sequence.block_lists, sequence.tokens[: sequence.stored])
         for entry in self.entries:
-            chain = list(up_from(entry))[::-1]
+            chain = list(ancestors(entry))[::-1]
             lists = [
                 [each.block_ids[group] for each in chain] for group in range(self.shape.groups)
             ]
             self._check_stored(lists, [token for each in chain for token in each.tokens])
 
     def _check_stored(self, block_lists: list[list[int]], tokens: list[int]) -> None:
-        want = self.coded(tokens)
+        expected = self.payload_of(tokens)
         for layer in range(LAYERS):
             block_ids = block_lists[layer // self.shape.layers_per_group]
             key, value = self.kv.gather_sequence(layer, block_ids)
-            assert torch.equal(key.flatten(), want + layer)
-            assert torch.equal(value.flatten(), -want)
+            assert torch.equal(key.flatten(), expected + layer)
+            assert torch.equal(value.flatten(), -expected)
 
     def _check_counts(self) -> None:
-        """Every reference is somebody's: a sequence's list's or the cache's."""
+        """Every reference belongs to the list of a sequence or to the cache."""
         holders = Counter(
             block_id
             for sequence in self.sequences
@@ -212,9 +212,9 @@ class World:
             entry
             for sequence in self.sequences
             for entry in (
-                *sequence.held.matched,
-                *sequence.held.inserted,
-                *([sequence.held.tail] if sequence.held.tail else []),
+                *sequence.held_prefix.matched,
+                *sequence.held_prefix.inserted,
+                *([sequence.held_prefix.tail] if sequence.held_prefix.tail else []),
             )
         )
         for entry in self.entries:
@@ -227,10 +227,10 @@ class World:
         assert len(self.cache.evictable_entries) == len(unused)
 
     def _check_order(self) -> None:
-        """Nothing goes before what is unused below it."""
+        """No entry is evicted before the unused entries below it."""
         order = list(self.cache.evictable_entries)
         for at, entry in enumerate(order):
-            assert not set(order[:at]) & set(up_from(entry))
+            assert not set(order[:at]) & set(ancestors(entry))
 
     def _check_structure(self) -> None:
         entries = self.entries
@@ -248,7 +248,7 @@ class World:
             assert 0 < len(entry.tokens) <= self.shape.block_size
 
     def finish(self) -> None:
-        """All sequences end, and nothing of them is left."""
+        """End all sequences, and check that they leave no block or entry."""
         for sequence in list(self.sequences):
             self.release(sequence)
             self.check()
@@ -261,7 +261,7 @@ class World:
         assert self.free_blocks == self.shape.blocks
 
 
-def up_from(entry: PrefixEntry) -> Iterator[PrefixEntry]:
+def ancestors(entry: PrefixEntry) -> Iterator[PrefixEntry]:
     at: PrefixEntry | None = entry
     while at is not None and at.parent is not None:
         yield at
@@ -269,4 +269,4 @@ def up_from(entry: PrefixEntry) -> Iterator[PrefixEntry]:
 
 
 def prefix_of(entry: PrefixEntry) -> tuple[int, ...]:
-    return tuple(token for each in list(up_from(entry))[::-1] for token in each.tokens)
+    return tuple(token for each in list(ancestors(entry))[::-1] for token in each.tokens)

@@ -1,4 +1,4 @@
-"""Models whose texts repeat themselves."""
+"""Models whose completions repeat themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roseinfer.bench.speculation import make_repetitive
 
 
 def repeating_llm(device: str, **config: Any) -> LLM:
-    """An engine whose cache is full of NaN. Its texts go round in circles."""
+    """Build an engine whose completions are periodic. Its cache is full of NaN."""
     model = make_repetitive(tiny_gpt2(device).model)
     llm = LLM(model, device=device, dtype="float32", **({"block_size": 4} | config))
     kv = llm.engine.sequence_runner.kv
@@ -18,10 +18,10 @@ def repeating_llm(device: str, **config: Any) -> LLM:
     return llm
 
 
-def drafted(llm: LLM) -> tuple[int, int, int]:
-    """Return how many drafts there were, how many were accepted, and how many not."""
+def draft_counts(llm: LLM) -> tuple[int, int, int]:
+    """Return the numbers of drafts, of accepted ones and of rejected ones."""
     counts = llm.engine.path_counts
     paths = (EnginePath.DRAFTED, EnginePath.ACCEPTED, EnginePath.REJECTED)
-    drafts, accepted, refused = [counts[path] for path in paths]
-    assert drafts == accepted + refused
-    return drafts, accepted, refused
+    drafts, accepted, rejected = [counts[path] for path in paths]
+    assert drafts == accepted + rejected
+    return drafts, accepted, rejected

@@ -1,4 +1,4 @@
-"""Mixes of requests, drawn until one fails."""
+"""Search for a mix of requests that fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def search(adapter: type[EngineAdapter], examples: int, seed: int = 1) -> None:
-    """Serve mixes until one fails, as a search does, which would make it smaller then."""
+    """Serve drawn mixes until one fails."""
 
     @hypothesis_seed(seed)
     @hypothesis_settings(

@@ -1,4 +1,4 @@
-"""Arguments of every kind: each works, or is refused by an error that names it."""
+"""Invalid arguments of every kind: each works or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roseinfer import (
     SamplingParams,
     tiny_gpt2,
 )
-from roseinfer.models import source
+from roseinfer.models import locate_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,11 +61,11 @@ VALUES: dict[str, Any] = {
     "a function": os.system,
     "a class": int,
 }
-"""Each is wrong for most arguments."""
+"""Values that are wrong for most arguments."""
 UNPRINTABLE: dict[str, Any] = {"10**5000": 10**5000, "[10**5000]": [10**5000]}
-"""Numbers of more digits than Python converts to text: an error must not show them as they are."""
+"""Numbers with more digits than Python converts to text: errors must not print them as they are."""
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="machines with GPUs have room for what is too large elsewhere"
+    torch.cuda.is_available(), reason="GPU machines have memory for values too large elsewhere"
 )
 ONE = SamplingParams(max_new_tokens=1)
 CACHE: dict[str, Any] = {
@@ -81,20 +81,22 @@ CACHE: dict[str, Any] = {
 }
 
 
-def accepts(name: str, call: Callable[[Any], object], values: dict[str, Any] = VALUES) -> set[str]:
+def accepted_values(
+    name: str, call: Callable[[Any], object], values: dict[str, Any] = VALUES
+) -> set[str]:
     """Return the names of the values that work; errors for the others must match ``name``."""
-    refused = {}
+    rejected = {}
     for label, value in values.items():
         try:
             call(deepcopy(value))
         except RoseinferError as error:
-            refused[label] = str(error)
+            rejected[label] = str(error)
         except Exception as error:
             raise AssertionError(f"{name}={label}: {type(error).__name__}: {error}") from error
-    for label, message in refused.items():
+    for label, message in rejected.items():
         assert re.search(name, message), f"{label}: {message}"
         assert "Exception raised from" not in message, label
-    return values.keys() - refused.keys()
+    return values.keys() - rejected.keys()
 
 
 @cache
@@ -103,25 +105,25 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, AppendPolicy])
-def test_settings(kind: Any) -> None:
+def test_settings_reject_invalid_values(kind: Any) -> None:
     for field in fields(kind):
 
         def build(value: Any, name: str = field.name) -> None:
             kind(**{name: value})
 
         build(field.default)
-        assert "object()" not in accepts(field.name, build, VALUES | UNPRINTABLE)
+        assert "object()" not in accepted_values(field.name, build, VALUES | UNPRINTABLE)
 
 
 @pytest.mark.parametrize("name", ["environ", "triton"])
-def test_variables(name: str) -> None:
-    accepts(name, lambda value: AppendPolicy.from_env(**{name: value}))
+def test_environment_variables_reject_invalid_values(name: str) -> None:
+    accepted_values(name, lambda value: AppendPolicy.from_env(**{name: value}))
 
 
 @pytest.mark.parametrize("name", CACHE)
-def test_a_cache(name: str) -> None:
-    found = accepts(name, lambda value: KVBlockManager(**{**CACHE, name: value}))
-    assert "object()" not in found
+def test_cache_constructor_rejects_invalid_arguments(name: str) -> None:
+    accepted = accepted_values(name, lambda value: KVBlockManager(**{**CACHE, name: value}))
+    assert "object()" not in accepted
 
 
 ROW, TOKEN, PROMPT = torch.zeros(1, 1, 2), torch.zeros(1, 2), torch.zeros(1, 1, 1, 2)
@@ -176,9 +178,9 @@ CALLS: dict[str, dict[str, Callable[[list[int], Any], Any]]] = {
         "value": lambda *_: PROMPT,
     },
 }
-"""For each call of a cache, what its arguments are of a list of three tokens, and of a plan."""
+"""Valid arguments of each cache call, given a list of three tokens and a plan."""
 STORED = "truncate to .*, but . tokens are stored"
-SAID = {
+ERROR_PATTERNS = {
     "block_id": "block",
     "block_ids": f"block|{STORED}",
     "block_ids_list": f"block|{STORED}|key and value must be",
@@ -187,60 +189,60 @@ SAID = {
     "lengths": f"length|{STORED}",
     "num_tokens": "num_tokens|token count|free blocks",
 }
-"""What an error says of an argument: block 7 and layer 9 are named by their numbers."""
+"""Patterns of the error for an argument: block 7 and layer 9 are named by their numbers."""
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [(call, name) for call, right in CALLS.items() for name in right]
+    ("call", "name"), [(call, name) for call, valid in CALLS.items() for name in valid]
 )
-def test_a_call_of_a_cache(call: str, name: str) -> None:
-    """One that is refused has changed nothing."""
+def test_cache_calls_reject_invalid_arguments(call: str, name: str) -> None:
+    """A rejected call changes nothing."""
     changed = []
 
-    def try_it(value: Any) -> None:
+    def call_with(value: Any) -> None:
         cache = KVBlockManager(**CACHE | {"policy": AppendPolicy(triton=False)})
         ids: list[int] = []
         cache.plan_append(0, [ids], [3])
         plan = cache.plan_append(0, [[]])
 
-        def books() -> object:
+        def snapshot() -> object:
             counts = [cache.refcount(block) for block in range(1, 4)]
             return [*ids], [cache.block_info(block).length for block in range(1, 4)], counts
 
-        arguments = {each: right(ids, plan) for each, right in CALLS[call].items()}
-        before = books()
+        arguments = {each: valid(ids, plan) for each, valid in CALLS[call].items()}
+        before = snapshot()
         try:
             getattr(cache, call)(**arguments | {name: value})
         except RoseinferError:
-            changed.append(books() != before)
+            changed.append(snapshot() != before)
             raise
 
-    accepts(SAID.get(name, name), try_it)
+    accepted_values(ERROR_PATTERNS.get(name, name), call_with)
     assert changed
     assert not any(changed)
 
 
 @pytest.mark.parametrize("count", [1.5, "1", None, [1]])
-def test_a_number_of_tokens_that_is_none(count: Any) -> None:
+def test_plan_append_rejects_token_counts_that_are_not_integers(count: Any) -> None:
     cache = KVBlockManager(**CACHE | {"policy": AppendPolicy(triton=False)})
     with pytest.raises(RoseinferError, match="num_tokens a whole number"):
         cache.plan_append(0, [[], []], [1, count])
     assert cache.num_free_blocks(0) == 3
 
 
-def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_query_hub", lambda _: OSError("there is no network"))
+def test_llm_rejects_invalid_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate_model, "_query_hub", lambda _: OSError("there is no network"))
     for value in VALUES.values():
         with pytest.raises(RoseinferError, match=r"is not a model|cannot be loaded: "):
             LLM(value, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["device", "dtype", "tokenizer"])
-def test_how_a_model_is_loaded(name: str) -> None:
+def test_llm_rejects_invalid_loading_options(name: str) -> None:
     arguments = {"device": "cpu", "kv_cache_tokens": 64}
     network = tiny_gpt2().model
-    found = accepts(name, lambda value: LLM(network, **{**arguments, name: value}))
-    assert found == {"None"}
+    accepted = accepted_values(name, lambda value: LLM(network, **{**arguments, name: value}))
+    assert accepted == {"None"}
 
 
 @pytest.mark.parametrize(
@@ -257,42 +259,42 @@ def test_how_a_model_is_loaded(name: str) -> None:
         ("tokenizer", tiny_gpt2().tokenizer.backend_tokenizer),
     ],
 )
-def test_what_no_machine_has(name: str, value: Any) -> None:
+def test_llm_rejects_sizes_beyond_memory(name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"kv_cache_tokens": 64, "resident_decode": True, "device": "cpu"}
     with pytest.raises(RoseinferError, match=name) as refusal:
         LLM(tiny_gpt2().model, **{**arguments, name: value})
     assert " 0.0 GiB" not in str(refusal.value)
 
 
-def test_a_setting_of_another_name() -> None:
-    wrong: dict[str, Any] = {"blocksize": 16}
+def test_unknown_setting_suggests_a_similar_name() -> None:
+    misspelled: dict[str, Any] = {"blocksize": 16}
     with pytest.raises(
         RoseinferError, match=r"unknown setting 'blocksize'; did you mean block_size\?"
     ):
-        LLM("tiny", **wrong)
+        LLM("tiny", **misspelled)
 
 
-def test_generate() -> None:
-    def served(prompts: Any) -> None:
+def test_generate_rejects_invalid_arguments() -> None:
+    def generate(prompts: Any) -> None:
         outputs = llm().generate(prompts, ONE, progress=False)
         for output in outputs:
             if output.error:
                 raise RoseinferError(output.error)
 
     ids = {"numpy ids", "numpy rows of ids", "tensor of ids"}
-    assert accepts("prompt", served) == {"'x'", "'1'", "[]"} | ids
-    inside = accepts("prompt", lambda value: served(["x", value]))
-    assert inside == {"'x'", "'1'", "numpy ids", "tensor of ids"}
-    # The output of the only prompt says that a list is no parameters.
-    assert accepts("params", lambda value: llm().generate("x", value)) == {"None", "[[]]"}
-    assert accepts("progress", lambda value: llm().generate("x", ONE, progress=value)) == {
+    assert accepted_values("prompt", generate) == {"'x'", "'1'", "[]"} | ids
+    accepted_in_list = accepted_values("prompt", lambda value: generate(["x", value]))
+    assert accepted_in_list == {"'x'", "'1'", "numpy ids", "tensor of ids"}
+    # The output of a single prompt reports that a list is not parameters.
+    assert accepted_values("params", lambda value: llm().generate("x", value)) == {"None", "[[]]"}
+    assert accepted_values("progress", lambda value: llm().generate("x", ONE, progress=value)) == {
         "None",
         "True",
     }
 
 
 @pytest.mark.parametrize("ids", [numpy.array([72, 105]), torch.tensor([72, 105])], ids=type)
-def test_an_array_of_ids_is_one_prompt(ids: Any) -> None:
+def test_array_of_ids_is_one_prompt(ids: Any) -> None:
     (expected,) = llm().generate([72, 105], ONE)
     for prompts in (ids, list(ids), [ids]):
         (output,) = llm().generate(prompts, ONE)
@@ -301,28 +303,28 @@ def test_an_array_of_ids_is_one_prompt(ids: Any) -> None:
     assert [len(output.prompt) for output in both] == [2, 1]
 
 
-def test_stream() -> None:
+def test_stream_rejects_invalid_arguments() -> None:
     texts = {"'x'", "'1'", "numpy ids", "tensor of ids"}
-    assert accepts("prompt", lambda value: list(llm().stream(value, ONE))) == texts
-    assert accepts("params", lambda value: list(llm().stream("x", value))) == {"None"}
+    assert accepted_values("prompt", lambda value: list(llm().stream(value, ONE))) == texts
+    assert accepted_values("params", lambda value: list(llm().stream("x", value))) == {"None"}
 
 
-def test_streams_of_a_server() -> None:
-    accepts("AsyncLLM", AsyncLLM)
-    served = AsyncLLM(llm())
+def test_async_streams_reject_invalid_arguments() -> None:
+    accepted_values("AsyncLLM", AsyncLLM)
+    async_llm = AsyncLLM(llm())
 
     async def stream(prompt: Any, params: Any) -> None:
-        async for _ in served.stream(prompt, params):
+        async for _ in async_llm.stream(prompt, params):
             pass
 
     try:
         texts = {"'x'", "'1'", "numpy ids", "tensor of ids"}
-        assert accepts("prompt", lambda value: asyncio.run(stream(value, ONE))) == texts
-        assert accepts("params", lambda value: asyncio.run(stream("x", value))) == {"None"}
-        whole = accepts("prompt", lambda value: asyncio.run(served.generate(value, ONE)))
+        assert accepted_values("prompt", lambda value: asyncio.run(stream(value, ONE))) == texts
+        assert accepted_values("params", lambda value: asyncio.run(stream("x", value))) == {"None"}
+        whole = accepted_values("prompt", lambda value: asyncio.run(async_llm.generate(value, ONE)))
         assert whole == texts
     finally:
-        served.close()
+        async_llm.close()
 
 
 # --------------------------------------------------------------------------- models
@@ -337,7 +339,7 @@ def load(network: Any) -> LLM:
     ["x", 1.5, [None], ["a"], [[1]], True, b"x", object()],
     ids=lambda each: type(each).__name__,
 )
-def test_tokens_that_end_a_text(tokens: Any) -> None:
+def test_invalid_eos_token_id_is_rejected(tokens: Any) -> None:
     network = tiny_gpt2().model
     vars(network.generation_config)["eos_token_id"] = tokens
     with pytest.raises(RoseinferError, match="eos_token_id of the GenerationConfig is"):
@@ -345,7 +347,7 @@ def test_tokens_that_end_a_text(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["base_model", "classifier"])
-def test_a_model_without_a_head(kind: str) -> None:
+def test_model_without_a_head_is_rejected(kind: str) -> None:
     from transformers import GPT2ForSequenceClassification
 
     network = tiny_gpt2().model

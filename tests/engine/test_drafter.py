@@ -1,4 +1,4 @@
-"""Drafts are what followed when a text ended alike, and stop where they are refused."""
+"""N-gram drafts: continuations of earlier equal suffixes, paused while they are rejected."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ def drafter(*, check_interval: int = 1, drafting: bool = True) -> Drafter:
 
 
 @pytest.mark.parametrize(
-    ("text", "most", "drafts"),
+    ("text", "max_drafts", "drafts"),
     [
         ([1, 2, 3, 9, 8, 7, 1, 2, 3], 3, [9, 8, 7]),
-        ([1, 2, 3, 9, 1, 2, 3], 6, [9, 1, 2, 3, 9, 1]),  # round and round
+        ([1, 2, 3, 9, 1, 2, 3], 6, [9, 1, 2, 3, 9, 1]),  # periodic
         ([5, 5, 5], 4, [5, 5, 5, 5]),
-        ([1, 2, 6, 4, 2, 7, 1, 2], 2, [6, 4]),  # two tokens alike go before one, seen later
-        ([4, 6, 4, 7, 4], 1, [7]),  # of two places, the later
+        (
+            [1, 2, 6, 4, 2, 7, 1, 2],
+            2,
+            [6, 4],
+        ),  # two equal tokens take precedence over a later single one
+        ([4, 6, 4, 7, 4], 1, [7]),  # the later of two matches
         ([1, 2, 3], 5, []),
         ([3], 5, []),
         ([1, 1], 0, []),
-        ([0x110000 + 4, 9, 0x110000 + 4], 1, [9]),  # more tokens than there are characters
+        ([0x110000 + 4, 9, 0x110000 + 4], 1, [9]),  # more token ids than there are characters
     ],
 )
-def test_what_followed_is_drafted(text: list[int], most: int, drafts: list[int]) -> None:
-    assert drafter().draft(text, most) == drafts
+def test_draft_continues_an_earlier_match(
+    text: list[int], max_drafts: int, drafts: list[int]
+) -> None:
+    assert drafter().draft(text, max_drafts) == drafts
 
 
-def test_there_are_never_more_drafts_than_a_step_has_room_for() -> None:
+def test_draft_length_is_limited() -> None:
     assert drafter().draft([1, 1, 1], 100) == [1] * MAX_DRAFT_TOKENS
 
 
-def test_a_text_that_grows_is_searched_to_its_end() -> None:
+def test_draft_searches_appended_tokens() -> None:
     growing = drafter()
     text = [1, 2, 3, 4]
     assert growing.draft(text, 2) == []
@@ -41,49 +47,49 @@ def test_a_text_that_grows_is_searched_to_its_end() -> None:
     assert growing.draft(text, 2) == [4, 8]
 
 
-def test_drafting_begins_when_the_last_tokens_would_have_been_drafted() -> None:
-    asleep = drafter(drafting=False)
+def test_drafting_starts_once_drafts_would_have_been_accepted() -> None:
+    inactive = drafter(drafting=False)
     text = [1, 2, 3, 4, 5, 1]
-    assert not asleep.should_draft(text)
+    assert not inactive.should_draft(text)
     text.append(2)
-    assert not asleep.should_draft(text)
+    assert not inactive.should_draft(text)
     text.append(3)
-    assert asleep.should_draft(text)
+    assert inactive.should_draft(text)
 
 
-def test_a_request_in_a_slot_is_looked_at_now_and_then() -> None:
-    asleep = drafter(check_interval=8, drafting=False)
-    assert not asleep.should_draft([1, 2])
-    woken = [length for length in range(3, 20) if asleep.should_draft([1] * length)]
-    assert woken[0] == 2 + 8
+def test_should_draft_is_checked_at_intervals() -> None:
+    inactive = drafter(check_interval=8, drafting=False)
+    assert not inactive.should_draft([1, 2])
+    active_lengths = [length for length in range(3, 20) if inactive.should_draft([1] * length)]
+    assert active_lengths[0] == 2 + 8
 
 
-def test_rests_grow_while_drafts_are_refused_and_shrink_when_all_are_accepted() -> None:
-    refused = drafter()
+def test_pauses_grow_after_rejections_and_shrink_after_acceptances() -> None:
+    rejected = drafter()
     text = [1] * 10
-    rests = []
+    pauses = []
     for _ in range(4):
-        refused.record_acceptance(0, 8, len(text))
+        rejected.record_acceptance(0, 8, len(text))
         before = len(text)
-        while not refused.should_draft(text):
+        while not rejected.should_draft(text):
             text.append(1)
-        rests.append(len(text) - before)
-    assert rests == [4, 8, 16, 32]
-    refused.record_acceptance(8, 8, len(text))
-    for _ in range(3):  # what was accepted pays for some that are not
-        assert refused.drafting
-        refused.record_acceptance(0, 8, len(text))
+        pauses.append(len(text) - before)
+    assert pauses == [4, 8, 16, 32]
+    rejected.record_acceptance(8, 8, len(text))
+    for _ in range(3):  # accepted drafts make up for some rejected ones
+        assert rejected.drafting
+        rejected.record_acceptance(0, 8, len(text))
     before = len(text)
-    while not refused.should_draft(text):
+    while not rejected.should_draft(text):
         text.append(1)
     assert len(text) - before == 32
 
 
-def test_no_rest_is_endless() -> None:
-    refused = drafter()
+def test_pause_is_bounded() -> None:
+    rejected = drafter()
     text = [1] * 10
     for _ in range(12):
-        refused.record_acceptance(0, 8, len(text))
+        rejected.record_acceptance(0, 8, len(text))
         before = len(text)
         text += [1] * 256
-        assert refused.should_draft(text), before
+        assert rejected.should_draft(text), before

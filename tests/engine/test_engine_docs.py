@@ -1,4 +1,4 @@
-"""docs/engine.md: its examples run, and its lists are those of the code."""
+"""Examples and lists of docs/engine.md."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ PRINTED = {
     "What a step does": r"1\n",
     "Speculative decoding": r"True\n",
 }
-"""What the example of a section prints."""
+"""Pattern of the output of each section's example."""
 
 
 def blocks(language: str) -> dict[str, str]:
     """Return the code of each section."""
     sections = re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
-    found: dict[str, str] = {}
+    code_by_title: dict[str, str] = {}
     for title, text in zip(sections[::2], sections[1::2], strict=True):
         for code in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL):
-            assert title not in found, f"two examples under {title!r}"
-            found[title] = code
-    return found
+            assert title not in code_by_title, f"two examples under {title!r}"
+            code_by_title[title] = code
+    return code_by_title
 
 
 EXAMPLES = blocks("python")
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
-def test_an_example_runs(title: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(title: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(EXAMPLES[title], f"docs/engine.md, {title}", "exec"), {})
     assert re.fullmatch(PRINTED[title], capsys.readouterr().out)
 
 
-def test_every_example_was_found() -> None:
+def test_every_example_is_collected() -> None:
     assert list(EXAMPLES) == list(PRINTED)
     assert PAGE.count("```python") == len(EXAMPLES)
 
 
-def test_lists_of_settings_are_those_of_the_code() -> None:
-    """Else: ``python -m tests.settings_pages``."""
+def test_lists_of_settings_match_the_code() -> None:
+    """Regenerate with: ``python -m tests.settings_pages``."""
     for page, sections in settings_pages.PAGES.items():
         for settings in sections.values():
             assert settings_pages.listed(settings) in (ROOT / page).read_text()
 
 
-def test_the_errors_it_names_are_public() -> None:
+def test_documented_errors_are_public() -> None:
     errors = PAGE.partition("\n## Errors\n")[2].partition("\n## ")[0]
     names = re.findall(r"^- `(\w+)`: ", errors, re.MULTILINE)
     assert len(names) == 9
@@ -70,10 +70,10 @@ def test_the_errors_it_names_are_public() -> None:
 
 
 @pytest.mark.parametrize("line", blocks("sh")["From a shell"].splitlines())
-def test_the_commands_are_understood(
+def test_documented_commands_run(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the tiny model for theirs, and a prompt for what is piped in."""
+    """Run each with the tiny model, and with a prompt in place of piped input."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     words = shlex.split(line.split(" > ")[0].split(" | ")[-1])

@@ -1,4 +1,4 @@
-"""What an engine says of itself to a server: blocks in use, prefixes found, room for a prompt."""
+"""Figures an engine reports to a server: blocks in use, prefix hits, room for a prompt."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
 
-def test_blocks_are_held_then_cached_then_given_away(device: str) -> None:
-    # What decodes in a slot holds blocks of tokens to come, too.
+def test_blocks_are_held_then_cached_then_evicted(device: str) -> None:
+    # A sequence that decodes in a slot also holds blocks of tokens to come.
     llm = small_llm(device, block_size=16, kv_cache_tokens=160, resident_decode=False)
     engine = llm.engine
     assert engine.occupancy == (10, 0, 0)
     stream = llm.stream("x" * 40, greedy(20, ignore_eos=True))
     next(stream)
-    total, held, cached = engine.occupancy
-    assert (total, held, cached) == (10, 3, 0)
+    total, in_use, cached = engine.occupancy
+    assert (total, in_use, cached) == (10, 3, 0)
     list(stream)
     assert engine.occupancy == (10, 0, 4)
     llm.generate("y" * 100, greedy(40, ignore_eos=True))
     assert sum(engine.occupancy[1:]) <= 10
 
 
-def test_prompt_tokens_are_counted_once_and_those_found_beside_them(device: str) -> None:
+def test_prefix_queries_and_hits_are_counted(device: str) -> None:
     llm = small_llm(device, block_size=16)
     llm.generate(["a" * 40, "b" * 40], greedy(4))
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (80, 0)
@@ -38,7 +38,7 @@ def test_prompt_tokens_are_counted_once_and_those_found_beside_them(device: str)
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (121, 32)
 
 
-def test_without_a_prefix_cache_nothing_is_asked_of_it(device: str) -> None:
+def test_no_prefix_queries_without_a_prefix_cache(device: str) -> None:
     llm = small_llm(device, prefix_cache=False)
     llm.generate(TEXTS, greedy(4))
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (0, 0)
@@ -52,9 +52,7 @@ def test_preemptions_are_counted(device: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(64, None), (4096, 100), (4096, None)])
-def test_a_prompt_has_the_room_that_is_said_and_no_more(
-    device: str, tokens: int, length: int | None
-) -> None:
+def test_reported_token_limit_is_exact(device: str, tokens: int, length: int | None) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)
     room = llm.engine.request_limits.max_new_tokens_after(20)
     assert room == min(tokens + 1, length or 1024) - 20
@@ -66,41 +64,41 @@ def test_a_prompt_has_the_room_that_is_said_and_no_more(
             list(llm.stream("x" * 20, greedy(room + 1)))
 
 
-def test_prompts_together_bring_what_each_brings_alone(device: str) -> None:
-    """Some are added later. What came meanwhile is returned at once."""
+def test_stream_group_yields_what_each_request_yields_alone(device: str) -> None:
+    """Requests may be added later. Pending updates are returned at once."""
     with serving(small_llm(device)) as served:
 
-        async def listen(served: AsyncLLM) -> dict[int, list[Update]]:
-            found: dict[int, list[Update]] = {at: [] for at in range(len(TEXTS))}
-            together = served.stream_group()
-            together.add(TEXTS[0], greedy())
-            found[0] += [update for _, update in await together.next()]
+        async def read_all(served: AsyncLLM) -> dict[int, list[Update]]:
+            updates_read: dict[int, list[Update]] = {at: [] for at in range(len(TEXTS))}
+            group = served.stream_group()
+            group.add(TEXTS[0], greedy())
+            updates_read[0] += [update for _, update in await group.next()]
             for text in TEXTS[1:]:
-                together.add(text, greedy())
-            while any(not of or of[-1].finish_reason is None for of in found.values()):
+                group.add(text, greedy())
+            while any(not of or of[-1].finish_reason is None for of in updates_read.values()):
                 await asyncio.sleep(0.01)
-                for number, update in await together.next():
-                    found[number].append(update)
-            together.cancel()
-            return found
+                for number, update in await group.next():
+                    updates_read[number].append(update)
+            group.cancel()
+            return updates_read
 
-        found = run(listen(served))
-    for number, updates in found.items():
+        updates_read = run(read_all(served))
+    for number, updates in updates_read.items():
         assert [each.token_id for each in updates] == expected(device, TEXTS[number])
 
 
-def test_leaving_ends_them_all(device: str) -> None:
+def test_cancelling_a_stream_group_ends_its_requests(device: str) -> None:
     with serving(small_llm(device)) as served:
 
         async def cancel() -> list[Update]:
-            together = served.stream_group()
+            group = served.stream_group()
             for text in TEXTS:
-                together.add(text, greedy(900, ignore_eos=True))
-            found = [update for _, update in await together.next()]
-            together.cancel()
+                group.add(text, greedy(900, ignore_eos=True))
+            updates_read = [update for _, update in await group.next()]
+            group.cancel()
             await served.generate(TEXTS[0], greedy(3))
-            return found
+            return updates_read
 
-        found = run(cancel())
-    assert found
-    assert all(update.request.finish_reason == "cancelled" for update in found)
+        updates_read = run(cancel())
+    assert updates_read
+    assert all(update.request.finish_reason == "cancelled" for update in updates_read)

@@ -1,4 +1,4 @@
-"""An engine and a cache work in inference mode and outside it, wherever they were made."""
+"""Engines and caches in inference mode and outside it, wherever they were built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from roseinfer import LLM, AppendPolicy, KVBlockManager, SamplingParams
 from roseinfer.kv.storage import IndexStaging
 
 Mode = Any
-"""Makes a context: inference mode, or none."""
-LONG = [list(range(1, 41)), [at % 250 for at in range(300)], [3, 4]]
-"""Prompts whose blocks and tokens are more than the first index buffers hold."""
+"""Factory of a context: inference mode, or none."""
+LONG_PROMPTS = [list(range(1, 41)), [at % 250 for at in range(300)], [3, 4]]
+"""Prompts with more blocks and tokens than the first index buffers hold."""
 
 
 def outside() -> AbstractContextManager[None]:
@@ -23,8 +23,8 @@ def outside() -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("made_in", [torch.inference_mode, outside])
-def test_an_engine_is_used_in_both_by_turns(device: str, made_in: Mode, *, resident: bool) -> None:
+@pytest.mark.parametrize("built_in", [torch.inference_mode, outside])
+def test_engine_alternates_between_modes(device: str, built_in: Mode, *, resident: bool) -> None:
     def serve(*modes: Mode) -> list[list[list[int]]]:
         with modes[0]():
             llm = LLM(
@@ -36,24 +36,24 @@ def test_an_engine_is_used_in_both_by_turns(device: str, made_in: Mode, *, resid
                 resident_decode=resident,
                 cuda_graph=False,
             )
-        found = []
+        token_ids = []
         for mode in modes[1:]:
             with mode():
-                drawn = SamplingParams(1.0, seed=1, max_new_tokens=4, ignore_eos=True)
+                sampled = SamplingParams(1.0, seed=1, max_new_tokens=4, ignore_eos=True)
                 greedy = SamplingParams(max_new_tokens=4, logprobs=True, ignore_eos=True)
-                outputs = llm.generate(LONG, [greedy, drawn, drawn])
+                outputs = llm.generate(LONG_PROMPTS, [greedy, sampled, sampled])
             assert [output.error for output in outputs] == [None] * 3
-            found.append([output.token_ids for output in outputs])
-        return found
+            token_ids.append([output.token_ids for output in outputs])
+        return token_ids
 
-    usual = serve(outside, outside)
-    assert serve(made_in, outside, torch.inference_mode, outside) == usual * 3
+    expected = serve(outside, outside)
+    assert serve(built_in, outside, torch.inference_mode, outside) == expected * 3
 
 
-@pytest.mark.parametrize("made_in", [torch.inference_mode, outside])
-def test_a_bare_cache_is_used_in_both_by_turns(device: str, made_in: Mode) -> None:
-    with made_in():
-        policy = AppendPolicy(triton=False)  # with which torch does the writing
+@pytest.mark.parametrize("built_in", [torch.inference_mode, outside])
+def test_cache_alternates_between_modes(device: str, built_in: Mode) -> None:
+    with built_in():
+        policy = AppendPolicy(triton=False)  # torch writes
         kv = KVBlockManager(1, 2, 4, 1, 400, device, torch.float32, policy)
     block_ids: list[int] = []
     for mode, count in ((outside, 3), (torch.inference_mode, 300), (outside, 2)):
@@ -65,11 +65,11 @@ def test_a_bare_cache_is_used_in_both_by_turns(device: str, made_in: Mode) -> No
     assert torch.equal(values, -keys)
 
 
-def test_a_ring_that_grows_in_inference_mode_is_filled_outside(device: str) -> None:
-    """On a GPU filling it is an operation of torch's; elsewhere only its kind can be seen."""
+def test_index_staging_grown_in_inference_mode_is_writable_outside(device: str) -> None:
+    """On a GPU a torch operation fills the ring; elsewhere only the tensor shows the mode."""
     staging = IndexStaging(torch.device(device), Counter())
     with torch.inference_mode():
         (grown,) = staging.stage([list(range(1000))]).columns
     assert not grown.is_inference()
-    for turn in range(70):  # once round the ring
+    for turn in range(70):  # once around the ring
         assert staging.stage([[turn, 1]]).columns[0].tolist() == [turn, 1]

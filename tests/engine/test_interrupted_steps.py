@@ -1,4 +1,4 @@
-"""Steps that break off, wherever they do: what was computed is right, and nothing is lost."""
+"""Interrupted steps: computed tokens are correct, and no block or slot is lost."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.decode.readback import PendingReadback, Readback
 from roseinfer.decode.slots import DecodeSlots, SlotRows
 from roseinfer.decode.step import ResidentDecode
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.kv.transfers import PendingReadback, Readback
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import (
-    HARDLY_PENALISED,
+    NEGLIGIBLE_PENALTY,
     PROMPTS,
-    ahead,
     expected,
     greedy,
-    in_step,
     run,
+    run_ahead_llm,
+    synchronous_llm,
     tokens_of,
-    without_tallies,
+    without_token_counts,
 )
 
 if TYPE_CHECKING:
@@ -42,99 +42,99 @@ SLOT_WORK = [
 ]
 
 
-def drawn(seed: int) -> SamplingParams:
+def sampled(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1, max_new_tokens=12, seed=seed)
 
 
-class Mishap(Exception):
-    """One call fails with this."""
+class StepFault(Exception):
+    """Error that one call raises."""
 
 
-def going_wrong_at(call: int, real: Any, when: str = "before") -> Any:
-    """``real``, except that one of its calls raises, ``before`` or ``after`` it is carried out."""
+def fail_at(call: int, real: Any, when: str = "before") -> Any:
+    """Wrap ``real`` so that one of its calls raises, ``before`` or ``after`` it runs."""
     calls = iter(range(1000))
 
-    def sometimes(*args: Any, **kwargs: Any) -> Any:
+    def call_or_fail(*args: Any, **kwargs: Any) -> Any:
         at = next(calls)
         if at == call and when == "before":
-            raise Mishap
+            raise StepFault
         result = real(*args, **kwargs)
         if at == call:
-            raise Mishap
+            raise StepFault
         return result
 
-    return sometimes
+    return call_or_fail
 
 
-def run_through(llm: LLM) -> int:
-    """Step until all is done, whatever steps raise; return how many raised."""
+def run_through_faults(llm: LLM) -> int:
+    """Step until all requests have ended, whatever steps raise; return the number of errors."""
     raised = 0
     for _ in range(200):
         if not llm.engine.has_work:
             break
         try:
             llm.engine.step()
-        except Mishap:
+        except StepFault:
             raised += 1
     return raised
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("call", [0, 1, 4, 7])
-@pytest.mark.parametrize("what", ["a forward pass", "reading tokens", "after a resident step"])
-def test_a_step_that_raises_is_done_again(
-    device: str, lag: int, call: int, what: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("point", ["a forward pass", "reading tokens", "after a resident step"])
+def test_interrupted_step_is_repeated(
+    device: str, lag: int, call: int, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it was. Tokens that were on their way are computed again, and none twice."""
-    llm = without_tallies(ahead(device, lag))
+    """Tokens in flight are computed again, and none twice."""
+    llm = without_token_counts(run_ahead_llm(device, lag))
     engine = llm.engine
     owner, name = {
         "a forward pass": (engine.sequence_runner.model, "logits"),
         "reading tokens": (PendingReadback, "wait"),
         "after a resident step": (engine._runner, "_launch_forward_pass"),
-    }[what]
-    params = [greedy(6), greedy(), greedy(8, **HARDLY_PENALISED), greedy(7)]
+    }[point]
+    params = [greedy(6), greedy(), greedy(8, **NEGLIGIBLE_PENALTY), greedy(7)]
     requests = [engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
-    monkeypatch.setattr(owner, name, going_wrong_at(call, getattr(owner, name)))
-    assert run_through(llm) == 1
+    monkeypatch.setattr(owner, name, fail_at(call, getattr(owner, name)))
+    assert run_through_faults(llm) == 1
     assert [each.token_ids for each in requests] == [
-        expected(device, at)[: own.max_new_tokens] for at, own in enumerate(params)
+        expected(device, at)[: each.max_new_tokens] for at, each in enumerate(params)
     ]
     assert_no_block_is_lost(llm)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), SLOT_WORK, ids=[name for _, name in SLOT_WORK])
-def test_no_slot_is_lost_by_a_step_that_raises(
+def test_interrupted_step_loses_no_slot(
     device: str, lag: int, when: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor had by two: later requests, who take all slots there are, get what is theirs."""
-    params = [greedy(), drawn(1), greedy(), drawn(3)]
-    want = tokens_of(in_step(device), PROMPTS, params)
+    """Later requests, which take all slots, get the correct tokens twice."""
+    params = [greedy(), sampled(1), greedy(), sampled(3)]
+    expected_tokens = tokens_of(synchronous_llm(device), PROMPTS, params)
     real = getattr(owner, name)
     for call in (0, 1, 3):
-        llm = ahead(device, lag, max_batch_size=len(PROMPTS), prefill_max_batch_size=1)
+        llm = run_ahead_llm(device, lag, max_batch_size=len(PROMPTS), prefill_max_batch_size=1)
         requests = [llm.engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
-        monkeypatch.setattr(owner, name, going_wrong_at(call, real, when))
-        raised = run_through(llm)
+        monkeypatch.setattr(owner, name, fail_at(call, real, when))
+        raised = run_through_faults(llm)
         monkeypatch.undo()
-        assert raised == 1, "that call is never made"
-        assert [each.token_ids for each in requests] == want
+        assert raised == 1, "the call to fail was never made"
+        assert [each.token_ids for each in requests] == expected_tokens
         for _ in range(2):
-            assert tokens_of(llm, PROMPTS, params) == want
+            assert tokens_of(llm, PROMPTS, params) == expected_tokens
         assert_no_block_is_lost(llm)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("more", [{}, {"logprobs": True}, HARDLY_PENALISED], ids=str)
-def test_logits_without_a_distribution_end_one_request(
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, NEGLIGIBLE_PENALTY], ids=str)
+def test_nan_logits_end_only_their_request(
     device: str, lag: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others go on, and what it stored is kept from them."""
-    # No graph remembers what is put in its place.
-    llm = without_tallies(ahead(device, lag, cuda_graph=False))
+    """The others continue, and the blocks of the failed request are not reused."""
+    # A graph would not see the replacement.
+    llm = without_token_counts(run_ahead_llm(device, lag, cuda_graph=False))
     model = llm.engine.sequence_runner.model
     fatal = next(t for t in expected(device, 0)[2:] if t not in expected(device, 2))
     at = expected(device, 0).index(fatal)

@@ -1,4 +1,4 @@
-"""Requests that are paused and go on: their tokens are what they would have been."""
+"""Paused and resumed requests: their tokens are the same as without the pause."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import pytest
 
 from roseinfer import SamplingParams
 from tests.engine.test_random_mixes import assert_no_block_is_lost
-from tests.engine.test_run_ahead import PROMPTS, ahead, expected, greedy, in_step, run
+from tests.engine.test_run_ahead import (
+    PROMPTS,
+    expected,
+    greedy,
+    run,
+    run_ahead_llm,
+    synchronous_llm,
+)
 
 some_lags = pytest.mark.parametrize("lag", [0, 3])
-WISHES: list[dict[str, Any]] = [
+SAMPLING: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.3},
     {"temperature": 1.0, "seed": 5, "logprobs": True},
@@ -20,26 +27,24 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def wished(at: int, count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, ignore_eos=True, **WISHES[at])
+def params_of(at: int, count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, ignore_eos=True, **SAMPLING[at])
 
 
 @some_lags
 @pytest.mark.parametrize("after", [1, 6])
-def test_no_more_than_what_is_in_flight_comes_of_a_paused_request(
-    device: str, lag: int, after: int
-) -> None:
-    """It then holds nothing, and the other goes on as if it were alone."""
-    llm = ahead(device, lag, max_batch_size=2)
+def test_paused_request_gets_only_its_tokens_in_flight(device: str, lag: int, after: int) -> None:
+    """The paused request then holds nothing, and the other continues as if alone."""
+    llm = run_ahead_llm(device, lag, max_batch_size=2)
     engine = llm.engine
     paused, other = (engine.submit(PROMPTS[at], greedy()) for at in range(2))
     while paused.num_generated < after:
         engine.step()
     engine.pause(paused)
-    known, coming = paused.num_generated, paused.num_in_flight
-    assert coming <= lag
+    generated, in_flight = paused.num_generated, paused.num_in_flight
+    assert in_flight <= lag
     run(llm)
-    assert paused.num_generated == known + coming
+    assert paused.num_generated == generated + in_flight
     assert (paused.sequence.num_stored, paused.sequence.block_lists) == (0, [[]])
     assert other.token_ids == expected(device, 1)
     assert_no_block_is_lost(llm)
@@ -51,12 +56,14 @@ def test_no_more_than_what_is_in_flight_comes_of_a_paused_request(
 
 @some_lags
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_pauses_at_any_time_change_no_token(device: str, lag: int, prefix_cache: bool) -> None:
-    """Not even where blocks are short, and others are cancelled meanwhile."""
+def test_pauses_change_no_token(device: str, lag: int, prefix_cache: bool) -> None:
+    """This holds although blocks are scarce and other requests are cancelled."""
     rng = random.Random(lag)
-    llm = ahead(device, lag, kv_cache_tokens=28, max_batch_size=3, prefix_cache=prefix_cache)
+    llm = run_ahead_llm(
+        device, lag, kv_cache_tokens=28, max_batch_size=3, prefix_cache=prefix_cache
+    )
     engine = llm.engine
-    requests = [engine.submit(prompt, wished(at, 12)) for at, prompt in enumerate(PROMPTS)]
+    requests = [engine.submit(prompt, params_of(at, 12)) for at, prompt in enumerate(PROMPTS)]
     extra = [engine.submit([9, at], greedy(6)) for at in range(3)]
     paused: set[int] = set()
     for now in range(400):
@@ -75,19 +82,19 @@ def test_pauses_at_any_time_change_no_token(device: str, lag: int, prefix_cache:
     for request in requests:
         engine.resume(request)
     run(llm)
-    alone = in_step(device)
+    alone = synchronous_llm(device)
     for at, request in enumerate(requests):
-        own = alone.engine.submit(PROMPTS[at], wished(at, 12))
+        reference = alone.engine.submit(PROMPTS[at], params_of(at, 12))
         run(alone)
-        assert request.token_ids == own.token_ids
+        assert request.token_ids == reference.token_ids
         assert request.finish_reason == "length"
     assert [each.finish_reason for each in extra] == ["cancelled", "cancelled", "length"]
     assert_no_block_is_lost(llm)
 
 
 @some_lags
-def test_a_paused_request_can_be_cancelled_at_any_time(device: str, lag: int) -> None:
-    llm = ahead(device, lag)
+def test_paused_request_can_be_cancelled(device: str, lag: int) -> None:
+    llm = run_ahead_llm(device, lag)
     engine = llm.engine
     for steps in range(4):
         request, other = (engine.submit(PROMPTS[at], greedy()) for at in range(2))
@@ -106,10 +113,10 @@ def test_a_paused_request_can_be_cancelled_at_any_time(device: str, lag: int) ->
 
 
 @some_lags
-def test_a_step_that_breaks_off_leaves_paused_requests_paused(
+def test_interrupted_step_keeps_paused_requests_paused(
     device: str, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = ahead(device, lag)
+    llm = run_ahead_llm(device, lag)
     engine = llm.engine
     paused, other = (engine.submit(PROMPTS[at], greedy()) for at in range(2))
     for _ in range(4):

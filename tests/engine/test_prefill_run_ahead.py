@@ -1,4 +1,4 @@
-"""Steps of prompts are launched before the tokens of those in front are read."""
+"""Prefill steps launched before the tokens of previous steps are read."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 _PACKAGE = str(Path(roseinfer.__file__).parent)
 LENGTH = 7
 PER_STEP = 20
-"""Two prompts of a step are stored whole, and a third in part: its logits are nobody's."""
-DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 9}
+"""Tokens per step: two whole prompts and part of a third, whose logits are unused."""
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 9}
 KINDS: dict[str, Sequence[SamplingParams]] = {
-    "one token each": [SamplingParams(max_new_tokens=1)],
-    "drawn": [SamplingParams(max_new_tokens=1, **DRAWN)],
-    "that decode on, or do not": [SamplingParams(max_new_tokens=count) for count in (1, 5)],
-    "that are told of": [SamplingParams(max_new_tokens=1, top_logprobs=2, prompt_logprobs=True)],
-    "with penalties": [
+    "one token": [SamplingParams(max_new_tokens=1)],
+    "sampled": [SamplingParams(max_new_tokens=1, **SAMPLED)],
+    "mixed lengths": [SamplingParams(max_new_tokens=count) for count in (1, 5)],
+    "logprobs": [SamplingParams(max_new_tokens=1, top_logprobs=2, prompt_logprobs=True)],
+    "penalties": [
         SamplingParams(max_new_tokens=3, presence_penalty=1.5),
-        SamplingParams(max_new_tokens=3, repetition_penalty=1.3, **DRAWN),
+        SamplingParams(max_new_tokens=3, repetition_penalty=1.3, **SAMPLED),
     ],
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-class MadeOfLists(TorchFunctionMode):
-    """Notes who makes tensors of lists: on a GPU, each of them waits for all that was launched."""
+class TensorsFromLists(TorchFunctionMode):
+    """Records callers that build tensors from lists: on a GPU each waits for all launched work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class MadeOfLists(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        made = function in (torch.tensor, torch.as_tensor)
+        from_list = function in (torch.tensor, torch.as_tensor)
         indexed = function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-        if made or (indexed and _has_list(args[1])):
+        if from_list or (indexed and _has_list(args[1])):
             self.callers.add(_caller())
         return function(*args, **(kwargs or {}))
 
@@ -68,7 +68,7 @@ def _has_list(index: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return the function of the engine that is running."""
+    """Return the engine function that is running."""
     frame = sys._getframe(1)
     while not frame.f_code.co_filename.startswith(_PACKAGE):
         assert frame.f_back is not None
@@ -82,11 +82,11 @@ def engine(device: str, **config: Any) -> LLM:
     llm = LLM(tiny("llama", device), device=device, dtype="float32", **settings)
     slots = llm.engine._runner._resident
     assert slots is not None
-    assert slots.supports(SamplingParams(presence_penalty=1.0), VOCABULARY), "there is a tally now"
+    assert slots.supports(SamplingParams(presence_penalty=1.0), VOCABULARY), "no penalties in slots"
     return llm
 
 
-def late_engine(queue: DeviceQueue) -> LLM:
+def queued_engine(queue: DeviceQueue) -> LLM:
     llm = engine("cpu")
     sessions, slots = llm.engine.sequence_runner, llm.engine._runner._resident
     assert slots is not None
@@ -113,54 +113,54 @@ def run(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-@every_kind
-def test_the_host_waits_for_no_step_but_the_one_before_the_last(kind: str) -> None:
-    want = submit(plain := engine("cpu", run_ahead=0), KINDS[kind])
+@all_kinds
+def test_host_waits_only_for_the_step_before_the_previous(kind: str) -> None:
+    expected = submit(plain := engine("cpu", run_ahead=0), KINDS[kind])
     run(plain)
     queue = DeviceQueue()
     with late_transfers(queue, 64):
-        llm = late_engine(queue)
+        llm = queued_engine(queue)
         requests = submit(llm, KINDS[kind])
         launched = []
-        with QueuedTorch(queue):  # the device does nothing until somebody waits for it
+        with QueuedTorch(queue):  # the device does nothing until the host waits for it
             for _ in range(2):
                 assert llm.engine.step() == []
                 launched.append(queue.num_submitted)
-                assert queue.num_started == 0, (
-                    "the second step is launched, and the first not waited for"
-                )
+                assert queue.num_started == 0, "the second step waited for the first"
             updates = llm.engine.step()
             assert launched[0] // 2 < queue.num_started <= launched[0], (
-                "the third waits for the first"
+                "the third step did not wait for the first alone"
             )
             assert [each.request for each in updates] == requests[:2]
             run(llm)
-    assert [each.token_ids for each in requests] == [each.token_ids for each in want]
-    assert [each.top_logprobs for each in requests] == [each.top_logprobs for each in want]
-    assert [each.prompt_logprobs for each in requests] == [each.prompt_logprobs for each in want]
+    assert [each.token_ids for each in requests] == [each.token_ids for each in expected]
+    assert [each.top_logprobs for each in requests] == [each.top_logprobs for each in expected]
+    assert [each.prompt_logprobs for each in requests] == [
+        each.prompt_logprobs for each in expected
+    ]
     assert_no_block_is_lost(llm)
 
 
-@every_kind
-def test_a_step_of_prompts_makes_no_tensor_of_a_list(device: str, kind: str) -> None:
+@all_kinds
+def test_prefill_step_builds_no_tensor_from_a_list(device: str, kind: str) -> None:
     llm = engine(device)
     submit(llm, KINDS[kind])
-    with MadeOfLists() as made:
+    with TensorsFromLists() as from_list:
         run(llm)
-    # The reference's attention does, which no GPU runs unless it is asked to.
-    assert made.callers <= {"gather"}
+    # The reference attention does, which no GPU runs unless configured to.
+    assert from_list.callers <= {"gather"}
 
 
-@every_kind
-def test_nothing_in_a_step_of_prompts_waits_for_the_device(device: str, kind: str) -> None:
+@all_kinds
+def test_prefill_step_does_not_synchronize(device: str, kind: str) -> None:
     if device != "cuda":
         pytest.skip("a CPU has nothing to wait for")
     llm = engine(device)
-    for _ in range(2):  # the first time memory is taken, and kernels are compiled
+    for _ in range(2):  # the first time allocates memory and compiles kernels
         submit(llm, KINDS[kind])
         run(llm)
     submit(llm, KINDS[kind])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -168,5 +168,5 @@ def test_nothing_in_a_step_of_prompts_waits_for_the_device(device: str, kind: st
                 llm.engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waited = [each for each in said if "synchronizing CUDA operation" in str(each.message)]
-    assert not waited, "tokens are copied behind the step, and waited for by an event"
+    syncs = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    assert not syncs, "expected tokens to be copied after the step and awaited by an event"

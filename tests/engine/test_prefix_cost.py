@@ -1,4 +1,4 @@
-"""What finding and keeping a prefix costs, counted and not timed."""
+"""Cost of matching and inserting prefixes, counted in tokens and calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import PrefixEntry
 from roseinfer.kv.sequence import CachedSequence
-from tests.engine.prefix_cache_simulation import REAL_HASH, Shape, World
+from tests.engine.prefix_cache_simulation import REAL_HASH, PrefixCacheSimulation, Shape
 
 
 class Tokens(abc.Sequence[int]):
-    """Counts how many of them are read."""
+    """Tokens that count their reads."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -30,14 +30,14 @@ class Tokens(abc.Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        found = self.tokens[index]
-        self.read += len(found) if isinstance(found, list) else 1
-        return found
+        items = self.tokens[index]
+        self.read += len(items) if isinstance(items, list) else 1
+        return items
 
 
 @dataclass
 class Work:
-    """How many tokens were hashed, and how many compared."""
+    """Numbers of tokens hashed and compared."""
 
     hashed: int = 0
     compared: int = 0
@@ -62,41 +62,41 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 @pytest.mark.parametrize("length", [40, 200, 1000])
-def test_a_match_looks_at_each_token_once(work: Work, length: int) -> None:
-    """This holds though the block it ends in has a tail of every length to offer."""
-    world = World(Shape(block_size=32, blocks=110))
+def test_match_reads_each_token_once(work: Work, length: int) -> None:
+    """This holds although the block it ends in has a tail of every length."""
+    simulation = PrefixCacheSimulation(Shape(block_size=32, blocks=110))
     tokens = list(range(length))
-    begun = length // 32 * 32 - 32
-    for end in range(begun, length):
-        world.keep(*tokens[: end + 1])
-    asked = Tokens(tokens)
+    start = length // 32 * 32 - 32
+    for end in range(start, length):
+        simulation.keep(*tokens[: end + 1])
+    prompt = Tokens(tokens)
     work.hashed = work.compared = 0
-    assert world.cache.match(asked)[2] == length - 1
-    assert max(asked.read, work.hashed, work.compared) < length
+    assert simulation.cache.match(prompt)[2] == length - 1
+    assert max(prompt.read, work.hashed, work.compared) < length
     unknown = Tokens([-1] * length)
     work.hashed = 0
-    assert world.cache.match(unknown)[2] == 0
+    assert simulation.cache.match(unknown)[2] == 0
     assert max(unknown.read, work.hashed) < 2 * 32
 
 
-def test_an_insert_looks_at_new_blocks_only(work: Work) -> None:
-    world = World(Shape(block_size=8, blocks=25))
-    sequence = world.start(list(range(200)))
-    watched: Any = Tokens(sequence.tokens)
+def test_insert_reads_only_new_blocks(work: Work) -> None:
+    simulation = PrefixCacheSimulation(Shape(block_size=8, blocks=25))
+    sequence = simulation.start(list(range(200)))
+    counted: Any = Tokens(sequence.tokens)
     for stored in range(1, 201):
-        world.plan(sequence, 1)
+        simulation.plan(sequence, 1)
         sequence.stored = stored
-        watched.read = work.hashed = 0
-        session = CachedSequence(sequence.block_lists, watched, stored)
-        world.cache.insert(sequence.held, session)
-        assert watched.read == work.hashed == (0 if stored % 8 else 8)
+        counted.read = work.hashed = 0
+        session = CachedSequence(sequence.block_lists, counted, stored)
+        simulation.cache.insert(sequence.held_prefix, session)
+        assert counted.read == work.hashed == (0 if stored % 8 else 8)
 
 
-def test_a_chain_longer_than_the_stack_is_deep() -> None:
+def test_chain_longer_than_the_recursion_limit() -> None:
     blocks = 2 * sys.getrecursionlimit()
-    world = World(Shape(block_size=1, blocks=blocks))
-    sequence = world.run([0] * blocks)
-    assert len(repr((world.entries[0], world.entries[-1]))) < 500
-    world.release(sequence)
-    world.cache.clear()
-    assert world.free_blocks == blocks
+    simulation = PrefixCacheSimulation(Shape(block_size=1, blocks=blocks))
+    sequence = simulation.run([0] * blocks)
+    assert len(repr((simulation.entries[0], simulation.entries[-1]))) < 500
+    simulation.release(sequence)
+    simulation.cache.clear()
+    assert simulation.free_blocks == blocks

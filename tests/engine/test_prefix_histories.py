@@ -1,4 +1,4 @@
-"""Random histories of the prefix cache beside a naive model that knows no hash and no block."""
+"""Random histories of the prefix cache, compared with a naive model without hashes and blocks."""
 
 from __future__ import annotations
 
@@ -9,81 +9,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.engine import prefix_cache
-from tests.engine.prefix_cache_simulation import HASHES, Sequence, Shape, World, prefix_of
+from tests.engine.prefix_cache_simulation import (
+    HASHES,
+    PrefixCacheSimulation,
+    Sequence,
+    Shape,
+    prefix_of,
+)
 
 
 @dataclass(eq=False)
-class Known:
-    """What the naive model keeps for a block: the prefix that ends in it, and who uses it."""
+class NaiveBlock:
+    """A block of the naive model: the prefix that ends in it, and its users."""
 
     prefix: tuple[int, ...]
     users: set[Sequence]
 
 
 @dataclass(eq=False)
-class Trail:
-    """Where a sequence stands in the naive model: the blocks it passed, its own or not."""
+class NaiveSequence:
+    """Position of a sequence in the naive model: the blocks it passed, its own or not."""
 
-    passed: list[Known]
-    tail: Known | None
-    own: list[Known] = field(default_factory=list)
+    passed: list[NaiveBlock]
+    tail: NaiveBlock | None
+    inserted: list[NaiveBlock] = field(default_factory=list)
 
 
 @dataclass
-class Naive:
-    """The prefixes that can be found, and in which order they go. Knows no hash and no block."""
+class NaivePrefixCache:
+    """Cached prefixes and their order of eviction, without hashes and blocks."""
 
     block_size: int
-    known: dict[tuple[int, ...], Known] = field(default_factory=dict)
-    order: list[Known] = field(default_factory=list)
-    trails: dict[Sequence, Trail] = field(default_factory=dict)
+    cached: dict[tuple[int, ...], NaiveBlock] = field(default_factory=dict)
+    order: list[NaiveBlock] = field(default_factory=list)
+    states: dict[Sequence, NaiveSequence] = field(default_factory=dict)
 
     def start(self, sequence: Sequence, tokens: list[int]) -> int:
-        size, most = self.block_size, len(tokens) - 1
-        passed: list[Known] = []
-        for end in range(size, most + 1, size):
-            if tuple(tokens[:end]) not in self.known:
+        size, max_cached = self.block_size, len(tokens) - 1
+        passed: list[NaiveBlock] = []
+        for end in range(size, max_cached + 1, size):
+            if tuple(tokens[:end]) not in self.cached:
                 break
-            passed.append(self.known[tuple(tokens[:end])])
+            passed.append(self.cached[tuple(tokens[:end])])
         end = len(passed) * size
         tails = [
-            self.known[tuple(tokens[:stop])]
-            for stop in range(end + 1, min(most + 1, end + size))
-            if tuple(tokens[:stop]) in self.known
+            self.cached[tuple(tokens[:stop])]
+            for stop in range(end + 1, min(max_cached + 1, end + size))
+            if tuple(tokens[:stop]) in self.cached
         ]
-        trail = Trail(passed, tails[-1] if tails else None)
-        self.trails[sequence] = trail
+        state = NaiveSequence(passed, tails[-1] if tails else None)
+        self.states[sequence] = state
         for each in [*passed, *tails[-1:]]:
             each.users.add(sequence)
             self.order = [other for other in self.order if other is not each]
         return len(tails[-1].prefix) if tails else end
 
     def grow(self, sequence: Sequence) -> None:
-        trail, size = self.trails[sequence], self.block_size
-        if trail.tail and sequence.stored > len(trail.tail.prefix):
-            self._leave(sequence, trail.tail)
-            trail.tail = None
-        while self._open(trail) and (len(trail.passed) + 1) * size <= sequence.stored:
-            prefix = tuple(sequence.tokens[: (len(trail.passed) + 1) * size])
-            if prefix not in self.known:
-                self.known[prefix] = Known(prefix, {sequence})
-                trail.own.append(self.known[prefix])
-            trail.passed.append(self.known[prefix])
+        state, size = self.states[sequence], self.block_size
+        if state.tail and sequence.stored > len(state.tail.prefix):
+            self._leave(sequence, state.tail)
+            state.tail = None
+        while self._open(state) and (len(state.passed) + 1) * size <= sequence.stored:
+            prefix = tuple(sequence.tokens[: (len(state.passed) + 1) * size])
+            if prefix not in self.cached:
+                self.cached[prefix] = NaiveBlock(prefix, {sequence})
+                state.inserted.append(self.cached[prefix])
+            state.passed.append(self.cached[prefix])
 
     def release(self, sequence: Sequence, planned: int) -> None:
         self.grow(sequence)
-        trail, tail = self.trails[sequence], tuple(sequence.tokens[: sequence.stored])
-        left = sequence.stored - len(trail.passed) * self.block_size
-        room = self.block_size - left
-        own = left and room and not planned and trail.tail is None
-        if self._open(trail) and own and tail not in self.known:
-            self.known[tail] = Known(tail, set())
-            self.order.append(self.known[tail])
+        state, tail = self.states[sequence], tuple(sequence.tokens[: sequence.stored])
+        num_tail_tokens = sequence.stored - len(state.passed) * self.block_size
+        room = self.block_size - num_tail_tokens
+        is_tail = num_tail_tokens and room and not planned and state.tail is None
+        if self._open(state) and is_tail and tail not in self.cached:
+            self.cached[tail] = NaiveBlock(tail, set())
+            self.order.append(self.cached[tail])
         self._end(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        for each in self.trails[sequence].own:
-            if self.known.get(each.prefix) is each:
+        for each in self.states[sequence].inserted:
+            if self.cached.get(each.prefix) is each:
                 self._remove(each)
         self._end(sequence)
 
@@ -94,36 +100,36 @@ class Naive:
         return before - len(self.order)
 
     def clear(self) -> None:
-        self.known, self.order = {}, []
+        self.cached, self.order = {}, []
 
-    def _open(self, trail: Trail) -> bool:
-        return not trail.passed or self.known.get(trail.passed[-1].prefix) is trail.passed[-1]
+    def _open(self, state: NaiveSequence) -> bool:
+        return not state.passed or self.cached.get(state.passed[-1].prefix) is state.passed[-1]
 
-    def _leave(self, sequence: Sequence, each: Known) -> None:
+    def _leave(self, sequence: Sequence, each: NaiveBlock) -> None:
         each.users.discard(sequence)
-        if not each.users and self.known.get(each.prefix) is each and each not in self.order:
+        if not each.users and self.cached.get(each.prefix) is each and each not in self.order:
             self.order.append(each)
 
     def _end(self, sequence: Sequence) -> None:
-        trail = self.trails.pop(sequence)
-        for each in [*([trail.tail] if trail.tail else []), *trail.passed[::-1]]:
+        state = self.states.pop(sequence)
+        for each in [*([state.tail] if state.tail else []), *state.passed[::-1]]:
             if sequence in each.users:
                 self._leave(sequence, each)
             if each in self.order:
                 self.order.remove(each)
                 self.order.append(each)
 
-    def _remove(self, gone: Known) -> None:
-        whole = not len(gone.prefix) % self.block_size
-        for prefix, each in list(self.known.items()):
-            below = whole and prefix[: len(gone.prefix)] == gone.prefix
-            if each is gone or below:
-                del self.known[prefix]
+    def _remove(self, evicted: NaiveBlock) -> None:
+        whole = not len(evicted.prefix) % self.block_size
+        for prefix, each in list(self.cached.items()):
+            below = whole and prefix[: len(evicted.prefix)] == evicted.prefix
+            if each is evicted or below:
+                del self.cached[prefix]
                 self.order = [other for other in self.order if other is not each]
 
 
 Step = tuple[str, int, list[int]]
-"""What is done, to which sequence (modulo how many there are), and with which tokens."""
+"""The operation, its sequence (modulo their number), and its tokens."""
 
 STEPS = ["start", "grow", "release"] * 6 + ["preempt", "cancel", "forget", "evict"] * 2 + ["clear"]
 
@@ -135,34 +141,38 @@ shapes = st.builds(Shape, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), s
 
 
 class Run:
-    """A history on the real thing and on the naive model side by side."""
+    """A history run on the prefix cache and on the naive model."""
 
     def __init__(self, shape: Shape, *, exact: bool) -> None:
-        self.world = World(shape)
-        self.naive = Naive(shape.block_size)
+        self.simulation = PrefixCacheSimulation(shape)
+        self.naive = NaivePrefixCache(shape.block_size)
         self.exact = exact
 
-    def steps(self, history: list[Step]) -> None:
+    def run_steps(self, history: list[Step]) -> None:
         for step, which, tokens in history:
             if step == "evict":
                 self.evict(which)
             elif step == "clear":
-                self.world.cache.clear()
-                self.world.poison()
+                self.simulation.cache.clear()
+                self.simulation.poison()
                 self.naive.clear()
-            elif not self.world.sequences or (step == "start" and len(self.world.sequences) < 6):
+            elif not self.simulation.sequences or (
+                step == "start" and len(self.simulation.sequences) < 6
+            ):
                 self.start(tokens)
             else:
-                self.step_of(step, self.world.sequences[which % len(self.world.sequences)], tokens)
+                self.run_step(
+                    step, self.simulation.sequences[which % len(self.simulation.sequences)], tokens
+                )
             self.check()
-        self.world.finish()
+        self.simulation.finish()
 
-    def step_of(self, step: str, sequence: Sequence, tokens: list[int]) -> None:
+    def run_step(self, step: str, sequence: Sequence, tokens: list[int]) -> None:
         if step in {"start", "grow"}:
             self.grow(sequence, tokens)
         elif step == "forget":
             self.naive.forget(sequence)
-            self.world.forget(sequence)
+            self.simulation.forget(sequence)
         elif step == "cancel":
             self.cancel(sequence, tokens)
         else:
@@ -172,41 +182,41 @@ class Run:
                 self.start(sequence.tokens)
 
     def start(self, tokens: list[int]) -> None:
-        sequence = self.world.start(tokens)
+        sequence = self.simulation.start(tokens)
         expected = self.naive.start(sequence, tokens)
         assert sequence.stored < len(tokens)
         assert sequence.stored == expected or not self.exact
 
     def grow(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Store what is left of a prompt, or new tokens, up to as many as ``tokens``."""
+        """Store unstored tokens of a prompt, or new tokens, at most as many as ``tokens``."""
         if len(sequence.tokens) == sequence.stored:
             sequence.tokens += tokens
         num_tokens = min(len(tokens), len(sequence.tokens) - sequence.stored)
         if self.make_room(sequence, num_tokens):
-            self.world.grow(sequence, num_tokens)
+            self.simulation.grow(sequence, num_tokens)
             self.naive.grow(sequence)
 
     def cancel(self, sequence: Sequence, tokens: list[int]) -> None:
-        """It ends while its next tokens have slots and are not written."""
+        """End a sequence whose next tokens have slots and are not written."""
         del sequence.tokens[sequence.stored :]
         sequence.tokens += tokens
         if self.make_room(sequence, len(tokens)):
-            self.world.plan(sequence, len(tokens), write=False)
+            self.simulation.plan(sequence, len(tokens), write=False)
             self.release(sequence, len(tokens))
 
     def release(self, sequence: Sequence, planned: int = 0) -> None:
         self.naive.release(sequence, planned)
-        self.world.release(sequence)
+        self.simulation.release(sequence)
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Evict for a sequence; where that is not enough, it has to go."""
-        kv, size = self.world.kv, self.world.shape.block_size
+        """Evict for a sequence; if that is not enough, release the sequence."""
+        kv, size = self.simulation.kv, self.simulation.shape.block_size
         last = sequence.block_lists[0][-1:]
         room = -sequence.stored % size
         copied = bool(room) and kv.refcount(last[0]) > 1
         needed = -(-max(0, num_tokens - room) // size) + copied
-        missing = needed - self.world.free_blocks
-        if missing > len(self.world.cache.evictable_entries):
+        missing = needed - self.simulation.free_blocks
+        if missing > len(self.simulation.cache.evictable_entries):
             self.release(sequence)
             return False
         if missing > 0:
@@ -214,23 +224,27 @@ class Run:
         return True
 
     def evict(self, blocks: int) -> None:
-        freed = self.world.evict(blocks)
+        freed = self.simulation.evict(blocks)
         expected = self.naive.evict(blocks)
         assert freed == expected or not self.exact
 
     def check(self) -> None:
-        self.world.check()
+        self.simulation.check()
         if self.exact:
-            assert {prefix_of(entry) for entry in self.world.entries} == self.naive.known.keys()
-            order = [prefix_of(entry) for entry in self.world.cache.evictable_entries]
+            assert {
+                prefix_of(entry) for entry in self.simulation.entries
+            } == self.naive.cached.keys()
+            order = [prefix_of(entry) for entry in self.simulation.cache.evictable_entries]
             assert order == [each.prefix for each in self.naive.order]
 
 
 @pytest.mark.parametrize("hashing", HASHES)
 @settings(max_examples=70, deadline=None, database=None)
 @given(shape=shapes, history=steps)
-def test_histories(hashing: str, shape: Shape, history: list[Step]) -> None:
-    """Where hashes collide there may be fewer hits, and no other difference."""
+def test_random_histories_match_the_naive_model(
+    hashing: str, shape: Shape, history: list[Step]
+) -> None:
+    """Hash collisions may cost hits and change nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache, "chain_hash", HASHES[hashing])
-        Run(shape, exact=hashing == "chained").steps(history)
+        Run(shape, exact=hashing == "chained").run_steps(history)

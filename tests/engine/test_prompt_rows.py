@@ -1,4 +1,4 @@
-"""Short prompts stored as rows that decode: the texts are those of prompts that are not."""
+"""Short prompts stored as rows of decode steps: completions equal those of usual prefill."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from roseinfer import LLM, EnginePath, Guide, SamplingParams
 from tests.engine.continuations import TEXTS, greedy, small_llm
 
-DRAWN = SamplingParams(temperature=0.9, top_k=20, seed=4, max_new_tokens=9, ignore_eos=True)
-TOLD = greedy(6, ignore_eos=True, logprobs=True, top_logprobs=3)
-PARAMS = [greedy(12), DRAWN, TOLD, greedy(1), DRAWN]
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=4, max_new_tokens=9, ignore_eos=True)
+WITH_LOGPROBS = greedy(6, ignore_eos=True, logprobs=True, top_logprobs=3)
+PARAMS = [greedy(12), SAMPLED, WITH_LOGPROBS, greedy(1), SAMPLED]
 IN_ROWS = EnginePath.PROMPTS_AS_ROWS
 
 
-def with_rows(device: str, most: int = 64, **more: Any) -> LLM:
-    return small_llm(device, resident_decode=True, prompt_rows=most, **more)
+def with_rows(device: str, max_prompt_rows: int = 64, **more: Any) -> LLM:
+    return small_llm(device, resident_decode=True, prompt_rows=max_prompt_rows, **more)
 
 
 @pytest.mark.parametrize(
@@ -31,22 +31,22 @@ def with_rows(device: str, most: int = 64, **more: Any) -> LLM:
     ],
     ids=str,
 )
-def test_texts_are_the_same(device: str, config: dict[str, Any]) -> None:
-    """Alone and together, in chunks, behind what is stored already, and when memory runs out."""
+def test_completions_are_the_same(device: str, config: dict[str, Any]) -> None:
+    """Alone and together, in chunks, after cached prefixes, and when blocks run out."""
     rows = with_rows(device, **config)
-    plain = with_rows(device, most=0, **config)
+    plain = with_rows(device, max_prompt_rows=0, **config)
     for _ in range(2):
-        found = rows.generate(TEXTS, PARAMS, progress=False)
-        wanted = plain.generate(TEXTS, PARAMS, progress=False)
-        for one, other in zip(found, wanted, strict=True):
+        actual = rows.generate(TEXTS, PARAMS, progress=False)
+        expected = plain.generate(TEXTS, PARAMS, progress=False)
+        for one, other in zip(actual, expected, strict=True):
             assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
     assert rows.engine.path_counts[IN_ROWS] > 1
     assert not plain.engine.path_counts[IN_ROWS]
 
 
-def test_what_rows_cannot_do_is_done_without(device: str) -> None:
-    llm = with_rows(device, most=16, prefix_cache=False)
+def test_unsupported_requests_are_prefilled_as_usual(device: str) -> None:
+    llm = with_rows(device, max_prompt_rows=16, prefix_cache=False)
     for prompt, params in [
         ("a", greedy(4, frequency_penalty=0.5)),
         ("a", greedy(4, guide=Guide(regex="[0-9]{3}"))),
@@ -59,25 +59,23 @@ def test_what_rows_cannot_do_is_done_without(device: str) -> None:
     assert llm.engine.path_counts[IN_ROWS] == 1
 
 
-def test_a_step_that_breaks_off_leaves_no_row_behind(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the rows of the step before it store their tokens again, in blocks that others have."""
+def test_interrupted_step_leaves_no_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leftover row would store its token again in the next step, in another request's block."""
     llm = with_rows(device)
-    want = llm.generate(TEXTS, greedy(8), progress=False)
+    expected = llm.generate(TEXTS, greedy(8), progress=False)
     assert llm.engine._runner._prompt_rows is not None
     rows = llm.engine._runner._prompt_rows._rows._rows
 
-    def breaks_down(*_: Any) -> None:
+    def fail_once(*_: Any) -> None:
         monkeypatch.undo()
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rows, "put_rows", breaks_down)
+    monkeypatch.setattr(rows, "put_rows", fail_once)
     request = llm.engine.submit(llm.tokenizer.encode("b"), greedy(2))
     with pytest.raises(MemoryError):
         llm.engine.step()
     while not request.finish_reason:
         llm.engine.step()
     assert int(rows.active(len(rows.tokens)).sum()) == 1
-    found = llm.generate(TEXTS, greedy(8), progress=False)
-    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+    actual = llm.generate(TEXTS, greedy(8), progress=False)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]

@@ -1,4 +1,4 @@
-"""Whatever is asked for at the same time, each gets what transformers would give it alone."""
+"""Random mixes of requests: each request gets what transformers generates for it alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from roseinfer.engine.scheduler import Step
 
 MIXES = 25
-"""In one test, of which there are two for each family."""
-MOST_NEW = 40
+"""Mixes per test; each family has two tests."""
+MAX_NEW_TOKENS = 40
 LONGEST_PROMPT = 26
 POOL = 40
-CLEAR_CUT = 1e-3
-"""Between the two likeliest tokens: more than rounding moves a logit."""
+MIN_LOGIT_GAP = 1e-3
+"""Gap between the two top logits that rounding cannot close."""
 ENDS = (5, 17, 60)
-MUST_HAPPEN = (
+REQUIRED_PATHS = (
     EnginePath.BATCHED,
     EnginePath.MIXED,
     EnginePath.CHUNKED,
@@ -43,8 +43,8 @@ MUST_HAPPEN = (
 
 
 @dataclass(frozen=True)
-class Known:
-    """A prompt, and what transformers continues it with."""
+class Reference:
+    """A prompt with its continuation by transformers."""
 
     prompt: list[int]
     continuation: list[int]
@@ -56,22 +56,22 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request of a mix, in steps since its begin."""
+class RequestSpec:
+    """One request of a mix; times are in steps since its start."""
 
     arrives: int
-    known: Known
+    reference: Reference
     params: SamplingParams
     cancelled: int | None
 
     @property
-    def most_stored(self) -> int:
-        return len(self.known.prompt) + self.params.max_new_tokens - 1
+    def max_stored(self) -> int:
+        return len(self.reference.prompt) + self.params.max_new_tokens - 1
 
 
 @cache
 def served(family: str, device: str) -> Any:
-    """The model that all engines of a family share."""
+    """Return the model that all engines of a family share."""
     model = tiny(family, device)
     model.config.eos_token_id = ENDS[0]
     model.generation_config.eos_token_id = list(ENDS[1:])
@@ -79,30 +79,30 @@ def served(family: str, device: str) -> Any:
 
 
 @cache
-def known_prompts(family: str, device: str) -> list[Known]:
-    """Prompts that begin alike, and prompts that go on with what others were answered."""
+def references(family: str, device: str) -> list[Reference]:
+    """Return prompts with shared prefixes, and prompts that extend completions of others."""
     rng = random.Random(family)
     stems = [_words(rng, LONGEST_PROMPT) for _ in range(3)]
     first, second = [], []
     for _ in range(POOL):
-        kept = rng.choice(stems)[: rng.randint(0, LONGEST_PROMPT // 2)]
-        own = _words(rng, rng.randint(not kept, 5))
+        prefix = rng.choice(stems)[: rng.randint(0, LONGEST_PROMPT // 2)]
+        suffix = _words(rng, rng.randint(not prefix, 5))
         repeats = rng.choice([1, LONGEST_PROMPT])
-        first.append((kept + own * repeats)[:LONGEST_PROMPT])
-    known = without_ties(family, device, first)
-    for one in known:
-        answered = one.prompt + one.continuation[: rng.randint(0, MOST_NEW)]
-        second.append((answered + _words(rng, rng.randint(0, 3)))[:LONGEST_PROMPT])
-    return known + without_ties(family, device, second)
+        first.append((prefix + suffix * repeats)[:LONGEST_PROMPT])
+    first_references = without_ties(family, device, first)
+    for one in first_references:
+        conversation = one.prompt + one.continuation[: rng.randint(0, MAX_NEW_TOKENS)]
+        second.append((conversation + _words(rng, rng.randint(0, 3)))[:LONGEST_PROMPT])
+    return first_references + without_ties(family, device, second)
 
 
-def without_ties(family: str, device: str, prompts: list[list[int]]) -> list[Known]:
-    """Return prompts with their continuations, except where rounding might decide."""
-    continued, gaps = greedy(tiny(family, device), prompts, MOST_NEW)
-    clear = [gap > CLEAR_CUT for gap in gaps]
+def without_ties(family: str, device: str, prompts: list[list[int]]) -> list[Reference]:
+    """Return prompts with their continuations, except those that rounding might change."""
+    continued, gaps = greedy(tiny(family, device), prompts, MAX_NEW_TOKENS)
+    clear = [gap > MIN_LOGIT_GAP for gap in gaps]
     assert sum(clear) > 0.8 * len(prompts), "too many ties: the weights are too small"
     return [
-        Known(prompt, tokens)
+        Reference(prompt, tokens)
         for prompt, tokens, is_clear in zip(prompts, continued, clear, strict=True)
         if is_clear
     ]
@@ -110,7 +110,7 @@ def without_ties(family: str, device: str, prompts: list[list[int]]) -> list[Kno
 
 @torch.no_grad()
 def greedy(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
-    """Generate by whole forward passes. Padding stands behind a prompt, where nothing sees it."""
+    """Generate by whole forward passes. Padding follows the prompt, and no token attends to it."""
     rows = torch.arange(len(prompts), device=model.device)
     ends = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     tokens = torch.zeros(len(prompts), int(ends.max()) + count, dtype=torch.long)
@@ -133,15 +133,15 @@ def _words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(count)]
 
 
-def draw_requests(rng: random.Random, known: list[Known]) -> list[Asked]:
+def draw_requests(rng: random.Random, pool: list[Reference]) -> list[RequestSpec]:
     busy = rng.choice([0, 3, 15])
     return [
-        Asked(
+        RequestSpec(
             arrives=rng.randint(0, busy),
-            known=rng.choice(known),
+            reference=rng.choice(pool),
             params=SamplingParams(
                 temperature=0.0,
-                max_new_tokens=rng.choice([rng.randint(1, 12), rng.randint(1, MOST_NEW)]),
+                max_new_tokens=rng.choice([rng.randint(1, 12), rng.randint(1, MAX_NEW_TOKENS)]),
                 ignore_eos=rng.random() < 0.7,
             ),
             cancelled=rng.choice([None, None, None, None, rng.randint(0, 15)]),
@@ -150,11 +150,11 @@ def draw_requests(rng: random.Random, known: list[Known]) -> list[Asked]:
     ]
 
 
-def draw_settings(rng: random.Random, requests: list[Asked]) -> dict[str, Any]:
-    """The cache is sometimes just as large as the largest request."""
+def draw_settings(rng: random.Random, requests: list[RequestSpec]) -> dict[str, Any]:
+    """Draw settings; the cache sometimes just fits the largest request."""
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     per_layer = rng.random() < 0.2
-    largest = max(request.most_stored for request in requests)
+    largest = max(request.max_stored for request in requests)
     return {
         "block_size": block_size,
         "kv_cache_tokens": rng.choice([largest, largest, largest * 3 // 2, largest * 4]),
@@ -174,10 +174,10 @@ def draw_settings(rng: random.Random, requests: list[Asked]) -> dict[str, Any]:
 
 
 @contextmanager
-def most_steps_exact(llm: LLM) -> Iterator[None]:
-    """Give no block early in three of four steps, and require that these take what they counted.
+def check_block_counts(llm: LLM) -> Iterator[None]:
+    """Disable early blocks in three of four steps, and check the blocks that these take.
 
-    Blocks given early hide a step that counts too few, except in a cache that is nearly full.
+    Early blocks hide a step that counts too few, except in a cache that is nearly full.
     """
     runner, kv = llm.engine._runner, llm.engine.sequence_runner.kv
     launch, early_blocks = runner.launch, runner._early_blocks
@@ -188,9 +188,9 @@ def most_steps_exact(llm: LLM) -> Iterator[None]:
         runner._early_blocks = (lambda *_: 0) if exact else early_blocks  # type: ignore[method-assign]
         before = kv.num_free_blocks(0)
         flights = launch(step)
-        taken = before - kv.num_free_blocks(0)
-        assert not exact or taken <= step.max_blocks_needed, (
-            f"{taken} blocks taken, {step.max_blocks_needed} counted"
+        num_taken = before - kv.num_free_blocks(0)
+        assert not exact or num_taken <= step.max_blocks_needed, (
+            f"{num_taken} blocks taken, expected at most {step.max_blocks_needed}"
         )
         return flights
 
@@ -200,20 +200,20 @@ def most_steps_exact(llm: LLM) -> Iterator[None]:
         yield
 
 
-def run(llm: LLM, asked: list[Asked]) -> list[Request]:
+def run(llm: LLM, specs: list[RequestSpec]) -> list[Request]:
     """Run all requests, each submitted and cancelled at its step."""
     engine = llm.engine
     requests: dict[int, Request] = {}
     for step in range(2000):
-        for at, one in enumerate(asked):
+        for at, one in enumerate(specs):
             if one.arrives == step:
-                requests[at] = engine.submit(one.known.prompt, one.params)
+                requests[at] = engine.submit(one.reference.prompt, one.params)
             if one.cancelled is not None and one.arrives + one.cancelled == step:
                 engine.cancel(requests[at])
         engine.step()
-        if len(requests) == len(asked) and not engine.has_work:
-            return [requests[at] for at in range(len(asked))]
-    raise AssertionError("requests that never end")
+        if len(requests) == len(specs) and not engine.has_work:
+            return [requests[at] for at in range(len(specs))]
+    raise AssertionError("requests never end")
 
 
 def assert_no_block_is_lost(llm: LLM) -> None:
@@ -230,41 +230,39 @@ def assert_no_block_is_lost(llm: LLM) -> None:
 def run_mix(family: str, device: str, seed: int) -> Counter[str]:
     """Compare one mix with transformers, and return the paths it took."""
     rng = random.Random(f"{family} {seed}")
-    asked = draw_requests(rng, known_prompts(family, device))
-    settings = draw_settings(rng, asked)
+    specs = draw_requests(rng, references(family, device))
+    settings = draw_settings(rng, specs)
     llm = LLM(served(family, device), device=device, **settings)
     kv = llm.engine.sequence_runner.kv
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    with most_steps_exact(llm):
-        ended = run(llm, asked)
-    for one, request in zip(asked, ended, strict=True):
-        want = one.known.expected(one.params)
+    with check_block_counts(llm):
+        finished = run(llm, specs)
+    for one, request in zip(specs, finished, strict=True):
+        expected = one.reference.expected(one.params)
         assert request.error is None
         if request.finish_reason == "cancelled":
-            want = want[: request.num_generated]
+            expected = expected[: request.num_generated]
             assert one.cancelled is not None
-        elif want[-1] in ENDS and not one.params.ignore_eos:
+        elif expected[-1] in ENDS and not one.params.ignore_eos:
             assert request.finish_reason == "stop"
         else:
             assert request.finish_reason == "length"
-        assert request.token_ids == want
+        assert request.token_ids == expected
     assert_no_block_is_lost(llm)
     counts = llm.engine.path_counts
     counts["evicted"] = llm.engine.prefixes.num_evictions if llm.engine.prefixes else 0
     return counts
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("first", [0, MIXES])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_request_of_a_mix_ends_as_transformers_would(
-    device: str, family: str, first: int
-) -> None:
-    """Every path was taken by some of the mixes."""
-    taken: Counter[str] = Counter()
+def test_requests_of_a_mix_match_transformers(device: str, family: str, first: int) -> None:
+    """Some of the mixes take each path."""
+    path_counts: Counter[str] = Counter()
     for seed in range(first, first + MIXES):
-        print(f"the mix of {family} with seed {seed}")
-        taken += run_mix(family, device, seed)
+        print(f"mix of {family} with seed {seed}")
+        path_counts += run_mix(family, device, seed)
     rare = {EnginePath.ADMITTED_OUT_OF_ORDER} if family in WINDOWED else set()
-    assert [path for path in MUST_HAPPEN if not taken[path] and path not in rare] == []
+    assert [path for path in REQUIRED_PATHS if not path_counts[path] and path not in rare] == []

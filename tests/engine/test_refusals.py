@@ -1,4 +1,4 @@
-"""What the engine refuses, by name, before it could compute anything wrongly."""
+"""Unsupported models and bad prompts: each is rejected with a named error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def build(config: Any, **options: Any) -> CausalModel:
     return CausalModel(transformers.AutoModelForCausalLM.from_config(config), **options)
 
 
-def test_a_model_without_the_attention_interface() -> None:
+def test_model_without_the_attention_interface_is_rejected() -> None:
     config = transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(UnsupportedModel, match=r"OpenAIGPT.* does not use transformers' attention"):
         build(config)
 
 
-def test_why_a_model_has_no_shape_is_said_in_a_sentence() -> None:
+def test_unreadable_shape_is_reported_in_one_sentence() -> None:
     model = tiny("gpt2", "cpu")
 
     def fail() -> None:
@@ -48,67 +48,67 @@ _SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
-_CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-"""It remembers the last tokens by itself."""
+_WITH_CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+"""A layer with a state of its own."""
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to later tokens too"),
-        (transformers.Lfm2Config(**_SMALL | _CONVOLUTION), r"layers that did are \[1\]"),
+        (transformers.Lfm2Config(**_SMALL | _WITH_CONVOLUTION), r"layers that did are \[1\]"),
         (transformers.DiffLlamaConfig(**_SMALL), r"layers that did are \[0, 0\]"),
         (transformers.DogeConfig(**_SMALL), "passes a mask to its attention"),
     ],
     ids=["looks_ahead", "convolution", "attends_twice", "wants_a_mask"],
 )
-def test_layers_that_do_not_attend_as_ours_do(config: Any, said: str) -> None:
-    with pytest.raises(UnsupportedModel, match=said):
+def test_unsupported_layers_are_rejected(config: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
         build(config)
 
 
-def test_more_positions_than_the_model_has() -> None:
+def test_max_length_beyond_the_positions_of_the_model_is_rejected() -> None:
     with pytest.raises(UnsupportedModel, match="has 96 positions"):
         build(CONFIGS["gpt2"](), max_length=97)
 
 
-@pytest.mark.parametrize("wrong", [{"n_head": 0}, {"n_head": "x"}, {"n_embd": None}])
-def test_a_config_that_makes_no_sense(tmp_path: Any, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("invalid", [{"n_head": 0}, {"n_head": "x"}, {"n_embd": None}])
+def test_invalid_config_is_rejected(tmp_path: Any, invalid: dict[str, Any]) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    config.write_text(json.dumps(json.loads(config.read_text()) | invalid))
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_checkpoint(str(tmp_path), torch.float32)
 
 
-def test_an_error_of_transformers_is_told_with_its_kind(tmp_path: Any) -> None:
-    """Alone it says ``'os.system'``, and nothing of where that stands."""
+def test_error_of_transformers_is_reported_with_its_type(tmp_path: Any) -> None:
+    """The error's own text is just ``'os.system'``."""
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
-    told = json.loads(config.read_text()) | {"activation_function": "os.system"}
-    config.write_text(json.dumps(told))
+    content = json.loads(config.read_text()) | {"activation_function": "os.system"}
+    config.write_text(json.dumps(content))
     with pytest.raises(UnsupportedModel, match=r"its config and weights: KeyError: 'os\.system'"):
         load_checkpoint(str(tmp_path), torch.float32)
 
 
-def test_a_tokenizer_that_makes_no_sense(tmp_path: Any) -> None:
+def test_invalid_tokenizer_is_rejected(tmp_path: Any) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(UnsupportedModel, match=r"the tokenizer of .* cannot be loaded"):
         LLM(tmp_path, device="cpu")
 
 
-def test_what_is_no_model() -> None:
+def test_none_is_rejected_as_a_model() -> None:
     with pytest.raises(ConfigError, match="None is not a model"):
         LLM(None, device="cpu")
 
 
-def test_a_missing_checkpoint(tmp_path: Any) -> None:
+def test_missing_checkpoint_is_rejected(tmp_path: Any) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_checkpoint(str(tmp_path), torch.float32)
 
 
-def test_a_checkpoint_from_disk_is_the_model_that_was_saved(tmp_path: Any, device: str) -> None:
+def test_loaded_checkpoint_has_the_shape_of_the_saved_model(tmp_path: Any, device: str) -> None:
     model = tiny("llama", device)
     model.save_pretrained(tmp_path)
     loaded = load_checkpoint(str(tmp_path), torch.float32)
@@ -125,9 +125,7 @@ def test_a_checkpoint_from_disk_is_the_model_that_was_saved(tmp_path: Any, devic
     ],
     ids=["empty", "too long", "unknown", "negative"],
 )
-def test_bad_prompts_leave_the_engine_as_it_was(
-    device: str, prompt: list[int], message: str
-) -> None:
+def test_bad_prompts_change_no_engine_state(device: str, prompt: list[int], message: str) -> None:
     engine = engine_for("gpt2", device)
     free = engine.kv.num_free_blocks(0)
     with pytest.raises(BadArgument, match=message):
@@ -135,16 +133,16 @@ def test_bad_prompts_leave_the_engine_as_it_was(
     assert engine.kv.num_free_blocks(0) == free
 
 
-def test_a_batch_without_room_changes_no_session(device: str) -> None:
+def test_batch_without_free_blocks_changes_no_sequence(device: str) -> None:
     engine = engine_for("gpt2", device)
     sessions, logits = engine.prefill(prompts(4, 4))
-    held = [engine.fork(sessions[0]) for _ in range(3)]
-    taken = [engine.kv.plan_append(0, [[]]) for _ in range(engine.kv.num_free_blocks(0) - 1)]
+    forks = [engine.fork(sessions[0]) for _ in range(3)]
+    blocks = [engine.kv.plan_append(0, [[]]) for _ in range(engine.kv.num_free_blocks(0) - 1)]
     for session, row in zip(sessions, logits, strict=True):
         session.token_ids.append(int(row.argmax()))
     before = [(session.block_lists[0][:], session.num_stored) for session in sessions]
     with pytest.raises(OutOfBlocks):
         engine.extend(sessions)
     assert [(session.block_lists[0], session.num_stored) for session in sessions] == before
-    assert len(held) == 3
-    assert taken
+    assert len(forks) == 3
+    assert blocks

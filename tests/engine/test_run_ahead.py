@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of those in front are read."""
+"""Steps launched before the tokens of previous steps are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
 LAGS = range(5)
-every_lag = pytest.mark.parametrize("lag", LAGS)
+all_lags = pytest.mark.parametrize("lag", LAGS)
 PROMPTS = [[7, 3, 90, 12], [1], [4, 4, 8, 20, 33, 2], list(range(11))]
 ROOM = {"block_size": 4, "kv_cache_tokens": 200}
 
@@ -28,8 +28,8 @@ def greedy(count: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_new_tokens=count, **more)
 
 
-def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
-    """An engine that runs ahead, its cache full of NaN."""
+def run_ahead_llm(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
+    """Build an engine that runs ahead, its cache full of NaN."""
     model = tiny("gpt2", device) if model is None else model
     settings = ROOM | {"resident_decode": True, "run_ahead": lag} | config
     llm = LLM(model, device=device, dtype="float32", **settings)
@@ -39,10 +39,10 @@ def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
     return llm
 
 
-def without_tallies(llm: LLM) -> LLM:
-    """Have requests with penalties decode beside the residents, one step at a time.
+def without_token_counts(llm: LLM) -> LLM:
+    """Make requests with penalties decode outside of the slots, one step at a time.
 
-    So they do where there is no memory to tally their tokens.
+    This is what happens without memory for token counts.
     """
     resident = llm.engine._runner._resident
     assert resident is not None
@@ -50,13 +50,13 @@ def without_tallies(llm: LLM) -> LLM:
     return llm
 
 
-HARDLY_PENALISED: dict[str, Any] = {"presence_penalty": 1e-9}
-"""This changes no token."""
+NEGLIGIBLE_PENALTY: dict[str, Any] = {"presence_penalty": 1e-9}
+"""Penalty that changes no token."""
 
 
-def in_step(device: str, model: Any = None, **config: Any) -> LLM:
-    """Return its twin, which reads every token before it computes the next."""
-    return ahead(device, 0, model, resident_decode=False, prefix_cache=False, **config)
+def synchronous_llm(device: str, model: Any = None, **config: Any) -> LLM:
+    """Build an engine that reads each token before it computes the next."""
+    return run_ahead_llm(device, 0, model, resident_decode=False, prefix_cache=False, **config)
 
 
 def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
@@ -65,22 +65,22 @@ def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[
 
 @cache
 def expected(device: str, at: int, count: int = 12) -> list[int]:
-    (tokens,) = tokens_of(in_step(device), [PROMPTS[at]], greedy(count))
+    (tokens,) = tokens_of(synchronous_llm(device), [PROMPTS[at]], greedy(count))
     return tokens
 
 
-def run(llm: LLM, most: int = 500) -> list[Update]:
-    """Step until all is done, and return every update."""
+def run(llm: LLM, max_steps: int = 500) -> list[Update]:
+    """Step until all requests have ended, and return all updates."""
     updates: list[Update] = []
-    for _ in range(most):
+    for _ in range(max_steps):
         if not llm.engine.has_work:
             return updates
         updates += llm.engine.step()
-    raise AssertionError("requests that never end")
+    raise AssertionError("requests never end")
 
 
-def ends_after(device: str, at: int, count: int) -> tuple[Any, list[int]]:
-    """A model to which the prompt's ``count``-th new token, or one before it, ends a text."""
+def model_ending_after(device: str, at: int, count: int) -> tuple[Any, list[int]]:
+    """Build a model for which the prompt's ``count``-th new token, or an earlier one, is EOS."""
     model = deepcopy(tiny("gpt2", device))
     tokens = expected(device, at)
     end = tokens[count - 1]
@@ -88,12 +88,12 @@ def ends_after(device: str, at: int, count: int) -> tuple[Any, list[int]]:
     return model, tokens[: tokens.index(end) + 1]
 
 
-# ----------------------------------------------------------------------------- how far ahead
+# ------------------------------------------------------------------------- tokens in flight
 
 
-@every_lag
-def test_a_stream_lags_by_no_more_than_asked(device: str, lag: int) -> None:
-    llm = ahead(device, lag)
+@all_lags
+def test_stream_lags_by_run_ahead_steps(device: str, lag: int) -> None:
+    llm = run_ahead_llm(device, lag)
     request = llm.engine.submit(PROMPTS[0], greedy())
     for step in range(1, 12):
         updates = llm.engine.step()
@@ -105,10 +105,10 @@ def test_a_stream_lags_by_no_more_than_asked(device: str, lag: int) -> None:
     assert request.token_ids == expected(device, 0)
 
 
-@every_lag
-def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag: int) -> None:
-    """Steps that bring nobody a token are steps all the same."""
-    llm = ahead(device, lag, prefill_max_tokens=4, prefix_cache=False)
+@all_lags
+def test_stream_lags_no_more_during_a_long_prefill(device: str, lag: int) -> None:
+    """Steps without any token count as steps, too."""
+    llm = run_ahead_llm(device, lag, prefill_max_tokens=4, prefix_cache=False)
     request = llm.engine.submit(PROMPTS[1], greedy(6))
     while len(request.sequence.token_ids) + request.num_in_flight < request.max_total_length:
         llm.engine.step()
@@ -117,15 +117,15 @@ def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag
     for _ in range(lag):
         llm.engine.step()
     assert request.token_ids == expected(device, 1)[:6]
-    assert llm.engine.num_running == 1, "the long prompt is being stored still"
+    assert llm.engine.num_running == 1, "the long prompt is already stored"
     run(llm)
 
 
-@every_lag
+@all_lags
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-def test_as_many_tokens_as_asked_for(device: str, lag: int, count: int) -> None:
+def test_max_new_tokens_is_exact(device: str, lag: int, count: int) -> None:
     """No further token is computed: the last is never stored, and its launch frees the slot."""
-    llm = ahead(device, lag, prefix_cache=False)
+    llm = run_ahead_llm(device, lag, prefix_cache=False)
     request = llm.engine.submit(PROMPTS[0], greedy(count))
     steps = 0
     longest = 0
@@ -141,94 +141,96 @@ def test_as_many_tokens_as_asked_for(device: str, lag: int, count: int) -> None:
     assert_no_block_is_lost(llm)
 
 
-@every_lag
-def test_the_models_last_position(device: str, lag: int) -> None:
-    llm = ahead(device, lag, max_length=10)
+@all_lags
+def test_generation_stops_at_the_last_position_of_the_model(device: str, lag: int) -> None:
+    llm = run_ahead_llm(device, lag, max_length=10)
     request = llm.engine.submit(PROMPTS[0], greedy(99))
     run(llm)
     assert request.token_ids == expected(device, 0)[:6]
     assert request.finish_reason == "length"
 
 
-@every_lag
+@all_lags
 @pytest.mark.parametrize("batch", [1, 2, 8])
-def test_requests_share_as_many_slots_as_run_at_once(device: str, lag: int, batch: int) -> None:
-    llm = ahead(device, lag, max_batch_size=batch)
+def test_requests_share_slots(device: str, lag: int, batch: int) -> None:
+    llm = run_ahead_llm(device, lag, max_batch_size=batch)
     counts = [5, 1, 12, 7]
     params = [greedy(count) for count in counts]
-    found = tokens_of(llm, PROMPTS, params)
-    assert found == [expected(device, at)[:count] for at, count in enumerate(counts)]
+    actual = tokens_of(llm, PROMPTS, params)
+    assert actual == [expected(device, at)[:count] for at, count in enumerate(counts)]
     assert_no_block_is_lost(llm)
 
 
-# ------------------------------------------------------------------------------- ends of texts
+# ----------------------------------------------------------------------- ends of completions
 
 
-@every_lag
+@all_lags
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_nothing_is_shown_behind_the_end_of_a_text(device: str, lag: int, count: int) -> None:
-    """Nor is it kept: a request that goes on from there gets what a fresh engine gives it."""
-    model, want = ends_after(device, 2, count)
-    llm = ahead(device, lag, model)
+def test_no_token_is_streamed_after_eos(device: str, lag: int, count: int) -> None:
+    """Later tokens are not cached either: a continuation equals that of a fresh engine."""
+    model, expected_tokens = model_ending_after(device, 2, count)
+    llm = run_ahead_llm(device, lag, model)
     request = llm.engine.submit(PROMPTS[2], greedy())
     other = llm.engine.submit(PROMPTS[1], greedy(ignore_eos=True))
     updates = run(llm)
-    assert request.token_ids == want
+    assert request.token_ids == expected_tokens
     assert request.finish_reason == "stop"
-    assert [each.token_id for each in updates if each.request is request] == want
+    assert [each.token_id for each in updates if each.request is request] == expected_tokens
     assert other.token_ids == expected(device, 1)
 
-    longer = [[*PROMPTS[2], *want, token] for token in range(0, VOCABULARY, 30)]
-    fresh = tokens_of(in_step(device), longer, greedy(4))
+    longer = [[*PROMPTS[2], *expected_tokens, token] for token in range(0, VOCABULARY, 30)]
+    fresh = tokens_of(synchronous_llm(device), longer, greedy(4))
     for prompt, tokens in zip(longer, fresh, strict=True):
         again = llm.engine.submit(prompt, greedy(4, ignore_eos=True))
         run(llm)
-        assert again.num_cached_tokens >= len(PROMPTS[2]) + len(want) - 1, (
-            "what was stored is found"
+        assert again.num_cached_tokens >= len(PROMPTS[2]) + len(expected_tokens) - 1, (
+            "expected the stored prefix to be found"
         )
         assert again.token_ids == tokens
     assert_no_block_is_lost(llm)
 
 
-@every_lag
-def test_nothing_is_shown_behind_a_stop_string(device: str, lag: int) -> None:
+@all_lags
+def test_no_text_is_streamed_after_a_stop_string(device: str, lag: int) -> None:
     model = tiny_gpt2(device)
     prompt, params = "Once upon a time", greedy(16, ignore_eos=True)
-    how = {"tokenizer": model.tokenizer}
-    (whole,) = in_step(device, model.model, **how).generate([prompt], params, progress=False)
+    options = {"tokenizer": model.tokenizer}
+    (whole,) = synchronous_llm(device, model.model, **options).generate(
+        [prompt], params, progress=False
+    )
     assert whole.text
     stop = whole.text[3:5]
     params = greedy(16, ignore_eos=True, stop=(stop,))
-    llm = ahead(device, lag, model.model, **how)
-    shown = "".join(update.text for update in llm.stream(prompt, params))
-    assert shown == whole.text[: whole.text.index(stop)]
+    llm = run_ahead_llm(device, lag, model.model, **options)
+    streamed = "".join(update.text for update in llm.stream(prompt, params))
+    assert streamed == whole.text[: whole.text.index(stop)]
     (again,) = llm.generate([prompt], params, progress=False)
-    assert again.text == shown
+    assert again.text == streamed
     assert_no_block_is_lost(llm)
 
 
-@every_lag
-def test_blocks_of_a_cancelled_request_come_back_with_its_tokens_in_flight(
+@all_lags
+def test_blocks_of_a_cancelled_request_are_freed_with_tokens_in_flight(
     device: str, lag: int
 ) -> None:
-    llm = ahead(device, lag)
+    llm = run_ahead_llm(device, lag)
     requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS[:3]]
     for _ in range(4):
         llm.engine.step()
     assert requests[1].num_in_flight == lag
     llm.engine.cancel(requests[1])
-    known = list(requests[1].token_ids)
+    tokens_before = list(requests[1].token_ids)
     updates = run(llm)
     assert all(update.request is not requests[1] for update in updates)
-    assert requests[1].token_ids == known == expected(device, 1)[: 4 - lag]
+    assert requests[1].token_ids == tokens_before == expected(device, 1)[: 4 - lag]
     assert [requests[at].token_ids for at in (0, 2)] == [expected(device, at) for at in (0, 2)]
-    (again,) = tokens_of(llm, [PROMPTS[1] + known], greedy(8))
-    assert again == expected(device, 1)[len(known) :][:8]
+    (again,) = tokens_of(llm, [PROMPTS[1] + tokens_before], greedy(8))
+    assert again == expected(device, 1)[len(tokens_before) :][:8]
     assert_no_block_is_lost(llm)
 
 
-def test_all_cancelled_at_once(device: str) -> None:
-    llm = ahead(device, 3)
+def test_cancelling_all_requests_frees_all_blocks(device: str) -> None:
+    llm = run_ahead_llm(device, 3)
     for prompt in PROMPTS:
         llm.engine.submit(prompt, greedy())
     for _ in range(3):
@@ -241,26 +243,28 @@ def test_all_cancelled_at_once(device: str) -> None:
     assert tokens_of(llm, PROMPTS, greedy()) == [expected(device, at) for at in range(4)]
 
 
-# ---------------------------------------------------------------------- others beside residents
+# ------------------------------------------------------------ residents and other requests
 
 
-@every_lag
-@pytest.mark.parametrize("tallies", [True, False])
-def test_those_that_need_the_host_beside_those_that_do_not(
-    device: str, lag: int, tallies: bool
+@all_lags
+@pytest.mark.parametrize("counted", [True, False])
+def test_requests_in_slots_and_on_the_host_match_each_alone(
+    device: str, lag: int, counted: bool
 ) -> None:
-    """And those that draw: who is with whom in a step changes nothing for anyone."""
+    """This includes sampled requests: a step's other requests change no result."""
     params = [
         greedy(),
         greedy(9, repetition_penalty=1.3),
         SamplingParams(temperature=1.0, seed=5, max_new_tokens=10, logprobs=True),
         SamplingParams(temperature=0.9, top_k=9, seed=8, max_new_tokens=7),
     ]
-    llm = ahead(device, lag) if tallies else without_tallies(ahead(device, lag))
+    llm = (
+        run_ahead_llm(device, lag) if counted else without_token_counts(run_ahead_llm(device, lag))
+    )
     outputs = llm.generate(PROMPTS, params, progress=False)
-    assert bool(llm.engine.path_counts[EnginePath.PENALTIES]) == tallies
-    for prompt, own, output in zip(PROMPTS, params, outputs, strict=True):
-        (alone,) = in_step(device).generate([prompt], own, progress=False)
+    assert bool(llm.engine.path_counts[EnginePath.PENALTIES]) == counted
+    for prompt, each, output in zip(PROMPTS, params, outputs, strict=True):
+        (alone,) = synchronous_llm(device).generate([prompt], each, progress=False)
         assert output.token_ids == alone.token_ids
         assert (output.logprobs is None) == (alone.logprobs is None)
         if output.logprobs and alone.logprobs:
@@ -269,10 +273,12 @@ def test_those_that_need_the_host_beside_those_that_do_not(
             )
 
 
-@every_lag
+@all_lags
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_whoever_gives_way_goes_on_where_it_was(device: str, lag: int, prefix_cache: bool) -> None:
-    llm = ahead(device, lag, kv_cache_tokens=24, prefix_cache=prefix_cache)
+def test_preempted_request_continues_its_completion(
+    device: str, lag: int, prefix_cache: bool
+) -> None:
+    llm = run_ahead_llm(device, lag, kv_cache_tokens=24, prefix_cache=prefix_cache)
     requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS]
     run(llm)
     assert [each.token_ids for each in requests] == [expected(device, at) for at in range(4)]
@@ -281,9 +287,9 @@ def test_whoever_gives_way_goes_on_where_it_was(device: str, lag: int, prefix_ca
     assert_no_block_is_lost(llm)
 
 
-def test_nobody_is_let_in_while_those_who_run_lack_a_block(device: str) -> None:
-    """Until what is in flight has landed, it is not known who must give way."""
-    llm = ahead(device, 2, kv_cache_tokens=12, prefix_cache=False)
+def test_no_request_is_admitted_while_running_ones_lack_a_block(device: str) -> None:
+    """The request to preempt is only known once the tokens in flight have been read."""
+    llm = run_ahead_llm(device, 2, kv_cache_tokens=12, prefix_cache=False)
     running = [llm.engine.submit(PROMPTS[0], greedy(4)), llm.engine.submit([5] * 4, greedy(4))]
     llm.engine.step()
     late = llm.engine.submit([9], greedy(1))

@@ -1,4 +1,4 @@
-"""With speculation every request gets the tokens that it gets without, in fewer steps."""
+"""Speculative decoding: the same tokens as without it, in fewer steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer import LLM, BadArgument, ConfigError, EngineConfig, EnginePath, SamplingParams
-from tests.engine.repeating_models import drafted, repeating_llm
-from tests.engine.test_interrupted_steps import Mishap
+from roseinfer import LLM, ConfigError, EngineConfig, EnginePath, SamplingParams
+from roseinfer.decode.step import TokenSpan
+from tests.engine.repeating_models import draft_counts, repeating_llm
+from tests.engine.test_interrupted_steps import StepFault
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import greedy
 from tests.models.families import CONFIGS, VOCABULARY, tiny
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
 PROMPTS = [[7, 3, 90, 12] * 3, [1], [4, 4, 8, 20, 4, 4, 8], list(range(11)), [5, 5, 5]]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "without slots": {"resident_decode": False},
-    "in slots": {"resident_decode": True, "run_ahead": 2},
+    "no slots": {"resident_decode": False},
+    "slots": {"resident_decode": True, "run_ahead": 2},
     "far ahead": {"resident_decode": True, "run_ahead": 4, "prefix_cache": False},
-    "a list for every layer": {"per_layer_kv": True, "resident_decode": False},
-    "in chunks": {"prefill_max_tokens": 3, "resident_decode": False},
-    "two at once": {"max_batch_size": 2, "resident_decode": True, "run_ahead": 1},
-    "hardly any room": {"kv_cache_tokens": 68, "resident_decode": False},
-    "hardly any room in slots": {"kv_cache_tokens": 68, "resident_decode": True},
+    "per-layer blocks": {"per_layer_kv": True, "resident_decode": False},
+    "chunks": {"prefill_max_tokens": 3, "resident_decode": False},
+    "batch of two": {"max_batch_size": 2, "resident_decode": True, "run_ahead": 1},
+    "few blocks": {"kv_cache_tokens": 68, "resident_decode": False},
+    "few blocks and slots": {"kv_cache_tokens": 68, "resident_decode": True},
 }
 CHOICES: dict[str, SamplingParams] = {
     "greedy": greedy(48, ignore_eos=True),
-    "drawn": SamplingParams(max_new_tokens=48, temperature=1.0, top_k=3, seed=5),
-    "told": greedy(40, top_logprobs=2, prompt_logprobs=True),
-    "penalised": greedy(30, presence_penalty=0.5),
+    "sampled": SamplingParams(max_new_tokens=48, temperature=1.0, top_k=3, seed=5),
+    "logprobs": greedy(40, top_logprobs=2, prompt_logprobs=True),
+    "penalties": greedy(30, presence_penalty=0.5),
 }
 
 
@@ -55,29 +56,33 @@ def expected(family: str, device: str, choice: str) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize(("family", "seed"), [("gpt2", 3), ("gpt2", 9), ("gemma2", 1)])
-def test_who_leaves_a_slot_in_a_full_cache_has_a_block(family: str, seed: int, device: str) -> None:
-    """A block that was given early is given up with the slot, so the step counts it again."""
+def test_request_leaving_its_slot_in_a_full_cache_gets_a_block(
+    family: str, seed: int, device: str
+) -> None:
+    """An early block is freed with the slot, so the step counts it again."""
     rng = Random(seed)
     stem = [rng.randrange(VOCABULARY) for _ in range(60)]
     prompts, choices = [], []
     for _ in range(14):
         length = rng.choice((1, 5, 17, 40, 63))
-        begins = rng.choice((0, length // 2, length - 1))
-        rest = [rng.randrange(VOCABULARY) for _ in range(rng.choice((3, length)))]
-        prompts.append((stem[:begins] + rest * length)[:length])
+        num_shared = rng.choice((0, length // 2, length - 1))
+        suffix = [rng.randrange(VOCABULARY) for _ in range(rng.choice((3, length)))]
+        prompts.append((stem[:num_shared] + suffix * length)[:length])
         choices.append(greedy(rng.randrange(4, 90 - length), ignore_eos=True))
-    crowded = {"kv_cache_tokens": 320, "max_batch_size": 5, "prompt_rows": 64}
-    options = {**crowded, "resident_decode": True, "run_ahead": 0}
+    few_blocks = {"kv_cache_tokens": 320, "max_batch_size": 5, "prompt_rows": 64}
+    options = {**few_blocks, "resident_decode": True, "run_ahead": 0}
     llm = engine(family, device, speculation="ngram", **options)
-    found = llm.generate(prompts, choices, progress=False)
+    outputs = llm.generate(prompts, choices, progress=False)
     plain = engine(family, device, resident_decode=False)
-    assert_alike(found, plain.generate(prompts, choices, progress=False))
+    assert_outputs_equal(outputs, plain.generate(prompts, choices, progress=False))
     assert llm.engine.path_counts[EnginePath.DRAFT_VERIFICATION] > 5
     assert_no_block_is_lost(llm)
 
 
-def assert_alike(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
-    for one, other in zip(outputs, wanted, strict=True):
+def assert_outputs_equal(
+    outputs: list[RequestOutput], expected_outputs: list[RequestOutput]
+) -> None:
+    for one, other in zip(outputs, expected_outputs, strict=True):
         assert one.error is None
         assert one.token_ids == other.token_ids
         assert one.finish_reason == other.finish_reason
@@ -86,28 +91,28 @@ def assert_alike(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> N
             assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("choice", CHOICES)
-def test_texts_are_the_same(device: str, settings: str, choice: str) -> None:
+def test_completions_are_the_same(device: str, settings: str, choice: str) -> None:
     llm = engine("gpt2", device, speculation="ngram", **SETTINGS[settings])
     outputs = llm.generate(PROMPTS, CHOICES[choice], progress=False)
-    assert_alike(outputs, expected("gpt2", device, choice))
+    assert_outputs_equal(outputs, expected("gpt2", device, choice))
     assert_no_block_is_lost(llm)
-    drafts, accepted, _ = drafted(llm)
-    if choice == "penalised":
+    drafts, accepted, _ = draft_counts(llm)
+    if choice == "penalties":
         assert not drafts
     elif choice == "greedy":
         assert accepted
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("family", [each for each in CONFIGS if each != "gpt2"])
-@pytest.mark.parametrize("settings", ["without slots", "in slots"])
-def test_texts_of_every_family_are_the_same(device: str, family: str, settings: str) -> None:
+@pytest.mark.parametrize("settings", ["no slots", "slots"])
+def test_completions_of_every_family_are_the_same(device: str, family: str, settings: str) -> None:
     llm = engine(family, device, speculation="ngram", **SETTINGS[settings])
     outputs = llm.generate(PROMPTS, CHOICES["greedy"], progress=False)
-    assert_alike(outputs, expected(family, device, "greedy"))
+    assert_outputs_equal(outputs, expected(family, device, "greedy"))
     assert_no_block_is_lost(llm)
 
 
@@ -122,26 +127,24 @@ def steps_of(llm: LLM, params: SamplingParams, prompts: list[list[int]] = PROMPT
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_text_that_repeats_itself_takes_fewer_steps_than_tokens(
-    device: str, resident: bool
-) -> None:
+def test_repetitive_completion_takes_fewer_steps_than_tokens(device: str, resident: bool) -> None:
     llm = repeating_llm(device, speculation="ngram", resident_decode=resident, cuda_graph=False)
     steps = steps_of(llm, greedy(200, ignore_eos=True), [[7, 3, 90, 12]])
     assert steps / 200 < 0.67
-    assert drafted(llm)[1] > 100
+    assert draft_counts(llm)[1] > 100
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_text_that_does_not_repeat_itself_is_hardly_drafted(device: str, resident: bool) -> None:
+def test_completion_without_repetition_has_few_drafts(device: str, resident: bool) -> None:
     config = {"speculation": "ngram", "resident_decode": resident}
     llm = LLM("tiny", device=device, dtype="float32", **config)
     params = SamplingParams(max_new_tokens=500, temperature=1.0, seed=3, ignore_eos=True)
     steps_of(llm, params, [[7, 3, 90, 12]])
-    assert drafted(llm)[0] < 50
+    assert draft_counts(llm)[0] < 50
 
 
-def test_who_leaves_a_slot_comes_back_when_drafts_are_refused(device: str) -> None:
-    """Drawn from two tokens, a text goes round for a while."""
+def test_request_returns_to_a_slot_when_drafts_are_rejected(device: str) -> None:
+    """Sampled from two tokens, a completion is periodic for a while."""
     config = {"resident_decode": True, "run_ahead": 2, "cuda_graph": False}
     llm = repeating_llm(device, speculation="ngram", **config)
     plain = repeating_llm(device, **config)
@@ -152,20 +155,20 @@ def test_who_leaves_a_slot_comes_back_when_drafts_are_refused(device: str) -> No
     ]
     prompts = [[7, 3], [9], [1, 1, 1]]
     outputs = llm.generate(prompts, params, progress=False)
-    assert_alike(outputs, plain.generate(prompts, params, progress=False))
-    _, accepted, refused = drafted(llm)
+    assert_outputs_equal(outputs, plain.generate(prompts, params, progress=False))
+    _, accepted, rejected = draft_counts(llm)
     assert accepted > 50
-    assert refused
+    assert rejected
     assert llm.engine.path_counts[EnginePath.RESIDENT] > 20
     assert llm.engine._runner._resident is not None
     assert llm.engine._runner._resident.slots.rows_in_use == 0
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_a_request_gets_as_many_tokens_as_it_asks_for(device: str, count: int) -> None:
+def test_max_new_tokens_is_exact_with_drafts(device: str, count: int) -> None:
     prompt = [4, 4, 4, 4]
     text = repeating_llm(device).generate([prompt], greedy(30, ignore_eos=True), progress=False)
-    prompt = text[0].token_ids  # it goes round by now
+    prompt = text[0].token_ids  # periodic by now
     llm = repeating_llm(device, speculation="ngram", resident_decode=False)
     (output,) = llm.generate([prompt], greedy(count, ignore_eos=True), progress=False)
     (plain,) = repeating_llm(device).generate(
@@ -175,7 +178,7 @@ def test_a_request_gets_as_many_tokens_as_it_asks_for(device: str, count: int) -
     assert len(output.token_ids) == count
 
 
-def test_a_stop_string_within_accepted_drafts_ends_the_text(device: str) -> None:
+def test_stop_string_within_accepted_drafts_ends_the_completion(device: str) -> None:
     from roseinfer.models.tiny import byte_tokenizer
 
     tokenizer = byte_tokenizer()
@@ -191,85 +194,85 @@ def test_a_stop_string_within_accepted_drafts_ends_the_text(device: str) -> None
         assert_no_block_is_lost(llm)
     assert outputs[0] == outputs[1]
     assert outputs[0].finish_reason == "stop"
-    assert drafted(llm)[1]
+    assert draft_counts(llm)[1]
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("what", ["cancel", "pause"])
-def test_requests_end_and_pause_between_steps_of_drafts(
-    device: str, resident: bool, what: str
+@pytest.mark.parametrize("method", ["cancel", "pause"])
+def test_requests_are_cancelled_and_paused_between_draft_steps(
+    device: str, resident: bool, method: str
 ) -> None:
     config = {"resident_decode": resident, "run_ahead": 2 * resident, "cuda_graph": False}
     plain = repeating_llm(device, **config)
-    wanted = plain.generate([[7, 3]] * 2, greedy(60, ignore_eos=True), progress=False)
+    expected_outputs = plain.generate([[7, 3]] * 2, greedy(60, ignore_eos=True), progress=False)
     for moment in range(2, 30, 3):
         llm = repeating_llm(device, speculation="ngram", **config)
         requests = [llm.engine.submit([7, 3], greedy(60, ignore_eos=True)) for _ in range(2)]
         for step in range(200):
             if step == moment:
-                getattr(llm.engine, what)(requests[0])
-            if step == moment + 6 and what == "pause":
+                getattr(llm.engine, method)(requests[0])
+            if step == moment + 6 and method == "pause":
                 llm.engine.resume(requests[0])
             llm.engine.step()
         assert not llm.engine.has_work
         for request in requests:
             count = request.num_generated
-            assert request.token_ids == wanted[0].token_ids[:count]
+            assert request.token_ids == expected_outputs[0].token_ids[:count]
             assert count == 60 or request.finish_reason == "cancelled"
         assert_no_block_is_lost(llm)
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_step_that_breaks_off_leaves_no_draft_behind(
+def test_interrupted_step_leaves_no_draft(
     device: str, resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"resident_decode": resident, "cuda_graph": False}
-    wanted = repeating_llm(device).generate([[7, 3]], greedy(60, ignore_eos=True), progress=False)
+    expected_outputs = repeating_llm(device).generate(
+        [[7, 3]], greedy(60, ignore_eos=True), progress=False
+    )
     for name in ("logits", "on_drafts_verified"):
         llm = repeating_llm(device, speculation="ngram", **config)
         runner = llm.engine._runner
         owner: Any = llm.engine.sequence_runner.model if name == "logits" else runner
-        monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, fail_every_fifth_call(getattr(owner, name)))
         request = llm.engine.submit([7, 3], greedy(60, ignore_eos=True))
         for _ in range(300):
             try:
                 llm.engine.step()
-            except Mishap:
+            except StepFault:
                 continue
-        assert request.token_ids == wanted[0].token_ids
+        assert request.token_ids == expected_outputs[0].token_ids
         assert_no_block_is_lost(llm)
 
 
-def now_and_then(real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, except that every fifth call breaks off when its work is done.
+def fail_every_fifth_call(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``real`` so that every fifth call raises after its work is done.
 
-    Steps in flight are lost with it: if more broke off, none would land where steps run ahead.
+    Steps in flight are lost with it: if more failed, none would be read where steps run ahead.
     """
     calls = iter(range(1, 10000))
 
-    def sometimes(*args: Any, **named: Any) -> Any:
+    def call_or_fail(*args: Any, **named: Any) -> Any:
         result = real(*args, **named)
         if next(calls) % 5 == 0:
-            raise Mishap
+            raise StepFault
         return result
 
-    return sometimes
+    return call_or_fail
 
 
-def test_a_session_with_drafts_stores_all_that_it_has(device: str) -> None:
+def test_sequence_with_drafts_stores_all_its_tokens(device: str) -> None:
     runner = engine("gpt2", device).engine.sequence_runner
     (session,), _ = runner.prefill([[1, 2, 3]])
     session.token_ids += [4, 5]
-    with pytest.raises(BadArgument, match="sequence 0: it has 4 tokens to store, not 3"):
-        runner.extend([session], [3], drafts={0: [6, 7]})
-    logits = runner.extend([session], drafts={0: [6, 7]}, with_all_logits={0})
+    logits = runner.forward([TokenSpan(session, [4, 5, 6, 7], all_logits=True)])
     assert logits.shape == (4, VOCABULARY)
     assert session.num_stored == 7
     assert session.token_ids == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("wrong", ["medusa", "", 3, True])
-def test_other_speculation_is_refused(wrong: Any) -> None:
+@pytest.mark.parametrize("value", ["medusa", "", 3, True])
+def test_unknown_speculation_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigError, match="speculation"):
-        EngineConfig(speculation=wrong)
+        EngineConfig(speculation=value)

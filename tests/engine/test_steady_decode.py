@@ -1,4 +1,4 @@
-"""What a decode step does without once nothing changes but the tokens."""
+"""Decode steps in which only the tokens change: no imports, no synchronization."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 REQUESTS = 3
-MADE_OF_A_LIST = {"tensor", "as_tensor", "from_numpy", "_make_subclass"}
+TENSOR_FROM_LIST = {"tensor", "as_tensor", "from_numpy", "_make_subclass"}
 READ_BACK = {"_local_scalar_dense", "item", "is_nonzero", "nonzero"}
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the tensor operations of the block by name."""
+    """Counter of dispatched tensor operations by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def steady(device: str, family: str) -> LLM:
-    """An engine in the middle of decoding, whose next steps open no block."""
+    """Build an engine in the middle of decoding, whose next steps open no block."""
     llm = LLM(
         tiny(family, device),
         device=device,
@@ -55,14 +55,14 @@ def steady(device: str, family: str) -> LLM:
 
 
 def python_calls(call: Callable[[], object]) -> Counter[str]:
-    """Count every function that is entered, in Python or C, by module and name."""
-    seen: Counter[str] = Counter()
+    """Count all function calls, in Python or C, by module and name."""
+    calls: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            seen[f"{getattr(arg, '__module__', None)}.{getattr(arg, '__name__', '')}"] += 1
+            calls[f"{getattr(arg, '__module__', None)}.{getattr(arg, '__name__', '')}"] += 1
         elif event == "call":
-            seen[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
+            calls[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
 
     before = sys.getprofile()
     sys.setprofile(profile)
@@ -70,53 +70,53 @@ def python_calls(call: Callable[[], object]) -> Counter[str]:
         call()
     finally:
         sys.setprofile(before)
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_step_imports_nothing_and_asks_nothing_of_the_environment(
+def test_step_imports_nothing_and_reads_no_environment_variables(
     device: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = steady(device, family).engine
-    asked: list[str] = []
+    variables: list[str] = []
     imported: list[str] = []
     real_import = __import__
 
-    def noting(name: str, scope: Any = None, *rest: Any) -> Any:
+    def recorded_import(name: str, scope: Any = None, *rest: Any) -> Any:
         if str((scope or {}).get("__name__", "")).startswith("roseinfer"):
             imported.append(name)
         return real_import(name, scope, *rest)
 
-    monkeypatch.setattr("builtins.__import__", noting)
+    monkeypatch.setattr("builtins.__import__", recorded_import)
     for name in ("get", "__getitem__"):
         real = getattr(type(os.environ), name)
 
-        def reading(self: Any, key: str, *rest: Any, real: Any = real) -> Any:
+        def recorded_read(self: Any, key: str, *rest: Any, real: Any = real) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if caller.startswith("roseinfer"):
-                asked.append(key)
+                variables.append(key)
             return real(self, key, *rest)
 
-        monkeypatch.setattr(type(os.environ), name, reading)
+        monkeypatch.setattr(type(os.environ), name, recorded_read)
     engine.step()
     assert imported == []
-    assert asked == []
+    assert variables == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_step_makes_no_tensor_of_a_list_and_reads_back_its_tokens_alone(
+def test_step_builds_no_tensor_from_lists_and_reads_back_only_tokens(
     device: str, family: str
 ) -> None:
     engine = steady(device, family).engine
     dispatched = Dispatched()
     with dispatched:
-        seen = python_calls(engine.step)
-    assert not {name for name in seen if name.split(".")[-1] in MADE_OF_A_LIST}
+        calls = python_calls(engine.step)
+    assert not {name for name in calls if name.split(".")[-1] in TENSOR_FROM_LIST}
     assert not set(dispatched.names) & READ_BACK
-    assert seen["None.tolist"] == 1, "the tokens of all requests, at once"
+    assert calls["None.tolist"] == 1, "expected one readback for all requests"
 
 
-def test_every_steady_step_does_the_same(device: str) -> None:
+def test_steady_steps_run_the_same_operations(device: str) -> None:
     engine = steady(device, "gpt2").engine
     counts = []
     for _ in range(5):
@@ -126,18 +126,18 @@ def test_every_steady_step_does_the_same(device: str) -> None:
     assert all(each == counts[0] for each in counts)
 
 
-def test_nothing_in_a_step_waits_for_the_device(device: str) -> None:
+def test_step_does_not_synchronize(device: str) -> None:
     if device != "cuda":
         pytest.skip("a CPU has nothing to wait for")
     engine = steady(device, "llama").engine
     for _ in range(2):
         engine.step()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waited = [each for each in said if "synchronizing CUDA operation" in str(each.message)]
-    assert not waited, "tokens are copied behind the step, and waited for by an event"
+    syncs = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    assert not syncs, "expected tokens to be copied after the step and awaited by an event"

@@ -1,4 +1,4 @@
-"""A capability of a user's own is one mixin, its fields, and one object; nothing else names it.
+"""An engine capability defined by a user: one mixin, its fields and one object.
 
 ``logit_bias`` is such a capability, whole in this file: numbers that are added to logits.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engine_capabilities.capability import Floats, ServedRequest
 
 
-# Biases: two fields, a method, a draw, words, what they do to logits, and an observer.
+# Biases: two fields, a method, a draw, a description, their effect on logits, and an observer.
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BiasFields(SamplingCore):
 
 @dataclass(frozen=True, kw_only=True)
 class BanFields(RequestCore):
-    """The tokens that a request never gets."""
+    """The token that a request must never get."""
 
     banned: int | None = None
     """Token whose logit is as low as a bias makes it; None for no such token."""
@@ -72,18 +72,18 @@ class BanFields(RequestCore):
 class BiasMethods:
     """The method that shows biases."""
 
-    most_biases: ClassVar[int] = 2
+    max_biases: ClassVar[int] = 2
     """Most biases of a request."""
 
     @optional
     @returns(are_tokens, "a list of tokens")
     def biased_tokens(self, request: Any) -> Sequence[int]:
-        """Return the tokens that a request has a bias of."""
+        """Return the tokens of a request that have a bias."""
 
 
 def draw_biases(draw: DrawFn, adapter: type[Any], spec: Any) -> Any:
     tokens = st.integers(0, adapter.vocabulary - 1)
-    biases = st.lists(st.tuples(tokens, st.sampled_from((-4.0, 4.0))), max_size=adapter.most_biases)
+    biases = st.lists(st.tuples(tokens, st.sampled_from((-4.0, 4.0))), max_size=adapter.max_biases)
     return change(spec, logit_bias=tuple(draw(biases)), banned=draw(st.one_of(st.none(), tokens)))
 
 
@@ -102,7 +102,7 @@ def settle_ban(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple[
     return spec, expected
 
 
-def add_biases(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:  # noqa: ARG001
+def add_biases(logits: Floats, sampling: Any, tokens: Sequence[int], prompt_length: int) -> Floats:  # noqa: ARG001
     logits = logits.copy()
     for token, bias in sampling.logit_bias:
         logits[token] += bias
@@ -113,9 +113,11 @@ class BiasedTokens(MixObserver):
     any_of = ("biased_tokens",)
 
     def judge(self, served: ServedRequest) -> str:
-        found = [*self.run.adapter.biased_tokens(served.request)]
-        due = [token for token, _ in served.spec.sampling.logit_bias]
-        return "" if found == due else f"{served.name} has biases of {found}, not of {due}"
+        biased = [*self.run.adapter.biased_tokens(served.request)]
+        expected = [token for token, _ in served.spec.sampling.logit_bias]
+        return (
+            "" if biased == expected else f"{served.name} has biases of {biased}, not of {expected}"
+        )
 
 
 BIASES = EngineCapability(
@@ -134,14 +136,14 @@ BIASES = EngineCapability(
 class BiasedEngine(BiasMethods, DrawingEngine):
     """An engine that adds biases."""
 
-    def adjusted(self, logits: list[float], sampling: Any) -> list[float]:
+    def adjust(self, logits: list[float], sampling: Any) -> list[float]:
         return [*add_biases(np.array(logits), sampling, (), 0)]
 
     def biased_tokens(self, request: Any) -> list[int]:
         return [token for token, _ in request.sampling.logit_bias]
 
 
-class IgnoresTheSecondBias(BiasedEngine):
+class AppliesOneBias(BiasedEngine):
     def step(self) -> None:
         for request in self.requests:
             biases = request.sampling.logit_bias[:1]
@@ -149,41 +151,41 @@ class IgnoresTheSecondBias(BiasedEngine):
         super().step()
 
     def biased_tokens(self, request: Any) -> list[int]:
-        return [token for token, _ in self.given[request]]
+        return [token for token, _ in self.biases_of[request]]
 
     def submit(self, prompt: Sequence[int], sampling: Any) -> Any:
         request = super().submit(prompt, sampling)
-        self.given[request] = sampling.logit_bias
+        self.biases_of[request] = sampling.logit_bias
         return request
 
     def make(self, mix: RequestMix) -> None:
         super().make(mix)
-        self.given: dict[Any, Any] = {}
+        self.biases_of: dict[Any, Any] = {}
 
 
-class ForgetsItsBiases(BiasedEngine):
-    """They are applied, and no longer shown."""
+class ShowsOneBias(BiasedEngine):
+    """Applies its biases, and does not show them all."""
 
     def biased_tokens(self, request: Any) -> list[int]:
         return super().biased_tokens(request)[:1]
 
 
 def first_failure(adapter: type[BiasedEngine]) -> RequestMix:
-    """Return a drawn mix that fails."""
+    """Return the first drawn mix that fails."""
     failing: list[RequestMix] = []
 
-    def note(mix: RequestMix) -> None:
+    def record(mix: RequestMix) -> None:
         try:
             run_mix(adapter, mix)
         except MixDivergence:
             failing.append(mix)
 
-    each_drawn(adapter, 60, note)
+    for_each_drawn(adapter, 60, record)
     return failing[0]
 
 
-def each_drawn(
-    adapter: type[EngineAdapter], examples: int, do: Callable[[RequestMix], object]
+def for_each_drawn(
+    adapter: type[EngineAdapter], examples: int, check: Callable[[RequestMix], object]
 ) -> None:
     @seed(1)
     @hypothesis_settings(
@@ -191,52 +193,50 @@ def each_drawn(
     )
     @given(request_mixes(adapter))
     def attempt(mix: RequestMix) -> None:
-        do(mix)
+        check(mix)
 
     attempt()
 
 
-def test_requests_are_drawn_with_its_fields_and_served_right() -> None:
+def test_requests_are_drawn_with_the_fields_of_a_capability() -> None:
     refuse_mistakes(BiasedEngine)
-    drawn: list[Any] = []
+    requests: list[Any] = []
 
     def serve(mix: RequestMix) -> None:
         run_mix(BiasedEngine, mix)
         assert RequestMix.from_json(json.loads(json.dumps(mix.to_json()))) == mix
-        drawn.extend(mix.requests)
+        requests.extend(mix.requests)
 
-    each_drawn(BiasedEngine, 40, serve)
-    assert any(each.sampling.logit_bias for each in drawn)
-    assert any(each.banned is not None for each in drawn)
+    for_each_drawn(BiasedEngine, 40, serve)
+    assert any(each.sampling.logit_bias for each in requests)
+    assert any(each.banned is not None for each in requests)
     banned = change(for_adapter(BiasedEngine, RequestSpec((1, 2), Sampling(8))), banned=3)
     assert ", never token 3" in banned.describe()
 
 
-def test_others_have_none_of_its_fields() -> None:
-    def look(mix: RequestMix) -> None:
+def test_other_adapters_have_no_fields_of_the_capability() -> None:
+    def check(mix: RequestMix) -> None:
         assert all(type(each) is RequestSpec for each in mix.requests)
         assert all(type(each.sampling) is Sampling for each in mix.requests)
 
-    each_drawn(DrawingEngine, 10, look)
+    for_each_drawn(DrawingEngine, 10, check)
 
 
 @pytest.mark.parametrize(
     ("adapter", "problem"),
     [
-        (IgnoresTheSecondBias, r"request 0, token 0: \d(; alone it gets \d|, which its .*)"),
-        (ForgetsItsBiases, r"request 0 has biases of \[\d\], not of \[\d, \d\]"),
+        (AppliesOneBias, r"request 0, token 0: \d(; alone it gets \d|, which its .*)"),
+        (ShowsOneBias, r"request 0 has biases of \[\d\], not of \[\d, \d\]"),
     ],
 )
-def test_a_broken_engine_is_caught_and_its_mix_made_small(
-    adapter: type[BiasedEngine], problem: str
-) -> None:
+def test_broken_biases_fail_with_a_small_mix(adapter: type[BiasedEngine], problem: str) -> None:
     mix = first_failure(adapter)
     with pytest.raises(MixDivergence) as first:
         run_mix(adapter, mix)
     small = Shrinker(mix, first.value, partial(run_mix, adapter))
     small.shrink(passes_of_mixes(adapter))
     assert isinstance(small.failure, MixDivergence)
-    assert re.fullmatch(problem, small.failure.what)
+    assert re.fullmatch(problem, small.failure.summary)
     requests: tuple[Any, ...] = small.example.requests
     (spec,) = requests
     assert len(spec.sampling.logit_bias) + (spec.banned is not None) == 2
@@ -244,7 +244,7 @@ def test_a_broken_engine_is_caught_and_its_mix_made_small(
     assert str(small.failure).count(" of token ") == 2
 
 
-def test_its_answers_names_and_needs_are_checked() -> None:
+def test_return_values_names_and_needs_of_a_capability_are_checked() -> None:
     class Wrong(BiasedEngine):
         def biased_tokens(self, request: Any) -> Any:  # noqa: ARG002
             return None
@@ -252,7 +252,7 @@ def test_its_answers_names_and_needs_are_checked() -> None:
     mix = RequestMix((RequestSpec((1,)),), options={"batch": 1})
     with pytest.raises(MixDivergence, match=r"biased_tokens\(request\) returned None: return a"):
         run_mix(Wrong, mix)
-    for own, problem in (
+    for attributes, problem in (
         ({"biased": None}, r"Mine.biased was renamed: write biased_tokens\(request\)"),
         ({"biased_token": describe}, "Mine has biased_token, .* did you mean biased_tokens"),
         (
@@ -261,13 +261,13 @@ def test_its_answers_names_and_needs_are_checked() -> None:
         ),
     ):
         with pytest.raises(TypeError, match=problem):
-            refuse_mistakes(type("Mine", (BiasMethods, DrawingEngine), own))
+            refuse_mistakes(type("Mine", (BiasMethods, DrawingEngine), attributes))
 
 
-def test_the_reference_has_its_rows() -> None:
+def test_reference_includes_the_capability() -> None:
     lists = reference.sections(BiasedEngine)
     assert "- `logit_bias` (default `()`): Pairs of a token and" in lists["engine parameters"]
     assert "- `banned` (default `None`): Token whose logit" in lists["engine requests"]
     assert "- `biased_tokens(request)` (needs `logits`): Return" in lists["engine methods"]
-    assert "- `most_biases` (default `2`): Most biases" in lists["engine attributes"]
+    assert "- `max_biases` (default `2`): Most biases" in lists["engine attributes"]
     assert "logit_bias" not in "".join(reference.sections(DrawingEngine).values())

@@ -1,4 +1,4 @@
-"""An engine that says it never idles is held to that while all its requests are decoding."""
+"""Engines that declare ``never_idles``: every step must generate tokens while all decode."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import conformance, run_mix
-from tests.engine_capabilities.engines.small_mixes import asked, mix, reason
+from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class DozingEngine(ToyEngine):
-    """It does nothing in some of its steps."""
+class IdlingEngine(ToyEngine):
+    """Does nothing in some of its steps."""
 
-    naps: ClassVar[Sequence[int]] = (2, 4)
+    idle_steps: ClassVar[Sequence[int]] = (2, 4)
     steps = 0
 
     def step(self) -> None:
         self.steps += 1
-        if self.steps not in self.naps:
+        if self.steps not in self.idle_steps:
             super().step()
 
 
-class SleepingEngine(DozingEngine):
-    naps = (3, 4)
+class IdlingTwiceEngine(IdlingEngine):
+    idle_steps = (3, 4)
 
 
 class NeverIdles(ToyAdapter):
@@ -37,54 +37,56 @@ class NeverIdles(ToyAdapter):
         return "decoding" if request in self.engine.running else "waiting"
 
 
-class Dozes(NeverIdles):
-    engine_type: ClassVar[type[ToyEngine]] = DozingEngine
+class IdlesOnce(NeverIdles):
+    engine_type: ClassVar[type[ToyEngine]] = IdlingEngine
 
 
-class Sleeps(NeverIdles):
-    engine_type: ClassVar[type[ToyEngine]] = SleepingEngine
+class IdlesTwice(NeverIdles):
+    engine_type: ClassVar[type[ToyEngine]] = IdlingTwiceEngine
     extra_steps = 1
 
 
-TWO = mix(asked(1, 2), asked(3))
+TWO_REQUESTS = mix(request_spec(1, 2), request_spec(3))
 
 
-def test_a_step_in_which_nothing_is_done_is_told() -> None:
-    said = "requests [0, 1] were decoding, and a step generated no token for them"
-    assert reason(Dozes, TWO) == said
+def test_idle_step_is_reported() -> None:
+    message = "requests [0, 1] were decoding, and a step generated no token for them"
+    assert reason(IdlesOnce, TWO_REQUESTS) == message
 
 
-def test_of_several_in_a_row_it_is_told_how_many() -> None:
-    said = "requests [0, 1] were decoding, and 2 steps in a row generated no token for them"
-    assert reason(Sleeps, TWO) == said
+def test_consecutive_idle_steps_are_counted() -> None:
+    message = "requests [0, 1] were decoding, and 2 steps in a row generated no token for them"
+    assert reason(IdlesTwice, TWO_REQUESTS) == message
 
 
 @pytest.mark.parametrize(
-    ("adapter", "changed"),
+    ("adapter", "attributes"),
     [
         (NeverIdles, {}),
-        (Dozes, {"never_idles": False}),
-        (Dozes, {"extra_steps": 1}),
-        (Sleeps, {"extra_steps": 2}),
+        (IdlesOnce, {"never_idles": False}),
+        (IdlesOnce, {"extra_steps": 1}),
+        (IdlesTwice, {"extra_steps": 2}),
     ],
 )
-def test_what_does_as_it_says_passes(adapter: type[ToyAdapter], changed: dict[str, Any]) -> None:
-    assert run_mix(type("Right", (adapter,), changed), TWO)
+def test_engine_that_keeps_its_declaration_passes(
+    adapter: type[ToyAdapter], attributes: dict[str, Any]
+) -> None:
+    assert run_mix(type("Right", (adapter,), attributes), TWO_REQUESTS)
 
 
-def test_a_step_is_not_judged_while_somebody_waits() -> None:
-    waiting = mix(asked(1, 2), asked(3, arrival=1), room=6)
-    assert run_mix(Dozes, waiting)["crowded"]
+def test_idle_step_is_allowed_while_a_request_waits() -> None:
+    waiting_mix = mix(request_spec(1, 2), request_spec(3, arrival=1), room=6)
+    assert run_mix(IdlesOnce, waiting_mix)["crowded"]
 
 
-def test_nor_before_the_first_request_or_behind_the_last() -> None:
-    assert run_mix(NeverIdles, mix(asked(1, arrival=3), asked(2, arrival=12)))
+def test_idle_steps_without_requests_are_allowed() -> None:
+    assert run_mix(NeverIdles, mix(request_spec(1, arrival=3), request_spec(2, arrival=12)))
 
 
-def test_it_cannot_be_said_without_stages() -> None:
+def test_never_idles_needs_the_method_stage() -> None:
     class Silent(ToyAdapter):
         never_idles = True
 
-    said = "Silent.never_idles is True, which needs stage: define that too"
-    with pytest.raises(TypeError, match=said):
+    message = "Silent.never_idles is True, which needs stage: define that too"
+    with pytest.raises(TypeError, match=message):
         conformance(Silent)

@@ -1,4 +1,4 @@
-"""Engines that offer less: no cancelling, only the likeliest tokens, some sizes of blocks."""
+"""Engines that offer less: without cancelling, greedy only, and with few block sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.engines.strategies import large_mixes, request_mixes
 from pytest_roseinfer.search.shrink import passes_of_mixes
-from tests.engine_capabilities.engines.broken_engines import ANeighboursTokenLeaksIn
-from tests.engine_capabilities.engines.small_mixes import asked, mix, reason
+from tests.engine_capabilities.engines.broken_engines import ReturnsANeighboursToken
+from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import END, VOCABULARY, ToyAdapter
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer import RequestMix
 
-FEW = settings(max_examples=30, deadline=None, database=None)
+FEW_EXAMPLES = settings(max_examples=30, deadline=None, database=None)
 
 
 class Plain(ToyAdapter):
-    """It has no ``generate_alone`` of its own either, but logits."""
+    """Has logits, and no ``generate_alone``."""
 
     sampling = SamplingTraits(greedy_only=True)
     eos_token = END
@@ -40,49 +40,49 @@ class Plain(ToyAdapter):
     generate_alone = EngineAdapter.generate_alone
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:  # noqa: ARG002
-        likeliest = crc32(bytes(tokens)) % VOCABULARY
-        return [float(token == likeliest) for token in range(VOCABULARY)]
+        greedy_token = crc32(bytes(tokens)) % VOCABULARY
+        return [float(token == greedy_token) for token in range(VOCABULARY)]
 
 
 class Leaking(Plain):
-    engine_type = ANeighboursTokenLeaksIn.engine_type
+    engine_type = ReturnsANeighboursToken.engine_type
 
 
-@FEW
+@FEW_EXAMPLES
 @given(request_mixes(Plain))
-def test_nothing_is_asked_of_an_engine_that_it_does_not_offer(drawn: RequestMix) -> None:
-    assert drawn.block_size in Plain.block_sizes
-    assert list(drawn.requests) == [plain(each) for each in drawn.requests]
+def test_mixes_use_only_offered_features(mix_drawn: RequestMix) -> None:
+    assert mix_drawn.block_size in Plain.block_sizes
+    assert list(mix_drawn.requests) == [plain(each) for each in mix_drawn.requests]
 
 
-@FEW
+@FEW_EXAMPLES
 @given(large_mixes(Plain, few=3))
-def test_nor_is_it_among_large_mixes(drawn: RequestMix) -> None:
-    assert list(drawn.requests) == [plain(each) for each in drawn.requests]
+def test_large_mixes_use_only_offered_features(mix_drawn: RequestMix) -> None:
+    assert list(mix_drawn.requests) == [plain(each) for each in mix_drawn.requests]
 
 
 def plain(each: RequestSpec) -> RequestSpec:
-    most, ignore_eos = each.sampling.max_new_tokens, each.sampling.ignore_eos
-    return RequestSpec(each.prompt, Sampling(most, ignore_eos=ignore_eos), each.arrival)
+    max_new_tokens, ignore_eos = each.sampling.max_new_tokens, each.sampling.ignore_eos
+    return RequestSpec(each.prompt, Sampling(max_new_tokens, ignore_eos=ignore_eos), each.arrival)
 
 
-def test_a_failing_mix_is_not_tried_with_blocks_that_there_are_not() -> None:
-    large = mix(asked(1))
-    smaller = [each for passed in passes_of_mixes(Plain) for each in passed(large)]
+def test_shrinking_keeps_to_the_offered_block_sizes() -> None:
+    large = mix(request_spec(1))
+    smaller = [each for shrink_pass in passes_of_mixes(Plain) for each in shrink_pass(large)]
     assert {each.block_size for each in smaller} == {4, 3}
 
 
-def test_the_likeliest_tokens_by_logits_are_what_a_request_gets() -> None:
+def test_greedy_tokens_of_logits_are_the_expected_ones() -> None:
     for prompt in ((1,), (2,), (3, 7), (4, 4, 4)):
         for sampling in (Sampling(9), Sampling(9, ignore_eos=True)):
-            right = ToyAdapter().generate_alone(prompt, sampling, mix())
-            assert Plain().generate_alone(prompt, sampling, mix()) == right
-    both = mix(asked(1, 2), asked(4, 2))
+            expected = ToyAdapter().generate_alone(prompt, sampling, mix())
+            assert Plain().generate_alone(prompt, sampling, mix()) == expected
+    both = mix(request_spec(1, 2), request_spec(4, 2))
     run_mix(Plain, both)
     assert reason(Leaking, both).startswith("request 1, token 0: ")
 
 
-def test_two_tokens_that_rounding_may_swap_decide_nothing() -> None:
+def test_logits_within_rounding_are_a_near_tie() -> None:
     class Tied(Leaking):
         def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:
             return [max(each, 1 - self.rounding) for each in super().logits(tokens, mix)]
@@ -91,16 +91,16 @@ def test_two_tokens_that_rounding_may_swap_decide_nothing() -> None:
         def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:
             return [max(each, 1 - 3 * self.rounding) for each in super().logits(tokens, mix)]
 
-    both = mix(asked(1, 2), asked(4, 2))
+    both = mix(request_spec(1, 2), request_spec(4, 2))
     run_mix(Tied, both)
     assert reason(Near, both).startswith("request 1, token 0: ")
 
 
 @pytest.mark.parametrize(
-    "lacking", [{"sampling": SamplingTraits()}, {"logits": EngineAdapter.logits}]
+    "attributes", [{"sampling": SamplingTraits()}, {"logits": EngineAdapter.logits}]
 )
-def test_an_adapter_without_a_slow_twin_is_refused(lacking: dict[str, object]) -> None:
-    adapter = type("Lacking", (Plain,), lacking)
-    said = "Lacking must define generate_alone, or logits where sampling.greedy_only is True"
-    with pytest.raises(TypeError, match=said):
+def test_adapter_without_a_slow_twin_is_refused(attributes: dict[str, object]) -> None:
+    adapter = type("Lacking", (Plain,), attributes)
+    message = "Lacking must define generate_alone, or logits where sampling.greedy_only is True"
+    with pytest.raises(TypeError, match=message):
         conformance(adapter)

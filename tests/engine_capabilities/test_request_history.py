@@ -1,4 +1,4 @@
-"""A failure says what its request went through: a preemption, or a prefix from the cache."""
+"""Failures mention a preemption of their request, or its cached prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pytest_roseinfer import Sampling
 from pytest_roseinfer.engine_capabilities.lifecycle import RequestPast
 from tests.engine_capabilities.engines.broken_engines import WrongPrefixEngine
-from tests.engine_capabilities.engines.small_mixes import asked, mix, reason
+from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
 
 if TYPE_CHECKING:
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class PreemptingEngine(ToyEngine):
-    """It preempts the newest request behind some steps, and reads its text wrongly behind one."""
+    """Preempts the newest request after some steps, and corrupts its checksum after one of them."""
 
-    preempts: ClassVar[Sequence[int]] = (3,)
+    preempting_steps: ClassVar[Sequence[int]] = (3,)
     steps = 0
-    away: ToyRequest | None = None
+    preempted_request: ToyRequest | None = None
 
     def step(self) -> None:
         self.steps += 1
-        if self.away:
-            self.running.append(self.away)
-            self.away = None
+        if self.preempted_request:
+            self.running.append(self.preempted_request)
+            self.preempted_request = None
         super().step()
-        if self.steps in self.preempts and self.running:
-            self.away = self.running.pop()
-            self.away.read ^= self.steps == 3
+        if self.steps in self.preempting_steps and self.running:
+            self.preempted_request = self.running.pop()
+            self.preempted_request.checksum ^= self.steps == 3
 
 
 class TwicePreemptingEngine(PreemptingEngine):
-    preempts = (1, 3)
+    preempting_steps = (1, 3)
 
 
 class Preempting(ToyAdapter):
@@ -45,7 +45,7 @@ class Preempting(ToyAdapter):
     engine: PreemptingEngine
 
     def stage(self, request: Any) -> str:
-        if request is self.engine.away:
+        if request is self.engine.preempted_request:
             return "preempted"
         return "decoding" if request in self.engine.running else "waiting"
 
@@ -54,35 +54,39 @@ class PreemptingTwice(Preempting):
     engine_type = TwicePreemptingEngine
 
 
-def test_a_wrong_token_behind_a_preemption_says_so() -> None:
-    said = reason(Preempting, mix(asked(1, 2)))
-    assert said.startswith("request 0, token 3: ")
-    assert said.endswith("; it was preempted after its 3rd token and came back")
+def test_failure_mentions_a_preemption() -> None:
+    message = reason(Preempting, mix(request_spec(1, 2)))
+    assert message.startswith("request 0, token 3: ")
+    assert message.endswith("; it was preempted after its 3rd token and came back")
 
 
-def test_of_several_preemptions_the_last_is_told() -> None:
-    said = reason(PreemptingTwice, mix(asked(1, 2)))
-    assert said.endswith("; it was preempted 2 times, last after its 3rd token and came back")
+def test_failure_mentions_the_last_of_several_preemptions() -> None:
+    message = reason(PreemptingTwice, mix(request_spec(1, 2)))
+    assert message.endswith("; it was preempted 2 times, last after its 3rd token and came back")
 
 
 class WrongPrefixes(ToyAdapter):
     engine_type = WrongPrefixEngine
 
     def cached_tokens(self, request: Any) -> int:
-        return 2 * int(request.hit)
+        return 2 * int(request.has_prefix)
 
 
-def test_a_wrong_token_behind_a_prefix_that_was_found_says_so() -> None:
-    """Also where the request ends in the step in which it began."""
-    one = Sampling(1)
-    wrong = mix(asked(1, 2, sampling=one), asked(3, 4, sampling=one, arrival=2), prefixes=True)
-    said = reason(WrongPrefixes, wrong)
-    assert said.startswith("request 1, token 0: ")
-    assert said.endswith("; its first 2 tokens were found in the cache")
+def test_failure_mentions_a_cached_prefix() -> None:
+    """The message also appears where the request ends in its first step."""
+    one_token = Sampling(1)
+    wrong_mix = mix(
+        request_spec(1, 2, sampling=one_token),
+        request_spec(3, 4, sampling=one_token, arrival=2),
+        prefixes=True,
+    )
+    message = reason(WrongPrefixes, wrong_mix)
+    assert message.startswith("request 1, token 0: ")
+    assert message.endswith("; its first 2 tokens were found in the cache")
 
 
 class Scripted(ToyAdapter):
-    """Its requests stand for what they are at, and are not asked for it once they have ended."""
+    """Has stages for requests, which must not be queried after the end."""
 
     def stage(self, request: Any) -> str:
         assert request != "ended"
@@ -92,15 +96,15 @@ class Scripted(ToyAdapter):
         return bool(request == "ended")
 
 
-def test_a_preemption_that_lasts_is_one() -> None:
-    past, adapter = RequestPast(), Scripted()
+def test_preemption_of_several_steps_is_counted_once() -> None:
+    history, adapter = RequestPast(), Scripted()
     for stage in ("waiting", "decoding", "preempted", "preempted", "decoding", "ended"):
-        past.note(adapter, stage, 3)
-    assert past.describe() == "; it was preempted after its 3rd token and came back"
+        history.note(adapter, stage, 3)
+    assert history.describe() == "; it was preempted after its 3rd token and came back"
 
 
 @pytest.mark.parametrize(
-    ("past", "said"),
+    ("history", "message"),
     [
         (RequestPast(), ""),
         (RequestPast(cached=1), "; its first token was found in the cache"),
@@ -113,12 +117,12 @@ def test_a_preemption_that_lasts_is_one() -> None:
         (RequestPast("waiting", 2, 1, 2), "; it was preempted after its 2nd token and came back"),
     ],
 )
-def test_the_words(past: RequestPast, said: str) -> None:
-    assert past.describe() == said
+def test_history_of_a_request_is_described(history: RequestPast, message: str) -> None:
+    assert history.describe() == message
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (21, "21st")]
+    ("number", "message"), [(3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (21, "21st")]
 )
-def test_numbers_are_spelled(number: int, said: str) -> None:
-    assert f"after its {said} token" in RequestPast("decoding", 30, 1, number).describe()
+def test_ordinal_numbers_are_spelled(number: int, message: str) -> None:
+    assert f"after its {message} token" in RequestPast("decoding", 30, 1, number).describe()

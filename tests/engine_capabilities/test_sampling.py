@@ -1,4 +1,4 @@
-"""Tokens are held to what their parameters allow, and texts to what the tokens say."""
+"""Sampling and text: tokens must be allowed by their parameters, and text must match the tokens."""
 
 from __future__ import annotations
 
@@ -29,49 +29,51 @@ from pytest_roseinfer.engine_capabilities.text import cut_text, cut_tokens, find
 from pytest_roseinfer.engines.run import settle, timeline_of
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets.engine_models import tokenizer
-from roseinfer import SamplingBatch, SamplingParams
+from roseinfer import SamplingParams
+from roseinfer.sampling import SamplingBatch
 from tests.engine_capabilities.engines.drawing_engine import (
+    AppliesMinPWithoutTemperature,
     CountsThePrompt,
     DrawingEngine,
-    GoesOnBehindItsStopString,
+    IgnoresLongStopStrings,
     IgnoresTopK,
-    LeavesTheSecondLikeliestOut,
-    LosesWhatItHeldBack,
-    ShowsHowAStopStringBegins,
-    ShowsPartsOfCharacters,
-    TakesMinPOfAll,
-    TakesTextBack,
-    TellsLogprobsOfItsDraws,
-    TellsOfPromptsATokenLate,
-    TellsOfTheLikeliestInItsDraws,
-    TellsOneOfTheLikeliestTwice,
+    LosesPendingText,
+    OmitsTheSecondTopToken,
+    RepeatsATopToken,
+    ReplacesStreamedText,
+    ReturnsLogprobsOfScaledLogits,
+    ShiftsPromptLogprobsByAToken,
+    ShiftsTopLogprobsOfDraws,
+    StreamsPartsOfCharacters,
+    StreamsTheStartOfAStopString,
 )
 
-RULED_OUT = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
-ENDED_BY_THEN = r"request \d, token \d+: \d; alone it has ended by then"
+NOT_ALLOWED = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
+AFTER_THE_END = r"request \d, token \d+: \d; alone it has ended by then"
 WRONG_TEXT = r"request \d shows '.*'; its tokens decode to '.*'"
 WRONG_TOP = r"request \d, token \d+: top logprobs are of .*; by the model .*"
 MANY_TOP = r"request \d, token \d+: top logprobs are of .*; they must be of \d+ different tokens"
 REASONS: dict[type[EngineAdapter], str] = {
-    IgnoresTopK: RULED_OUT,
-    TakesMinPOfAll: RULED_OUT,
-    CountsThePrompt: RULED_OUT,
-    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*"
+    IgnoresTopK: NOT_ALLOWED,
+    AppliesMinPWithoutTemperature: NOT_ALLOWED,
+    CountsThePrompt: NOT_ALLOWED,
+    ReturnsLogprobsOfScaledLogits: r"request \d, token \d+: log-probability -.*; by the model it "
+    r"is -.*"
     r"|request \d: token \d+ of its prompt: log-probability .*",
-    TellsOneOfTheLikeliestTwice: MANY_TOP,
-    LeavesTheSecondLikeliestOut: WRONG_TOP + "|" + MANY_TOP,
-    TellsOfTheLikeliestInItsDraws: r"request \d, token \d+: top log-probability of \d -.*; by .*",
-    TellsOfPromptsATokenLate: r"request \d: token \d+ of its prompt: log-probability -.*",
-    LosesWhatItHeldBack: WRONG_TEXT,
-    ShowsHowAStopStringBegins: WRONG_TEXT,
-    ShowsPartsOfCharacters: WRONG_TEXT,
-    GoesOnBehindItsStopString: ENDED_BY_THEN + "|" + WRONG_TEXT,
-    TakesTextBack: r"request \d had shown the pieces \[.*\], and now \[.*\]",
+    RepeatsATopToken: MANY_TOP,
+    OmitsTheSecondTopToken: WRONG_TOP + "|" + MANY_TOP,
+    ShiftsTopLogprobsOfDraws: r"request \d, token \d+: top log-probability of \d -.*; by .*",
+    ShiftsPromptLogprobsByAToken: r"request \d: token \d+ of its prompt: log-probability -.*",
+    LosesPendingText: WRONG_TEXT,
+    StreamsTheStartOfAStopString: WRONG_TEXT,
+    StreamsPartsOfCharacters: WRONG_TEXT,
+    IgnoresLongStopStrings: AFTER_THE_END + "|" + WRONG_TEXT,
+    ReplacesStreamedText: r"request \d had shown the pieces \[.*\], and now \[.*\]",
 }
 
 
 def search(adapter: type[EngineAdapter], seed: int = 1) -> None:
-    """Serve mixes until one fails, as a search does, which would make it smaller then."""
+    """Serve drawn mixes until one fails, without shrinking it."""
 
     @hypothesis_seed(seed)
     @hypothesis_settings(
@@ -83,23 +85,23 @@ def search(adapter: type[EngineAdapter], seed: int = 1) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(request_mixes(adapter))
-    def serve(drawn: RequestMix) -> None:
-        run_mix(adapter, drawn)
+    def serve(mix: RequestMix) -> None:
+        run_mix(adapter, mix)
 
     serve()
 
 
-def test_an_engine_that_draws_and_writes_right_passes() -> None:
+def test_right_drawing_engine_passes() -> None:
     search(DrawingEngine)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("adapter", REASONS, ids=lambda adapter: adapter.__name__)
-def test_one_that_does_not_is_found(adapter: type[EngineAdapter], seed: int) -> None:
+def test_broken_drawing_engine_fails(adapter: type[EngineAdapter], seed: int) -> None:
     with pytest.raises(MixDivergence) as caught:
         search(adapter, seed)
-    assert re.fullmatch(REASONS[adapter], caught.value.what)
+    assert re.fullmatch(REASONS[adapter], caught.value.summary)
 
 
 # ------------------------------------------------------------------------- the twin of sampling
@@ -108,12 +110,12 @@ def test_one_that_does_not_is_found(adapter: type[EngineAdapter], seed: int) -> 
 LOGITS = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
 
 
-def allowed(sampling: Sampling, *tokens: int, prompted: int = 0) -> list[int]:
-    return np.flatnonzero(may_be_chosen(LOGITS, sampling, tokens, prompted, 1e-6)).tolist()
+def allowed_tokens(sampling: Sampling, *tokens: int, prompt_length: int = 0) -> list[int]:
+    return np.flatnonzero(may_be_chosen(LOGITS, sampling, tokens, prompt_length, 1e-6)).tolist()
 
 
 @pytest.mark.parametrize(
-    ("sampling", "right"),
+    ("sampling", "expected"),
     [
         (Sampling(), [0]),
         (Sampling(temperature=1.0), [0, 1, 2, 3, 4]),
@@ -131,27 +133,31 @@ def allowed(sampling: Sampling, *tokens: int, prompted: int = 0) -> list[int]:
     ],
     ids=str,
 )
-def test_which_tokens_may_come_next(sampling: Sampling, right: list[int]) -> None:
-    assert allowed(sampling) == right
+def test_sampling_parameters_limit_the_next_token(sampling: Sampling, expected: list[int]) -> None:
+    assert allowed_tokens(sampling) == expected
 
 
-def test_a_penalty_is_for_all_tokens_before() -> None:
-    assert allowed(Sampling(repetition_penalty=3.0), 0) == [1]
+def test_repetition_penalty_covers_all_tokens_before() -> None:
+    assert allowed_tokens(Sampling(repetition_penalty=3.0), 0) == [1]
 
 
-def test_presence_and_frequency_are_those_of_the_text_alone() -> None:
-    """The prompt's tokens are as likely as ever, and a token counts as often as it stands there."""
-    apart = float(LOGITS[0] - LOGITS[1])
-    presence = Sampling(presence_penalty=1.5 * apart)
-    assert [allowed(presence, 0, 0, prompted=own) for own in (2, 1)] == [[0], [1]]
-    frequency = Sampling(frequency_penalty=0.6 * apart)
-    assert [allowed(frequency, 0, 0, prompted=own) for own in (2, 1, 0)] == [[0], [0], [1]]
+def test_presence_and_frequency_penalties_exclude_the_prompt() -> None:
+    """The penalties do not count the prompt's tokens, and frequency counts each occurrence."""
+    logit_gap = float(LOGITS[0] - LOGITS[1])
+    presence = Sampling(presence_penalty=1.5 * logit_gap)
+    assert [allowed_tokens(presence, 0, 0, prompt_length=own) for own in (2, 1)] == [[0], [1]]
+    frequency = Sampling(frequency_penalty=0.6 * logit_gap)
+    assert [allowed_tokens(frequency, 0, 0, prompt_length=own) for own in (2, 1, 0)] == [
+        [0],
+        [0],
+        [1],
+    ]
 
 
-def test_of_tokens_that_tie_each_may_be_chosen() -> None:
-    tied = np.array([1.0, 2.0, 2.0, 1.99999])
-    assert may_be_chosen(tied, Sampling(), [0], 1, 1e-9).tolist() == [False, True, True, False]
-    assert may_be_chosen(tied, Sampling(), [0], 1, 1e-5).tolist() == [False, True, True, True]
+def test_tied_tokens_are_all_allowed() -> None:
+    logits = np.array([1.0, 2.0, 2.0, 1.99999])
+    assert may_be_chosen(logits, Sampling(), [0], 1, 1e-9).tolist() == [False, True, True, False]
+    assert may_be_chosen(logits, Sampling(), [0], 1, 1e-5).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -159,7 +165,7 @@ def test_of_tokens_that_tie_each_may_be_chosen() -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 @pytest.mark.parametrize("min_p", [0.0, 0.2])
 @pytest.mark.parametrize("penalties", [(1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.5, -1.0, 0.5)])
-def test_the_engine_draws_from_the_distribution_of_its_twin(
+def test_engine_distribution_equals_that_of_the_twin(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -167,28 +173,30 @@ def test_the_engine_draws_from_the_distribution_of_its_twin(
     penalties: tuple[float, float, float],
 ) -> None:
     repetition, presence, frequency = penalties
-    given: dict[str, Any] = {
+    penalties_and_min_p: dict[str, Any] = {
         "presence_penalty": presence,
         "frequency_penalty": frequency,
         "min_p": min_p,
     }
-    sampling = Sampling(1, temperature, top_k, top_p, repetition, **given)
-    params = SamplingParams(temperature, top_k, top_p, repetition_penalty=repetition, **given)
+    sampling = Sampling(1, temperature, top_k, top_p, repetition, **penalties_and_min_p)
+    params = SamplingParams(
+        temperature, top_k, top_p, repetition_penalty=repetition, **penalties_and_min_p
+    )
     batch = SamplingBatch.of([params], [0], "cpu")
     tally = torch.zeros(1, 20, dtype=torch.int32)
     tally[0, [3, 4]] = torch.tensor([1 << 30, (1 << 30) + 2], dtype=torch.int32)
     for seed in range(5):
         logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(seed)) * 3
-        ours = batch.probabilities(logits, tally)[0].double().numpy()
-        twins = distribution(logits[0].double().numpy(), sampling, [3, 4, 4, 4], 2)
-        np.testing.assert_allclose(np.exp(twins), ours, atol=1e-6)
+        engine_probabilities = batch.probabilities(logits, tally)[0].double().numpy()
+        twin_logprobs = distribution(logits[0].double().numpy(), sampling, [3, 4, 4, 4], 2)
+        np.testing.assert_allclose(np.exp(twin_logprobs), engine_probabilities, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------- the twin of text
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "right"),
+    ("text", "stops", "expected"),
     [
         ("abc", [], "abc"),
         ("abcabc", ["ca"], "ab"),
@@ -199,18 +207,18 @@ def test_the_engine_draws_from_the_distribution_of_its_twin(
         ("abc", ["abcd"], "abc"),
     ],
 )
-def test_what_is_shown_of_a_text(text: str, stops: list[str], right: str) -> None:
-    assert cut_text(text, stops) == right
-    assert (find_stop(text, stops) is None) == (right == text)
+def test_text_ends_before_its_stop_string(text: str, stops: list[str], expected: str) -> None:
+    assert cut_text(text, stops) == expected
+    assert (find_stop(text, stops) is None) == (expected == text)
 
 
-def test_a_stop_string_is_a_part_of_the_text_or_begins_like_it() -> None:
-    asked = RequestSpec((1,), stop_spans=((1, 2), (4, 2), (3, 5), (0, 9)))
-    assert stop_strings(asked, "abcd") == ("bc", "ab", "d\0", "abcd\0")
-    assert stop_strings(asked, "ab\N{REPLACEMENT CHARACTER}d")[0] == "ab"
+def test_stop_spans_become_stop_strings_of_the_text() -> None:
+    spec = RequestSpec((1,), stop_spans=((1, 2), (4, 2), (3, 5), (0, 9)))
+    assert stop_strings(spec, "abcd") == ("bc", "ab", "d\0", "abcd\0")
+    assert stop_strings(spec, "ab\N{REPLACEMENT CHARACTER}d")[0] == "ab"
 
 
-def test_tokens_go_up_to_the_one_that_completes_a_stop_string() -> None:
+def test_tokens_end_with_the_one_that_completes_a_stop_string() -> None:
     texts = ("a", "bc", "d", "e")
 
     def decoded(tokens: Any) -> str:
@@ -222,102 +230,102 @@ def test_tokens_go_up_to_the_one_that_completes_a_stop_string() -> None:
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
-def test_every_token_of_the_models_has_its_own_text(byte_level: bool) -> None:
-    made = tokenizer(byte_level=byte_level)
-    written = made.convert_ids_to_tokens(list(range(len(made))))
-    assert len({*written}) == len(written) == 32
+def test_tokens_of_the_tiny_models_have_distinct_texts(byte_level: bool) -> None:
+    model_tokenizer = tokenizer(byte_level=byte_level)
+    texts = model_tokenizer.convert_ids_to_tokens(list(range(len(model_tokenizer))))
+    assert len({*texts}) == len(texts) == 32
 
 
-# --------------------------------------------------------------------------------- what is asked
+# --------------------------------------------------------------------------------- request specs
 
 
-def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
+def test_early_end_is_settled_by_the_next_suitable_seed() -> None:
     adapter = DrawingEngine()
-    asked = RequestSpec((1, 2), Sampling(12, temperature=3.0), ends_early=True)
-    settled, expected = settle(adapter, asked, RequestMix((asked,)))
+    spec = RequestSpec((1, 2), Sampling(12, temperature=3.0), ends_early=True)
+    settled, expected = settle(adapter, spec, RequestMix((spec,)))
     sampling = settled.sampling
     assert 1 < len(expected) < 12
-    assert expected == adapter.generate_alone((1, 2), sampling, RequestMix((asked,)))
+    assert expected == adapter.generate_alone((1, 2), sampling, RequestMix((spec,)))
     for seed in range(sampling.seed):
-        before = adapter.generate_alone((1, 2), replace(sampling, seed=seed), RequestMix((asked,)))
+        before = adapter.generate_alone((1, 2), replace(sampling, seed=seed), RequestMix((spec,)))
         assert len(before) in (1, 12)
 
 
-def test_what_a_request_gets_alone_goes_on_behind_its_stop_string() -> None:
+def test_reference_completion_is_computed_without_stop_strings() -> None:
     stops: list[object] = []
 
-    class Watched(DrawingEngine):
+    class RecordingStops(DrawingEngine):
         def generate_alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
             stops.append(sampling.stop)
             return super().generate_alone(prompt, sampling, mix)
 
-    asked = RequestSpec((1, 3), Sampling(6, temperature=3.0, seed=1), stop_spans=((0, 1),))
-    settled, expected = settle(Watched(), asked, RequestMix((asked,)))
+    spec = RequestSpec((1, 3), Sampling(6, temperature=3.0, seed=1), stop_spans=((0, 1),))
+    settled, expected = settle(RecordingStops(), spec, RequestMix((spec,)))
     assert stops == [()]
     assert DrawingEngine().decode(expected).endswith(settled.sampling.stop)
 
 
-def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
+def test_request_spec_is_saved_and_described() -> None:
     sampling = Sampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
     mix = RequestMix(
         (RequestSpec((1,), sampling, stop_spans=((1, 2),), ends_early=True), RequestSpec((1,)))
     )
     assert RequestMix.from_json(json.loads(json.dumps(mix.to_json()))) == mix
-    for words in (
+    for text in (
         "min_p 0.4",
         "with logprobs",
         "presence penalty 0.25",
         "stopped by 2 characters",
         "seed that ends",
     ):
-        assert words in mix.describe()
+        assert text in mix.describe()
 
 
 @pytest.mark.parametrize("field", [each.name for each in fields(Sampling)])
-def test_whatever_a_request_asks_for_is_told(field: str) -> None:
+def test_every_sampling_field_is_described(field: str) -> None:
     others: dict[str, Any] = {"stop": ("a\0",), "repetition_penalty": 1.5, "top_p": 0.25}
     plain = Sampling(3, temperature=1.0, top_logprobs=2)
-    asked = replace(plain, **{field: others.get(field, 7)})
-    assert RequestSpec((1,), asked).describe() != RequestSpec((1,), plain).describe()
-    assert "\0" not in RequestSpec((1,), asked).describe()
+    spec = replace(plain, **{field: others.get(field, 7)})
+    assert RequestSpec((1,), spec).describe() != RequestSpec((1,), plain).describe()
+    assert "\0" not in RequestSpec((1,), spec).describe()
 
 
-class TakesAnotherFirst(DrawingEngine):
-    """The first token of every request comes out as the one beside the right one."""
+class ChangesTheFirstToken(DrawingEngine):
+    """Changes the first token of every request to its neighbour."""
 
     def take(self, request: Any, token: int) -> None:
         super().take(request, token ^ (not request.tokens))
 
 
-def test_a_failure_tells_the_seed_and_the_stop_string_that_were_used() -> None:
-    asked = RequestSpec(
+def test_failure_names_the_settled_seed_and_stop_string() -> None:
+    spec = RequestSpec(
         (1, 3), Sampling(12, temperature=3.0, top_k=5), stop_spans=((1, 2),), ends_early=True
     )
-    later = replace(asked, arrival=9)
-    mix = RequestMix((asked, later), options={"batch": 1})
-    sampling = settle(DrawingEngine(), asked, mix)[0].sampling
+    later = replace(spec, arrival=9)
+    requests_mix = RequestMix((spec, later), options={"batch": 1})
+    sampling = settle(DrawingEngine(), spec, requests_mix)[0].sampling
     with pytest.raises(MixDivergence) as caught:
-        run_mix(TakesAnotherFirst, mix)
+        run_mix(ChangesTheFirstToken, requests_mix)
     first, second = str(caught.value).splitlines()[3:5]
     assert f"temperature 3.0 from seed {sampling.seed}, top_k 5" in first
     assert sampling.seed > 0
     assert first.endswith(f"stopped by {sampling.stop[0]!r}")
-    # Of the other nothing was settled when the first had failed.
+    # The other request was not settled when the first failed.
     assert "with the next seed that ends the text early" in second
-    assert caught.value.mix is mix
-    drawn = timeline_of(TakesAnotherFirst, mix)["requests"]
-    assert [f"  {at}. {line['words']}" for at, line in enumerate(drawn)] == [first, second]
+    assert caught.value.mix is requests_mix
+    mix = timeline_of(ChangesTheFirstToken, requests_mix)["requests"]
+    assert [f"  {at}. {line['description']}" for at, line in enumerate(mix)] == [first, second]
 
 
-def test_a_trace_from_before_is_read() -> None:
+def test_saved_mix_without_later_fields_is_loaded() -> None:
     data = RequestMix((RequestSpec((1,), Sampling(3)),)).to_json()
     for field in ("stop_spans", "ends_early"):
         del data["requests"][0][field]
     assert RequestMix.from_json(data).requests == (RequestSpec((1,), Sampling(3)),)
 
 
-def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
-    class Plain(DrawingEngine):
+def test_adapter_is_used_for_offered_methods_only() -> None:
+    class WithoutExtras(DrawingEngine):
         sampling = SamplingTraits()
         logprobs = EngineAdapter.logprobs
         top_logprobs = EngineAdapter.top_logprobs
@@ -329,14 +337,19 @@ def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
             return super().submit(prompt, sampling)
 
     assert (
-        run_mix(Plain, RequestMix((RequestSpec((1,), stop_spans=((0, 1),)),), options={"batch": 1}))
+        run_mix(
+            WithoutExtras,
+            RequestMix((RequestSpec((1,), stop_spans=((0, 1),)),), options={"batch": 1}),
+        )
         == {}
     )
 
 
-def test_what_says_what_is_right_must_be_there() -> None:
-    class Half(DrawingEngine):
+def test_pieces_need_the_method_decode() -> None:
+    class PiecesWithoutDecode(DrawingEngine):
         decode = EngineAdapter.decode
 
-    with pytest.raises(TypeError, match="Half defines pieces and must then define decode too"):
-        conformance(Half)
+    with pytest.raises(
+        TypeError, match="PiecesWithoutDecode defines pieces and must then define d"
+    ):
+        conformance(PiecesWithoutDecode)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, which tests share since each takes seconds to start."""
+"""Engine processes, which tests share since each takes seconds to start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roseinfer.engine_client.subprocess_client import run_engine_process
 from roseinfer.server import serve
 from tests.server.serve_process import Serving, serving
 from tests.server.served import PATIENCE
-from tests.server.served import running as running_here
+from tests.server.served import running as running_server
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -27,8 +27,8 @@ ENGINE = ("--kv-cache-tokens", "8192", "--block-size", "16")
 
 
 @dataclass(slots=True)
-class Driven:
-    """An engine in another process, and the loop that it serves."""
+class EngineDriver:
+    """An engine in another process, and the event loop that it serves."""
 
     engine: SubprocessClient
     loop: asyncio.AbstractEventLoop
@@ -39,7 +39,7 @@ class Driven:
 
 
 @pytest.fixture(scope="session")
-def driven() -> Iterator[Driven]:
+def engine_driver() -> Iterator[EngineDriver]:
     parser = Parser()
     serve.add_options(parser)
     loop = asyncio.new_event_loop()
@@ -47,9 +47,9 @@ def driven() -> Iterator[Driven]:
     thread.start()
     try:
         with run_engine_process(parser.parse_args(["--device", "cpu", *ENGINE]), "test") as engine:
-            found = Driven(engine, loop)
-            found.run(engine.open())
-            yield found
+            resource = EngineDriver(engine, loop)
+            resource.run(engine.open())
+            yield resource
             engine.close()
     finally:
         loop.call_soon_threadsafe(loop.stop)
@@ -58,14 +58,14 @@ def driven() -> Iterator[Driven]:
 
 
 @pytest.fixture(scope="session")
-def apart() -> Iterator[Serving]:
-    """The command, whose engine has its own process."""
-    with serving(*ENGINE) as found:
-        yield found
+def subprocess_server() -> Iterator[Serving]:
+    """The serve command, with its engine in another process."""
+    with serving(*ENGINE) as resource:
+        yield resource
 
 
 @pytest.fixture(scope="session")
-def here() -> Iterator[Server]:
+def in_process_server() -> Iterator[Server]:
     """The same engine in the process of the tests."""
-    with running_here() as found:
-        yield found
+    with running_server() as resource:
+        yield resource

@@ -1,11 +1,11 @@
-"""What is there when serving begins is left alone by garbage collection."""
+"""Garbage collection while serving: loaded objects are not traversed."""
 
 from __future__ import annotations
 
 from tests.python_process import run_python
 
 
-def test_a_full_collection_looks_at_nothing_that_was_loaded() -> None:
+def test_full_collection_skips_loaded_objects() -> None:
     code = """
         import gc
         from roseinfer.engine_client.protocol import freeze_gc

@@ -1,4 +1,4 @@
-"""Parts: several updates as one, and the same on the other side of a wire."""
+"""Output deltas: merged updates, and their form on the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roseinfer.errors import StepFailed
 if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
-ASKED = [
+PARAMS = [
     SamplingParams(max_new_tokens=9),
     SamplingParams(max_new_tokens=9, logprobs=True),
     SamplingParams(max_new_tokens=9, top_logprobs=3, prompt_logprobs=True),
@@ -25,18 +25,18 @@ def updates_of(params: SamplingParams) -> list[Update]:
     return [*LLM("tiny", device="cpu").stream("Once", params)]
 
 
-def merged(updates: list[Update]) -> OutputDelta:
+def merge_updates(updates: list[Update]) -> OutputDelta:
     part = OutputDelta()
     for update in updates:
         part.add(update)
-    part.begin(updates[0].request)
+    part.set_prefill_stats(updates[0].request)
     return part
 
 
-def test_a_part_says_all_that_its_updates_say() -> None:
-    for params in ASKED:
+def test_merged_delta_has_all_data_of_its_updates() -> None:
+    for params in PARAMS:
         updates = updates_of(params)
-        part, request = merged(updates), updates[0].request
+        part, request = merge_updates(updates), updates[0].request
         assert part.count == len(updates)
         assert part.tokens == request.token_ids
         assert part.text == "".join(update.text for update in updates)
@@ -48,9 +48,9 @@ def test_a_part_says_all_that_its_updates_say() -> None:
         assert (part.finish_reason, part.is_final) == ("length", True)
 
 
-def test_it_is_the_same_when_it_comes_in_pieces_and_packed() -> None:
+def test_pickled_deltas_extend_to_the_merged_one() -> None:
     rng = random.Random(3)
-    for params in ASKED * 5:
+    for params in PARAMS * 5:
         updates = updates_of(params)
         whole = OutputDelta()
         cuts = sorted(rng.sample(range(1, len(updates)), 3))
@@ -59,30 +59,30 @@ def test_it_is_the_same_when_it_comes_in_pieces_and_packed() -> None:
             for update in updates[first:end]:
                 part.add(update)
             if not first:
-                part.begin(update.request)
+                part.set_prefill_stats(update.request)
             whole.extend(OutputDelta(*pickle.loads(pickle.dumps(part.to_tuple()))))
-        assert whole == merged(updates)
+        assert whole == merge_updates(updates)
 
 
-def test_an_error_comes_with_what_was_written_before() -> None:
-    (first, *_) = updates_of(ASKED[1])
+def test_error_of_a_delta_keeps_its_tokens() -> None:
+    (first, *_) = updates_of(PARAMS[1])
     part = OutputDelta()
     part.add(first)
     part.error = StepFailed(MemoryError("no room"))
-    read = OutputDelta(*pickle.loads(pickle.dumps(part.to_tuple())))
-    assert read.tokens == [first.token_id]
-    assert str(read.error) == str(part.error)
-    assert read.is_final
+    unpickled = OutputDelta(*pickle.loads(pickle.dumps(part.to_tuple())))
+    assert unpickled.tokens == [first.token_id]
+    assert str(unpickled.error) == str(part.error)
+    assert unpickled.is_final
 
 
-def test_messages_come_out_as_they_went_in_however_bytes_are_cut() -> None:
+def test_messages_are_decoded_from_bytes_cut_anywhere() -> None:
     rng = random.Random(3)
     messages: list[Any] = [[rng.randrange(1000)] * rng.randrange(300) for _ in range(50)]
     data = b"".join(map(frame_message, messages))
     frames = MessageDecoder()
-    found: list[Any] = []
+    decoded: list[Any] = []
     while data:
         size = rng.randrange(1, 700)
-        found += frames.feed(data[:size])
+        decoded += frames.feed(data[:size])
         data = data[size:]
-    assert found == messages
+    assert decoded == messages

@@ -1,4 +1,4 @@
-"""Errors on their way to another process, and an engine there that has stopped."""
+"""Errors sent to another process."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from roseinfer.errors import RequestTooLarge
 
 
 class Panic(BaseException):
-    """A panic in Rust reaches Python like this: it is no ``Exception``."""
+    """Rust panic as it reaches Python: not an ``Exception``."""
 
 
-class Stubborn(Exception):
-    """One that cannot be made again of its words."""
+class UnpicklableError(Exception):
+    """Error that cannot be unpickled."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
 
 
-def raised(error: BaseException) -> BaseException:
+def raise_and_catch(error: BaseException) -> BaseException:
     try:
         raise error
-    except BaseException as found:
-        return found
+    except BaseException as caught:
+        return caught
 
 
-def test_one_of_ours_stays_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    error = raised(RequestTooLarge("too large"))
+def test_roseinfer_error_is_sent_unchanged_and_not_logged(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    error = raise_and_catch(RequestTooLarge("too large"))
     assert to_picklable_error(error) is error
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("error", [Panic("secret"), Stubborn("sec", "ret"), KeyboardInterrupt()])
-def test_one_that_cannot_go_is_told_and_is_an_exception(error: BaseException) -> None:
-    found = pickle.loads(pickle.dumps(to_picklable_error(raised(error))))
-    assert isinstance(found, RuntimeError)
-    assert str(found) == f"{type(error).__name__}: {error}"
+@pytest.mark.parametrize(
+    "error", [Panic("secret"), UnpicklableError("sec", "ret"), KeyboardInterrupt()]
+)
+def test_error_that_cannot_be_sent_becomes_a_runtime_error(error: BaseException) -> None:
+    restored = pickle.loads(pickle.dumps(to_picklable_error(raise_and_catch(error))))
+    assert isinstance(restored, RuntimeError)
+    assert str(restored) == f"{type(error).__name__}: {error}"
 
 
-def test_where_it_was_raised_is_said_here_but_not_what(capfd: pytest.CaptureFixture[str]) -> None:
-    assert type(to_picklable_error(raised(KeyError("secret")))) is KeyError
-    said = capfd.readouterr().err
-    assert "KeyError" in said
-    assert "test_portable_errors.py" in said
-    assert "secret" not in said
+def test_unexpected_error_is_logged_with_its_place_and_without_values(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert type(to_picklable_error(raise_and_catch(KeyError("secret")))) is KeyError
+    stderr = capfd.readouterr().err
+    assert "KeyError" in stderr
+    assert "test_portable_errors.py" in stderr
+    assert "secret" not in stderr

@@ -1,4 +1,4 @@
-"""Output that nobody reads is dropped and counted: printing neither waits nor fails."""
+"""Queued output: a reader that does not read makes printing neither wait nor fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 30
 
 
 class Pipe:
-    """A pipe with an output that writes to it."""
+    """Pipe with an output that writes to it."""
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
@@ -35,9 +35,11 @@ class Pipe:
         self._rest = b""
 
     def lines(self, count: int) -> list[bytes]:
-        """Read so many."""
+        """Read this many lines."""
         while self._rest.count(b"\n") < count:
-            assert select.select([self.reading], [], [], PATIENCE)[0], "nothing comes"
+            assert select.select([self.reading], [], [], PATIENCE)[0], (
+                "timed out: expected more lines"
+            )
             self._rest += os.read(self.reading, 1 << 16)
         *lines, self._rest = self._rest.split(b"\n", count)
         return [line + b"\n" for line in lines]
@@ -52,69 +54,67 @@ def pipe() -> Iterator[Pipe]:
     os.close(pipe.writing)
 
 
-def test_a_pipe_that_nobody_reads_holds_up_nobody_and_lines_are_counted(pipe: Pipe) -> None:
+def test_unread_pipe_does_not_block_and_dropped_lines_are_counted(pipe: Pipe) -> None:
     count = 3 * MAX_QUEUED_BYTES // len(LINE)
     for _ in range(count):
         assert pipe.output.write(LINE) == len(LINE)
     assert pipe.output._queued_bytes <= MAX_QUEUED_BYTES
-    kept = count - pipe.output._dropped
-    assert 0 < kept < count
+    num_kept = count - pipe.output._dropped
+    assert 0 < num_kept < count
     assert pipe.lines(20) == [LINE] * 20
-    for _ in range(count):  # the reader is behind, and its gap does not end
+    for _ in range(count):  # the reader is slow, and its gap does not end
         pipe.output.write(LINE)
-    assert pipe.output._dropped == 2 * count - kept
-    kept, count = kept - 20, 2 * count - 20
-    assert pipe.lines(kept + 1) == [LINE] * kept + [
-        b"a log: %d lines were dropped\n" % (count - kept)
+    assert pipe.output._dropped == 2 * count - num_kept
+    num_kept, count = num_kept - 20, 2 * count - 20
+    assert pipe.lines(num_kept + 1) == [LINE] * num_kept + [
+        b"a log: %d lines were dropped\n" % (count - num_kept)
     ]
     pipe.output.write(b"later\n")
     assert pipe.lines(1) == [b"later\n"]
 
 
-def test_what_waits_is_written_at_the_end_if_somebody_reads_it(pipe: Pipe) -> None:
+def test_queued_lines_are_written_at_the_end(pipe: Pipe) -> None:
     count = 200_000 // len(LINE)  # more than a pipe holds
     for _ in range(count):
         pipe.output.write(LINE)
-    reader = threading.Thread(target=lambda: found.extend(pipe.lines(count)))
-    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: lines_read.extend(pipe.lines(count)))
+    lines_read: list[bytes] = []
     reader.start()
     pipe.output.end(time.monotonic() + PATIENCE)
     reader.join(PATIENCE)
-    assert found == [LINE] * count
+    assert lines_read == [LINE] * count
 
 
-def test_the_end_waits_for_no_reader(pipe: Pipe) -> None:
+def test_end_does_not_wait_for_a_reader(pipe: Pipe) -> None:
     pipe.output.write(LINE * 200)
     pipe.output.end(time.monotonic() + 0.05)
     assert pipe.output._queued_bytes
 
 
-def test_lines_that_a_device_does_not_take_are_told_by_another_output(
-    pipe: Pipe, tmp_path: Path
-) -> None:
-    """Once as it begins to refuse them, and their number when it takes them again."""
+def test_write_failures_are_reported_by_another_output(pipe: Pipe, tmp_path: Path) -> None:
+    """One message when writing starts to fail, and the number of lines when it succeeds again."""
     number = os.open(tmp_path / "log", os.O_RDONLY | os.O_CREAT)  # so that writing is EBADF
     output = QueuedOutput(number, "output", pipe.output)
     for _ in range(5):
         output.write(b"lost\n")
-    why = os.strerror(errno.EBADF).encode()
-    said = b"output: %s; lines are dropped until writing succeeds again\n" % why
-    assert pipe.lines(1) == [said]
+    reason = os.strerror(errno.EBADF).encode()
+    message = b"output: %s; lines are dropped until writing succeeds again\n" % reason
+    assert pipe.lines(1) == [message]
     end = time.monotonic() + PATIENCE
     while output._dropped < 5:
         assert time.monotonic() < end
         time.sleep(0.001)
-    taking = os.open(tmp_path / "log", os.O_WRONLY)
-    os.dup2(taking, number)
+    writable = os.open(tmp_path / "log", os.O_WRONLY)
+    os.dup2(writable, number)
     output.write(b"kept\n")
     assert pipe.lines(1) == [b"output: 5 lines were dropped\n"]
     output.end(time.monotonic() + PATIENCE)
     assert (tmp_path / "log").read_bytes() == b"kept\n"
-    os.close(taking)
+    os.close(writable)
     os.close(number)
 
 
-def test_a_stream_in_memory_stays_and_others_are_put_back(
+def test_memory_streams_are_kept_and_others_restored(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", memory := io.StringIO())
@@ -129,7 +129,7 @@ def test_a_stream_in_memory_stays_and_others_are_put_back(
     assert capfd.readouterr().err == "half and half \\udcff\n"
 
 
-def test_a_line_needs_no_flush(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_is_written_without_a_flush(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(os.dup(pipe.writing), "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         with queued_streams():
@@ -137,8 +137,8 @@ def test_a_line_needs_no_flush(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> N
             assert pipe.lines(1) == [b"a line\n"]
 
 
-def test_warnings_and_loggers_that_nobody_set_up_are_queued_as_well() -> None:
-    """``logging`` looks standard error up when it writes."""
+def test_warnings_and_default_loggers_are_queued() -> None:
+    """``logging`` resolves standard error when it writes."""
     code = """
         import logging, warnings
         from roseinfer.engine_client.standard_streams import queued_streams
@@ -148,7 +148,7 @@ def test_warnings_and_loggers_that_nobody_set_up_are_queued_as_well() -> None:
                 warnings.warn("x" * 999 + str(number))
     """
     reading, writing = os.pipe()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", dedent(code)],
         cwd=ROOT,
         stderr=writing,
@@ -157,10 +157,10 @@ def test_warnings_and_loggers_that_nobody_set_up_are_queued_as_well() -> None:
     )
     os.close(writing)
     os.close(reading)
-    assert done.returncode == 0
+    assert process.returncode == 0
 
 
-def test_closed_descriptors_are_opened_before_sockets_get_their_numbers() -> None:
+def test_closed_descriptors_are_opened_before_sockets() -> None:
     code = (
         "import os, socket, sys\n"
         "from roseinfer.engine_client.standard_streams import queued_streams\n"
@@ -174,7 +174,7 @@ def test_closed_descriptors_are_opened_before_sockets_get_their_numbers() -> Non
         "sys.exit(7 if good and min(each.fileno() for each in pair) > 2 else 1)\n"
     )
     command = 'exec "$0" -c "$1" <&- >&- 2>&-'
-    done = subprocess.run(
+    process = subprocess.run(
         ["sh", "-c", command, sys.executable, code], cwd=ROOT, timeout=PATIENCE, check=False
     )
-    assert done.returncode == 7
+    assert process.returncode == 7

@@ -1,4 +1,4 @@
-"""An engine in another process: its texts, its errors, and readers that do not read."""
+"""Engine in another process: tokens, errors, and unread streams."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from roseinfer.guided.guide import Guide
 if TYPE_CHECKING:
     from roseinfer.engine_client.protocol import RequestGroup
     from roseinfer.errors import RoseinferError
-    from tests.engine_client.conftest import Driven
+    from tests.engine_client.conftest import EngineDriver
 
 LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)
 PROMPT = [*b"It was a dark"]
 
 
-async def until_its_end(texts: RequestGroup, count: int = 1) -> list[OutputDelta]:
+async def read_to_the_end(group: RequestGroup, count: int = 1) -> list[OutputDelta]:
     whole = [OutputDelta() for _ in range(count)]
     while not all(part.is_final for part in whole):
-        for number, part in await texts.next():
+        for number, part in await group.next():
             whole[number].extend(part)
-    texts.cancel()
+    group.cancel()
     return whole
 
 
-async def at_rest(driven: Driven) -> None:
-    """Wait until the engine says that nothing is held."""
-    while driven.engine.stats.running or driven.engine.stats.num_held:
+async def await_idle(engine_driver: EngineDriver) -> None:
+    """Wait until the engine reports that nothing is held."""
+    while engine_driver.engine.stats.running or engine_driver.engine.stats.num_held:
         await asyncio.sleep(0.01)
 
 
-async def of_guide(driven: Driven, guide: Guide) -> list[OutputDelta]:
-    texts = driven.engine.open_group()
-    texts.add(PROMPT, SamplingParams(guide=guide))
-    return await until_its_end(texts)
+async def generate_with_guide(engine_driver: EngineDriver, guide: Guide) -> list[OutputDelta]:
+    group = engine_driver.engine.open_group()
+    group.add(PROMPT, SamplingParams(guide=guide))
+    return await read_to_the_end(group)
 
 
-def test_texts_are_those_of_an_llm(driven: Driven) -> None:
+def test_outputs_match_those_of_an_llm(engine_driver: EngineDriver) -> None:
     prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
-    asked = [
+    params_by_prompt = [
         SamplingParams(
             max_new_tokens=40 + length,
             temperature=length % 2,
@@ -55,15 +55,15 @@ def test_texts_are_those_of_an_llm(driven: Driven) -> None:
         )
         for length in range(len(prompts))
     ]
-    outputs = LLM("tiny", device="cpu").generate(prompts, asked)
+    outputs = LLM("tiny", device="cpu").generate(prompts, params_by_prompt)
 
-    async def all_of_them() -> list[OutputDelta]:
-        texts = driven.engine.open_group()
-        for prompt, params in zip(prompts, asked, strict=True):
-            texts.add(prompt, params)
-        return await until_its_end(texts, len(prompts))
+    async def generate_all() -> list[OutputDelta]:
+        group = engine_driver.engine.open_group()
+        for prompt, params in zip(prompts, params_by_prompt, strict=True):
+            group.add(prompt, params)
+        return await read_to_the_end(group, len(prompts))
 
-    for part, output in zip(driven.run(all_of_them()), outputs, strict=True):
+    for part, output in zip(engine_driver.run(generate_all()), outputs, strict=True):
         assert (part.tokens, part.text) == (output.token_ids, output.text)
         assert part.finish_reason == output.finish_reason
         assert part.logprobs == pytest.approx(output.logprobs or [], abs=1e-4)
@@ -71,7 +71,7 @@ def test_texts_are_those_of_an_llm(driven: Driven) -> None:
         assert tops == [[token for token, _ in top] for top in output.top_logprobs or []]
         assert part.prefill_stats is not None
         assert len(part.prefill_stats.logprobs) == len(output.prompt_logprobs or [])
-    driven.run(at_rest(driven))
+    engine_driver.run(await_idle(engine_driver))
 
 
 @pytest.mark.parametrize(
@@ -89,112 +89,114 @@ def test_texts_are_those_of_an_llm(driven: Driven) -> None:
     ],
     ids=["empty", "unknown", "too long"],
 )
-def test_what_is_refused_over_there_is_refused_in_the_same_words(
-    driven: Driven, prompt: list[int], params: SamplingParams, error: RoseinferError
+def test_rejected_prompt_has_the_same_error_as_in_process(
+    engine_driver: EngineDriver, prompt: list[int], params: SamplingParams, error: RoseinferError
 ) -> None:
-    async def refused() -> list[OutputDelta]:
-        texts = driven.engine.open_group()
-        texts.add(prompt, params)
-        texts.add(PROMPT, params)
-        return await until_its_end(texts, 2)
+    async def submit_both() -> list[OutputDelta]:
+        group = engine_driver.engine.open_group()
+        group.add(prompt, params)
+        group.add(PROMPT, params)
+        return await read_to_the_end(group, 2)
 
-    bad, good = driven.run(refused())
+    bad, good = engine_driver.run(submit_both())
     assert type(bad.error) is type(error)
     assert str(bad.error) == str(error)
     assert (good.error, len(good.tokens)) == (None, 16)
 
 
-def test_a_guide_that_nobody_looked_at_before_ends_its_text_alone(driven: Driven) -> None:
-    (part,) = driven.run(of_guide(driven, Guide(regex="(")))
+def test_unchecked_invalid_guide_fails_only_its_request(engine_driver: EngineDriver) -> None:
+    (part,) = engine_driver.run(generate_with_guide(engine_driver, Guide(regex="(")))
     assert isinstance(part.error, BadArgument)
     assert str(part.error).startswith("the constraint cannot be compiled")
 
 
-def test_guides_are_looked_at_over_there(driven: Driven) -> None:
+def test_guides_are_checked_in_the_other_process(engine_driver: EngineDriver) -> None:
     with pytest.raises((BadArgument, ConfigError), match="the constraint cannot be compiled"):
-        driven.run(driven.engine.check_guide(Guide(regex="(")))
+        engine_driver.run(engine_driver.engine.check_guide(Guide(regex="(")))
     guide = Guide(regex="[ab]{7}")
-    driven.run(driven.engine.check_guide(guide))
-    (part,) = driven.run(of_guide(driven, guide))
+    engine_driver.run(engine_driver.engine.check_guide(guide))
+    (part,) = engine_driver.run(generate_with_guide(engine_driver, guide))
     assert len(part.text) == 7
     assert {*part.text} <= {*"ab"}
 
 
-def test_a_hostile_guide_harms_no_text(driven: Driven) -> None:
+def test_hostile_guide_does_not_affect_other_requests(engine_driver: EngineDriver) -> None:
     hostile = Guide(json_schema={"type": "integer", "multipleOf": 2147483648})
 
     async def both() -> tuple[BaseException | None, OutputDelta]:
-        check = asyncio.create_task(driven.engine.check_guide(hostile))
-        await driven.engine.check_guide(Guide(regex="[cd]{5}"))
-        (part,) = await of_guide(driven, Guide(regex="[cd]{5}"))
-        (refusal,) = await asyncio.gather(check, return_exceptions=True)
-        return refusal, part
+        check = asyncio.create_task(engine_driver.engine.check_guide(hostile))
+        await engine_driver.engine.check_guide(Guide(regex="[cd]{5}"))
+        (part,) = await generate_with_guide(engine_driver, Guide(regex="[cd]{5}"))
+        (rejection,) = await asyncio.gather(check, return_exceptions=True)
+        return rejection, part
 
-    refusal, part = driven.run(both())
-    assert isinstance(refusal, BadArgument)
-    assert "processor time" in str(refusal)
+    rejection, part = engine_driver.run(both())
+    assert isinstance(rejection, BadArgument)
+    assert "processor time" in str(rejection)
     assert len(part.text) == 5
 
 
-def test_a_text_that_nobody_reads_waits_and_another_does_not(driven: Driven) -> None:
-    """It goes on when it is read, and nothing of it is lost."""
+def test_unread_stream_is_paused_while_another_runs(engine_driver: EngineDriver) -> None:
+    """The request continues when it is read, and no token is lost."""
     (output,) = LLM("tiny", device="cpu").generate([PROMPT], LONG)
 
-    async def slow() -> tuple[int, OutputDelta]:
-        texts, beside = driven.engine.open_group(), driven.engine.open_group()
-        texts.add(PROMPT, LONG)
-        while not driven.engine.stats.running:
+    async def read_slowly() -> tuple[int, OutputDelta]:
+        group, other_group = engine_driver.engine.open_group(), engine_driver.engine.open_group()
+        group.add(PROMPT, LONG)
+        while not engine_driver.engine.stats.running:
             await asyncio.sleep(0.01)
-        while driven.engine.stats.running:
+        while engine_driver.engine.stats.running:
             await asyncio.sleep(0.01)
-        beside.add(PROMPT[:5], SamplingParams(max_new_tokens=300, ignore_eos=True))
-        (other,) = await until_its_end(beside)
+        other_group.add(PROMPT[:5], SamplingParams(max_new_tokens=300, ignore_eos=True))
+        (other,) = await read_to_the_end(other_group)
         assert len(other.tokens) == 300
-        ((_, first),) = await texts.next()
+        ((_, first),) = await group.next()
         unread = first.count
-        (rest,) = await until_its_end(texts)
+        (rest,) = await read_to_the_end(group)
         first.extend(rest)
         return unread, first
 
-    unread, part = driven.run(slow())
+    unread, part = engine_driver.run(read_slowly())
     assert MAX_UNREAD_UPDATES <= unread < MAX_UNREAD_UPDATES + 8
     assert (part.tokens, part.finish_reason) == (output.token_ids, "length")
 
 
-def test_a_text_that_is_left_ends_within_a_step_and_figures_come_to_rest(driven: Driven) -> None:
-    """It holds blocks while it runs, and leaves behind those of the few tokens that it got."""
+def test_cancelled_group_ends_at_once_and_stats_return_to_zero(engine_driver: EngineDriver) -> None:
+    """It holds blocks while it runs, and leaves only those of its few tokens cached."""
 
-    async def leaving() -> tuple[int, int]:
-        texts, before = driven.engine.open_group(), driven.engine.stats.num_cached
+    async def submit_and_cancel() -> tuple[int, int]:
+        group, before = engine_driver.engine.open_group(), engine_driver.engine.stats.num_cached
         for number in range(8):
-            texts.add([200, number], LONG)
-        await texts.next()
-        running = driven.engine.stats.running
-        texts.cancel()
-        await asyncio.wait_for(at_rest(driven), 1)
-        return running, driven.engine.stats.num_cached - before
+            group.add([200, number], LONG)
+        await group.next()
+        running = engine_driver.engine.stats.running
+        group.cancel()
+        await asyncio.wait_for(await_idle(engine_driver), 1)
+        return running, engine_driver.engine.stats.num_cached - before
 
-    running, cached = driven.run(leaving())
+    running, cached = engine_driver.run(submit_and_cancel())
     assert running
     assert cached <= 8
-    assert not driven.engine._open
+    assert not engine_driver.engine._open
 
 
-def test_one_that_is_left_while_its_guide_is_prepared_never_begins(driven: Driven) -> None:
-    async def leaving() -> None:
-        texts = driven.engine.open_group()
+def test_request_cancelled_during_guide_compilation_never_starts(
+    engine_driver: EngineDriver,
+) -> None:
+    async def submit_and_cancel() -> None:
+        group = engine_driver.engine.open_group()
         words = "|".join(f"{number}x*" for number in range(900))
         guides = [Guide(regex=f"({words}|{number})") for number in range(20)]
-        checks = asyncio.gather(*map(driven.engine.check_guide, guides))
+        checks = asyncio.gather(*map(engine_driver.engine.check_guide, guides))
         await asyncio.sleep(0)
-        texts.add(PROMPT, SamplingParams(guide=Guide(regex=f"({words}|never)")))
+        group.add(PROMPT, SamplingParams(guide=Guide(regex=f"({words}|never)")))
         await asyncio.sleep(0.001)
-        texts.cancel()
+        group.cancel()
         await checks
-        await driven.engine.check_guide(Guide(regex="behind them"))
-        await asyncio.wait_for(at_rest(driven), 1)
-        await asyncio.sleep(0.2)  # within which a text would show
+        await engine_driver.engine.check_guide(Guide(regex="behind them"))
+        await asyncio.wait_for(await_idle(engine_driver), 1)
+        await asyncio.sleep(0.2)  # enough time for a request to start
 
-    before = driven.engine.stats.prefix_queries
-    driven.run(leaving())
-    assert driven.engine.stats.prefix_queries == before
+    before = engine_driver.engine.stats.prefix_queries
+    engine_driver.run(submit_and_cancel())
+    assert engine_driver.engine.stats.prefix_queries == before

@@ -1,4 +1,4 @@
-"""An engine's process that ends is replaced, and one that hangs is noticed."""
+"""Supervision of the engine process: restarts, closing and stalls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from roseinfer.engine_client.subprocess_client import (
 )
 from roseinfer.engine_thread import EngineThread, Listener
 from roseinfer.errors import EngineRestarting, EngineStopped, StepFailed
-from tests.engine_client.test_serve_subprocess import GREEDY, SOON, ask, child_of, figure, runs
+from tests.engine_client.test_serve_subprocess import (
+    GREEDY,
+    PROMPT_S,
+    child_of,
+    is_running,
+    metric,
+    request,
+)
 from tests.engine_client.test_subprocess_client import LONG, PROMPT
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.test_shutdown import LONG as LONG_BODY
@@ -43,20 +50,20 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from roseinfer.engine_client.protocol import RequestGroup
-    from tests.engine_client.conftest import Driven
+    from tests.engine_client.conftest import EngineDriver
     from tests.server.serve_process import Serving
 
 NOTHING: Any = None
-FACTS = EngineInfo(
+INFO = EngineInfo(
     None, NOTHING, RequestLimits(BlockRequirements(16), 8, 64, limited_by_max_length=False), 1, None
 )
-RUNS = Heartbeat(1, True, None)
+RUNNING = Heartbeat(1, True, None)
 SHORT = SamplingParams(max_new_tokens=1)
 
 
 @dataclass(slots=True)
-class Played:
-    """Processes that do nothing, and the ends of their links, where a test plays the engine."""
+class FakeProcesses:
+    """Processes that do nothing, and the ends of their connections, which a test answers."""
 
     children: list[EngineProcess] = field(default_factory=list)
     links: list[socket.socket] = field(default_factory=list)
@@ -68,7 +75,7 @@ class Played:
         self.children.append(EngineProcess(subprocess.Popen(["sleep", "600"]), ours))
         return self.children[-1]
 
-    def start_one_that_ends(self) -> EngineProcess:
+    def start_and_end(self) -> EngineProcess:
         child = self.start()
         child.process.kill()
         self.links[-1].close()
@@ -83,37 +90,37 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    monkeypatch.setattr(subprocess_client, "_END_S", 0.05)  # they do not listen
-    played = Played()
-    yield played
-    played.end()
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcesses]:
+    monkeypatch.setattr(subprocess_client, "_END_S", 0.05)  # they do not react
+    processes = FakeProcesses()
+    yield processes
+    processes.end()
 
 
-def engine_of(
-    played: Played, start: Callable[[], EngineProcess] | None = None, **limit: Any
+def client_of_processes(
+    processes: FakeProcesses, start: Callable[[], EngineProcess] | None = None, **limit: Any
 ) -> SubprocessClient:
-    restart = start or played.start
+    restart = start or processes.start
     return SubprocessClient(
-        played.start(), FACTS, "test", restart, RestartLimit(**{"delay_s": 0.001} | limit)
+        processes.start(), INFO, "test", restart, RestartLimit(**{"delay_s": 0.001} | limit)
     )
 
 
-async def error_of(texts: RequestGroup) -> BaseException | None:
-    ((_, part),) = await asyncio.wait_for(texts.next(), PATIENCE)
+async def error_of(group: RequestGroup) -> BaseException | None:
+    ((_, part),) = await asyncio.wait_for(group.next(), PATIENCE)
     return part.error
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def await_condition(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not holds():
             await asyncio.sleep(0.005)
 
 
-def refused(engine: SubprocessClient) -> Awaitable[BaseException | None]:
-    texts = engine.open_group()
-    texts.add(PROMPT, SHORT)
-    return error_of(texts)
+def error_of_request(engine: SubprocessClient) -> Awaitable[BaseException | None]:
+    group = engine.open_group()
+    group.add(PROMPT, SHORT)
+    return error_of(group)
 
 
 def join_restarts() -> None:
@@ -123,7 +130,7 @@ def join_restarts() -> None:
             assert not thread.is_alive()
 
 
-def test_restarts_are_bounded_and_come_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_are_limited_with_growing_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
         now = 1000.0
 
@@ -132,7 +139,7 @@ def test_restarts_are_bounded_and_come_later_and_later(monkeypatch: pytest.Monke
 
     clock = Clock()
     monkeypatch.setattr(subprocess_client, "time", clock)
-    limit = RestartLimit(most=5, window_s=600.0, delay_s=1.0)
+    limit = RestartLimit(max_restarts=5, window_s=600.0, delay_s=1.0)
     assert [limit.next_delay() for _ in range(7)] == [0, 1, 2, 4, 8, None, None]
     clock.now += 599.0
     assert limit.next_delay() is None
@@ -140,23 +147,23 @@ def test_restarts_are_bounded_and_come_later_and_later(monkeypatch: pytest.Monke
     assert limit.next_delay() == 0
 
 
-def test_one_that_ends_at_each_start_is_given_up(
-    played: Played, capsys: pytest.CaptureFixture[str]
+def test_engine_is_stopped_after_too_many_restarts(
+    processes: FakeProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def serve() -> None:
-        engine = engine_of(played, played.start_one_that_ends, most=3)
+        engine = client_of_processes(processes, processes.start_and_end, max_restarts=3)
         await engine.open()
-        texts = engine.open_group()
-        texts.add(PROMPT, LONG)
+        group = engine.open_group()
+        group.add(PROMPT, LONG)
         checked = asyncio.ensure_future(engine.check_guide(NOTHING))
         await asyncio.sleep(0)
-        played.children[0].process.kill()
-        assert type(await error_of(texts)) is EngineRestarting
+        processes.children[0].process.kill()
+        assert type(await error_of(group)) is EngineRestarting
         with pytest.raises(EngineRestarting):
             await checked
-        await until(lambda: engine.closed)
-        assert (engine.restarts, engine.restarting, len(played.children)) == (3, False, 4)
-        error = await refused(engine)
+        await await_condition(lambda: engine.closed)
+        assert (engine.restarts, engine.restarting, len(processes.children)) == (3, False, 4)
+        error = await error_of_request(engine)
         assert type(error) is EngineStopped
         assert str(error) == f"{loading}: {limit}"
         engine.close()
@@ -173,126 +180,129 @@ def test_one_that_ends_at_each_start_is_given_up(
     ]
 
 
-def test_nothing_of_an_earlier_process_reaches_a_text_of_a_later_one(played: Played) -> None:
+def test_messages_of_an_earlier_process_are_dropped(processes: FakeProcesses) -> None:
     """Neither what it sent, nor what was to be sent to it."""
 
     async def serve() -> None:
-        engine = engine_of(played)
+        engine = client_of_processes(processes)
         await engine.open()
-        await until(lambda: engine._transport)
+        await await_condition(lambda: engine._transport)
         transport: Any = engine._transport
-        hearing = transport.get_protocol()
-        texts = engine.open_group()
-        texts.add(PROMPT, LONG)
-        (order,) = await asyncio.to_thread(receive_message, played.links[0])
-        played.links[0].sendall(frame_message(report(order.number, "old")))
-        ((_, part),) = await texts.next()
+        protocol = transport.get_protocol()
+        group = engine.open_group()
+        group.add(PROMPT, LONG)
+        (command,) = await asyncio.to_thread(receive_message, processes.links[0])
+        processes.links[0].sendall(frame_message(report(command.number, "old")))
+        ((_, part),) = await group.next()
         assert part.text == "old"
-        played.children[0].process.kill()
-        assert isinstance(await error_of(texts), EngineRestarting)
+        processes.children[0].process.kill()
+        assert isinstance(await error_of(group), EngineRestarting)
         assert engine.restarting
         assert engine.stats.running == 0
-        await until(lambda: len(played.links) == 2)
-        texts.cancel()
+        await await_condition(lambda: len(processes.links) == 2)
+        group.cancel()
         new = engine.open_group()
-        played.links[1].sendall(frame_message(FACTS))
-        await until(lambda: not engine.restarting)
+        processes.links[1].sendall(frame_message(INFO))
+        await await_condition(lambda: not engine.restarting)
         new.add(PROMPT, SHORT)
-        orders = await asyncio.to_thread(receive_message, played.links[1])
-        number = orders[0].number
-        assert orders == [AddRequest(number, PROMPT, SHORT)]
-        assert number != order.number
-        hearing.data_received(frame_message(report(number, "old")))
-        played.links[1].sendall(frame_message(report(number, "new")))
+        commands = await asyncio.to_thread(receive_message, processes.links[1])
+        number = commands[0].number
+        assert commands == [AddRequest(number, PROMPT, SHORT)]
+        assert number != command.number
+        protocol.data_received(frame_message(report(number, "old")))
+        processes.links[1].sendall(frame_message(report(number, "new")))
         ((_, part),) = await asyncio.wait_for(new.next(), PATIENCE)
         assert part.text == "new"
         assert engine.restarts == 1
         engine.close()
 
     def report(number: int, text: str) -> EngineReport:
-        return EngineReport([(number, *OutputDelta(1, text, [1]).to_tuple())], None, RUNS, [])
+        return EngineReport([(number, *OutputDelta(1, text, [1]).to_tuple())], None, RUNNING, [])
 
     asyncio.run(serve())
 
 
-def test_an_engine_that_stops_in_a_process_that_runs_is_replaced_too(
-    played: Played, capsys: pytest.CaptureFixture[str]
+def test_stopped_engine_in_a_live_process_is_replaced(
+    processes: FakeProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients get the reason, and the log does not: it may have words of a prompt."""
+    """Clients get the reason, and the log does not: it may contain words of a prompt."""
 
     async def serve() -> None:
-        engine = engine_of(played)
+        engine = client_of_processes(processes)
         await engine.open()
-        texts = engine.open_group()
-        texts.add(PROMPT, LONG)
-        texts.add(PROMPT, LONG)
+        group = engine.open_group()
+        group.add(PROMPT, LONG)
+        group.add(PROMPT, LONG)
         first, second = (
-            order.number for order in await asyncio.to_thread(receive_message, played.links[0])
+            command.number
+            for command in await asyncio.to_thread(receive_message, processes.links[0])
         )
-        failed = StepFailed(ValueError("secret"))
+        failure = StepFailed(ValueError("secret"))
         parts = [
-            (first, *OutputDelta(1, error=failed).to_tuple()),
+            (first, *OutputDelta(1, error=failure).to_tuple()),
             (second, *OutputDelta(1, error=EngineStopped("it stopped")).to_tuple()),
         ]
         report = EngineReport(parts, None, Heartbeat(9, False, "it stopped, with a secret"), [])
-        played.links[0].sendall(frame_message(report))
+        processes.links[0].sendall(frame_message(report))
         errors: dict[int, BaseException | None] = {}
         while len(errors) < 2:
-            found = await asyncio.wait_for(texts.next(), PATIENCE)
-            errors |= {at: part.error for at, part in found}
-        assert str(errors[0]) == str(failed)
+            parts_read = await asyncio.wait_for(group.next(), PATIENCE)
+            errors |= {at: part.error for at, part in parts_read}
+        assert str(errors[0]) == str(failure)
         assert type(errors[1]) is EngineRestarting
         assert str(errors[1]) == "it stopped, with a secret: it is restarting; try again later"
-        await until(lambda: len(played.children) == 2)
+        await await_condition(lambda: len(processes.children) == 2)
         engine.close()
 
     asyncio.run(serve())
     assert capsys.readouterr().err == "test: the engine has stopped: restarting it\n"
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["while it loads", "before it begins"])
-def test_it_is_closed_while_a_process_is_started(played: Played, *, delayed: bool) -> None:
+@pytest.mark.parametrize("delayed", [False, True], ids=["while loading", "before the start"])
+def test_client_is_closed_during_a_restart(processes: FakeProcesses, *, delayed: bool) -> None:
     async def serve() -> None:
-        engine = engine_of(played, delay_s=600.0)
+        engine = client_of_processes(processes, delay_s=600.0)
         if delayed:
             engine._limit.next_delay()
         await engine.open()
-        played.children[0].process.kill()
-        await until(lambda: engine.restarting and (delayed or len(played.children) == 2))
-        begun = time.monotonic()
+        processes.children[0].process.kill()
+        await await_condition(
+            lambda: engine.restarting and (delayed or len(processes.children) == 2)
+        )
+        started = time.monotonic()
         await asyncio.to_thread(engine.close)
-        assert time.monotonic() - begun < SOON
-        await until(lambda: engine.closed)
-        assert type(await refused(engine)) is EngineStopped
+        assert time.monotonic() - started < PROMPT_S
+        await await_condition(lambda: engine.closed)
+        assert type(await error_of_request(engine)) is EngineStopped
         await asyncio.to_thread(join_restarts)
-        assert len(played.children) == 2 - delayed
-        assert all(child.process.poll() is not None for child in played.children)
+        assert len(processes.children) == 2 - delayed
+        assert all(child.process.poll() is not None for child in processes.children)
 
     asyncio.run(serve())
 
 
-def test_one_that_was_closed_before_a_process_is_started_starts_none(played: Played) -> None:
+def test_client_closed_before_a_restart_starts_no_process(processes: FakeProcesses) -> None:
     async def serve() -> None:
-        engine = engine_of(played)
+        engine = client_of_processes(processes)
         await engine.open()
         with engine._starting:
-            played.children[0].process.kill()
-            await until(lambda: engine.restarting)
+            processes.children[0].process.kill()
+            await await_condition(lambda: engine.restarting)
             engine._closing.set()
         await asyncio.to_thread(join_restarts)
-        assert len(played.children) == 1
+        assert len(processes.children) == 1
 
     asyncio.run(serve())
 
 
-def test_it_tells_clients_to_retry_when_it_will_have_loaded(played: Played) -> None:
+def test_retry_after_covers_the_loading_time(processes: FakeProcesses) -> None:
     async def retry_after(load_s: float) -> int:
-        engine = engine_of(played)
-        played.children[-1].load_s = load_s
+        engine = client_of_processes(processes)
+        processes.children[-1].load_s = load_s
         await engine.open()
-        played.children[-1].process.kill()
-        await until(lambda: engine.restarting)
-        error = await refused(engine)
+        processes.children[-1].process.kill()
+        await await_condition(lambda: engine.restarting)
+        error = await error_of_request(engine)
         assert isinstance(error, EngineRestarting)
         engine.close()
         return error.retry_after
@@ -302,8 +312,10 @@ def test_it_tells_clients_to_retry_when_it_will_have_loaded(played: Played) -> N
     assert asyncio.run(retry_after(4000.0)) == 60
 
 
-def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing to do is none, nor is a first step that compiles, nor texts that wait for readers."""
+def test_stall_is_work_without_a_step(
+    processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle time, a first step that compiles, and waiting for readers are not stalls."""
 
     class Clock:
         now = 1000.0
@@ -312,20 +324,20 @@ def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.Monk
             return self.now
 
     monkeypatch.setattr(subprocess_client, "time", clock := Clock())
-    engine = engine_of(played)
+    engine = client_of_processes(processes)
 
     def after(seconds: float, rounds: int | None = None, *, busy: bool = True) -> float:
         clock.now += seconds
         if rounds is not None:
             engine.handle_report(
-                played.children[0], EngineReport([], None, Heartbeat(rounds, busy, None), [])
+                processes.children[0], EngineReport([], None, Heartbeat(rounds, busy, None), [])
             )
         return engine.stalled_s
 
     assert after(1000) == 0  # idle
-    texts = engine.open_group()
-    texts.add(PROMPT, LONG)
-    assert after(9) == 9  # not a word
+    group = engine.open_group()
+    group.add(PROMPT, LONG)
+    assert after(9) == 9  # no heartbeat
     assert after(50, 0) == 0
     assert after(50, 0) == 0
     assert after(5, 1) == 0
@@ -333,39 +345,39 @@ def test_a_stall_is_work_without_a_step(played: Played, monkeypatch: pytest.Monk
     assert after(3, 2) == 0
     assert after(4, 2, busy=False) == 0
     assert after(2, 2) == 2
-    texts.cancel()
+    group.cancel()
     assert after(100) == 0
     engine.open_group().add(PROMPT, LONG)
     assert after(1) == 1
 
 
-def test_a_step_that_hangs_is_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_step_is_not_counted_as_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("tiny", device="cpu", kv_cache_tokens=256)
-    begun, goes_on = threading.Event(), threading.Event()
+    started, proceed = threading.Event(), threading.Event()
     step = llm.engine.step
 
     def hang() -> Any:
-        begun.set()
-        assert goes_on.wait(PATIENCE)
+        started.set()
+        assert proceed.wait(PATIENCE)
         return step()
 
-    class Reads:
+    class Reader:
         is_closed = False
 
         def put(self, news: Any) -> bool:
-            ended.extend(each for _, each in news if each.finish_reason is not None)
+            last_updates.extend(each for _, each in news if each.finish_reason is not None)
             return True
 
     monkeypatch.setattr(llm.engine, "step", hang)
-    thread, ended = EngineThread(llm), list[Any]()
+    thread, last_updates = EngineThread(llm), list[Any]()
     assert (thread.busy, thread.stop_reason) == (False, None)
-    thread.submit(Listener(Reads()), "a", SHORT, llm.engine.new_completion_text(SHORT), None)
-    assert begun.wait(PATIENCE)
+    thread.submit(Listener(Reader()), "a", SHORT, llm.engine.new_completion_text(SHORT), None)
+    assert started.wait(PATIENCE)
     rounds = thread.num_iterations
     assert thread.busy
-    goes_on.set()
+    proceed.set()
     end = time.monotonic() + PATIENCE
-    while thread.busy or not ended:
+    while thread.busy or not last_updates:
         assert time.monotonic() < end
         time.sleep(0.001)
     thread.close()
@@ -373,29 +385,31 @@ def test_a_step_that_hangs_is_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thread.stop_reason == "the engine was closed"
 
 
-def test_a_text_that_waits_for_its_reader_is_no_stall(driven: Driven) -> None:
-    async def paused() -> None:
-        texts = driven.engine.open_group()
-        texts.add(PROMPT, LONG)
-        await until(lambda: driven.engine.stats.running)
-        await until(lambda: not driven.engine.stats.running)
-        rounds = driven.engine._rounds
+def test_unread_stream_is_not_a_stall(engine_driver: EngineDriver) -> None:
+    async def read_slowly() -> None:
+        group = engine_driver.engine.open_group()
+        group.add(PROMPT, LONG)
+        await await_condition(lambda: engine_driver.engine.stats.running)
+        await await_condition(lambda: not engine_driver.engine.stats.running)
+        rounds = engine_driver.engine._rounds
         assert rounds > 0
-        before = driven.engine._progress_at
-        await until(lambda: driven.engine._progress_at > before + 1.5)  # later messages say it
-        assert driven.engine._open
-        texts.cancel()
+        before = engine_driver.engine._progress_at
+        await await_condition(
+            lambda: engine_driver.engine._progress_at > before + 1.5
+        )  # by later heartbeats
+        assert engine_driver.engine._open
+        group.cancel()
 
-    driven.run(paused())
+    engine_driver.run(read_slowly())
 
 
 @pytest.fixture(scope="module")
 def supervised() -> Iterator[Serving]:
-    with serving("--max-batch-size", "12", "--stall-seconds", "2") as found:
-        yield found
+    with serving("--max-batch-size", "12", "--stall-seconds", "2") as parts_read:
+        yield parts_read
 
 
-def test_a_process_that_is_stopped_fails_probes_until_it_goes_on(supervised: Serving) -> None:
+def test_suspended_process_fails_probes_until_it_continues(supervised: Serving) -> None:
     reasons: list[str] = []
 
     def complete(client: Any) -> None:
@@ -408,12 +422,12 @@ def test_a_process_that_is_stopped_fails_probes_until_it_goes_on(supervised: Ser
         try:
             time.sleep(2.5)  # idle all that time
             assert status_of(f"{supervised.url}/health") == 200
-            asking = threading.Thread(target=complete, args=(client,))
-            asking.start()
+            client_thread = threading.Thread(target=complete, args=(client,))
+            client_thread.start()
             await_status(f"{supervised.url}/health", 503)
-            status, told = ask(supervised.port, "/ready")
+            status, body_read = request(supervised.port, "/ready")
             assert status == 503
-            reason = json.loads(told)["reason"]
+            reason = json.loads(body_read)["reason"]
             assert re.fullmatch(
                 r"the engine is stalled: it has work, but no step for \d+ s", reason
             )
@@ -421,21 +435,21 @@ def test_a_process_that_is_stopped_fails_probes_until_it_goes_on(supervised: Ser
             os.kill(child, signal.SIGCONT)
         for path in ("health", "ready"):
             await_status(f"{supervised.url}/{path}", 200)
-        asking.join(PATIENCE)
+        client_thread.join(PATIENCE)
         assert reasons == ["length"]
 
 
-def test_an_engine_that_is_killed_ends_streams_at_once_and_is_started_again(
+def test_killed_engine_ends_streams_at_once_and_is_restarted(
     supervised: Serving,
 ) -> None:
-    """A client that retries gets the text that it would have had before."""
+    """A client that retries gets the same completion."""
     restarts = 'roseinfer:engine_restarts_total{engine="0",model_name="tiny"}'
     url = supervised.url
     body: dict[str, Any] = GREEDY | {"prompt": "Once upon a time", "max_tokens": 60}
     retrying = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=8, timeout=PATIENCE)
     with client_of(supervised) as client, retrying:
         text = client.completions.create(**body).choices[0].text
-        assert figure(supervised, restarts) == 0
+        assert metric(supervised, restarts) == 0
         streams = [
             client.completions.create(**LONG_BODY, n=4, max_tokens=900, stream=True)
             for _ in range(3)
@@ -444,25 +458,25 @@ def test_an_engine_that_is_killed_ends_streams_at_once_and_is_started_again(
             next(stream)
         child = child_of(supervised)
         os.kill(child, signal.SIGKILL)
-        killed = time.monotonic()
+        killed_at = time.monotonic()
         for stream in streams:
             with pytest.raises(
                 openai.APIError, match="the engine's process ended by SIGKILL"
-            ) as ended:
+            ) as last_updates:
                 list(stream)
-            assert ended.value.code == "engine_restarting"
-        assert time.monotonic() - killed < SOON
-        assert ask(supervised.port, "/health") == (200, b'{"alive":true}')
-        told = b'{"ready":false,"reason":"the engine is restarting"}'
-        assert ask(supervised.port, "/ready") == (503, told)
-        with pytest.raises(openai.InternalServerError) as refusal:
+            assert last_updates.value.code == "engine_restarting"
+        assert time.monotonic() - killed_at < PROMPT_S
+        assert request(supervised.port, "/health") == (200, b'{"alive":true}')
+        body_read = b'{"ready":false,"reason":"the engine is restarting"}'
+        assert request(supervised.port, "/ready") == (503, body_read)
+        with pytest.raises(openai.InternalServerError) as rejection:
             client.completions.create(**body)
-        assert (refusal.value.status_code, refusal.value.code) == (503, "engine_restarting")
-        assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
+        assert (rejection.value.status_code, rejection.value.code) == (503, "engine_restarting")
+        assert 1 <= int(rejection.value.response.headers["retry-after"]) <= 60
         assert retrying.completions.create(**body).choices[0].text == text
-        assert ask(supervised.port, "/ready") == (200, b'{"ready":true}')
-        assert figure(supervised, restarts) == 1
-        assert not runs(child)
+        assert request(supervised.port, "/ready") == (200, b'{"ready":true}')
+        assert metric(supervised, restarts) == 1
+        assert not is_running(child)
         assert child_of(supervised) != child
-    said = "roseinfer serve: the engine's process ended by SIGKILL: restarting it\n"
-    assert supervised.said.count(said) == 1
+    message = "roseinfer serve: the engine's process ended by SIGKILL: restarting it\n"
+    assert supervised.stderr_lines.count(message) == 1

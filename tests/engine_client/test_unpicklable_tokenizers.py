@@ -1,4 +1,4 @@
-"""A tokenizer that cannot go to another process is an error that says what to do."""
+"""Tokenizers that cannot be sent to another process: an error that says what to do."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from roseinfer.engine_client.subprocess_client import EngineProcess, frame_messa
 from roseinfer.errors import ConfigError
 
 
-class Breaks:
-    """Goes on its way, and cannot be made again where it comes to."""
+class FailsToUnpickle:
+    """Object that can be pickled and not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("no number",)
 
 
-def test_one_that_cannot_be_sent() -> None:
+def test_tokenizer_that_cannot_be_pickled_is_reported() -> None:
     info = EngineInfo.of(LLM("tiny", device="cpu", kv_cache_tokens=64))
-    assert child._as_sent(info)
+    assert child._frame_info(info)
     with pytest.raises(ConfigError, match=r"tokenizer: cannot be sent .*lambda.*AsyncLLM"):
-        child._as_sent(replace(info, tokenizer=lambda: None))
+        child._frame_info(replace(info, tokenizer=lambda: None))
 
 
-def test_one_that_cannot_be_made_again() -> None:
-    process: Any = None  # nobody asks how it ended
+def test_tokenizer_that_cannot_be_unpickled_is_reported() -> None:
+    process: Any = None  # its exit status is not read
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(frame_message(Breaks()))
+        theirs.sendall(frame_message(FailsToUnpickle()))
         with pytest.raises(ConfigError, match=r"ValueError: .*no number.*AsyncLLM"):
             EngineProcess(process, ours).wait_until_loaded()

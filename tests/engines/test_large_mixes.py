@@ -1,4 +1,4 @@
-"""Mixes of requests of any size: what is drawn, and what a search with them finds."""
+"""Large mixes of requests: their drawing, and bugs that they find."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Sized(ToyAdapter):
 
 
 class ShortBuffer(ToyEngine):
-    """It keeps no more than the first 256 tokens of a prompt."""
+    """Stores only the first 256 tokens of a prompt."""
 
     def read_prompt(self, request: ToyRequest) -> None:
         request.prompt = request.prompt[:256]
         super().read_prompt(request)
 
 
-class ForgetsLongPrompts(Sized):
+class TruncatesLongPrompts(Sized):
     engine_type = ShortBuffer
 
 
@@ -51,27 +51,27 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def search(adapter: type[ToyAdapter]) -> None:
-    made: Any = conformance(adapter)()
-    made.test_requests_of_any_size_get_what_they_get_alone()
+    tests: Any = conformance(adapter)()
+    tests.test_requests_of_any_size_get_what_they_get_alone()
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_an_engine_that_is_right_passes() -> None:
+def test_right_engine_passes_large_mixes() -> None:
     search(Sized)
     assert current().of(Sized).histories > 10
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_a_buffer_that_is_too_short_is_found_and_shown_small() -> None:
+def test_short_buffer_is_found_with_a_small_mix() -> None:
     with pytest.raises(MixDivergence) as caught:
-        search(ForgetsLongPrompts)
+        search(TruncatesLongPrompts)
     lengths = [len(each.prompt) for each in caught.value.mix.requests]
     assert sorted(lengths)[-1] in (257, 600)
     assert len(lengths) <= 2
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_what_fails_is_made_small_though_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_large_mix_is_shrunk_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     class TakesLong(ShortBuffer):
@@ -79,53 +79,53 @@ def test_what_fails_is_made_small_though_the_time_is_over(monkeypatch: pytest.Mo
             now[0] += 3.0 * (len(request.prompt) > 256)
             super().read_prompt(request)
 
-    class Late(Sized):
+    class SlowWithLongPrompts(Sized):
         engine_type = TakesLong
 
     for module in (checks, search_module):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     monkeypatch.setattr(shrink, "SHRINK_SECONDS", 1e9)
     with pytest.raises(MixDivergence) as caught:
-        search(Late)
+        search(SlowWithLongPrompts)
     assert len(caught.value.mix.requests) <= 2
 
 
-def test_an_engine_without_sizes_is_left_alone() -> None:
+def test_engine_without_sizes_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match="no sizes to vary"):
         search(ToyAdapter)
 
 
-@pytest.mark.parametrize("few", [None, 2])
-def test_what_is_drawn(few: int | None) -> None:
-    seen: list[RequestMix] = []
+@pytest.mark.parametrize("few_sizes", [None, 2])
+def test_large_mixes_cover_the_sizes(few_sizes: int | None) -> None:
+    mixes: list[RequestMix] = []
 
     @hypothesis_settings(max_examples=150, deadline=None, database=None, derandomize=True)
-    @given(large_mixes(Sized, few=few))
-    def draw(drawn: RequestMix) -> None:
-        seen.append(drawn)
-        lengths = [len(each.prompt) + each.sampling.max_new_tokens for each in drawn.requests]
-        assert max(lengths) <= min(Sized.large_mix_tokens, drawn.cache_tokens)
+    @given(large_mixes(Sized, few=few_sizes))
+    def draw(mix: RequestMix) -> None:
+        mixes.append(mix)
+        lengths = [len(each.prompt) + each.sampling.max_new_tokens for each in mix.requests]
+        assert max(lengths) <= min(Sized.large_mix_tokens, mix.cache_tokens)
 
     draw()
-    assert {drawn.options["batch_size"] for drawn in seen} == set(Sized.sizes["batch_size"][:few])
-    assert len({drawn.block_size for drawn in seen}) == (few or 6)
-    longest = {max(len(each.prompt) for each in drawn.requests) for drawn in seen}
+    assert {mix.options["batch_size"] for mix in mixes} == set(
+        Sized.sizes["batch_size"][:few_sizes]
+    )
+    assert len({mix.block_size for mix in mixes}) == (few_sizes or 6)
+    longest = {max(len(each.prompt) for each in mix.requests) for mix in mixes}
     assert {1, 257, 600} <= longest
-    assert {1, 100} <= {len(drawn.requests) for drawn in seen}
-    # Beyond the first index buffer, and beyond what goes through the ring of them at all.
-    pages = [
-        sum(-(-len(each.prompt) // drawn.block_size) for each in drawn.requests) for drawn in seen
-    ]
+    assert {1, 100} <= {len(mix.requests) for mix in mixes}
+    # Beyond the first index buffer, and beyond the buffers of the ring.
+    pages = [sum(-(-len(each.prompt) // mix.block_size) for each in mix.requests) for mix in mixes]
     assert min(pages) < 256 < max(pages)
 
 
-def test_our_engine_serves_some(device: str) -> None:
-    """The engine runs its kernels on a GPU, and torch's own operations elsewhere."""
-    slow = {} if device == "cuda" else {"paged_attention": False, "fused_model": False}
+def test_roseinfer_serves_large_mixes(device: str) -> None:
+    """The engine runs its kernels on a GPU, and torch operations elsewhere."""
+    torch_options = {} if device == "cuda" else {"paged_attention": False, "fused_model": False}
 
     @hypothesis_settings(max_examples=6, deadline=None, database=None, derandomize=True)
     @given(large_mixes(RoseinferEngine, device=device, few=1))
-    def serve(drawn: RequestMix) -> None:
-        run_mix(RoseinferEngine, replace(drawn, options={**drawn.options, **slow}))
+    def serve(mix: RequestMix) -> None:
+        run_mix(RoseinferEngine, replace(mix, options={**mix.options, **torch_options}))
 
     serve()

@@ -1,4 +1,4 @@
-"""Mixes of many requests at a time: what every engine gets, and what they find."""
+"""Wide mixes, which have many requests at a time: their requests, and bugs that they find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wide(ToyAdapter):
 
 
 class WrongRow(ToyEngine):
-    """It takes the token of the row before for the last of some rows."""
+    """Takes the token of the previous row for the last of ``rows`` rows."""
 
     rows = 0
 
@@ -49,18 +49,18 @@ def wrong_from(rows: int) -> type[Wide]:
 
 
 class Slots(ToyEngine):
-    def submit(self, *asked: Any) -> ToyRequest:
+    def submit(self, *arguments: Any) -> ToyRequest:
         if len(self.waiting) + len(self.running) == 16:
             raise IndexError("no slot left")
-        return super().submit(*asked)
+        return super().submit(*arguments)
 
 
 class HasSlots(Wide):
     engine_type = Slots
 
 
-class SaysSo(HasSlots):
-    most_requests = 16
+class DeclaresItsSlots(HasSlots):
+    max_requests = 16
 
 
 @pytest.fixture(autouse=True)
@@ -71,18 +71,18 @@ def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def search(adapter: type[ToyAdapter]) -> None:
-    made: Any = conformance(adapter)()
-    made.test_requests_get_what_they_get_alone()
+    tests: Any = conformance(adapter)()
+    tests.test_requests_get_what_they_get_alone()
 
 
-def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
+def test_right_engine_passes_and_the_largest_sizes_are_reported() -> None:
     search(Wide)
     target = current().of(Wide)
-    assert TargetVerdict(target).sizes == "largest: 35 rows, 47 tokens"
-    assert target.histories == 32  # those are the drawn ones
+    assert TargetVerdict(target).sizes == "largest: 35 rows, 48 tokens"
+    assert target.histories == 32  # without the wide mixes
 
 
-def test_rows_are_those_of_a_batch_and_not_all_requests() -> None:
+def test_reported_rows_are_those_of_a_batch() -> None:
     class Narrow(Wide):
         option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
             **Wide.option_choices,
@@ -94,29 +94,29 @@ def test_rows_are_those_of_a_batch_and_not_all_requests() -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 9, 20, 35])
-def test_a_row_that_only_wide_batches_have_is_found(rows: int) -> None:
+def test_bug_in_a_row_of_wide_batches_is_found(rows: int) -> None:
     with pytest.raises(MixDivergence) as caught:
         search(wrong_from(rows))
-    assert "alone it gets" in caught.value.what
+    assert "alone it gets" in caught.value.summary
     assert rows <= len(caught.value.mix.requests) <= rows + 1
 
 
-def test_an_engine_that_is_not_made_for_so_many_is_told_how_to_say_so() -> None:
+def test_refused_wide_mix_suggests_declaring_most_requests() -> None:
     with pytest.raises(Difference) as caught:
         search(HasSlots)
-    assert caught.value.what == "request 16 was refused: IndexError: no slot left"
+    assert caught.value.summary == "request 16 was refused: IndexError: no slot left"
     (hint,) = (
         each for each in caught.value.extra_paragraphs if each.startswith("This is a wide mix")
     )
-    assert "If HasSlots does not support that, declare its maximum: most_requests" in hint
+    assert "If HasSlots does not support that, declare its maximum: max_requests" in hint
 
 
-def test_one_that_says_so_gets_mixes_of_that_size() -> None:
-    search(SaysSo)
-    assert TargetVerdict(current().of(SaysSo)).sizes == "largest: 16 rows, 48 tokens"
+def test_wide_mix_keeps_to_most_requests() -> None:
+    search(DeclaresItsSlots)
+    assert TargetVerdict(current().of(DeclaresItsSlots)).sizes == "largest: 16 rows, 46 tokens"
 
 
-def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
+def test_wide_mixes_of_a_slow_engine_are_cut_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -126,57 +126,57 @@ def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
             now[0] += 0.1 * (len(self.waiting) + len(self.running) > 6)
             super().step()
 
-    class IsSlow(Wide):
+    class SlowAdapter(Wide):
         engine_type = Slow
 
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
     monkeypatch.setattr(WideMixes, "seconds", 0.6)
-    search(IsSlow)
-    told = TargetVerdict(current().of(IsSlow)).sizes
-    assert told.endswith("(wide mixes cut short: 2, for lack of time)")
+    search(SlowAdapter)
+    sizes = TargetVerdict(current().of(SlowAdapter)).sizes
+    assert sizes.endswith("(wide mixes cut short: 2, for lack of time)")
 
 
-def test_what_is_left_behind_a_wide_mix_alone_is_found() -> None:
-    class Forgets(ToyEngine):
+def test_leak_after_a_wide_mix_is_found() -> None:
+    class LeaksInWideBatches(ToyEngine):
         def step(self) -> None:
             super().step()
             self.leases += len(self.running) > 20
 
     class Leaks(Wide):
-        engine_type = Forgets
+        engine_type = LeaksInWideBatches
 
     with pytest.raises(MixDivergence, match="every request has ended, and the engine still holds"):
         search(Leaks)
 
 
-@pytest.mark.parametrize("most", [None, 6, 20])
+@pytest.mark.parametrize("limit", [None, 6, 20])
 @pytest.mark.parametrize("tokens", [3, 8, 48])
-def test_every_request_is_one_that_the_engine_takes(tokens: int, most: int | None) -> None:
+def test_requests_of_wide_mixes_keep_to_the_limits(tokens: int, limit: int | None) -> None:
     class Bounded(Wide):
-        most_tokens = tokens
-        most_requests = most
+        max_tokens = tokens
+        max_requests = limit
 
     mix = wide_mix(Bounded, {}, "cpu")
-    assert mix.size == (most or REQUESTS)
-    assert all(each.prompt and each.most_tokens <= tokens for each in mix.requests)
+    assert mix.size == (limit or REQUESTS)
+    assert all(each.prompt and each.max_tokens <= tokens for each in mix.requests)
     assert all(0 <= token < 32 for each in mix.requests for token in each.prompt)
     if tokens == 48:
         assert len({each.prompt for each in mix.requests}) == mix.size
 
 
-def test_settings_have_every_value_and_most_pairs() -> None:
+def test_wide_settings_have_every_value_and_most_pairs() -> None:
     choices = dict.fromkeys("ab", "wx") | {"c": "xyz", "d": "uvwxyz", "rows": (4, 40, 8)}
-    found = wide_settings(choices)
-    assert found[0] == {"a": "w", "b": "w", "c": "x", "d": "u", "rows": 40}
-    assert len(found) == 6
+    all_settings = wide_settings(choices)
+    assert all_settings[0] == {"a": "w", "b": "w", "c": "x", "d": "u", "rows": 40}
+    assert len(all_settings) == 6
     for name in "abcd":
-        assert {each[name] for each in found} == {*choices[name]}
-    assert {each["rows"] for each in found} == {40}
-    for one, other in combinations("abc", 2):
-        assert len({(each[one], each[other]) for each in found}) >= 4
+        assert {each[name] for each in all_settings} == {*choices[name]}
+    assert {each["rows"] for each in all_settings} == {40}
+    for first, second in combinations("abc", 2):
+        assert len({(each[first], each[second]) for each in all_settings}) >= 4
 
 
-def test_only_numbers_are_compared() -> None:
+def test_wide_settings_maximise_numbers_only() -> None:
     choices = {"kernels": (False, True), "ahead": (None, 3), "rows": (4,)}
     assert wide_settings(choices) == [
         {"kernels": False, "ahead": None, "rows": 4},
@@ -185,7 +185,7 @@ def test_only_numbers_are_compared() -> None:
     assert wide_settings({}) == [{}]
 
 
-def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
+def test_other_bounds_do_not_prevent_a_wide_batch() -> None:
     class Bounded(ToyEngine):
         def __init__(self, *, tokens: int, **options: Any) -> None:
             super().__init__(**options)
@@ -202,10 +202,10 @@ def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
     assert TargetVerdict(current().of(TwoBounds)).sizes == "largest: 35 rows, 48 tokens"
 
 
-@pytest.mark.parametrize("said", [5, "many"])
-def test_a_bound_that_makes_no_sense_is_refused(said: object) -> None:
-    adapter = type("Bounded", (Wide,), {"most_requests": said})
+@pytest.mark.parametrize("limit", [5, "many"])
+def test_invalid_most_requests_is_refused(limit: object) -> None:
+    adapter = type("Bounded", (Wide,), {"max_requests": limit})
     with pytest.raises(
-        TypeError, match=rf"Bounded\.most_requests is {said!r}: write a number of 6 or more"
+        TypeError, match=rf"Bounded\.max_requests is {limit!r}: write a number of 6 or more"
     ):
         conformance(adapter)

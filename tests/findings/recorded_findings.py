@@ -1,4 +1,4 @@
-"""Findings to look at: small caches that are wrong, recorded as a search records them."""
+"""Findings of small broken caches, recorded as by a search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_roseinfer import CacheSpec, Divergence, History
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.search.checks import CHECKS
+from pytest_roseinfer.search.named_checks import CHECKS
 from pytest_roseinfer.search.recorder import record
 from tests.capabilities.caches.truncating_caches import CutCache
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class NeverCopies(CutCache):
-    """A block that is shared is written to as it is."""
+    """Writes to a shared block without a copy."""
 
     def must_copy(self, seq: int) -> bool:  # noqa: ARG002
         return False
 
 
 FORKED = (Append((0,)), Append((1, 2)), Fork(0, 3), Append((4, 5, 6)), Append((0, 3)))
-"""Sequences 0 and 3 share a block, to which both write; for 4, 5 and 6 there is no room."""
+"""Sequences 0 and 3 share a block, to which both write; sequences 4, 5 and 6 have no room."""
 
 
-def recorded(
+def record_finding(
     adapter: type[KVCacheAdapter],
     steps: tuple[Operation, ...],
     *,
@@ -40,18 +40,18 @@ def recorded(
     **spec: Any,
 ) -> FindingRecord:
     """Return the only finding of a run whose cache fails a check on this history."""
-    seen = coverage.current()
+    previous_coverage = coverage.current()
     coverage.set_current(coverage.Coverage())
     example = History(CacheSpec(**spec), steps)
     try:
         with pytest.raises(Divergence) as caught:
             CHECKS[check](adapter, example)
         record(adapter, example, check, caught.value, folder)
-        (found,) = coverage.current().of(adapter).found
+        (finding,) = coverage.current().of(adapter).findings
     finally:
-        coverage.set_current(seen)
-    return found
+        coverage.set_current(previous_coverage)
+    return finding
 
 
-def of_never_copies(folder: str | None = None) -> FindingRecord:
-    return recorded(NeverCopies, FORKED, folder=folder, num_blocks=5)
+def finding_of_never_copies(folder: str | None = None) -> FindingRecord:
+    return record_finding(NeverCopies, FORKED, folder=folder, num_blocks=5)

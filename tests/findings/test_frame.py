@@ -1,4 +1,4 @@
-"""A finding is recorded with a frame for each step: what the cache's books and blocks showed."""
+"""Frames of a finding: each step's view of the cache's books and blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, StepHung
 from pytest_roseinfer.search.recorder import record
 from tests.capabilities.caches.broken_caches import FillsFromTheEnd, HasNoBooks, LosesTheBlock
 from tests.capabilities.caches.list_cache import ListCache
-from tests.findings.recorded_findings import FORKED, NeverCopies, of_never_copies, recorded
+from tests.findings.recorded_findings import (
+    FORKED,
+    NeverCopies,
+    finding_of_never_copies,
+    record_finding,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,27 +32,27 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.timeline import FindingRecord
 
 
-def row(frame: Frame, name: int) -> SequenceView:
-    (found,) = (each for each in frame["sequences"] if each["name"] == name)
-    return found
+def sequence_view(frame: Frame, name: int) -> SequenceView:
+    (view,) = (each for each in frame["sequences"] if each["name"] == name)
+    return view
 
 
-def block(frame: Frame, number: int) -> BlockView:
-    (found,) = (each for each in frame["blocks"] if each["number"] == number)
-    return found
+def block_view(frame: Frame, number: int) -> BlockView:
+    (view,) = (each for each in frame["blocks"] if each["number"] == number)
+    return view
 
 
-def test_frames_show_who_holds_what_before_and_after_each_step() -> None:
-    frames = of_never_copies()["frames"]
+def test_frames_show_holders_before_and_after_each_step() -> None:
+    frames = finding_of_never_copies()["frames"]
     assert [frame["step"] for frame in frames] == [0, 1, 2, 3, 4, 5]
-    assert [frame["words"] for frame in frames[1:]] == [step.describe() for step in FORKED]
+    assert [frame["description"] for frame in frames[1:]] == [step.describe() for step in FORKED]
     assert frames[0]["sequences"] == []
     assert {tuple(each["states"]) for each in frames[0]["blocks"]} == {("free", "poisoned")}
-    (first,) = row(frames[1], 0)["blocks"] or [None]
+    (first,) = sequence_view(frames[1], 0)["blocks"] or [None]
     assert first is not None
-    assert block(frames[2], first)["states"] == ["held"]
-    assert row(frames[3], 3)["blocks"] == [first]
-    assert block(frames[3], first) == {
+    assert block_view(frames[2], first)["states"] == ["held"]
+    assert sequence_view(frames[3], 3)["blocks"] == [first]
+    assert block_view(frames[3], first) == {
         "number": first,
         "states": ["shared"],
         "refcount": 2,
@@ -56,111 +61,116 @@ def test_frames_show_who_holds_what_before_and_after_each_step() -> None:
     }
 
 
-def test_a_refused_step_says_so_and_shows_that_nothing_changed() -> None:
-    frames = of_never_copies()["frames"]
+def test_frame_of_a_refused_step_shows_no_change() -> None:
+    frames = finding_of_never_copies()["frames"]
     assert frames[4]["refused"] == "refused: no room (3 blocks needed, 2 free)"
     assert frames[4]["blocks"] == frames[3]["blocks"]
     assert frames[4]["sequences"] == frames[3]["sequences"]
 
 
-def test_the_wrong_token_is_marked_in_the_last_frame_alone() -> None:
-    found = of_never_copies()
-    *before, last = found["frames"]
-    wrong = row(last, 0)["wrong"]
-    assert [(each["position"], each["found"]) for each in wrong] == [(1, "3.1")]
-    assert "expected sequence 0, token 1" in wrong[0]["words"]
-    assert (found["expected"], found["found"]) == (
+def test_wrong_token_is_marked_in_the_last_frame_only() -> None:
+    finding = finding_of_never_copies()
+    *earlier, last = finding["frames"]
+    wrong = sequence_view(last, 0)["wrong"]
+    assert [(each["position"], each["actual"]) for each in wrong] == [(1, "3.1")]
+    assert "expected sequence 0, token 1" in wrong[0]["description"]
+    assert (finding["expected"], finding["actual"]) == (
         "sequence 0, token 1",
         "sequence 3, token 1",
     )
-    assert not any(each["wrong"] or each["marked"] for one in before for each in one["sequences"])
-    assert not row(last, 3)["wrong"]
+    assert not any(
+        each["wrong"] or each["marked"] for frame in earlier for each in frame["sequences"]
+    )
+    assert not sequence_view(last, 3)["wrong"]
 
 
-def test_a_step_that_raised_has_a_frame_too() -> None:
-    frames = recorded(LosesTheBlock, (Append((0,)), Free(0)))["frames"]
-    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).describe(), Free(0).describe()]
+def test_step_that_raised_an_error_has_a_frame() -> None:
+    frames = record_finding(LosesTheBlock, (Append((0,)), Free(0)))["frames"]
+    assert [frame["description"] for frame in frames[1:]] == [
+        Append((0,)).describe(),
+        Free(0).describe(),
+    ]
 
 
-def test_a_cache_without_books_shows_its_tokens() -> None:
+def test_frame_of_a_cache_without_books_shows_tokens() -> None:
     class Negates(ListCache):
         def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
             super().append(seqs, -key, value)
 
-    _, last = recorded(Negates, (Append((0,)),))["frames"]
-    assert row(last, 0)["blocks"] is None
-    assert row(last, 0)["wrong"][0]["found"] == "?"
+    _, last = record_finding(Negates, (Append((0,)),))["frames"]
+    assert sequence_view(last, 0)["blocks"] is None
+    assert sequence_view(last, 0)["wrong"][0]["actual"] == "?"
     assert last["blocks"] == []
 
 
 class AcceptsAnything(NeverCopies):
     def bad_calls(self) -> list[BadCall]:
-        return [BadCall("a call that is wrong", lambda: None, (ValueError,))]
+        return [BadCall("a wrong call", lambda: None, (ValueError,))]
 
 
-def test_a_bad_call_has_a_frame_of_its_own() -> None:
-    frames = recorded(AcceptsAnything, (Append((0,)),))["frames"]
-    assert [frame["words"] for frame in frames[1:]] == [Append((0,)).describe(), BAD_CALL]
+def test_bad_call_has_its_own_frame() -> None:
+    frames = record_finding(AcceptsAnything, (Append((0,)),))["frames"]
+    assert [frame["description"] for frame in frames[1:]] == [Append((0,)).describe(), BAD_CALL]
 
 
-def test_a_run_that_differs_from_another_ends_with_its_last_step() -> None:
-    found = recorded(FillsFromTheEnd, (Append((0,)),), check="check_every_option")
-    assert [frame["step"] for frame in found["frames"]] == [0, 1]
-    assert "differs from the run without" in found["what"]
+def test_frames_of_a_differing_run_end_with_its_last_step() -> None:
+    finding = record_finding(FillsFromTheEnd, (Append((0,)),), check="check_every_option")
+    assert [frame["step"] for frame in finding["frames"]] == [0, 1]
+    assert "differs from the run without" in finding["summary"]
 
 
-def all_recorded(adapter: type[KVCacheAdapter], error: BaseException) -> list[FindingRecord]:
-    seen = coverage.current()
+def record_findings(adapter: type[KVCacheAdapter], error: BaseException) -> list[FindingRecord]:
+    previous_coverage = coverage.current()
     coverage.set_current(coverage.Coverage())
     try:
         record(adapter, History(CacheSpec(), (Append((0,)),)), "run_history", error, None)
-        return coverage.current().of(adapter).found
+        return coverage.current().of(adapter).findings
     finally:
-        coverage.set_current(seen)
+        coverage.set_current(previous_coverage)
 
 
-def recorded_error(adapter: type[KVCacheAdapter], error: Exception) -> FindingRecord:
-    (found,) = all_recorded(adapter, error)
-    return found
+def record_error(adapter: type[KVCacheAdapter], error: Exception) -> FindingRecord:
+    (finding,) = record_findings(adapter, error)
+    return finding
 
 
-def test_a_search_that_was_interrupted_found_nothing() -> None:
-    assert all_recorded(NeverCopies, KeyboardInterrupt()) == []
+def test_interrupted_search_has_no_finding() -> None:
+    assert record_findings(NeverCopies, KeyboardInterrupt()) == []
 
 
-def test_a_cache_that_cannot_be_asked_is_drawn_without_its_books() -> None:
-    found = recorded_error(HasNoBooks, RuntimeError("books are gone"))
-    assert row(found["frames"][-1], 0)["blocks"] == [0]
-    assert block(found["frames"][-1], 0)["refcount"] is None
-    assert found["what"] == "RuntimeError('books are gone')"
-    assert "1. append one token to sequence 0" in found["message"]
+def test_frame_of_a_cache_with_failing_books_shows_expected_blocks() -> None:
+    finding = record_error(HasNoBooks, RuntimeError("books are gone"))
+    assert sequence_view(finding["frames"][-1], 0)["blocks"] == [0]
+    assert block_view(finding["frames"][-1], 0)["refcount"] is None
+    assert finding["summary"] == "RuntimeError('books are gone')"
+    assert "1. append one token to sequence 0" in finding["message"]
 
 
-def test_a_cache_that_cannot_be_made_is_not_drawn() -> None:
+def test_cache_that_cannot_be_built_has_no_frames() -> None:
     class NeverMade(NeverCopies):
         def make(self, spec: CacheSpec) -> None:
             raise RuntimeError(spec)
 
-    assert recorded_error(NeverMade, RuntimeError("no memory"))["frames"] == []
+    assert record_error(NeverMade, RuntimeError("no memory"))["frames"] == []
 
 
-def test_a_step_that_hangs_is_not_run_again() -> None:
+def test_hanging_step_is_not_repeated_for_frames() -> None:
     error = Difference("the step hangs", lambda: "")
-    assert recorded_error(NeverCopies, error)["frames"]
+    assert record_error(NeverCopies, error)["frames"]
     error.__cause__ = StepHung("did not return")
-    assert recorded_error(NeverCopies, error)["frames"] == []
-    assert CURRENT_EXAMPLE.began is None
+    assert record_error(NeverCopies, error)["frames"] == []
+    assert CURRENT_EXAMPLE.step_began_at is None
 
 
-def test_a_finding_is_told_once_though_three_tests_met_it() -> None:
+def test_equal_findings_of_several_tests_are_merged() -> None:
     target = coverage.TargetCoverage({}, [])
-    one = of_never_copies()
+    finding = finding_of_never_copies()
     for test in ("a", "b", "a"):
-        target.note_found({**one, "tests": [test]})
-    other = coverage.TargetCoverage({}, [])
-    other.note_found({**one, "what": "worded otherwise", "tests": ["c"]})
-    other.note_found({**one, "what": "another", "example": {}, "tests": ["d"]})
-    # As it comes from a worker of pytest-xdist.
-    target.add(json.loads(json.dumps(other.to_json())))
-    assert [found["tests"] for found in target.found] == [["a", "b", "c"], ["d"]]
-    assert target.found[1]["frames"] == one["frames"]
+        target.add_finding({**finding, "tests": [test]})
+    other_target = coverage.TargetCoverage({}, [])
+    other_target.add_finding({**finding, "summary": "worded otherwise", "tests": ["c"]})
+    other_target.add_finding({**finding, "summary": "another", "example": {}, "tests": ["d"]})
+    # As a worker of pytest-xdist sends it.
+    target.add(json.loads(json.dumps(other_target.to_json())))
+    assert [merged["tests"] for merged in target.findings] == [["a", "b", "c"], ["d"]]
+    assert target.findings[1]["frames"] == finding["frames"]

@@ -1,4 +1,4 @@
-"""The picture of a failure marks the wrong place and leaves out who has no part in it."""
+"""The picture of a failure marks the wrong place and leaves out unrelated sequences."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, block_size=16, num_blocks=12)
 STEPS = (Prefill(0, 18), Prefill(7, 3), Fork(0, 1))
-"""Blocks 1 and 2 are of sequence 0 and its fork 1, block 3 is of sequence 7."""
+"""Blocks 1 and 2 belong to sequence 0 and its fork 1, block 3 to sequence 7."""
 
 
-def drawn(adapter: type[GroupedManager]) -> list[str]:
-    """Return the picture's lines."""
-    with pytest.raises(Divergence) as raised:
+def picture_lines(adapter: type[GroupedManager]) -> list[str]:
+    """Return the lines of the picture."""
+    with pytest.raises(Divergence) as caught:
         run_history(adapter, History(SPEC, STEPS))
-    return [line.strip() for line in str(raised.value).split("\n\n")[-1].splitlines()]
+    return [line.strip() for line in str(caught.value).split("\n\n")[-1].splitlines()]
 
 
 class ReadsAnotherToken(GroupedManager):
@@ -37,8 +37,8 @@ class ReadsAnotherToken(GroupedManager):
         return keys, values
 
 
-def test_a_token_read_wrong_is_marked_in_a_long_page() -> None:
-    assert drawn(ReadsAnotherToken) == [
+def test_wrong_token_is_marked_in_a_long_page() -> None:
+    assert picture_lines(ReadsAnotherToken) == [
         "> < marks the error in layer 1, head 1, V",
         "expected contents, page by page (sequence.token, x holders where shared):",
         "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
@@ -51,7 +51,7 @@ def test_a_token_read_wrong_is_marked_in_a_long_page() -> None:
 
 
 class WritesElsewhere(GroupedManager):
-    """A fork changes a slot that it has no business with."""
+    """Changes an unrelated slot when it forks."""
 
     slot = (0, 0, 0)
     """Block, head, position."""
@@ -67,13 +67,13 @@ class WritesPastTheEnd(WritesElsewhere):
     slot = (2, 1, 9)
 
 
-def test_a_write_past_the_end_of_a_block_is_marked_in_all_who_hold_it() -> None:
-    legend, _, *rest = drawn(WritesPastTheEnd)
+def test_wrong_write_is_marked_in_every_holder_of_the_block() -> None:
+    legend, _, *lines = picture_lines(WritesPastTheEnd)
     assert legend == "> < marks the error in layer 0, block 2, head 1, K"
-    first = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
-    assert rest == [
-        f"sequence 0: {first} [0.16 0.17 >nothing<]x2",
-        f"sequence 1: {first} [0.16 0.17 >nothing<]x2",
+    full_block = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
+    assert lines == [
+        f"sequence 0: {full_block} [0.16 0.17 >nothing<]x2",
+        f"sequence 1: {full_block} [0.16 0.17 >nothing<]x2",
         "sequence 7: [7.0 7.1 7.2]",
         "tables of layer 0 (block, x its refcount):",
         "sequence 0: 1x2 >2x2<",
@@ -86,8 +86,8 @@ class WritesToAFreeBlock(WritesElsewhere):
     slot = (5, 0, 0)
 
 
-def test_a_block_that_nobody_holds_is_marked_beside_whose_token_it_has() -> None:
-    assert drawn(WritesToAFreeBlock) == [
+def test_wrong_free_block_is_marked_next_to_its_token_owner() -> None:
+    assert picture_lines(WritesToAFreeBlock) == [
         "> < marks the error in layer 0, block 5, head 0, K",
         "expected contents, page by page (sequence.token, x holders where shared):",
         "sequence 7: [7.0 7.1 7.2]",
@@ -104,9 +104,9 @@ class CountsAHolderTooMany(GroupedManager):
         return Ledger({**books.refcounts, 2: 5}, books.free, books.total)
 
 
-def test_a_wrong_refcount_marks_its_block_whole() -> None:
-    """This is after the first step, when there is only one sequence."""
-    legend, _, pages, _, table = drawn(CountsAHolderTooMany)
+def test_wrong_refcount_marks_the_whole_block() -> None:
+    """The failure comes after the first step, when there is only one sequence."""
+    legend, _, pages, _, table = picture_lines(CountsAHolderTooMany)
     assert legend == "> < marks the error in layer 0, block 2"
     assert pages == "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15] >[0.16 0.17]<"
     assert table == "sequence 0: 1x1 >2x5<"
@@ -115,7 +115,7 @@ def test_a_wrong_refcount_marks_its_block_whole() -> None:
 class CannotRead(GroupedManager):
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if seq == 7:
-            self.lists[7] = []  # from here on the tables cannot be read either
+            self.lists[7] = []  # from here on the tables cannot be read
             raise KeyError(seq)
         return super().peek(seq, layer)
 
@@ -125,10 +125,10 @@ class CannotRead(GroupedManager):
         return super().ledger(layer)
 
 
-def test_a_sequence_is_marked_where_no_token_is_known_and_books_cannot_be_read() -> None:
-    _, _, pages, others, _, table = drawn(CannotRead)
+def test_unreadable_sequence_is_marked() -> None:
+    _, _, pages, other_sequences, _, table = picture_lines(CannotRead)
     assert pages == ">sequence 7<: [7.0 7.1 7.2]"
-    assert others == "other sequences, not drawn: 1"
+    assert other_sequences == "other sequences, not drawn: 1"
     assert table == ">sequence 7<: unreadable, IndexError: list index out of range"
 
 
@@ -137,10 +137,10 @@ class Raises(GroupedManager):
         raise ValueError(f"not today: {list(seqs)}, {key.shape}, {value.shape}")
 
 
-def test_everything_is_drawn_of_a_failure_without_a_place() -> None:
-    with pytest.raises(Divergence) as raised:
+def test_failure_without_a_location_shows_all_sequences() -> None:
+    with pytest.raises(Divergence) as caught:
         run_history(Raises, History(SPEC, (*STEPS, Append((7,)))))
-    lines = str(raised.value).split("\n\n")[-1].splitlines()
+    lines = str(caught.value).split("\n\n")[-1].splitlines()
     assert [line.split(":")[0].strip() for line in lines if "sequence " in line] == [
         "sequence 0",
         "sequence 1",

@@ -1,4 +1,4 @@
-"""Frames are drawn as SVG: all that a cache may show of its blocks has a look of its own."""
+"""Frames as SVG: each state of blocks and sequences has its own look."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.frame import BlockView, Frame, SequenceView
 
 
-def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> SequenceView:
+def sequence_view(name: int, tokens: int, blocks: list[int | None] | None = None) -> SequenceView:
     return {
         "name": name,
         "state": "",
@@ -26,7 +26,7 @@ def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> Seque
     }
 
 
-def block(
+def block_view(
     number: int, *states: str, holders: tuple[int, ...] = (), marked: bool = False
 ) -> BlockView:
     return {
@@ -38,99 +38,112 @@ def block(
     }
 
 
-def frame(sequences: list[SequenceView], *blocks: BlockView) -> Frame:
+def make_frame(sequences: list[SequenceView], *blocks: BlockView) -> Frame:
     return {
         "step": 1,
-        "words": "append",
+        "description": "append",
         "refused": "",
         "sequences": sequences,
         "blocks": list(blocks),
     }
 
 
-def marks(shown: Frame, block_size: int = 2, before: Frame | None = None) -> str:
-    *_, drawn = draw([before, shown] if before else [shown], block_size)
-    image = drawn.as_image(words(shown))
+def svg_of(frame: Frame, block_size: int = 2, before: Frame | None = None) -> str:
+    *_, drawing = draw([before, frame] if before else [frame], block_size)
+    image = drawing.as_image(words(frame))
     ElementTree.fromstring(image)
     return image
 
 
-def boxes(image: str, kind: str) -> int:
+def count_boxes(image: str, kind: str) -> int:
     return sum(
         kind in (each.get("class") or "").split()
         for each in ElementTree.fromstring(image).iter("rect")
     )
 
 
-def test_a_shared_block_is_drawn_for_each_holder() -> None:
-    both = frame([row(0, 2, [4]), row(1, 2, [4])], block(4, "shared", holders=(0, 1)))
-    image = marks(both)
-    assert boxes(image, "shared") == 2
+def test_shared_block_is_drawn_for_each_holder() -> None:
+    frame_of_two = make_frame(
+        [sequence_view(0, 2, [4]), sequence_view(1, 2, [4])],
+        block_view(4, "shared", holders=(0, 1)),
+    )
+    image = svg_of(frame_of_two)
+    assert count_boxes(image, "shared") == 2
     assert "x2" in image
     assert "held by sequences 0, 1" in image
 
 
-def test_blocks_that_nobody_holds_are_told_apart() -> None:
-    image = marks(
-        frame(
+def test_blocks_without_holders_are_distinguished() -> None:
+    image = svg_of(
+        make_frame(
             [],
-            block(1, "free"),
-            block(2, "free", "cached"),
-            block(3, "free", "poisoned"),
-            block(5, "counted", marked=True),
+            block_view(1, "free"),
+            block_view(2, "free", "cached"),
+            block_view(3, "free", "poisoned"),
+            block_view(5, "counted", marked=True),
         )
     )
-    for said in ("free", "free, cached", "free, poisoned", "not free, held by no sequence"):
-        assert f">{said}<" in image
-    assert boxes(image, "cached") == 1
+    for label in ("free", "free, cached", "free, poisoned", "not free, held by no sequence"):
+        assert f">{label}<" in image
+    assert count_boxes(image, "cached") == 1
     assert image.count('class="hatch"') == 1
-    assert boxes(image, "wrong") == 1
+    assert count_boxes(image, "wrong") == 1
 
 
-def test_a_block_that_is_held_and_free_says_so() -> None:
-    wide = frame([row(0, 4, [4])], block(4, "held", "free", holders=(0,)))
-    assert "also free" in marks(wide, block_size=4)
+def test_block_that_is_held_and_free_is_labelled() -> None:
+    long_block = make_frame([sequence_view(0, 4, [4])], block_view(4, "held", "free", holders=(0,)))
+    assert "also free" in svg_of(long_block, block_size=4)
 
 
-def test_a_wrong_token_shows_what_is_there() -> None:
-    wrong = row(0, 2, [4])
-    wrong["wrong"] = [{"position": 1, "found": "1.0", "words": "expected a, found b"}]
-    image = marks(frame([wrong], block(4, "held", holders=(0,))))
-    assert boxes(image, "wrong") == 1
+def test_wrong_token_shows_the_stored_token() -> None:
+    wrong_sequence = sequence_view(0, 2, [4])
+    wrong_sequence["wrong"] = [
+        {"position": 1, "actual": "1.0", "description": "expected a, found b"}
+    ]
+    image = svg_of(make_frame([wrong_sequence], block_view(4, "held", holders=(0,))))
+    assert count_boxes(image, "wrong") == 1
     assert ">1.0</text>" in image
     assert ">0.1</text>" not in image
     assert "position 1: expected a, found b" in image
     assert "position 1 is wrong" in image
 
 
-def test_a_sequence_that_is_wrong_as_a_whole_is_marked() -> None:
-    assert "is wrong" in marks(frame([{**row(0, 1), "marked": True}]))
+def test_wrong_sequence_is_marked() -> None:
+    assert "is wrong" in svg_of(make_frame([{**sequence_view(0, 1), "marked": True}]))
 
 
-def test_of_a_long_block_the_ends_are_drawn_and_what_is_wrong() -> None:
-    long = row(0, 20, [4, 5])
-    long["wrong"] = [{"position": 9, "found": "poison", "words": "it is poison"}]
-    image = marks(frame([long], block(4, "held"), block(5, "held")), block_size=16)
-    shown = [at for at in range(20) if f">0.{at}</text>" in image]
-    assert shown == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
+def test_long_block_shows_its_ends_and_wrong_tokens() -> None:
+    long_sequence = sequence_view(0, 20, [4, 5])
+    long_sequence["wrong"] = [{"position": 9, "actual": "poison", "description": "it is poison"}]
+    image = svg_of(
+        make_frame([long_sequence], block_view(4, "held"), block_view(5, "held")), block_size=16
+    )
+    positions = [at for at in range(20) if f">0.{at}</text>" in image]
+    assert positions == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
     assert ">poison</text>" in image
     assert ">+12</text>" in image
 
 
-def test_what_left_a_window_and_what_is_reserved_are_drawn_as_such() -> None:
-    gone = {**row(0, 5, [None, 4, 5]), "given_back": 1, "unwritten": 1}
-    image = marks(frame([gone], block(4, "held"), block(5, "held")))  # type: ignore[list-item]
+def test_freed_and_reserved_positions_are_drawn() -> None:
+    windowed = {**sequence_view(0, 5, [None, 4, 5]), "given_back": 1, "unwritten": 1}
+    image = svg_of(make_frame([windowed], block_view(4, "held"), block_view(5, "held")))  # type: ignore[list-item]
     assert ">given back</text>" in image
-    assert boxes(image, "unwritten") == 1
+    assert count_boxes(image, "unwritten") == 1
 
 
-def test_what_a_step_put_there_is_told_from_what_was_there() -> None:
-    before = frame([row(0, 1, [4])], block(4, "held", holders=(0,)))
-    assert boxes(marks(before), "new") == 0
-    assert boxes(marks(frame([row(0, 2, [4])], block(4, "held")), before=before), "new") == 1
-    moved = frame([row(0, 1, [6])], block(6, "held"))
-    assert boxes(marks(moved, before=before), "new") == 1
+def test_new_tokens_are_distinguished_from_earlier_ones() -> None:
+    before = make_frame([sequence_view(0, 1, [4])], block_view(4, "held", holders=(0,)))
+    assert count_boxes(svg_of(before), "new") == 0
+    assert (
+        count_boxes(
+            svg_of(make_frame([sequence_view(0, 2, [4])], block_view(4, "held")), before=before),
+            "new",
+        )
+        == 1
+    )
+    moved_frame = make_frame([sequence_view(0, 1, [6])], block_view(6, "held"))
+    assert count_boxes(svg_of(moved_frame, before=before), "new") == 1
 
 
-def test_a_cache_without_tables_has_pages() -> None:
-    assert ">page 0</text>" in marks(frame([row(0, 4)]), block_size=4)
+def test_cache_without_tables_is_drawn_as_pages() -> None:
+    assert ">page 0</text>" in svg_of(make_frame([sequence_view(0, 4)]), block_size=4)

@@ -1,4 +1,4 @@
-"""A timeline of an engine's failure shows what became of each request, and where one parted."""
+"""Timelines of an engine's failure: the stages of each request, and its first wrong token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.engine_capabilities.engines.broken_engines import (
-    ANeighboursTokenLeaksIn,
     ForksShareTheirDraws,
+    ReturnsANeighboursToken,
 )
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
 
@@ -40,128 +40,130 @@ MIX = RequestMix(
     cache_tokens=10,
     options=OPTIONS,
 )
-"""The third finds no room for as long as it is there."""
+"""A mix whose third request never finds room."""
 
 
 class OffByOneLate(ToyEngine):
-    """The third token of the second request is another one."""
+    """Changes the second token of the second request."""
 
     def take(self, request: ToyRequest, token: int) -> None:
         wrong = request.prompt == (3,) and len(request.tokens) == 1
         super().take(request, token ^ wrong)
 
 
-class TellsStages(ToyAdapter):
+class ReportsStages(ToyAdapter):
     engine_type: ClassVar[type[ToyEngine]] = OffByOneLate
 
     def stage(self, request: Any) -> str:
         return "decoding" if request in self.engine.running else "waiting"
 
 
-class TellsNone(ToyAdapter):
+class ReportsNoStages(ToyAdapter):
     engine_type: ClassVar[type[ToyEngine]] = OffByOneLate
 
 
-def recorded(
+def record_finding(
     adapter: type[ToyAdapter],
     mix: RequestMix = MIX,
     check: Callable[[type[EngineAdapter], RequestMix], object] = run_mix,
 ) -> tuple[FindingRecord, Timeline]:
-    seen = coverage.current()
+    previous_coverage = coverage.current()
     coverage.set_current(coverage.Coverage())
     try:
         with pytest.raises(MixDivergence) as caught:
             check(adapter, mix)
         record(adapter, mix, check.__name__, caught.value, None)
-        (found,) = coverage.current().of(adapter).found
+        (finding,) = coverage.current().of(adapter).findings
     finally:
-        coverage.set_current(seen)
-    assert found["timeline"]
-    return found, found["timeline"]
+        coverage.set_current(previous_coverage)
+    assert finding["timeline"]
+    return finding, finding["timeline"]
 
 
-def test_it_shows_where_a_request_got_another_token() -> None:
-    _, timeline = recorded(TellsStages)
+def test_timeline_marks_the_first_wrong_token() -> None:
+    _, timeline = record_finding(ReportsStages)
     first, second, third = timeline["requests"]
     assert (first["wrong"], second["wrong"], third["wrong"]) == (False, True, False)
-    assert second["parted"] == 1
-    assert second["found"][:1] == second["expected"][:1]
-    assert second["found"][1] != second["expected"][1]
-    step = second["parted_step"]
+    assert second["diverged_at"] == 1
+    assert second["actual"][:1] == second["expected"][:1]
+    assert second["actual"][1] != second["expected"][1]
+    step = second["diverged_step"]
     assert step is not None
     assert (second["tokens"][step - 1], second["tokens"][step]) == (1, 2)
-    assert first["parted"] is third["parted"] is None
+    assert first["diverged_at"] is third["diverged_at"] is None
 
 
-def test_a_stage_is_what_the_adapter_says_or_what_can_be_seen() -> None:
-    told, seen = (recorded(adapter)[1]["requests"] for adapter in (TellsStages, TellsNone))
-    assert [line["stages"][0] for line in told] == ["arrived", "", ""]
-    assert "waiting" in {stage for line in told for stage in line["stages"]}
-    stages = {stage for line in seen for stage in line["stages"]}
+def test_stages_come_from_the_adapter_or_from_observation() -> None:
+    with_stages, without_stages = (
+        record_finding(adapter)[1]["requests"] for adapter in (ReportsStages, ReportsNoStages)
+    )
+    assert [line["stages"][0] for line in with_stages] == ["arrived", "", ""]
+    assert "waiting" in {stage for line in with_stages for stage in line["stages"]}
+    stages = {stage for line in without_stages for stage in line["stages"]}
     assert stages <= {"", "arrived", "decoding", "cancelled", "ended"}
-    assert "cancelled" in {*told[2]["stages"], *seen[2]["stages"]}
+    assert "cancelled" in {*with_stages[2]["stages"], *without_stages[2]["stages"]}
 
 
-def test_a_request_is_shown_until_it_ends() -> None:
-    class EndsLate(TellsNone):
+def test_timeline_of_a_request_stops_at_its_end() -> None:
+    class EndsLate(ReportsNoStages):
         def is_finished(self, request: Any) -> bool:
-            over: bool = request.over
-            return over
+            ended: bool = request.ended
+            return ended
 
-    _, timeline = recorded(EndsLate)
+    _, timeline = record_finding(EndsLate)
     for line in timeline["requests"]:
-        over = [at for at, stage in enumerate(line["stages"]) if stage in ("ended", "cancelled")]
-        assert all(stage == "" for at in over for stage in line["stages"][at + 1 :])
+        ends = [at for at, stage in enumerate(line["stages"]) if stage in ("ended", "cancelled")]
+        assert all(stage == "" for at in ends for stage in line["stages"][at + 1 :])
 
 
-def test_a_mix_that_shrank_under_a_search_is_drawn_too() -> None:
-    """What leaks from a neighbour shows in a mix of two."""
-    two = RequestMix(MIX.requests[:2], options=OPTIONS)
-    found, timeline = recorded(ANeighboursTokenLeaksIn, two)
-    assert "alone it gets" in found["what"]
+def test_shrunk_mix_has_a_timeline() -> None:
+    """The bug needs a mix of two requests."""
+    two_requests = RequestMix(MIX.requests[:2], options=OPTIONS)
+    finding, timeline = record_finding(ReturnsANeighboursToken, two_requests)
+    assert "alone it gets" in finding["summary"]
     assert any(line["wrong"] for line in timeline["requests"])
 
 
-def test_forks_are_drawn_beside_what_they_get_alone() -> None:
-    drawn = Sampling(4, ignore_eos=True, temperature=1.0, seed=3)
-    both = (RequestSpec((1, 2), drawn), RequestSpec((1, 2), replace(drawn, seed=4)))
-    forks = RequestMix(both, options=OPTIONS)
-    found, timeline = recorded(ForksShareTheirDraws, forks, run_forks)
-    assert found["what"].startswith("fork 1")
+def test_timeline_of_forks_shows_expected_tokens() -> None:
+    sampling = Sampling(4, ignore_eos=True, temperature=1.0, seed=3)
+    requests = (RequestSpec((1, 2), sampling), RequestSpec((1, 2), replace(sampling, seed=4)))
+    forks = RequestMix(requests, options=OPTIONS)
+    finding, timeline = record_finding(ForksShareTheirDraws, forks, run_forks)
+    assert finding["summary"].startswith("fork 1")
     first, second = timeline["requests"]
     assert (first["wrong"], second["wrong"]) == (False, True)
-    assert first["found"] == first["expected"]
-    assert second["found"] != second["expected"]
-    assert second["parted_step"] == 1
+    assert first["actual"] == first["expected"]
+    assert second["actual"] != second["expected"]
+    assert second["diverged_step"] == 1
     assert "fork 1 of request 0" in draw_timeline(timeline).marks
 
 
-def test_it_is_drawn_with_the_parted_token_marked() -> None:
-    found, timeline = recorded(TellsStages)
+def test_timeline_is_drawn_with_the_wrong_token_marked() -> None:
+    finding, timeline = record_finding(ReportsStages)
     ElementTree.fromstring(draw_timeline(timeline).as_image(describe_timeline(timeline)))
     marks = draw_timeline(timeline).marks
-    assert marks.count('class="wrong"') == 2  # at the step, and among the tokens
+    assert marks.count('class="wrong"') == 2  # at the step and among the tokens
     assert ">request 1</text>" in marks
     assert "token 1 differs from alone at step" in describe_timeline(timeline)
-    ElementTree.fromstring(draw_failure(found))
-    assert "request 2: at step 1: 1 token [4]" in draw_failure(found)
-    assert describe_timeline(timeline) in findings_html([found], {})
+    ElementTree.fromstring(draw_failure(finding))
+    assert "request 2: at step 1: 1 token [4]" in draw_failure(finding)
+    assert describe_timeline(timeline) in findings_html([finding], {})
 
 
-def test_our_engine_says_who_waits_is_prefilled_and_is_preempted() -> None:
-    usual = {name: values[0] for name, values in RoseinferEngine.option_choices.items()}
-    options = {**usual, "prefix_cache": False, "prefill_max_tokens": 3, "max_batch_size": 2}
-    long, short = Sampling(9, ignore_eos=True), Sampling(8, ignore_eos=True)
+def test_roseinfer_reports_waiting_prefilling_and_preempted_stages() -> None:
+    defaults = {name: values[0] for name, values in RoseinferEngine.option_choices.items()}
+    options = {**defaults, "prefix_cache": False, "prefill_max_tokens": 3, "max_batch_size": 2}
+    long_sampling, short_sampling = Sampling(9, ignore_eos=True), Sampling(8, ignore_eos=True)
     requests = (
-        RequestSpec(tuple(range(1, 8)), long),
-        RequestSpec((8, 9, 10), short),
-        RequestSpec((11,), short),
+        RequestSpec(tuple(range(1, 8)), long_sampling),
+        RequestSpec((8, 9, 10), short_sampling),
+        RequestSpec((11,), short_sampling),
     )
     mix = RequestMix(requests, cache_tokens=20, options=options)
     lines = timeline_of(RoseinferEngine, mix)["requests"]
     stages = [[stage for stage, _ in groupby(filter(None, line["stages"]))] for line in lines]
     assert stages[0] == ["arrived", "prefilling", "decoding", "ended"]
-    again = ["preempted", "prefilling", "decoding", "ended"]
-    assert stages[1] == ["arrived", "waiting", "decoding", *again]
+    after_preemption = ["preempted", "prefilling", "decoding", "ended"]
+    assert stages[1] == ["arrived", "waiting", "decoding", *after_preemption]
     assert stages[2] == ["arrived", "waiting", "decoding", "ended"]
     assert not any(line["wrong"] for line in lines)

@@ -1,4 +1,4 @@
-"""Decode steps that begin with the same contexts each time, and whose memory is known."""
+"""Decode steps that begin with equal contexts each time, and whose memory is known."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import transformers
 
 from pytest_roseinfer.gates.step_work import Step
 from roseinfer import LLM, SamplingParams
-from tests.models.families import POSITIONS, VOCABULARY, scaled_up, tiny
+from tests.models.families import POSITIONS, VOCABULARY, scale_weights_up, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONTEXTS = (3, 5, 9)
-"""The lengths of the prompts."""
+"""Lengths of the prompts."""
 FUSED: dict[str, Any] = {
     "fused_model": True,
     "resident_decode": True,
     "run_ahead": 1,
     "paged_attention": True,
 }
-"""Settings with which every kernel of a step is ours."""
+"""Settings with which a step runs only roseinfer's kernels."""
 _NARROW = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -38,7 +38,7 @@ _LONG = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class ByteStep:
-    """A step, and what ``check_bytes`` asks to know of it."""
+    """A step and the memory arguments of ``check_bytes``."""
 
     step: Step
     weights: torch.nn.Module
@@ -51,12 +51,12 @@ def llama(device: str) -> Any:
 
 
 def narrow_gpt2(device: str) -> Any:
-    """A model of one layer, whose kernels are many and take long under the interpreter."""
+    """Return a model of one layer, whose many kernels are slow under the interpreter."""
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS
     )
-    return scaled_up(transformers.GPT2LMHeadModel(config)).to(device, torch.bfloat16)
+    return scale_weights_up(transformers.GPT2LMHeadModel(config)).to(device, torch.bfloat16)
 
 
 def narrow_llama(device: str) -> Any:
@@ -64,25 +64,25 @@ def narrow_llama(device: str) -> Any:
 
 
 def narrow_qwen3(device: str) -> Any:
-    """A model that norms queries and keys while it rotates them."""
+    """Return a model that normalises queries and keys together with their rotation."""
     return _narrow(transformers.Qwen3Config(**_NARROW, head_dim=8), device)
 
 
 def narrow_olmo2(device: str) -> Any:
-    """A model whose norms are behind the products that they belong to."""
+    """Return a model whose norms come after the linear layers."""
     config = transformers.Olmo2Config(**_NARROW, pad_token_id=None, eos_token_id=None)
     return _narrow(config, device)
 
 
 def narrow_mixtral(device: str) -> Any:
-    """A model with experts, of which one token or another visits each."""
+    """Return a model with experts, each of which gets at least one token."""
     return _narrow(transformers.MixtralConfig(**_NARROW, num_local_experts=3), device)
 
 
 def _narrow(config: Any, device: str) -> Any:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    return scaled_up(model).to(device, torch.bfloat16)
+    return scale_weights_up(model).to(device, torch.bfloat16)
 
 
 NARROW: dict[str, Callable[[str], Any]] = {
@@ -96,7 +96,7 @@ NARROW: dict[str, Callable[[str], Any]] = {
 
 
 def second_token(model: Any, device: str, **config: Any) -> ByteStep:
-    """The first step behind prefill, or the second where tokens are read a step later."""
+    """Return the first step after prefill, or the second with tokens read back a step later."""
     config = {"kv_cache_tokens": 512, "block_size": 16, "prefix_cache": False, **config}
     config["pad_head"] = False  # the weights of a padded head are no parameter of the model
     engine = LLM(model, device=device, **config).engine

@@ -1,4 +1,4 @@
-"""A project with an engine whose work a test holds to a baseline."""
+"""A test project with an engine, and a test that compares its work with a baseline."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ TORCH = "torch " + ".".join(metadata.version("torch").split(".")[:2])
 
 
 @pytest.fixture
-def gated(project: Project) -> Project:
-    """A project with an engine, a gate, and a baseline."""
+def gated_project(project: Project) -> Project:
+    """Return a project with an engine, a gate, and a baseline."""
     project.write(my_engine=ENGINE, test_costs=TEST)
     result = project.pytest(UPDATE)
     result.assert_outcomes(passed=1)
@@ -65,14 +65,16 @@ def change(project: Project, old: str, new: str) -> None:
 
 
 def costs(project: Project, file: str = FILE) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((project.path / file).read_text())
-    return found
+    baselines: dict[str, Any] = json.loads((project.path / file).read_text())
+    return baselines
 
 
 def entry(project: Project) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = costs(project)
-    return found, found["steps"]["test_costs.py::test_decode"]["steady"]["cpu"]
+    baselines = costs(project)
+    return baselines, baselines["steps"]["test_costs.py::test_decode"]["steady"]["cpu"]
 
 
-def write(project: Project, found: Any) -> None:
-    (project.path / FILE).write_text(found if isinstance(found, str) else json.dumps(found))
+def write(project: Project, baselines: Any) -> None:
+    (project.path / FILE).write_text(
+        baselines if isinstance(baselines, str) else json.dumps(baselines)
+    )

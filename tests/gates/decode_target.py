@@ -1,6 +1,6 @@
-"""This engine's own decode step, as the timing gate runs it: by itself, and of any age.
+"""roseinfer's own decode step for the timing gate, in its own process and of any revision.
 
-Other revisions run this file with their own engine, so it asks for no more than they have.
+Other revisions run this file with their own engine, so it uses nothing newer than they have.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PROMPT, _TOKENS = 224, 64
-"""Of a request. When all have their tokens they are submitted anew, which is one step in so many.
+"""Prompt and completion length of a request. All requests are submitted again when they end.
 
-Contexts stay about 256 tokens long: a step costs the same however many were measured before it.
+Contexts stay about 256 tokens long, so that every step costs the same.
 """
 
 
 def decode() -> dict[str, Any]:
-    """On a GPU, 64 requests to a GPT-2 of 124M parameters; else 8 to a tiny one, on one CPU."""
+    """Return a step of 64 requests to a GPT-2 of 124M, or of 8 to a tiny one without a GPU."""
     return _on_gpu() if torch.cuda.is_available() else _on_cpu()
 
 
@@ -66,7 +66,7 @@ def _target(llm: LLM, requests: int) -> dict[str, Any]:
         engine.step()
 
     def path_counts() -> Mapping[str, int]:
-        counted = Counter(engine.path_counts) + Counter(engine.sequence_runner.kv.path_counts)
-        return {str(getattr(path, "value", path)): times for path, times in counted.items()}
+        counts = Counter(engine.path_counts) + Counter(engine.sequence_runner.kv.path_counts)
+        return {str(getattr(path, "value", path)): count for path, count in counts.items()}
 
     return {"step": step, "tokens": requests, "path_counts": path_counts}

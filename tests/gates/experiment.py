@@ -1,8 +1,8 @@
-"""How often the paired comparison is wrong, tried on steps whose ratio is known.
+"""Measured error rates of the paired comparison, on steps whose ratio is known.
 
 ``python -m tests.gates.experiment --runs 200 --slower 0 --log same.jsonl`` compares
 a small decode step with itself 200 times; with ``--slower 5``, with one that does 5% more of the
-same work. ``docs/gates.md`` has what came out.
+same work. ``docs/lab/gates.md`` has the results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.paired import Comparison, Plan, Verdict, compare
+from pytest_roseinfer.gates.paired_timing import Comparison, Plan, Verdict, compare
 from pytest_roseinfer.gates.worker_process import Side, WorkerProcess, cpus_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _ROUNDS_PER_MICROSECOND = 20
-"""Of the step's loop, about."""
+"""Rounds of the step's loop in a microsecond, approximately."""
 _STEP = """
 # A step of the kind that a host does: arithmetic on small numbers, a list, no library. Numbers
 # that are stored are below 257, which Python never allocates: where the allocator puts others
@@ -54,7 +54,7 @@ def side(folder: Path, label: str, rounds: int) -> Side:
 def comparisons(
     runs: int, percent: float, plan: Plan, microseconds: float = 500
 ) -> Iterator[Comparison]:
-    """So many, one after the other, of a step with one that does ``percent`` more work."""
+    """Compare a step ``runs`` times with one that does ``percent`` more work."""
     rounds = round(_ROUNDS_PER_MICROSECOND * microseconds)
     with tempfile.TemporaryDirectory() as folder:
         there = side(Path(folder, "there"), "there", rounds)
@@ -71,22 +71,23 @@ def comparisons(
             yield compare(plan, start)
 
 
-def row(percent: float, found: Sequence[dict[str, Any]]) -> str:
-    """What so many comparisons came to, as a row of the table in docs/gates.md."""
-    verdicts = Counter(each["verdict"] for each in found)
+def row(percent: float, records: Sequence[dict[str, Any]]) -> str:
+    """Return the results of all comparisons as a row of the table in docs/lab/gates.md."""
+    verdicts = Counter(record["verdict"] for record in records)
     cells = [
         f"{percent:g}%",
-        len(found),
+        len(records),
         *(verdicts[verdict.value] for verdict in Verdict),
-        f"{median(each['ratio'] for each in found):.4f}",
-        f"{median(len(each['ratios']) for each in found):g}",
-        f"{median(each['seconds'] for each in found):.1f} s",
-        f"{min(each['load'] for each in found):.1f} to {max(each['load'] for each in found):.1f}",
+        f"{median(record['ratio'] for record in records):.4f}",
+        f"{median(len(record['ratios']) for record in records):g}",
+        f"{median(record['seconds'] for record in records):.1f} s",
+        f"{min(each['load'] for each in records):.1f} to "
+        f"{max(each['load'] for each in records):.1f}",
     ]
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def logged(comparison: Comparison) -> dict[str, Any]:
+def log_record(comparison: Comparison) -> dict[str, Any]:
     return {
         "verdict": comparison.verdict.value,
         "ratio": comparison.ratio,
@@ -102,22 +103,22 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--runs", type=int, default=200, help="comparisons")
     parser.add_argument("--slower", type=float, default=0, metavar="PERCENT", help="more work")
     parser.add_argument(
-        "--microseconds", type=float, default=500, help="what the step takes, about"
+        "--microseconds", type=float, default=500, help="approximate time of a step"
     )
     parser.add_argument(
         "--log",
         type=Path,
         required=True,
-        help="a line of JSON for each comparison; the table is about all that are in it",
+        help="file with a line of JSON for each comparison; the table covers all lines",
     )
-    asked = parser.parse_args(arguments)
-    for comparison in comparisons(asked.runs, asked.slower, Plan(), asked.microseconds):
-        with asked.log.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(logged(comparison)) + "\n")
-    found = [json.loads(line) for line in asked.log.read_text(encoding="utf-8").splitlines()]
-    print(f"| more work | runs | {' | '.join(each.value for each in Verdict)} | ", end="")
+    options = parser.parse_args(arguments)
+    for comparison in comparisons(options.runs, options.slower, Plan(), options.microseconds):
+        with options.log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(log_record(comparison)) + "\n")
+    records = [json.loads(line) for line in options.log.read_text(encoding="utf-8").splitlines()]
+    print(f"| more work | runs | {' | '.join(record.value for record in Verdict)} | ", end="")
     print("ratio | series | time | load |")
-    print(row(asked.slower, found))
+    print(row(options.slower, records))
 
 
 if __name__ == "__main__":

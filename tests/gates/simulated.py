@@ -1,4 +1,4 @@
-"""Workers whose steps take what they are told: noise of every kind, and no time at all."""
+"""Simulated workers whose step times are given: with noise of several kinds, or without."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.paired import Plan
-from pytest_roseinfer.gates.paired import compare as compare_sides
+from pytest_roseinfer.gates.paired_timing import Plan
+from pytest_roseinfer.gates.paired_timing import compare as compare_sides
 from pytest_roseinfer.gates.worker_process import Ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.gates.paired import Comparison
+    from pytest_roseinfer.gates.paired_timing import Comparison
 
 READY = Ready(tokens=4, floor_seconds=None, own_modules=("engine",), device="cpu", versions={})
 
 
 @dataclass
 class Machine:
-    """What both sides run on: it is busy at times, and hands every process its own memory."""
+    """The machine of both sides: its noise for each turn, process and interruption."""
 
     seed: int
     process_noise: float = 0.01
     turn_noise: float = 0.02
     interruptions: float = 0.05
-    """How often somebody else has the processor's other half for a turn."""
+    """Probability that another program shares the CPU during a turn."""
     drift: float = 0.0
-    """By how much a machine becomes slower with every turn, for whoever has it."""
+    """Relative slowdown of the machine with every turn."""
     random: random.Random = field(init=False)
     turns: int = 0
 
@@ -42,7 +42,7 @@ class Machine:
 
 
 def quiet(drift: float = 0.0) -> Machine:
-    """One whose every turn and process is like the others, but for its drift."""
+    """Return a machine without noise, except for its drift."""
     return Machine(seed=1, process_noise=0.0, turn_noise=0.0, drift=drift, interruptions=0.0)
 
 
@@ -54,11 +54,11 @@ class SimulatedWorker:
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        self.own = self.machine.random.gauss(1, self.machine.process_noise)
+        self.process_factor = self.machine.random.gauss(1, self.machine.process_noise)
 
     def seconds(self, steps: int) -> list[float]:
         assert not self.stopped
-        return [self.step_seconds * self.own * self.machine.speed()] * steps
+        return [self.step_seconds * self.process_factor * self.machine.speed()] * steps
 
     def path_counts(self) -> dict[str, int]:
         return {}
@@ -74,12 +74,12 @@ def compare(
     doubt: Callable[[], str] = str,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Comparison:
-    """A step with one that takes ``slower`` times as long."""
+    """Compare a step with one that takes ``slower`` times as long."""
     return compare_sides(plan or Plan(), pairs_of(machine, slower), doubt, clock)
 
 
 def pairs_of(
     machine: Machine, slower: float
 ) -> Callable[[int], tuple[SimulatedWorker, SimulatedWorker]]:
-    """What starts the workers of such a comparison."""
+    """Return a function that starts the workers of such a comparison."""
     return lambda _: (SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3 * slower))

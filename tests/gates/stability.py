@@ -1,7 +1,7 @@
-"""Whether a step's counts are the same in every process, on a machine at rest and on a busy one.
+"""Equal counts of a step in every process, on an idle machine and on a busy one.
 
-``python -m tests.gates.stability 50`` says how many different results so many processes came to,
-half of them while every CPU has two others at work. ``docs/gates.md`` has what came out.
+``python -m tests.gates.stability 50`` prints the number of different results of 50 processes,
+half of them while every CPU runs two other processes. ``docs/lab/gates.md`` has the results.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WORK = "while True: sum(range(10_000))"
 
 
 def results(runs: int, *, loaded: bool, families: Sequence[str] = FAMILIES) -> list[str]:
-    """Return what each of ``runs`` processes counted, hashing and memory different in each."""
-    when = "loaded" if loaded else "rest"
-    return [_count_in_a_process(seed, when, *families) for seed in range(1, runs + 1)]
+    """Return the counts of ``runs`` processes with different hash seeds and memory."""
+    load = "loaded" if loaded else "rest"
+    return [_count_in_a_process(seed, load, *families) for seed in range(1, runs + 1)]
 
 
 @contextmanager
@@ -41,10 +41,10 @@ def _busy() -> Iterator[None]:
         process.wait()
 
 
-def _count_in_a_process(hash_seed: int, *how: str) -> str:
+def _count_in_a_process(hash_seed: int, *arguments: str) -> str:
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "TRITON_INTERPRET": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.gates.stability", "count", *how],
+        [sys.executable, "-m", "tests.gates.stability", "count", *arguments],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -54,26 +54,26 @@ def _count_in_a_process(hash_seed: int, *how: str) -> str:
 
 
 def count(families: Sequence[str], *, loaded: bool = False) -> str:
-    """Return all that the steps do, as one text; ``loaded`` has every CPU work for two others."""
+    """Return all work of the steps as one text; ``loaded`` keeps every CPU busy meanwhile."""
     policy = AppendPolicy(triton=False)
     own = OwnCode(["roseinfer"])
     with ExitStack() as stack:
         for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
             stack.enter_context(_busy())
-        found = {
+        groups = {
             f"{name}, {family}": measure_work(
                 step(family, "cpu", paged_attention=False, append_policy=policy), own, "cpu"
             ).groups
             for name, step in STEPS.items()
             for family in families
         }
-    return json.dumps(found, sort_keys=True) + "\n"
+    return json.dumps(groups, sort_keys=True) + "\n"
 
 
-def main(argument: str, *more: str) -> None:
+def main(argument: str, *families: str) -> None:
     if argument == "count":
-        when, *families = more
-        print(count(families, loaded=when == "loaded"), end="")
+        load, *names = families
+        print(count(names, loaded=load == "loaded"), end="")
         return
     at_rest = results(int(argument) // 2, loaded=False)
     busy = results(int(argument) - len(at_rest), loaded=True)

@@ -1,4 +1,4 @@
-"""The tripwire: times of GPUs that a file names."""
+"""The tripwire: absolute times of steps on named GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.paired import Plan, Timings, describe_excess, measure_alone, update
+from pytest_roseinfer.gates.paired_timing import (
+    Plan,
+    Timings,
+    describe_excess,
+    measure_alone,
+    update,
+)
 from tests.gates.simulated import READY, SimulatedWorker, quiet
 
 if TYPE_CHECKING:
@@ -30,14 +36,14 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_it_is_quiet_within_the_tolerance_and_trips_beyond(file: Path) -> None:
+def test_tripwire_reports_times_beyond_the_tolerance(file: Path) -> None:
     assert describe_excess(timings(1099), file, TEST) == ""
     assert describe_excess(timings(500), file, TEST) == ""
-    said = f"a step on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12% more; "
-    assert describe_excess(timings(1120), file, TEST).startswith(said)
+    message = f"a step on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12% more; "
+    assert describe_excess(timings(1120), file, TEST).startswith(message)
 
 
-def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
+def test_other_gpus_and_tests_have_no_baseline(file: Path) -> None:
     with pytest.raises(CannotCompare, match="no time of this step on NVIDIA L4, only on NVIDIA H"):
         describe_excess(timings(1000, "NVIDIA L4"), file, TEST)
     with pytest.raises(CannotCompare, match="only on no GPU"):
@@ -49,7 +55,7 @@ def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
         describe_excess(timings(1000), file, TEST)
 
 
-def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:
+def test_update_keeps_baselines_of_other_gpus_and_tests(file: Path) -> None:
     update(file, TEST, timings(3000, "NVIDIA L4"))
     update(file, "other", timings(7))
     update(file, TEST, timings(900))
@@ -61,7 +67,7 @@ def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 2, "steps": {}}'])
-def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_baseline_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tpot.json"
     file.write_text(text)
     with pytest.raises(CannotCompare, match=file.name):
@@ -69,15 +75,15 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     assert file.read_text() == text
 
 
-def test_a_step_is_timed_alone_in_several_processes() -> None:
-    started = []
+def test_step_is_timed_alone_in_several_processes() -> None:
+    workers = []
 
     def start(_: int) -> SimulatedWorker:
-        started.append(SimulatedWorker(quiet(), 2e-3))
-        return started[-1]
+        workers.append(SimulatedWorker(quiet(), 2e-3))
+        return workers[-1]
 
-    found = measure_alone(Plan(), start)
-    assert found.series_tpot == pytest.approx([2e-3] * 3)
-    assert len(found.turns) == 3 * 2 * Plan().rounds
-    assert len(started) == 3
-    assert all(worker.stopped for worker in started)
+    timings_alone = measure_alone(Plan(), start)
+    assert timings_alone.series_tpot == pytest.approx([2e-3] * 3)
+    assert len(timings_alone.turns) == 3 * 2 * Plan().rounds
+    assert len(workers) == 3
+    assert all(worker.stopped for worker in workers)

@@ -1,4 +1,4 @@
-"""The gate on the work of a step, as a project that uses it sees it."""
+"""The gate on the work of a step in a user's project."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.gates.costs_project import (
     change,
     costs,
 )
-from tests.gates.costs_project import gated as gated
+from tests.gates.costs_project import gated_project as gated_project
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
-def test_the_file_says_what_a_step_does(gated: Project) -> None:
-    assert costs(gated) == {
+def test_baseline_file_lists_the_work_of_a_step(gated_project: Project) -> None:
+    assert costs(gated_project) == {
         "format": 1,
         "steps": {
             "test_costs.py::test_decode": {
@@ -47,7 +47,7 @@ def test_the_file_says_what_a_step_does(gated: Project) -> None:
     }
 
 
-def test_the_example_of_the_how_to_is_one(project: Project) -> None:
+def test_work_example_of_the_how_to_runs(project: Project) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
     section = page.partition("### Gate the work of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
@@ -78,21 +78,21 @@ BYTES = """
 """
 
 
-def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
-    """The example of the how-to does as much as its page says."""
+def test_more_bytes_fail_and_the_minimum_is_shown(project: Project) -> None:
+    """The how-to's example moves as many bytes as its page says."""
     page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
     section = page.partition("### Gate the bytes of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     project.write(my_engine=BYTES, test_costs=example)
     result = project.pytest(UPDATE)
     result.assert_outcomes(passed=1)
-    moved = [
+    report_lines = [
         "test_costs.py::test_decode, decode: 512 bytes, 2.00 times the minimum of 256",
         "  weights: 64 bytes, 1.00 times the minimum of 64",
         "  keys and values: 128 bytes, 1.00 times the minimum of 128",
         "  all else: 320 bytes, 5.00 times the minimum of 64",
     ]
-    result.stdout.fnmatch_lines(moved)
+    result.stdout.fnmatch_lines(report_lines)
     assert costs(project)["steps"]["test_costs.py::test_decode"]["decode"]["cpu"] == {
         "tokens": 4,
         "any version": {},
@@ -116,7 +116,7 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     )
 
 
-CACHE_ALONE = """
+TEST_OF_A_CACHE = """
     from my_engine import Engine
 
     def test_decode(roseinfer_costs):
@@ -128,14 +128,14 @@ CACHE_ALONE = """
 """
 
 
-def test_bytes_of_a_cache_alone(project: Project) -> None:
-    project.write(my_engine=BYTES, test_costs=CACHE_ALONE)
+def test_bytes_of_a_cache_without_weights_are_counted(project: Project) -> None:
+    project.write(my_engine=BYTES, test_costs=TEST_OF_A_CACHE)
     result = project.pytest(UPDATE)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["  weights: 0 bytes, against the minimum of 0"])
 
 
-def test_steps_that_differ_are_told_what_before_is_for(project: Project) -> None:
+def test_unequal_steps_suggest_the_argument_before(project: Project) -> None:
     differing = """
         from itertools import count
         import torch
@@ -151,23 +151,23 @@ def test_steps_that_differ_are_told_what_before_is_for(project: Project) -> None
     result.stdout.fnmatch_lines(["*before= must restore the same contexts for each step"])
 
 
-OF_MODULES = "weights= must hold torch.nn.Module or torch.Tensor, and not"
+WEIGHTS_RULE = "weights= must hold torch.nn.Module or torch.Tensor, and not"
 WRONG_BYTES = {
     "step=engine.step()": "step= must be a function, and is None",
     "step=lambda rows: engine.step()": "step= is called without arguments: *'rows'",
     "before=0": "before= must be a function, and is 0",
     "context_bytes=1000": "context_bytes= must be a function, and is 1000",
     "context_bytes=lambda: 0.5": "context_bytes= must return a whole number, and returned a float",
-    "weights=engine": f"{OF_MODULES} Engine",
-    "weights=engine.model.state_dict()": f"{OF_MODULES} str",
+    "weights=engine": f"{WEIGHTS_RULE} Engine",
+    "weights=engine.model.state_dict()": f"{WEIGHTS_RULE} str",
     "cache=engine": "cache= must hold torch.Tensor, and not Engine",
     "cache=[engine.keys, 'values']": "cache= must hold torch.Tensor, and not str",
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_BYTES)
-def test_what_bytes_cannot_be_counted_of_is_said_in_a_sentence(
-    project: Project, wrong: str
+@pytest.mark.parametrize("wrong_argument", WRONG_BYTES)
+def test_invalid_argument_of_check_bytes_is_one_sentence(
+    project: Project, wrong_argument: str
 ) -> None:
     arguments = {
         "step": "engine.step",
@@ -176,9 +176,9 @@ def test_what_bytes_cannot_be_counted_of_is_said_in_a_sentence(
         "cache": "[engine.keys]",
         "context_bytes": "lambda: 64",
     }
-    name, _, value = wrong.partition("=")
+    name, _, value = wrong_argument.partition("=")
     arguments[name] = value
-    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    call_arguments = ", ".join(f"{name}={value}" for name, value in arguments.items())
     project.write(
         my_engine=BYTES,
         test_costs=f"""
@@ -186,46 +186,48 @@ def test_what_bytes_cannot_be_counted_of_is_said_in_a_sentence(
 
             def test_decode(roseinfer_costs):
                 engine = Engine(4)
-                roseinfer_costs.check_bytes("decode", tokens=4, {given})
+                roseinfer_costs.check_bytes("decode", tokens=4, {call_arguments})
         """,
     )
     result = project.pytest(UPDATE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"decode: {WRONG_BYTES[wrong]}"])
+    result.stdout.fnmatch_lines([f"decode: {WRONG_BYTES[wrong_argument]}"])
     assert "pytest_roseinfer/gates" not in str(result.stdout)
 
 
-def test_counters_are_a_function_too(gated: Project) -> None:
-    gated.write(test_costs=TEST.replace("lambda: engine.counts", "engine.counts"))
-    result = gated.pytest()
+def test_counters_must_be_a_function(gated_project: Project) -> None:
+    gated_project.write(test_costs=TEST.replace("lambda: engine.counts", "engine.counts"))
+    result = gated_project.pytest()
     result.stdout.fnmatch_lines(["*steady: counters= must be a function, and is {*"])
 
 
-def test_a_workflow_shows_what_was_compared(
-    gated: Project, monkeypatch: pytest.MonkeyPatch
+def test_workflow_summary_shows_the_comparison(
+    gated_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = gated.path / "summary.md"
+    summary = gated_project.path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    gated.pytest().assert_outcomes(passed=1)
-    said = summary.read_text()
-    assert "### roseinfer: work of steps\n\n- 1 did no more than their baselines\n" in said
-    assert "does more work" not in said
-    change(gated, "range(4)", "range(5)")
-    gated.pytest().assert_outcomes(failed=1)
-    assert "steady does more work than its baseline" in summary.read_text()[len(said) :]
+    gated_project.pytest().assert_outcomes(passed=1)
+    message = summary.read_text()
+    assert "### roseinfer: work of steps\n\n- 1 did no more than their baselines\n" in message
+    assert "does more work" not in message
+    change(gated_project, "range(4)", "range(5)")
+    gated_project.pytest().assert_outcomes(failed=1)
+    assert "steady does more work than its baseline" in summary.read_text()[len(message) :]
 
 
-def test_as_much_work_passes_and_says_nothing_of_an_update(gated: Project) -> None:
-    result = gated.pytest("--roseinfer-costs", FILE)
+def test_equal_work_passes_without_suggesting_an_update(gated_project: Project) -> None:
+    result = gated_project.pytest("--roseinfer-costs", FILE)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["1 did no more than their baselines"])
     result.stdout.no_fnmatch_line(f"*{UPDATE}*")
 
 
-def test_more_work_fails_and_names_it(gated: Project) -> None:
-    change(gated, "self.tokens.add_(1)", "self.tokens.add_(1); look_up(0); self.tokens.sum()")
-    change(gated, '["rows_uploaded"] += 1', '["rows_uploaded"] += 4')
-    result = gated.pytest()
+def test_more_work_fails_and_is_named(gated_project: Project) -> None:
+    change(
+        gated_project, "self.tokens.add_(1)", "self.tokens.add_(1); look_up(0); self.tokens.sum()"
+    )
+    change(gated_project, '["rows_uploaded"] += 1', '["rows_uploaded"] += 4')
+    result = gated_project.pytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -239,14 +241,14 @@ def test_more_work_fails_and_names_it(gated: Project) -> None:
             f"If that is intended, write the new baseline with {UPDATE}.",
         ]
     )
-    assert "measure_work" not in str(result.stdout), "the way to it leads through the plugin"
-    gated.pytest(UPDATE).assert_outcomes(passed=1)
-    gated.pytest().assert_outcomes(passed=1)
+    assert "measure_work" not in str(result.stdout), "expected no traceback of the plugin"
+    gated_project.pytest(UPDATE).assert_outcomes(passed=1)
+    gated_project.pytest().assert_outcomes(passed=1)
 
 
-def test_less_work_passes_and_asks_for_an_update(gated: Project) -> None:
-    change(gated, "range(4)", "range(2)")
-    result = gated.pytest()
+def test_less_work_passes_and_suggests_an_update(gated_project: Project) -> None:
+    change(gated_project, "range(4)", "range(2)")
+    result = gated_project.pytest()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
@@ -257,9 +259,9 @@ def test_less_work_passes_and_asks_for_an_update(gated: Project) -> None:
     )
 
 
-def test_fewer_of_what_must_not_drop_fails(gated: Project) -> None:
-    change(gated, '["fast_path"] += 1', '["fast_path"] += 0')
-    result = gated.pytest()
+def test_drop_of_a_protected_counter_fails(gated_project: Project) -> None:
+    change(gated_project, '["fast_path"] += 1', '["fast_path"] += 0')
+    result = gated_project.pytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["  counters of its own, fast_path: 0, baseline 1"])
 
@@ -270,22 +272,24 @@ NOTHING_COMPARED = {
 }
 
 
-@pytest.mark.parametrize("asked", NOTHING_COMPARED)
-def test_a_run_asked_for_the_gate_that_compares_nothing_fails(
-    project: Project, asked: tuple[str, ...]
+@pytest.mark.parametrize("options", NOTHING_COMPARED)
+def test_run_with_the_gate_that_compares_nothing_fails(
+    project: Project, options: tuple[str, ...]
 ) -> None:
     project.write(test_plain="def test_plain(): pass")
     for workers in ((), ("-n", "1")):
-        result = project.pytest(*asked, *workers)
+        result = project.pytest(*options, *workers)
         assert result.ret == pytest.ExitCode.TESTS_FAILED
-        result.stdout.fnmatch_lines([f"FAILED: {NOTHING_COMPARED[asked]}"])
+        result.stdout.fnmatch_lines([f"FAILED: {NOTHING_COMPARED[options]}"])
 
 
-def test_collecting_compares_nothing_and_need_not(gated: Project) -> None:
-    assert gated.pytest("--collect-only", "--roseinfer-costs", FILE).ret == pytest.ExitCode.OK
+def test_collection_without_comparison_passes(gated_project: Project) -> None:
+    assert (
+        gated_project.pytest("--collect-only", "--roseinfer-costs", FILE).ret == pytest.ExitCode.OK
+    )
 
 
-def test_a_test_that_checks_no_step_fails(project: Project) -> None:
+def test_test_that_checks_no_step_fails(project: Project) -> None:
     project.write(
         test_costs="""
             import pytest
@@ -321,25 +325,25 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_an_argument_the_marker_does_not_have_is_a_usage_error(
-    project: Project, arguments: str
-) -> None:
-    marked = f"@pytest.mark.roseinfer_costs({arguments})"
-    project.write(test_costs=f"import pytest\n{marked}\ndef test(roseinfer_costs): pass")
+def test_invalid_argument_of_the_marker_is_a_usage_error(project: Project, arguments: str) -> None:
+    marker = f"@pytest.mark.roseinfer_costs({arguments})"
+    project.write(test_costs=f"import pytest\n{marker}\ndef test(roseinfer_costs): pass")
     result = project.pytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    said = MISTAKES[arguments]
-    result.stderr.fnmatch_lines([f"ERROR: test_costs.py::test: the marker roseinfer_costs {said}"])
+    message = MISTAKES[arguments]
+    result.stderr.fnmatch_lines(
+        [f"ERROR: test_costs.py::test: the marker roseinfer_costs {message}"]
+    )
 
 
-def test_a_marked_test_without_the_fixture_is_a_usage_error(project: Project) -> None:
+def test_marked_test_without_the_fixture_is_a_usage_error(project: Project) -> None:
     project.write(test_costs="import pytest\n@pytest.mark.roseinfer_costs\ndef test(): pass")
     result = project.pytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: test_costs.py::test: marked roseinfer_costs, *"])
 
 
-def test_a_library_that_is_not_installed_cannot_be_a_key(project: Project) -> None:
+def test_missing_library_in_keyed_by_fails(project: Project) -> None:
     test = TEST.replace("packages=", "keyed_by=['no-such-library'], packages=")
     project.write(my_engine=ENGINE, test_costs=test)
     result = project.pytest(UPDATE)

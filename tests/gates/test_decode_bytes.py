@@ -1,6 +1,6 @@
-"""This engine's own decode steps must move no more bytes than their baselines say.
+"""Bytes moved by roseinfer's own decode steps, compared with baselines.
 
-Meant to move more, or done with less: ``pytest tests/gates --roseinfer-update-costs``.
+To accept other figures: ``pytest tests/gates --roseinfer-update-costs``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.roseinfer_costs(keyed_by=["transformers"]),
     pytest.mark.skipif(
         "torch.cuda.is_available() and not config.getoption('--roseinfer-gpu')",
-        reason="next to tests that compile kernels for the GPU they cannot be interpreted",
+        reason="tests for a GPU compile the kernels, which can then not be interpreted",
     ),
 ]
 
@@ -45,7 +45,7 @@ def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str) -> None:
 
 
 def test_fused_and_resident(roseinfer_costs: Costs, roseinfer_device: str) -> None:
-    """Every kernel of the fastest step, which is one graph replay on a GPU."""
+    """Checks the kernels of the fastest step, which is one graph replay on a GPU."""
     check(roseinfer_costs, second_token(narrow_gpt2(roseinfer_device), roseinfer_device, **FUSED))
 
 

@@ -1,6 +1,6 @@
-"""This engine's own decode steps do no more work than their baselines say.
+"""Work of roseinfer's own decode steps, compared with baselines.
 
-Meant to do more, or done with less: ``pytest tests/gates --roseinfer-update-costs``.
+To accept other figures: ``pytest tests/gates --roseinfer-update-costs``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.roseinfer_costs(packages=["roseinfer"], keyed_by=["transformers"]),
     pytest.mark.skipif(
         "torch.cuda.is_available() and not config.getoption('--roseinfer-gpu')",
-        reason="next to tests that compile kernels for the GPU they cannot be interpreted",
+        reason="tests for a GPU compile the kernels, which can then not be interpreted",
     ),
 ]
 
@@ -46,7 +46,7 @@ def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str, name: str) 
 
 @pytest.mark.parametrize("name", ["steady", "boundary"])
 def test_resident(roseinfer_costs: Costs, roseinfer_device: str, name: str) -> None:
-    """Steps of sequences whose state is on the device, their tokens read a step later."""
+    """Checks sequences with state on the device, whose tokens are read back a step later."""
     step = STEPS[name]("gpt2", roseinfer_device, resident_decode=True, run_ahead=1)
     check(roseinfer_costs, name, step)
 

@@ -1,4 +1,4 @@
-"""This engine's own decode step against that of another revision.
+"""Time of roseinfer's own decode step, compared with that of another revision.
 
 ``pytest tests/gates/test_decode_tpot.py --roseinfer-against main``; skipped without such an
 option. Starting an engine takes seconds, so a pair of processes serves five series.
@@ -21,8 +21,8 @@ def test_decode(roseinfer_tpot: Tpot) -> None:
     roseinfer_tpot.check("tests.gates.decode_target:decode")
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="takes a GPU's memory")
-def test_its_step_decodes() -> None:
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="needs a GPU's memory")
+def test_timed_step_decodes() -> None:
     target = decode()
     for _ in range(3):
         target["step"]()

@@ -1,11 +1,11 @@
-"""The experiment that says how often the paired comparison is wrong."""
+"""The experiment that measures the error rates of the paired comparison."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.paired import InterimAnalysis, Plan
+from pytest_roseinfer.gates.paired_timing import InterimAnalysis, Plan
 from tests.gates import experiment
 
 if TYPE_CHECKING:
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_it_compares_real_processes() -> None:
-    """Twice the work, which no machine is busy enough to hide, in as few series as can tell."""
+def test_experiment_compares_real_processes() -> None:
+    """Twice the work shows in few series, even on a busy machine."""
     plan = Plan(interim_analyses=(InterimAnalysis(5, 0.05), InterimAnalysis(20, 0.05)), rounds=2)
     (comparison,) = experiment.comparisons(1, 100, plan)
     assert comparison.verdict.value == "SLOWER"
-    assert comparison.ratio > 1.5  # a machine that is busy makes more of it
+    assert comparison.ratio > 1.5  # more on a busy machine
     assert comparison.here.ready.own_modules == ["decode_step"]
 
 
-def test_its_table_is_about_all_that_was_logged(
+def test_table_covers_all_logged_comparisons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log.jsonl"

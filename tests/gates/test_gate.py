@@ -1,4 +1,4 @@
-"""A gate by itself: what workers saw adds up, and its problems fail a run that had none."""
+"""The base class of gates: results of workers add up, and problems fail the run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Sum(Gate):
-    """Adds numbers up; more than 3 is a problem."""
+    """A gate that adds numbers and has a problem above 3."""
 
     total = 0
 
     def to_json(self) -> int:
         return self.total
 
-    def add(self, seen: int) -> None:
-        self.total += seen
+    def add(self, number: int) -> None:
+        self.total += number
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         self.config.judged.append((type(self).__name__, passed))  # type: ignore[attr-defined]
@@ -37,34 +37,34 @@ class Sum(Gate):
         gate.show_problems(reporter, self.problems)
 
 
-class Last(Sum):
+class JudgedLast(Sum):
     judged_last = True
 
 
-def config(**more: Any) -> Any:
-    return SimpleNamespace(stash=pytest.Stash(), judged=[], **more)
+def config(**attributes: Any) -> Any:
+    return SimpleNamespace(stash=pytest.Stash(), judged=[], **attributes)
 
 
-def finish(of: Any) -> pytest.ExitCode:
-    session: Any = SimpleNamespace(config=of, exitstatus=pytest.ExitCode.OK)
+def finish(run_config: Any) -> pytest.ExitCode:
+    session: Any = SimpleNamespace(config=run_config, exitstatus=pytest.ExitCode.OK)
     gate.finish(session)
     return pytest.ExitCode(session.exitstatus)
 
 
-def test_a_run_has_one_gate_of_a_kind() -> None:
-    run = config()
-    assert Sum.of(run) is Sum.of(run)
-    assert Sum.of(run) is not Last.of(run)
+def test_run_has_one_gate_of_a_class() -> None:
+    run_config = config()
+    assert Sum.of(run_config) is Sum.of(run_config)
+    assert Sum.of(run_config) is not JudgedLast.of(run_config)
 
 
-def test_a_worker_hands_over_what_its_controller_judges(
+def test_results_of_workers_are_judged_by_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
     controller = config()
-    for saw in (2, 3):
+    for number in (2, 3):
         worker = config(workeroutput={})
-        Sum.of(worker).add(saw)
+        Sum.of(worker).add(number)
         assert finish(worker) is pytest.ExitCode.OK
         assert not worker.judged
         gate.merge_worker_output(controller, worker.workeroutput)
@@ -73,16 +73,16 @@ def test_a_worker_hands_over_what_its_controller_judges(
     assert (tmp_path / "summary").read_text() == "sum: 5\n5 is too much\n"
 
 
-def test_what_is_judged_last_knows_of_the_others_problems() -> None:
-    run = config()
-    Last.of(run)
-    Sum.of(run).add(4)
-    assert finish(run) is pytest.ExitCode.TESTS_FAILED
-    assert run.judged == [("Sum", True), ("Last", False)]
+def test_gate_judged_last_gets_problems_of_earlier_gates() -> None:
+    run_config = config()
+    JudgedLast.of(run_config)
+    Sum.of(run_config).add(4)
+    assert finish(run_config) is pytest.ExitCode.TESTS_FAILED
+    assert run_config.judged == [("Sum", True), ("JudgedLast", False)]
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_fixture_that_is_taken_must_be_used(checked: bool) -> None:
+def test_requested_fixture_must_be_used(checked: bool) -> None:
     item: Any = SimpleNamespace(funcargs={"roseinfer_tpot": SimpleNamespace(checked=checked)})
     if checked:
         gate.require_checks(item)

@@ -1,4 +1,4 @@
-"""Counts are the same in every process; ``tests/gates/stability.py`` is this at length."""
+"""Counts of a step are equal in every process; ``tests/gates/stability.py`` is the long run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from tests.gates.stability import count, results
 
 
 @pytest.mark.takes_long
-def test_a_process_on_a_busy_machine_counts_as_this_one_does() -> None:
-    """Which is pytest, with all that other tests left in it."""
+def test_counts_of_a_busy_process_equal_those_of_this_one() -> None:
+    """This process is pytest's, with the state that other tests left."""
     assert results(1, loaded=True, families=["gpt2"]) == [count(["gpt2"])]

@@ -1,4 +1,4 @@
-"""What each counter counts, what it leaves out, and that none of them counts itself."""
+"""Counters of a step's work: what they count and omit, and that they do not count themselves."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def tensors(step: Callable[[], object], device: str = "cpu") -> dict[str, dict[s
     return {group: dict(counts) for group, counts in work.counts.items()}
 
 
-def counted(step: Callable[[], object], **more: Any) -> Mapping[str, Mapping[str, int]]:
-    return measure_work(Step(step, 1, **more), OWN, "cpu").groups
+def measured_groups(
+    step: Callable[[], object], **attributes: Any
+) -> Mapping[str, Mapping[str, int]]:
+    return measure_work(Step(step, 1, **attributes), OWN, "cpu").groups
 
 
 # ------------------------------------------------------------------------------------ tensors
 
 
-def test_operations_by_name() -> None:
+def test_operations_are_counted_by_name() -> None:
     ones = torch.ones((2, 2))
     assert tensors(lambda: ones.add(ones).add_(1).mul_(2))["operations"] == {
         "add": 1,
@@ -48,7 +50,7 @@ def test_operations_by_name() -> None:
     }
 
 
-def test_new_memory_and_neither_views_nor_results_in_place() -> None:
+def test_allocations_exclude_views_and_in_place_results() -> None:
     ones = torch.ones((2, 2))
     assert tensors(lambda: ones[0].add_(1).view(2))["operations"]
     assert "allocations" not in tensors(lambda: ones[0].add_(1).view(2))
@@ -58,10 +60,10 @@ def test_new_memory_and_neither_views_nor_results_in_place() -> None:
     assert tensors(lambda: torch.tensor([1]))["allocations"] == {"tensors": 1}
 
 
-def test_what_is_sparse_is_counted_like_all_else() -> None:
-    found = tensors(lambda: torch.ones((2, 2)).to_sparse())["operations"]
-    assert found["ones"] == 1
-    assert len(found) > 1
+def test_sparse_operations_are_counted() -> None:
+    counts = tensors(lambda: torch.ones((2, 2)).to_sparse())["operations"]
+    assert counts["ones"] == 1
+    assert len(counts) > 1
 
 
 FROM_HOST: dict[str, Callable[[], object]] = {
@@ -75,11 +77,11 @@ FROM_HOST: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", FROM_HOST)
-def test_a_tensor_made_of_data_of_the_host_is_a_copy_to_the_device(name: str) -> None:
+def test_tensor_from_host_data_counts_as_a_copy_to_the_device(name: str) -> None:
     assert tensors(FROM_HOST[name])["host_to_device"] == {"copies": 1, "bytes": 24}
 
 
-def test_a_tensor_made_on_the_device_is_none() -> None:
+def test_tensor_created_on_the_device_is_no_copy() -> None:
     assert "host_to_device" not in tensors(lambda: torch.arange(3) + torch.zeros(3))
 
 
@@ -99,11 +101,11 @@ READS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", READS)
-def test_reading_values_is_a_copy_to_the_host_and_waits(name: str, inference: bool) -> None:
+def test_reading_values_counts_as_copy_and_synchronisation(name: str, inference: bool) -> None:
     with torch.inference_mode(inference):
-        found = tensors(READS[name])
-    assert found["device_to_host"] == {"copies": 1, "bytes": 8}
-    assert found["synchronisations"] == {name: 1}
+        counts = tensors(READS[name])
+    assert counts["device_to_host"] == {"copies": 1, "bytes": 8}
+    assert counts["synchronisations"] == {name: 1}
 
 
 MASK = torch.tensor([True, False])
@@ -119,52 +121,50 @@ SHAPES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_only_the_device_knows_is_waited_for(name: str, inference: bool) -> None:
+def test_data_dependent_shapes_count_as_synchronisation(name: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         assert sum(tensors(SHAPES[name])["synchronisations"].values()) == 1
 
 
-def test_an_index_without_a_mask_waits_for_nothing() -> None:
+def test_index_without_a_mask_is_no_synchronisation() -> None:
     assert "synchronisations" not in tensors(lambda: torch.ones(2)[torch.arange(2)])
 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_copies_between_devices_wait_unless_they_say_otherwise(
-    non_blocking: bool, inference: bool
-) -> None:
-    """torch's device without memory takes the part of a GPU, and then that of its host."""
+def test_copies_synchronise_unless_non_blocking(non_blocking: bool, inference: bool) -> None:
+    """The meta device, which has no memory, stands for a GPU, and then for its host."""
 
-    def crossing(device: str, step: Callable[[], object]) -> list[Any]:
+    def transfer_counts(device: str, step: Callable[[], object]) -> list[Any]:
         with torch.inference_mode(inference):
-            found = tensors(step, device)
+            counts = tensors(step, device)
         groups = ("host_to_device", "device_to_host", "synchronisations")
-        return [found.get(group) for group in groups]
+        return [counts.get(group) for group in groups]
 
     here, there = torch.ones(2), torch.ones(2, device="meta")
     waits = None if non_blocking else {"a copy that does not say non_blocking": 1}
-    once = {"copies": 1, "bytes": 8}
+    one_copy = {"copies": 1, "bytes": 8}
     for copy in (
         lambda: there.copy_(here, non_blocking),
         lambda: here.to("meta", non_blocking=non_blocking),
         lambda: here.to("meta", torch.float32, non_blocking),
     ):
-        assert crossing("meta", copy) == [once, None, waits]
-        assert crossing("cpu", copy) == [None, once, waits]
+        assert transfer_counts("meta", copy) == [one_copy, None, waits]
+        assert transfer_counts("cpu", copy) == [None, one_copy, waits]
 
 
-# -------------------------------------------------------------------- calls that leave no operation
+# -------------------------------------------------------------------- calls without operations
 
 
-def test_waiting_for_the_device_counts_whoever_took_hold_of_it(
+def test_synchronize_is_counted_through_an_alias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def synchronize() -> None:
-        """A CPU's torch has no device to wait for."""
+        """Do nothing, as torch does without a device."""
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    taken = torch.cuda.synchronize
-    assert counted(lambda: [taken() for _ in range(2)])["synchronisations"] == {
+    synchronize_alias = torch.cuda.synchronize
+    assert measured_groups(lambda: [synchronize_alias() for _ in range(2)])["synchronisations"] == {
         "torch.cuda.synchronize": 2
     }
 
@@ -175,7 +175,7 @@ def _double(numbers, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noq
     tl.store(numbers + at, 2 * tl.load(numbers + at))
 
 
-def test_a_kernel_is_one_launch_and_nothing_that_its_interpreter_does(device: str) -> None:
+def test_kernel_counts_as_one_launch_without_its_interpreter(device: str) -> None:
     if device != "cpu":
         pytest.skip("with a GPU there is no interpreter")
     numbers = torch.ones(4)
@@ -183,51 +183,51 @@ def test_a_kernel_is_one_launch_and_nothing_that_its_interpreter_does(device: st
     def step() -> None:
         _double[(2,)](numbers, 4)
 
-    found = counted(step)
-    assert found["triton_launches"] == {"_double": 1}
-    assert found["operations"] == {}
-    (call,) = found["python_calls"]
+    counts = measured_groups(step)
+    assert counts["triton_launches"] == {"_double": 1}
+    assert counts["operations"] == {}
+    (call,) = counts["python_calls"]
     assert call.endswith(".step")
 
 
-# --------------------------------------------------------------------------------- Python's calls
+# --------------------------------------------------------------------------------- Python calls
 
 
-class Mine:
+class OwnClass:
     def method(self) -> int:
         return len([1])
 
 
-def test_calls_of_own_functions_and_of_others_by_them() -> None:
-    mine = Mine()
-    calls = counted(lambda: [mine.method() for _ in range(3)])["python_calls"]
+def test_calls_of_and_from_own_functions_are_counted() -> None:
+    instance = OwnClass()
+    calls = measured_groups(lambda: [instance.method() for _ in range(3)])["python_calls"]
     assert calls["len"] == 3
     (method,) = (name for name in calls if name.endswith("method"))
     assert calls[method] == 3
 
 
-def test_what_libraries_do_among_themselves_is_left_out() -> None:
+def test_calls_within_libraries_are_not_counted() -> None:
     layer = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
-    calls = counted(lambda: layer(torch.ones(2)))["python_calls"]
-    assert sum(calls.values()) == 3, "the step, torch.ones and the layer"
+    calls = measured_groups(lambda: layer(torch.ones(2)))["python_calls"]
+    assert sum(calls.values()) == 3, "expected the step, torch.ones and the layer"
 
 
-def test_code_that_is_not_installed_is_own_unless_packages_are_named() -> None:
+def test_uninstalled_code_is_own_unless_packages_are_named() -> None:
     own = OwnCode()
     assert own.is_own("tests.gates.test_step_work")
     assert not any(map(own.is_own, ("torch", "numpy.core", "json", "sys", "pytest_roseinfer", "")))
     assert not OWN.is_own("roseinfer")
 
 
-# -------------------------------------------------------------- what has no business in the counts
+# -------------------------------------------------------------- calls that must not be counted
 
 
 def busy() -> object:
     return torch.ones(2).add(len([1]))
 
 
-def test_tracers_and_profilers_of_others_are_neither_counted_nor_lost() -> None:
-    alone = counted(busy)
+def test_other_tracers_and_profilers_are_kept_and_not_counted() -> None:
+    expected = measured_groups(busy)
 
     def trace(*_: object) -> None:
         len("of a tracer, as coverage is one")
@@ -239,26 +239,26 @@ def test_tracers_and_profilers_of_others_are_neither_counted_nor_lost() -> None:
     sys.settrace(trace)
     sys.setprofile(profile)
     try:
-        beside = counted(busy)
+        with_tracers = measured_groups(busy)
         assert sys.getprofile() is profile
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
-    assert beside == alone
+    assert with_tracers == expected
 
 
-def test_a_run_is_profiled_on_behind_a_count() -> None:
-    def behind() -> None: ...
+def test_profiling_continues_after_a_count() -> None:
+    def later_call() -> None: ...
 
     with cProfile.Profile() as profiler:
-        assert counted(busy)
-        behind()
+        assert measured_groups(busy)
+        later_call()
     profiled = {name for _, _, name in Stats(profiler).stats}  # type: ignore[attr-defined]
-    assert "behind" in profiled
+    assert "later_call" in profiled
 
 
 class Garbage:
-    """Holds itself, so that only a collection finds it, whenever there is one."""
+    """An object in a reference cycle, which only the garbage collector frees."""
 
     finalised = 0
 
@@ -269,9 +269,9 @@ class Garbage:
         Garbage.finalised += 1
 
 
-def test_to_count_imports_no_compiler_of_torch() -> None:
-    """It takes a hundred times as long to import as a step takes to be counted."""
-    found = run_python("""
+def test_counting_does_not_import_the_torch_compiler() -> None:
+    """Importing the compiler takes a hundred times as long as counting a step."""
+    counts = run_python("""
         import sys
 
         import torch
@@ -282,27 +282,27 @@ def test_to_count_imports_no_compiler_of_torch() -> None:
         work.count(lambda: torch.ones(2) + 1)
         print(work.counts["operations"]["add"], "torch._dynamo" in sys.modules)
     """)
-    assert found.split() == ["1", "False"]
+    assert counts.split() == ["1", "False"]
 
 
-def test_garbage_is_not_collected_in_the_step() -> None:
+def test_garbage_collection_is_not_counted() -> None:
     def step() -> None:
         Garbage()
-        [[] for _ in range(100)]  # makes Python look for garbage, and is no call that it reports
+        [[] for _ in range(100)]  # triggers the garbage collector, which is not reported as a call
 
     threshold = gc.get_threshold()
     gc.set_threshold(50)
     try:
-        calls = counted(step)["python_calls"]
+        calls = measured_groups(step)["python_calls"]
     finally:
         gc.set_threshold(*threshold)
     assert not [name for name in calls if name.endswith("__del__")]
     assert gc.isenabled()
-    assert Garbage.finalised, "there was something to collect"
+    assert Garbage.finalised, "expected a collection"
 
 
-@pytest.mark.skipif(not is_interpreted(), reason="it looks at Triton's interpreter")
-def test_counting_leaves_everything_as_it_was() -> None:
+@pytest.mark.skipif(not is_interpreted(), reason="needs Triton's interpreter")
+def test_counting_restores_interpreter_and_profiler() -> None:
     interpreter: Any = sys.modules["triton.runtime.interpreter"]
     before = interpreter.InterpretedFunction.run, sys.getprofile()
 
@@ -311,15 +311,15 @@ def test_counting_leaves_everything_as_it_was() -> None:
 
     calls = iter([busy, busy, fail])
     with pytest.raises(RuntimeError, match="in the middle"):
-        counted(lambda: next(calls)())
+        measured_groups(lambda: next(calls)())
     assert (interpreter.InterpretedFunction.run, sys.getprofile()) == before
     assert gc.isenabled()
 
 
-# ------------------------------------------------------------------------ steps without a number
+# --------------------------------------------------------------------- steps without a figure
 
 
-def test_a_step_that_does_not_repeat_itself_has_no_number() -> None:
+def test_growing_step_cannot_be_compared() -> None:
     numbers: list[int] = []
 
     def growing() -> None:
@@ -328,15 +328,15 @@ def test_a_step_that_does_not_repeat_itself_has_no_number() -> None:
             abs(number)
 
     with pytest.raises(CannotCompare, match=r"Python calls, abs: 3 and 5"):
-        counted(growing)
+        measured_groups(growing)
 
 
-def test_a_step_without_a_call_of_its_own_has_none() -> None:
+def test_step_without_own_calls_cannot_be_compared() -> None:
     with pytest.raises(CannotCompare, match="no call of elsewhere; set packages="):
         measure_work(Step(busy, 1), OwnCode(["elsewhere"]), "cpu")
 
 
-def test_its_own_counters_are_counted_for_the_step_alone() -> None:
+def test_counters_of_the_engine_are_counted_per_step() -> None:
     counts = {"kept": 7, "steps": 0}
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""What saves bytes is undone, and found by the bytes that it costs, and named.
+"""Optimisations of memory traffic: undoing each is found by its bytes, and named.
 
-The baseline is the step as it is; then one thing at a time is undone.
+The baseline is the unchanged step; then one optimisation at a time is undone.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_roseinfer.gates.bytes_moved import StepBytes
-    from roseinfer.attention.backend import StepBatch
+    from roseinfer.kv.manager import StepBatch
     from tests.gates.byte_steps import ByteStep
 
 pytestmark = interpreted
-WEIGHTS, CACHE, ELSE = "bytes of weights", "bytes of keys and values", "bytes of all else"
+WEIGHTS, CACHE, ACTIVATIONS = "bytes of weights", "bytes of keys and values", "bytes of all else"
 LAYERS, HEADS, HEAD_DIM = 2, 2, 12
 SIZE = 2
-"""The bytes of a number in bfloat16."""
+"""Bytes of a bfloat16 number."""
 
 
-def measured(step: ByteStep) -> StepBytes:
+def measure(step: ByteStep) -> StepBytes:
     memory = StepMemory(step.weights, step.cache, step.context_bytes)
     with fast_interpreter():
         return measure_bytes(step.step, memory, "cpu")
 
 
-def grown(now: StepBytes, was: StepBytes) -> Mapping[str, Mapping[str, str]]:
-    """Return the groups whose sum rose; of each, what is named for it with both counts."""
-    found: dict[str, dict[str, str]] = {}
+def increases_of(changed: StepBytes, baseline: StepBytes) -> Mapping[str, Mapping[str, str]]:
+    """Return the groups whose sum rose, each with the named operations and their counts."""
+    increases: dict[str, dict[str, str]] = {}
     title = ""
-    for line in judge(now.work, was.work, ()).increases:
+    for line in judge(changed.work, baseline.work, ()).increases:
         name, _, counts = line.strip().partition(": ")
         if line.startswith("    "):
-            found[title][name] = counts
+            increases[title][name] = counts
         else:
             title = name
-            found[title] = {}
-    return found
+            increases[title] = {}
+    return increases
 
 
 @pytest.fixture(scope="module")
@@ -59,69 +59,69 @@ def paged() -> ByteStep:
 
 
 @pytest.fixture(scope="module")
-def as_it_is(paged: ByteStep) -> StepBytes:
-    return measured(paged)
+def baseline_bytes(paged: ByteStep) -> StepBytes:
+    return measure(paged)
 
 
-def test_the_whole_cache_copied_is_named(
-    paged: ByteStep, as_it_is: StepBytes, monkeypatch: pytest.MonkeyPatch
+def test_copy_of_the_whole_cache_is_named(
+    paged: ByteStep, baseline_bytes: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel reads a copy of all blocks, as of a cache that is brought into order first."""
-    singly = TritonAttention._attend_decodes
+    """The kernel reads a copy of all blocks, as in a cache that is reordered first."""
+    attend_decodes = TritonAttention._attend_decodes
 
-    def copying(self: Any, *args: Any) -> torch.Tensor:
+    def with_copies(self: Any, *args: Any) -> torch.Tensor:
         kv = self.kv
         keys, values = kv.keys.clone(), kv.values.clone()
         kv.caches = lambda layer: (keys[layer], values[layer])
         try:
-            return singly(self, *args)
+            return attend_decodes(self, *args)
         finally:
             del kv.caches
 
-    monkeypatch.setattr(TritonAttention, "_attend_decodes", copying)
-    found = grown(measured(paged), as_it_is)
-    whole = LAYERS * sum(cache.nbytes for cache in paged.cache)
-    assert found[CACHE] == {"clone": f"{whole}, baseline 0"}
-    assert set(found) == {CACHE, ELSE}
-    assert {"clone", "_decode_kernel"} <= set(found[ELSE])
+    monkeypatch.setattr(TritonAttention, "_attend_decodes", with_copies)
+    increases = increases_of(measure(paged), baseline_bytes)
+    whole_cache = LAYERS * sum(cache.nbytes for cache in paged.cache)
+    assert increases[CACHE] == {"clone": f"{whole_cache}, baseline 0"}
+    assert set(increases) == {CACHE, ACTIVATIONS}
+    assert {"clone", "_decode_kernel"} <= set(increases[ACTIVATIONS])
 
 
-def test_contexts_read_to_the_length_of_the_longest_are_named(
-    paged: ByteStep, as_it_is: StepBytes, monkeypatch: pytest.MonkeyPatch
+def test_contexts_padded_to_the_longest_are_named(
+    paged: ByteStep, baseline_bytes: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = TritonAttention.prepare
 
-    def padding(self: Any, batch: StepBatch) -> None:
+    def prepare_padded(self: Any, batch: StepBatch) -> None:
         prepare(self, replace(batch, lengths=[max(batch.lengths)] * len(batch.lengths)))
 
-    monkeypatch.setattr(TritonAttention, "prepare", padding)
-    found = grown(measured(paged), as_it_is)
+    monkeypatch.setattr(TritonAttention, "prepare", prepare_padded)
+    increases = increases_of(measure(paged), baseline_bytes)
     token = 2 * LAYERS * HEADS * HEAD_DIM * SIZE
     exact, padded = sum(CONTEXTS) + len(CONTEXTS), (max(CONTEXTS) + 1) * len(CONTEXTS)
-    assert found == {CACHE: {"_decode_kernel": f"{padded * token}, baseline {exact * token}"}}
+    assert increases == {CACHE: {"_decode_kernel": f"{padded * token}, baseline {exact * token}"}}
 
 
-def test_a_copy_of_the_new_keys_is_named(
-    paged: ByteStep, as_it_is: StepBytes, monkeypatch: pytest.MonkeyPatch
+def test_copy_of_the_new_keys_is_named(
+    paged: ByteStep, baseline_bytes: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_and_attend = TritonAttention.store_and_attend
 
-    def copying(self: Any, layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
+    def with_copies(self: Any, layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
         return store_and_attend(self, layer, query, key.clone(), value)
 
-    monkeypatch.setattr(TritonAttention, "store_and_attend", copying)
-    found = grown(measured(paged), as_it_is)
+    monkeypatch.setattr(TritonAttention, "store_and_attend", with_copies)
+    increases = increases_of(measure(paged), baseline_bytes)
     copies = 2 * LAYERS * len(CONTEXTS) * HEADS * HEAD_DIM * SIZE
-    assert found == {ELSE: {"clone": f"{copies}, baseline 0"}}
+    assert increases == {ACTIVATIONS: {"clone": f"{copies}, baseline 0"}}
 
 
 ROWS, INPUTS, OUTPUTS = 4, 24, 40
 
 
-def of_a_layer(
+def layer_bytes(
     run: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype = torch.bfloat16
 ) -> StepBytes:
-    """A step that is a single layer, whose weights lie as torch's ``Linear`` has them."""
+    """Return the bytes of a single layer, whose weights are stored as in torch's ``Linear``."""
     layer = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype)
     x = torch.ones((ROWS, INPUTS), dtype=dtype)
     memory = StepMemory(layer, (), lambda: 0)
@@ -129,22 +129,26 @@ def of_a_layer(
         return measure_bytes(Step(lambda: run(x, layer.weight.T), ROWS), memory, "cpu")
 
 
-def test_a_layer_that_runs_row_by_row_is_named() -> None:
-    found = grown(
-        of_a_layer(lambda x, weight: [linear(row[None], weight) for row in x]), of_a_layer(linear)
+def test_layer_run_row_by_row_is_named() -> None:
+    increases = increases_of(
+        layer_bytes(lambda x, weight: [linear(row[None], weight) for row in x]), layer_bytes(linear)
     )
-    once = INPUTS * OUTPUTS * SIZE
-    assert found == {WEIGHTS: {"_whole_kernel": f"{ROWS * once}, baseline {once}"}}
+    weight_bytes = INPUTS * OUTPUTS * SIZE
+    assert increases == {
+        WEIGHTS: {"_whole_kernel": f"{ROWS * weight_bytes}, baseline {weight_bytes}"}
+    }
 
 
-def test_a_weight_transposed_in_every_step_is_named() -> None:
+def test_weight_transposed_in_every_step_is_named() -> None:
     """The kernel reads the copy, and the weights are read as often as before."""
-    found = grown(of_a_layer(lambda x, weight: linear(x, weight.contiguous())), of_a_layer(linear))
-    assert set(found) == {ELSE}
-    assert found[ELSE]["contiguous"] == f"{INPUTS * OUTPUTS * SIZE}, baseline 0"
+    increases = increases_of(
+        layer_bytes(lambda x, weight: linear(x, weight.contiguous())), layer_bytes(linear)
+    )
+    assert set(increases) == {ACTIVATIONS}
+    assert increases[ACTIVATIONS]["contiguous"] == f"{INPUTS * OUTPUTS * SIZE}, baseline 0"
 
 
 def test_weights_in_float32_are_named() -> None:
-    found = grown(of_a_layer(linear, torch.float32), of_a_layer(linear))
-    once = INPUTS * OUTPUTS * SIZE
-    assert found[WEIGHTS] == {"_whole_kernel": f"{2 * once}, baseline {once}"}
+    increases = increases_of(layer_bytes(linear, torch.float32), layer_bytes(linear))
+    weight_bytes = INPUTS * OUTPUTS * SIZE
+    assert increases[WEIGHTS] == {"_whole_kernel": f"{2 * weight_bytes}, baseline {weight_bytes}"}

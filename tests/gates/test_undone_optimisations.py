@@ -1,7 +1,7 @@
-"""Every optimisation undone is found by the work it costs, and named.
+"""Optimisations of a step's work: undoing each is found by its work, and named.
 
-The baseline is the step as it is; then one thing at a time is undone. What must be named is
-written beside it, since a gate that is red for another reason sends people the wrong way.
+The baseline is the unchanged step; then one optimisation at a time is undone. The expected
+message names the cause, since a gate that fails for another reason misleads its users.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ TORCH = AppendPolicy(triton=False)
 LAYERS = 2
 
 
-def measured(step: Step) -> StepWork:
+def measure(step: Step) -> StepWork:
     return measure_work(step, OwnCode(["roseinfer", "tests"]), "cpu")
 
 
-def worse(now: Step, was: Step) -> str:
-    """What the gate has to say about ``now``; it must be something."""
-    verdict = judge(measured(now), measured(was), ())
+def increases_of(changed: Step, baseline: Step) -> str:
+    """Return the gate's message about ``changed``, which must have increases."""
+    verdict = judge(measure(changed), measure(baseline), ())
     assert verdict.increases
     return "\n".join(verdict.increases + verdict.decreases)
 
 
-def of_engine(name: str, policy: AppendPolicy = TORCH) -> Step:
-    """A decode step with a list of blocks for each layer, where every switch counts."""
+def engine_step(name: str, policy: AppendPolicy = TORCH) -> Step:
+    """Return a decode step with block lists per layer, on which every option has effect."""
     return STEPS[name](
         "gpt2", "cpu", per_layer_kv=True, paged_attention=False, append_policy=policy
     )
@@ -53,7 +53,7 @@ SWITCHES = {
         "steady",
         replace(TORCH, batched=False),
         [
-            f"roseinfer.kv.calls.PerLayerMixin.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.manager.KVBlockManager.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),
@@ -66,7 +66,7 @@ SWITCHES = {
         "steady",
         replace(TORCH, scalar_position=False),
         [
-            # a position for each row of each layer's plan
+            # a position per row in each layer's plan
             f"staged_indices: {9 + 2 * CALLS}, baseline {9 + CALLS}",
             f"torch_vector: {LAYERS}, baseline 0",
         ],
@@ -75,7 +75,7 @@ SWITCHES = {
         "boundary",
         replace(TORCH, batched_rollover=False),
         [
-            f"roseinfer.kv.calls.PerLayerMixin.append_token: {CALLS}, baseline 0",
+            f"roseinfer.kv.manager.KVBlockManager.append_token: {CALLS}, baseline 0",
             f"counters of its own, per_token: {CALLS}, baseline 0",
         ],
     ),
@@ -83,14 +83,14 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_turned_off_is_named(name: str) -> None:
-    step, without, causes = SWITCHES[name]
-    said = worse(of_engine(step, without), of_engine(step))
-    assert [cause for cause in causes if cause not in said] == [], said
+def test_append_option_turned_off_is_named(name: str) -> None:
+    step, changed_policy, causes = SWITCHES[name]
+    message = increases_of(engine_step(step, changed_policy), engine_step(step))
+    assert [cause for cause in causes if cause not in message] == [], message
 
 
-def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    was = measured(of_engine("steady"))
+def test_block_metadata_rebuilt_for_every_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline = measure(engine_step("steady"))
     real = planning.commit
 
     def commit(pool: Any, *rest: Any) -> AppendPlan:
@@ -100,38 +100,38 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
         return plan
 
     monkeypatch.setattr(planning, "commit", commit)
-    verdict = judge(measured(of_engine("steady")), was, ())
-    said = "\n".join(verdict.increases + verdict.decreases)
-    assert f"roseinfer.kv.pool.KVBlockInfo.__init__: {CALLS}, baseline 0" in said, said
+    verdict = judge(measure(engine_step("steady")), baseline, ())
+    message = "\n".join(verdict.increases + verdict.decreases)
+    assert f"roseinfer.kv.pool.KVBlockInfo.__init__: {CALLS}, baseline 0" in message, message
     others = [line for line in verdict.increases if not line.startswith(("Python calls", "    "))]
     assert others == []
 
 
 @interpreted
-def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Step:
         return STEPS["steady"]("gpt2", "cpu", paged_attention=True, append_policy=TORCH)
 
-    was = measured(step())
+    baseline = measure(step())
     real = TritonAttention._block_table
 
-    def forgetful(attention: TritonAttention, lists: Any, group: int) -> torch.Tensor:
+    def without_caching(attention: TritonAttention, lists: Any, group: int) -> torch.Tensor:
         attention._block_tables.clear()
         return real(attention, lists, group)
 
-    monkeypatch.setattr(TritonAttention, "_block_table", forgetful)
-    verdict = judge(measured(step()), was, ())
-    said = "\n".join(verdict.increases + verdict.decreases)
-    assert f"table_rows: {LAYERS * REQUESTS}, baseline {REQUESTS}" in said, said
+    monkeypatch.setattr(TritonAttention, "_block_table", without_caching)
+    verdict = judge(measure(step()), baseline, ())
+    message = "\n".join(verdict.increases + verdict.decreases)
+    assert f"table_rows: {LAYERS * REQUESTS}, baseline {REQUESTS}" in message, message
 
 
-# ----------------------------------------------------------------------- more than the engine has
+# ------------------------------------------------------------- beyond the engine's own work
 
 
-def within(step: Step, added: Callable[[], object]) -> Step:
+def with_extra_work(step: Step, extra_work: Callable[[], object]) -> Step:
     def run() -> None:
         step.run()
-        added()
+        extra_work()
 
     return replace(step, run=run)
 
@@ -141,24 +141,24 @@ def number() -> torch.Tensor:
     return torch.ones(())
 
 
-def test_a_wait_for_the_device_is_named(number: torch.Tensor) -> None:
-    waiting = within(of_engine("steady"), number.item)
-    said = worse(waiting, of_engine("steady"))
-    assert "waits for the device, item: 1, baseline 0" in said
-    assert "copies to the host, bytes: 28, baseline 24" in said
+def test_synchronisation_with_the_device_is_named(number: torch.Tensor) -> None:
+    changed_step = with_extra_work(engine_step("steady"), number.item)
+    message = increases_of(changed_step, engine_step("steady"))
+    assert "waits for the device, item: 1, baseline 0" in message
+    assert "copies to the host, bytes: 28, baseline 24" in message
 
 
-def test_a_tensor_of_indices_built_in_the_step_is_named() -> None:
-    building = within(of_engine("steady"), lambda: torch.tensor([3, 1, 2]))
-    said = worse(building, of_engine("steady"))
-    assert "torch operations, lift_fresh: " in said
-    (line,) = (each for each in said.splitlines() if "copies to the device, bytes" in each)
-    now, was = (int(number) for number in line.partition(": ")[2].split(", baseline "))
-    assert now - was == 3 * 8
+def test_index_tensor_built_in_the_step_is_named() -> None:
+    changed_step = with_extra_work(engine_step("steady"), lambda: torch.tensor([3, 1, 2]))
+    message = increases_of(changed_step, engine_step("steady"))
+    assert "torch operations, lift_fresh: " in message
+    (line,) = (each for each in message.splitlines() if "copies to the device, bytes" in each)
+    changed, was = (int(number) for number in line.partition(": ")[2].split(", baseline "))
+    assert changed - was == 3 * 8
 
 
 class SlotTable:
-    """A block table that stays on the device, as engines with slots keep it."""
+    """A block table that stays on the device, as in engines with slots."""
 
     def __init__(self, *, whole: bool) -> None:
         self.whole = whole
@@ -167,28 +167,28 @@ class SlotTable:
         self.counts = {"rows_uploaded": 0}
 
     def step(self) -> None:
-        """One row gets a block."""
+        """Add a block to one row."""
         self.rows[5][1] += 1
         for row in range(8) if self.whole else (5,):
             self.device[row].copy_(torch.tensor(self.rows[row]))
             self.counts["rows_uploaded"] += 1
 
 
-def test_a_table_uploaded_whole_and_not_the_row_that_changed_is_named() -> None:
+def test_upload_of_the_whole_table_is_named() -> None:
     steps = []
     for whole in (True, False):
         table = SlotTable(whole=whole)
         steps.append(Step(table.step, 8, None, lambda table=table: table.counts))  # type: ignore[misc]
-    said = worse(*steps)
-    assert "counters of its own, rows_uploaded: 8, baseline 1" in said
-    assert f"copies to the device, bytes: {8 * 24}, baseline 24" in said
+    message = increases_of(*steps)
+    assert "counters of its own, rows_uploaded: 8, baseline 1" in message
+    assert f"copies to the device, bytes: {8 * 24}, baseline 24" in message
 
 
-ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it stands in for graphs on a CPU")
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates graphs on a CPU")
 
 
 class Graph(torch.cuda.CUDAGraph):
-    """Stands in, on a CPU, for work that a device was taught."""
+    """A stand-in, on a CPU, for a captured CUDA graph."""
 
     def __new__(cls, _: object) -> Graph:
         return object.__new__(cls)
@@ -198,23 +198,23 @@ class Graph(torch.cuda.CUDAGraph):
 
 
 @ON_A_CPU
-def test_a_graph_that_is_used_no_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_graph_replay_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graph.work())
     weights = torch.ones((4, 4))
 
     def work() -> None:
         weights.matmul(weights).relu_()
 
-    with_graph, without = Step(Graph(work).replay, 4), Step(work, 4)
-    said = worse(without, with_graph)
-    assert "CUDA graph replays, replays: 0, baseline 1" in said
+    with_graph, without_graph = Step(Graph(work).replay, 4), Step(work, 4)
+    message = increases_of(without_graph, with_graph)
+    assert "CUDA graph replays, replays: 0, baseline 1" in message
 
 
 @ON_A_CPU
-def test_a_graph_that_is_used_no_more_fails_with_nothing_in_its_place(
+def test_missing_graph_replay_without_other_work_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda _: None)
     graph = Graph(print)
-    verdict = judge(measured(Step(lambda: len(()), 1)), measured(Step(graph.replay, 1)), ())
+    verdict = judge(measure(Step(lambda: len(()), 1)), measure(Step(graph.replay, 1)), ())
     assert "CUDA graph replays, replays: 0, baseline 1" in verdict.increases

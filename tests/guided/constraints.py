@@ -1,4 +1,4 @@
-"""Forms that a text can have, each with a judge of its own that knows nothing of grammars."""
+"""Guides with judges of completions that are independent of grammars."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def matches(text: str) -> bool:
     return re.fullmatch(PATTERN, text) is not None
 
 
-def obeys(kind: type[BaseModel]) -> Callable[[str], bool]:
+def follows_schema(kind: type[BaseModel]) -> Callable[[str], bool]:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def judge(text: str) -> bool:
@@ -65,63 +65,67 @@ def obeys(kind: type[BaseModel]) -> Callable[[str], bool]:
 
 
 @dataclass(frozen=True)
-class Form:
+class JudgedGuide:
     guide: Guide
     judge: Callable[[str], bool]
 
 
-FORMS = {
-    "an object": Form(Guide(json_object=True), obeys(Anything)),
-    "a schema": Form(Guide(json_schema=Person.model_json_schema()), obeys(Person)),
-    "a deep schema": Form(Guide(json_schema=Place.model_json_schema()), obeys(Place)),
-    "a regular expression": Form(Guide(regex=PATTERN), matches),
-    "words": Form(Guide(choice=WORDS), is_one_of),
-    "a grammar": Form(Guide(grammar='start: ("x" | "yé")~1..3 "."'), lambda text: text[-1] == "."),
+JUDGED_GUIDES = {
+    "an object": JudgedGuide(Guide(json_object=True), follows_schema(Anything)),
+    "a schema": JudgedGuide(Guide(json_schema=Person.model_json_schema()), follows_schema(Person)),
+    "a deep schema": JudgedGuide(
+        Guide(json_schema=Place.model_json_schema()), follows_schema(Place)
+    ),
+    "a regular expression": JudgedGuide(Guide(regex=PATTERN), matches),
+    "words": JudgedGuide(Guide(choice=WORDS), is_one_of),
+    "a grammar": JudgedGuide(
+        Guide(grammar='start: ("x" | "yé")~1..3 "."'), lambda text: text[-1] == "."
+    ),
 }
-ROOM: dict[str, Any] = {"block_size": 4, "kv_cache_tokens": 4000, "dtype": "float32"}
+SIZES: dict[str, Any] = {"block_size": 4, "kv_cache_tokens": 4000, "dtype": "float32"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "without slots": {"resident_decode": False},
-    "in slots": {"resident_decode": True},
+    "no slots": {"resident_decode": False},
+    "slots": {"resident_decode": True},
     "far ahead": {"resident_decode": True, "run_ahead": 4},
-    "two at once": {"resident_decode": True, "run_ahead": 2, "max_batch_size": 2},
-    "in chunks": {"resident_decode": False, "prefill_max_tokens": 3},
-    "a list for every layer": {"resident_decode": False, "per_layer_kv": True},
-    "hardly any room": {"resident_decode": False, "kv_cache_tokens": 140},
-    "hardly any room in slots": {"resident_decode": True, "run_ahead": 2, "kv_cache_tokens": 140},
-    "speculating": {"resident_decode": False, "speculation": "ngram"},
-    "speculating in slots": {"resident_decode": True, "run_ahead": 2, "speculation": "ngram"},
-    "without prefixes": {"resident_decode": True, "prefix_cache": False},
+    "batch of two": {"resident_decode": True, "run_ahead": 2, "max_batch_size": 2},
+    "chunks": {"resident_decode": False, "prefill_max_tokens": 3},
+    "per-layer blocks": {"resident_decode": False, "per_layer_kv": True},
+    "few blocks": {"resident_decode": False, "kv_cache_tokens": 140},
+    "few blocks and slots": {"resident_decode": True, "run_ahead": 2, "kv_cache_tokens": 140},
+    "speculation": {"resident_decode": False, "speculation": "ngram"},
+    "speculation and slots": {"resident_decode": True, "run_ahead": 2, "speculation": "ngram"},
+    "no prefix cache": {"resident_decode": True, "prefix_cache": False},
 }
 
 
 def engine(device: str, **config: Any) -> LLM:
-    """An engine whose cache is full of NaN."""
-    llm = LLM("tiny", device=device, **(ROOM | config))
+    """Build an engine whose cache is full of NaN."""
+    llm = LLM("tiny", device=device, **(SIZES | config))
     kv = llm.engine.sequence_runner.kv
     for cache in (kv.keys, kv.values):
         cache.fill_(float("nan"))
     return llm
 
 
-def drawn_params(rng: random.Random, form: Form | None, **more: Any) -> SamplingParams:
-    """Draw how tokens are chosen, some of all kinds."""
-    given: dict[str, Any] = {
+def draw_params(rng: random.Random, judged: JudgedGuide | None, **more: Any) -> SamplingParams:
+    """Draw sampling parameters of all kinds."""
+    drawn: dict[str, Any] = {
         "temperature": rng.choice((0.0, 0.7, 1.5)),
         "top_k": rng.choice((0, 0, 3)),
         "top_p": rng.choice((1.0, 0.8)),
         "frequency_penalty": rng.choice((0.0, 0.0, 0.5)),
         "seed": rng.randrange(1 << 40),
         "max_new_tokens": rng.randint(20, 60),
-        "guide": form.guide if form else None,
+        "guide": judged.guide if judged else None,
     }
-    return SamplingParams(**(given | more))
+    return SamplingParams(**(drawn | more))
 
 
-def drawn_prompt(rng: random.Random) -> list[int]:
+def draw_prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(256) for _ in range(rng.randint(1, 30))]
 
 
-def together(
+def generate_all(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[RequestOutput]:
     outputs = llm.generate(list(prompts), list(params), progress=False)

@@ -1,4 +1,4 @@
-"""Guides that cannot be followed are refused, and say why; nobody else pays for any of it."""
+"""Guides that cannot be followed: rejected with a reason, and without effect on others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from roseinfer.guided import compiler
 from roseinfer.guided.grammar import compile_guide
 from roseinfer.guided.guide import MAX_GUIDE_CHARACTERS
 from tests.engine.continuations import END, one
-from tests.guided.constraints import engine, together
+from tests.guided.constraints import engine, generate_all
 from tests.llm.served_streams import collect, serving, tokens_of
 from tests.python_process import run_python
 
 FREE = SamplingParams(max_new_tokens=12)
 
-WRONG: list[tuple[dict[str, Any], str]] = [
+INVALID: list[tuple[dict[str, Any], str]] = [
     ({}, "this has none of them"),
     ({"regex": "a", "choice": ("b",)}, "this has regex and choice"),
     ({"json_object": 1}, "must be True"),
@@ -40,13 +40,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=str)
-def test_what_is_no_guide(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadArgument, match=said):
-        Guide(**given)
+@pytest.mark.parametrize(("fields", "message"), INVALID, ids=str)
+def test_invalid_guide_is_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadArgument, match=message):
+        Guide(**fields)
 
 
-def test_guides_compare_and_do_not_change() -> None:
+def test_guides_compare_by_value_and_are_frozen() -> None:
     words = ["a", "b"]
     guide = Guide(choice=words)  # type: ignore[arg-type]
     words.append("c")
@@ -58,7 +58,7 @@ def test_guides_compare_and_do_not_change() -> None:
         SamplingParams(guide="a")  # type: ignore[arg-type]
 
 
-UNFIT: list[tuple[Guide, str]] = [
+UNCOMPILABLE: list[tuple[Guide, str]] = [
     (Guide(json_schema={"type": "strin"}), "strin"),
     (Guide(json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
     (Guide(json_schema={"$ref": "https://example.org/schema"}), "example.org"),
@@ -72,84 +72,84 @@ UNFIT: list[tuple[Guide, str]] = [
 ]
 
 
-def test_a_reason_is_short_and_depth_does_no_harm(device: str) -> None:
+def test_deep_guides_are_rejected_with_short_reasons(device: str) -> None:
     llm = engine(device)
     deep: dict[str, Any] = {"type": "integer"}
     for _ in range(400):
         deep = {"type": "array", "items": deep}
-    hard = [
+    too_complex = [
         Guide(regex="(" * 30_000 + ")" * 30_000),
         Guide(json_schema={"pattern": "(" * 30_000 + ")" * 30_000}),
         Guide(json_schema=deep),
         Guide(grammar="start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
     ]
-    for output in together(llm, [[1]] * 4, [SamplingParams(guide=guide) for guide in hard]):
+    for output in generate_all(
+        llm, [[1]] * 4, [SamplingParams(guide=guide) for guide in too_complex]
+    ):
         assert "the constraint cannot be compiled: " in str(output.error)
         assert len(str(output.error)) < 600
 
 
-@pytest.mark.parametrize(("guide", "said"), UNFIT, ids=str)
-def test_what_cannot_be_made_a_grammar_fails_alone(device: str, guide: Guide, said: str) -> None:
+@pytest.mark.parametrize(("guide", "message"), UNCOMPILABLE, ids=str)
+def test_uncompilable_guide_fails_only_its_request(device: str, guide: Guide, message: str) -> None:
     llm = engine(device)
-    refused, free = together(llm, [[1], [2]], [SamplingParams(guide=guide), FREE])
-    assert refused.finish_reason == "error"
-    assert "the constraint cannot be compiled: " in str(refused.error)
-    assert said in str(refused.error)
+    rejected, free = generate_all(llm, [[1], [2]], [SamplingParams(guide=guide), FREE])
+    assert rejected.finish_reason == "error"
+    assert "the constraint cannot be compiled: " in str(rejected.error)
+    assert message in str(rejected.error)
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_guide_that_becomes_too_hard_ends_its_own_text(device: str, resident: bool) -> None:
+def test_guide_that_becomes_too_complex_fails_only_its_request(device: str, resident: bool) -> None:
     llm = engine(device, resident_decode=resident)
     pattern = "[xy]{10}(a?){1000}a{1000}"  # too late for the trial
-    hard = SamplingParams(guide=Guide(regex=pattern), max_new_tokens=30)
-    broken, free = together(llm, [[1], [2]], [hard, FREE])
-    assert broken.finish_reason == "error"
-    assert str(broken.error).startswith("the guide is too complex at this token: ")
+    too_complex = SamplingParams(guide=Guide(regex=pattern), max_new_tokens=30)
+    failed, free = generate_all(llm, [[1], [2]], [too_complex, FREE])
+    assert failed.finish_reason == "error"
+    assert str(failed.error).startswith("the guide is too complex at this token: ")
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
 
-def test_a_stream_with_such_a_guide_is_told_why(device: str) -> None:
+def test_stream_with_an_invalid_guide_raises_alone(device: str) -> None:
     with serving(engine(device)) as served:
 
-        async def ask() -> Any:
-            wrong = SamplingParams(guide=Guide(regex="(a"))
-            right = SamplingParams(guide=Guide(choice=("yes", "no")))
-            asked = [collect(served, [1], each) for each in (wrong, right)]
-            return await asyncio.gather(*asked, return_exceptions=True)
+        async def collect_both() -> Any:
+            invalid = SamplingParams(guide=Guide(regex="(a"))
+            valid = SamplingParams(guide=Guide(choice=("yes", "no")))
+            streams = [collect(served, [1], each) for each in (invalid, valid)]
+            return await asyncio.gather(*streams, return_exceptions=True)
 
-        refused, found = asyncio.run(ask())
-    assert isinstance(refused, BadArgument)
-    assert "unclosed group" in str(refused)
-    assert tokens_of(found) in ([*b"yes"], [*b"no"], [*b"no", END])
+        rejected, updates = asyncio.run(collect_both())
+    assert isinstance(rejected, BadArgument)
+    assert "unclosed group" in str(rejected)
+    assert tokens_of(updates) in ([*b"yes"], [*b"no"], [*b"no", END])
 
 
-def test_without_a_tokenizer_there_are_no_guides(device: str) -> None:
+def test_guides_are_rejected_without_a_tokenizer(device: str) -> None:
     llm = LLM(tiny_gpt2(device).model, device=device, dtype="float32", kv_cache_tokens=256)
     output = one(llm, [1, 2], SamplingParams(guide=Guide(json_object=True)))
     assert output.error == "guides need a tokenizer, and this model has none; give a tokenizer"
 
 
-def test_grammars_are_made_once_and_not_all_are_kept(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Guide] = []
+def test_grammars_are_cached_up_to_a_limit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Guide] = []
 
-    def counted(guide: Guide, tokenizer: Any) -> Any:
-        made.append(guide)
+    def recorded_compile(guide: Guide, tokenizer: Any) -> Any:
+        compiled.append(guide)
         return compile_guide(guide, tokenizer)
 
-    monkeypatch.setattr(compiler, "compile_guide", counted)
+    monkeypatch.setattr(compiler, "compile_guide", recorded_compile)
     monkeypatch.setattr(compiler, "_MAX_CACHED_GRAMMARS", 3)
     llm = engine(device)
     guides = [Guide(choice=(word,)) for word in "abcd"]
     params = [SamplingParams(guide=guides[at]) for at in (0, 1, 2, 0, 3, 0, 1, 1)]
-    texts = [output.text for output in together(llm, [[1]] * 8, params)]
+    texts = [output.text for output in generate_all(llm, [[1]] * 8, params)]
     assert texts == [*"abcadabb"]
-    assert made == [guides[at] for at in (0, 1, 2, 3, 1)]
+    assert compiled == [guides[at] for at in (0, 1, 2, 3, 1)]
 
 
-def test_who_has_no_guide_imports_nothing_for_it() -> None:
+def test_requests_without_guides_do_not_import_llguidance() -> None:
     code = """
         import sys
         from roseinfer import LLM, Guide, SamplingParams
@@ -161,14 +161,14 @@ def test_who_has_no_guide_imports_nothing_for_it() -> None:
     assert run_python(code, warm=True).split() == ["False"]
 
 
-def test_where_it_is_missing_one_is_told_what_installs_it(
+def test_missing_llguidance_is_reported_with_the_install_command(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     llm = engine(device)
     params = SamplingParams(guide=Guide(json_object=True))
-    refused, free = together(llm, [[1], [2]], [params, FREE])
+    rejected, free = generate_all(llm, [[1], [2]], [params, FREE])
     assert free.error is None
     assert "guides need llguidance, which is not installed: run pip install '.[guided]'" in str(
-        refused.error
+        rejected.error
     )

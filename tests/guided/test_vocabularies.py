@@ -1,4 +1,4 @@
-"""Guides with tokenizers of several kinds, and with heads that are wider than a vocabulary."""
+"""Guides with tokenizers of several kinds, and with heads wider than a vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECES = ["a", "b", "ab", "▁a", "▁b", "▁", "é", "1", "12", "▁1", "{", "
 
 
 def pieces_and_bytes() -> PreTrainedTokenizerFast:
-    """A vocabulary as SentencePiece makes them: what has no piece is written in bytes."""
+    """Build a vocabulary like those of SentencePiece, with byte fallback."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
     model = tokenizers.models.BPE(
         {name: at for at, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
@@ -39,7 +39,7 @@ def pieces_and_bytes() -> PreTrainedTokenizerFast:
 
 
 def cut_characters() -> PreTrainedTokenizerFast:
-    """Tokens of one byte to a few, some of which begin or end within a character."""
+    """Build tokens of one byte to a few, some of which begin or end within a character."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -66,8 +66,10 @@ def network(outputs: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def texts(device: str, tokenizer: Any, more: int, guide: Guide, **config: Any) -> list[str]:
-    """Return what ended, of 20 texts, by a model with some outputs more than there are tokens."""
+def finished_texts(
+    device: str, tokenizer: Any, more: int, guide: Guide, **config: Any
+) -> list[str]:
+    """Return the finished ones of 20 completions by a model with some more outputs than tokens."""
     model = network(len(tokenizer) + more).to(device)
     llm = LLM(model, tokenizer=tokenizer, device=device, dtype="float32", **config)
     params = [SamplingParams(1.0, seed=seed, max_new_tokens=120, guide=guide) for seed in range(20)]
@@ -79,33 +81,37 @@ def texts(device: str, tokenizer: Any, more: int, guide: Guide, **config: Any) -
 
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("more", [0, 37])
-@pytest.mark.parametrize("make", [pieces_and_bytes, cut_characters])
-def test_texts_have_their_form(
-    device: str, make: Callable[[], Any], more: int, resident: bool
+@pytest.mark.parametrize("build", [pieces_and_bytes, cut_characters])
+def test_completions_match_their_guide(
+    device: str, build: Callable[[], Any], more: int, resident: bool
 ) -> None:
     for pattern in ("(é|好|😀|b){2,6}", "[a-z]é?(😀[0-9]){1,3}"):
-        found = texts(device, make(), more, Guide(regex=pattern), resident_decode=resident)
-        assert len(set(found)) > 3
-        assert all(re.fullmatch(pattern, text) for text in found), found
+        completions = finished_texts(
+            device, build(), more, Guide(regex=pattern), resident_decode=resident
+        )
+        assert len(set(completions)) > 3
+        assert all(re.fullmatch(pattern, text) for text in completions), completions
 
 
-def test_a_head_that_is_narrower_than_the_vocabulary(device: str) -> None:
-    """Tokens that the model has no logits for cannot come."""
+def test_head_narrower_than_the_vocabulary(device: str) -> None:
+    """Tokens without logits are never generated."""
     tokenizer = pieces_and_bytes()
-    found = texts(device, tokenizer, -4, Guide(regex="(ab|12){1,4}"), resident_decode=True)
-    assert found
-    assert all(re.fullmatch("(ab|12){1,4}", text) for text in found)
+    completions = finished_texts(
+        device, tokenizer, -4, Guide(regex="(ab|12){1,4}"), resident_decode=True
+    )
+    assert completions
+    assert all(re.fullmatch("(ab|12){1,4}", text) for text in completions)
 
 
-def bytes_that_it_cannot_read(pieces: list[str]) -> Any:
+def unsupported_byte_level(pieces: list[str]) -> Any:
     return byte_level([piece.encode() for piece in pieces])
 
 
-@pytest.mark.parametrize("make", [metaspace, word_ends, word_pieces, bytes_that_it_cannot_read])
-def test_tokenizers_that_cannot_be_taken_are_refused_by_name(
-    device: str, make: Callable[[list[str]], Any]
+@pytest.mark.parametrize("build", [metaspace, word_ends, word_pieces, unsupported_byte_level])
+def test_unsupported_tokenizer_is_rejected_by_name(
+    device: str, build: Callable[[list[str]], Any]
 ) -> None:
-    tokenizer = make(["a", "b"])
+    tokenizer = build(["a", "b"])
     llm = LLM(network(len(tokenizer)).to(device), tokenizer=tokenizer, device=device)
     params = SamplingParams(guide=Guide(regex="a"))
     guided, free = llm.generate([[1], [1]], [params, SamplingParams()], progress=False)

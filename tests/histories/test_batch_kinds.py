@@ -1,4 +1,4 @@
-"""Every cache gets batches of each kind that it can have, often, and the run says how often."""
+"""Batch kinds: every cache gets batches of each kind that it can have, and they are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, settings
-from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
@@ -48,11 +48,11 @@ QUICK = (
     *(SwapCache, PagedCache, ListCache, PrefixCachedManager, WindowedPrefixes, TUTORIAL),
 )
 SLOW = (GroupedManager, WindowedManager)
-FEWEST = 40
+MIN_COUNT = 40
 
 
-class ChecksTheEndsAlone(TextCache):
-    """It writes all rows where the first goes, if the last one goes to the same position."""
+class ChecksTheEndsOnly(TextCache):
+    """Writes all rows to the first row's position, if the last row has that position too."""
 
     common: int | None = None
 
@@ -70,14 +70,14 @@ class ChecksTheEndsAlone(TextCache):
 
 @pytest.fixture
 def only_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the large histories, whose batches are not counted."""
+    """Leave out large histories, whose batches are not counted."""
     monkeypatch.setattr(LargeHistories, "run", lambda *_: None)
 
 
-def batch(lengths: list[int], size: int = 4, forks: int = 0) -> set[str]:
-    """Return the kinds of a batch of sequences that have so many tokens, and of forks of the first.
+def kinds_of_batch(lengths: list[int], size: int = 4, forks: int = 0) -> set[str]:
+    """Return the kinds of a batch of sequences of these lengths, the first of which has forks.
 
-    The forks are no part of it.
+    The forks are not in the batch.
     """
     oracle = Oracle(size, 99)
     for seq, length in enumerate(lengths):
@@ -89,24 +89,24 @@ def batch(lengths: list[int], size: int = 4, forks: int = 0) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "found"),
+    ("kinds", "expected"),
     [
-        (batch([1, 1, 1]), {ONE_POSITION}),
-        (batch([0, 0, 0]), {ONE_POSITION}),
-        (batch([1, 5, 1]), {ONE_POSITION, MIXED_LENGTHS}),
-        (batch([1, 6, 1]), {MIXED_POSITIONS, MIXED_LENGTHS}),
-        (batch([3, 3, 3]), {ONE_POSITION, BOUNDARY}),
-        (batch([1, 4, 1]), {MIXED_POSITIONS, MIXED_LENGTHS, BOUNDARY}),
-        (batch([1, 1, 2], size=1), {MIXED_LENGTHS, BOUNDARY}),
-        (batch([1, 1, 1], forks=1), {ONE_POSITION, SHARED_TWICE, LAST_SHARED}),
-        (batch([1, 1, 1], forks=2), {ONE_POSITION}),
+        (kinds_of_batch([1, 1, 1]), {ONE_POSITION}),
+        (kinds_of_batch([0, 0, 0]), {ONE_POSITION}),
+        (kinds_of_batch([1, 5, 1]), {ONE_POSITION, MIXED_LENGTHS}),
+        (kinds_of_batch([1, 6, 1]), {MIXED_POSITIONS, MIXED_LENGTHS}),
+        (kinds_of_batch([3, 3, 3]), {ONE_POSITION, BOUNDARY}),
+        (kinds_of_batch([1, 4, 1]), {MIXED_POSITIONS, MIXED_LENGTHS, BOUNDARY}),
+        (kinds_of_batch([1, 1, 2], size=1), {MIXED_LENGTHS, BOUNDARY}),
+        (kinds_of_batch([1, 1, 1], forks=1), {ONE_POSITION, SHARED_TWICE, LAST_SHARED}),
+        (kinds_of_batch([1, 1, 1], forks=2), {ONE_POSITION}),
     ],
 )
-def test_a_batch_is_of_kinds_by_what_its_rows_find(kinds: set[str], found: set[str]) -> None:
-    assert kinds == found
+def test_kinds_of_a_batch_follow_from_its_rows(kinds: set[str], expected: set[str]) -> None:
+    assert kinds == expected
 
 
-def test_a_row_that_began_a_block_behind_shared_ones_shares_them_still() -> None:
+def test_row_with_a_new_block_still_shares_earlier_blocks() -> None:
     oracle = Oracle(4, 99)
     for rows in [(0, 4)], [(1, 1)], [(2, 1)]:
         oracle.append(rows, oracle.new_tokens(rows))
@@ -136,28 +136,28 @@ def test_batches_of_two_rows_are_not_counted() -> None:
         (type("Forks", (SwapCache,), {"block_sizes": (1,)}), {ONE_POSITION, MIXED_POSITIONS}),
     ],
 )
-def test_a_cache_is_said_to_have_what_it_can_have(
+def test_possible_batch_kinds_follow_from_the_adapter(
     adapter: type[KVCacheAdapter], impossible: set[str]
 ) -> None:
-    every = {MIXED_LENGTHS, ONE_POSITION, MIXED_POSITIONS, BOUNDARY, SHARED_TWICE, LAST_SHARED}
-    assert {*coverage.possible_batches(adapter)} == every - impossible
+    all_kinds = {MIXED_LENGTHS, ONE_POSITION, MIXED_POSITIONS, BOUNDARY, SHARED_TWICE, LAST_SHARED}
+    assert {*coverage.possible_batches(adapter)} == all_kinds - impossible
 
 
 @pytest.mark.parametrize("adapter", [BranchingTextCache, SwapCache, PagedCache])
-def test_no_more_sequences_live_than_in_other_histories(adapter: type[KVCacheAdapter]) -> None:
-    most = 0
+def test_batch_histories_keep_to_the_limit_of_sequences(adapter: type[KVCacheAdapter]) -> None:
+    most_sequences = 0
 
     @hypothesis_settings(max_examples=20, database=None, phases=[Phase.generate], deadline=None)
     @hypothesis_seed(1)
     @given(histories(adapter, in_batches=True))
-    def look(history: History) -> None:
-        nonlocal most
+    def record(history: History) -> None:
+        nonlocal most_sequences
         machine = HistoryRunner(adapter, history)
         for _ in machine.steps():
-            most = max(most, len(machine.oracle.sequences))
+            most_sequences = max(most_sequences, len(machine.oracle.sequences))
 
-    look()
-    assert 3 < most <= MOST_SEQUENCES
+    record()
+    assert 3 < most_sequences <= MAX_SEQUENCES
 
 
 @pytest.mark.usefixtures("short_run", "only_drawn")
@@ -168,18 +168,18 @@ def test_no_more_sequences_live_than_in_other_histories(adapter: type[KVCacheAda
         *(pytest.param(adapter, 1, marks=pytest.mark.takes_long) for adapter in SLOW),
     ],
 )
-def test_each_kind_comes_up_often(adapter: type[KVCacheAdapter], seed: int) -> None:
+def test_each_batch_kind_is_drawn_often(adapter: type[KVCacheAdapter], seed: int) -> None:
     settings.set_current(settings.Settings(seed=seed, failures_dir=None))
     tests: Any = conformance(adapter)()
     tests.test_histories()
     batches = coverage.current().of(adapter).batches
-    assert {kind: times for kind, times in batches.items() if times < FEWEST} == {}
+    assert {kind: count for kind, count in batches.items() if count < MIN_COUNT} == {}
     assert {*batches} == {*coverage.possible_batches(adapter)}
 
 
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_a_check_of_the_first_row_and_the_last_is_found(seed: int) -> None:
+def test_check_of_only_the_first_and_last_row_is_found(seed: int) -> None:
     settings.set_current(settings.Settings(seed=seed, failures_dir=None))
     with pytest.raises(Divergence):
-        conformance(ChecksTheEndsAlone)().test_histories()
+        conformance(ChecksTheEndsOnly)().test_histories()

@@ -1,4 +1,4 @@
-"""On a GPU few shapes are drawn, and all that an adapter lists occurs in one of them."""
+"""Shapes on a GPU: few are drawn, and every listed size occurs in one of them."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ if TYPE_CHECKING:
 LISTED = KVCacheAdapter.head_counts, KVCacheAdapter.head_dims, KVCacheAdapter.block_sizes
 
 
-def drawn_on(device: str, times: int = 200) -> list[CacheSpec]:
-    found: list[CacheSpec] = []
+def draw_specs(device: str, examples: int = 200) -> list[CacheSpec]:
+    specs: list[CacheSpec] = []
 
     @seed(1)
-    @hypothesis_settings(max_examples=times, deadline=None, database=None, phases=[Phase.generate])
+    @hypothesis_settings(
+        max_examples=examples, deadline=None, database=None, phases=[Phase.generate]
+    )
     @given(cache_specs(device=device))
-    def note(spec: CacheSpec) -> None:
-        found.append(spec)
+    def record(spec: CacheSpec) -> None:
+        specs.append(spec)
 
-    note()
-    return found
+    record()
+    return specs
 
 
-def compiled_for(specs: list[CacheSpec]) -> set[tuple[object, ...]]:
-    """Return what a kernel is compiled for, the strides between layers included."""
+def compiled_shapes(specs: list[CacheSpec]) -> set[tuple[object, ...]]:
+    """Return the values a kernel is compiled for, including the strides between layers."""
     return {astuple(spec)[1:6] for spec in specs}
 
 
-def test_a_kernel_is_compiled_for_few_shapes_and_for_all_sizes() -> None:
-    found = drawn_on("cuda")
-    assert len(compiled_for(found)) <= 20 < len(compiled_for(drawn_on("cpu"))) / 4
-    assert {spec.num_heads for spec in found} == {*KVCacheAdapter.head_counts}
-    assert {spec.head_dim for spec in found} == {*KVCacheAdapter.head_dims}
-    assert {spec.block_size for spec in found} == {*KVCacheAdapter.block_sizes}
-    assert {spec.dtype for spec in found} == {*KVCacheAdapter.dtypes}
+def test_few_shapes_cover_all_sizes() -> None:
+    specs = draw_specs("cuda")
+    assert len(compiled_shapes(specs)) <= 20 < len(compiled_shapes(draw_specs("cpu"))) / 4
+    assert {spec.num_heads for spec in specs} == {*KVCacheAdapter.head_counts}
+    assert {spec.head_dim for spec in specs} == {*KVCacheAdapter.head_dims}
+    assert {spec.block_size for spec in specs} == {*KVCacheAdapter.block_sizes}
+    assert {spec.dtype for spec in specs} == {*KVCacheAdapter.dtypes}
 
 
-def test_small_shapes_and_large_ones_are_among_the_few() -> None:
-    """A tile of a kernel is too small for some, and others are cut off at its end."""
+def test_few_shapes_include_small_and_large_ones() -> None:
+    """Small shapes do not fill a tile of a kernel, and large ones exceed it."""
     shapes = choose_shapes(*map(tuple, LISTED), ("float32",), Bounds(3200, 12800))
     sizes = sorted(heads * dim for (heads, dim, _), _ in shapes)
     assert sizes[0] == 1
@@ -58,35 +60,35 @@ def test_small_shapes_and_large_ones_are_among_the_few() -> None:
     assert all(heads * dim * block <= 12800 for (heads, dim, block), _ in shapes)
 
 
-def test_each_shape_has_two_of_what_goes_with_it_and_none_is_left_out() -> None:
-    specs = drawn_on("cuda")
-    asked_for_attention = [spec for spec in specs if spec.num_heads <= 6]
+def test_each_shape_has_two_of_each_choice_and_all_are_covered() -> None:
+    specs = draw_specs("cuda")
+    attention_specs = [spec for spec in specs if spec.num_heads <= 6]
     for choices, shapes in (
         (LAYOUTS, specs),
-        (VIEWS, asked_for_attention),
-        (_QUERY_HEADS, asked_for_attention),
+        (VIEWS, attention_specs),
+        (_QUERY_HEADS, attention_specs),
     ):
-        kept = [few_of(choices, spec) for spec in shapes]
-        assert {len(each) for each in kept} == {2}
-        assert {choice for each in kept for choice in each} == {*choices}
+        choices_of_shapes = [few_of(choices, spec) for spec in shapes]
+        assert {len(each) for each in choices_of_shapes} == {2}
+        assert {choice for each in choices_of_shapes for choice in each} == {*choices}
 
 
-def test_the_layouts_of_a_history_are_those_of_its_shape() -> None:
-    wrong: set[str] = set()
+def test_layouts_of_a_history_belong_to_its_shape() -> None:
+    unexpected: set[str] = set()
     used: set[str] = set()
 
     @seed(1)
     @hypothesis_settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate])
     @given(histories(ListCache, device="cuda"))
-    def note(history: History) -> None:
-        found = {step.layout for step in history.operations if isinstance(step, Append)}
-        used.update(found)
-        wrong.update(found - {*few_of(LAYOUTS, history.spec)})
+    def record(history: History) -> None:
+        layouts = {step.layout for step in history.operations if isinstance(step, Append)}
+        used.update(layouts)
+        unexpected.update(layouts - {*few_of(LAYOUTS, history.spec)})
 
-    note()
-    assert not wrong
+    record()
+    assert not unexpected
     assert len(used) > 2
 
 
-def test_one_choice_stays_the_only_one() -> None:
+def test_single_choice_is_kept() -> None:
     assert few_of(["plain"], CacheSpec()) == ["plain"]

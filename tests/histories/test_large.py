@@ -1,4 +1,4 @@
-"""The large histories: bugs that need many rows, long tables or long contexts are found."""
+"""Large histories: they find bugs that need many rows, long tables or long contexts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Cache(KVCacheAdapter):
-    """The cache of the tutorial, which also attends."""
+    """The cache of the tutorial, with attention."""
 
     full_errors = (CacheFull, NoBlocks)
     wrong_from = 0
-    """The first row whose keys are those of the first; 0 for none."""
-    most_blocks = 0
-    """The most entries of a table that are read; 0 for all."""
-    dropped: int | None = None
-    """The token that nobody attends to."""
+    """First row whose keys are those of row 0; 0 for none."""
+    max_blocks = 0
+    """Number of entries of a table that are read; 0 for all."""
+    left_out: int | None = None
+    """Token that attention leaves out; None for none."""
 
     def make(self, spec: CacheSpec) -> None:
         dtype = getattr(torch, spec.dtype)
@@ -53,9 +53,9 @@ class Cache(KVCacheAdapter):
         if self.wrong_from and len(seqs) > self.wrong_from:
             at = self.wrong_from
             key = torch.cat([key[:, :at], key[:, :1].expand(-1, len(seqs) - at, -1, -1)], 1)
-        found = [self.seqs.get(seq) or Seq() for seq in seqs]
-        self.kv.extend(found, key, value)
-        self.seqs.update(zip(seqs, found, strict=True))
+        sequences = [self.seqs.get(seq) or Seq() for seq in seqs]
+        self.kv.extend(sequences, key, value)
+        self.seqs.update(zip(seqs, sequences, strict=True))
 
     def fork(self, parent: int, child: int) -> None:
         self.seqs[child] = self.kv.fork(self.seqs[parent])
@@ -68,23 +68,23 @@ class Cache(KVCacheAdapter):
 
     def gather(self, seq: int, layer: int) -> Pair:
         keys, values = self.peek(seq, layer)
-        most = self.most_blocks * self.kv.size
-        if most and len(keys) > most:
-            keys = torch.cat([keys[:most], keys[: len(keys) - most]])
+        num_tokens = self.max_blocks * self.kv.size
+        if num_tokens and len(keys) > num_tokens:
+            keys = torch.cat([keys[:num_tokens], keys[: len(keys) - num_tokens]])
         return keys, values
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        found = []
+        outputs = []
         for row, seq in enumerate(seqs):
             keys, values = (each.double() for each in self.peek(seq, layer))
-            if self.dropped is not None:
-                there = torch.arange(len(keys)) != self.dropped
-                keys, values = keys[there], values[there]
+            if self.left_out is not None:
+                attended = torch.arange(len(keys)) != self.left_out
+                keys, values = keys[attended], values[attended]
             each = query.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
             scores = (query[row].double() * keys).sum(-1) * query.shape[-1] ** -0.5
-            found.append((torch.softmax(scores, 0)[..., None] * values).sum(0))
-        return torch.stack(found).to(query.dtype)
+            outputs.append((torch.softmax(scores, 0)[..., None] * values).sum(0))
+        return torch.stack(outputs).to(query.dtype)
 
 
 class WrongFromRow9(Cache):
@@ -96,20 +96,20 @@ class WrongFromRow65(Cache):
 
 
 class ShortTable(Cache):
-    most_blocks = 32
+    max_blocks = 32
 
 
 class DropsToken256(Cache):
-    dropped = 256
+    left_out = 256
 
 
-class ForgetsRow65(Cache):
-    """It attends with the first 64 rows alone."""
+class OmitsRow65(Cache):
+    """Attends with the first 64 rows only."""
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        found = super().attend(seqs, query, layer)
-        found[64:] = 0
-        return found
+        outputs = super().attend(seqs, query, layer)
+        outputs[64:] = 0
+        return outputs
 
 
 @pytest.fixture(autouse=True)
@@ -120,29 +120,29 @@ def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def search(adapter: type[KVCacheAdapter]) -> None:
-    made: Any = conformance(adapter)()
-    made.test_histories()
+    tests: Any = conformance(adapter)()
+    tests.test_histories()
 
 
-def test_a_cache_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
+def test_right_cache_passes_and_the_largest_sizes_are_reported() -> None:
     search(Cache)
     target = current().of(Cache)
     assert TargetVerdict(target).sizes == "largest: 70 rows, 130 blocks, 518 tokens"
     assert target.histories == settings.current().examples
 
 
-@pytest.mark.many_alike
-@pytest.mark.parametrize(("adapter", "least"), [(WrongFromRow9, 9), (WrongFromRow65, 65)])
-def test_wrong_rows_are_found_and_few_are_shown(adapter: type[Cache], least: int) -> None:
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize(("adapter", "min_rows"), [(WrongFromRow9, 9), (WrongFromRow65, 65)])
+def test_wrong_rows_are_found_with_a_small_history(adapter: type[Cache], min_rows: int) -> None:
     with pytest.raises(Divergence) as caught:
         search(adapter)
     (step,) = caught.value.history.operations
-    assert least <= len(step.rows()) <= 70
+    assert min_rows <= len(step.rows()) <= 70
 
 
-@pytest.mark.many_alike
-@pytest.mark.parametrize("adapter", [ShortTable, DropsToken256, ForgetsRow65])
-def test_what_needs_a_long_table_or_context_or_many_rows_is_found(
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize("adapter", [ShortTable, DropsToken256, OmitsRow65])
+def test_bug_of_long_tables_contexts_or_many_rows_is_found(
     monkeypatch: pytest.MonkeyPatch, adapter: type[Cache]
 ) -> None:
     monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.5)
@@ -150,7 +150,7 @@ def test_what_needs_a_long_table_or_context_or_many_rows_is_found(
         search(adapter)
 
 
-def test_a_slow_cache_is_given_as_much_as_there_is_time_for(
+def test_large_histories_of_a_slow_cache_are_cut_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -163,24 +163,24 @@ def test_a_slow_cache_is_given_as_much_as_there_is_time_for(
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
     monkeypatch.setattr(LargeHistories, "seconds", 0.4)
     search(Slow)
-    told = TargetVerdict(current().of(Slow)).sizes
-    assert told.startswith("largest: 33 rows")
-    assert told.endswith("(large histories cut short: 2, for lack of time)")
+    sizes = TargetVerdict(current().of(Slow)).sizes
+    assert sizes.startswith("largest: 33 rows")
+    assert sizes.endswith("(large histories cut short: 2, for lack of time)")
 
 
-def test_every_kind_of_row_comes_behind_the_64th() -> None:
+def test_rows_after_the_64th_meet_every_condition() -> None:
     history = next(large_histories(Cache, {}, "cpu"))
     oracle = Oracle.of(Cache, history.spec)
-    met: set[str] = set()
+    conditions: set[str] = set()
     for step in history.operations:
         assert step.fits(oracle)
-        met.update(oracle.conditions_met(step.rows())[64:])
+        conditions.update(oracle.conditions_met(step.rows())[64:])
         step.apply(oracle)
-    assert met == {"fresh", "in_place", "rollover", "rollover_shared", "copy_on_write"}
+    assert conditions == {"fresh", "in_place", "rollover", "rollover_shared", "copy_on_write"}
 
 
 class Slots(Cache):
-    """A cache that is made for 16 sequences, and has a slot for each."""
+    """A cache for 16 sequences, each of which has a slot."""
 
     slots = 16
 
@@ -195,8 +195,8 @@ class Slots(Cache):
         super().fork(parent, child)
 
 
-class SlotsThatAreStated(Slots):
-    most_sequences = 16
+class DeclaresSlots(Slots):
+    max_sequences = 16
 
 
 class Short(Cache):
@@ -208,8 +208,8 @@ class Short(Cache):
         super().append(seqs, key, value)
 
 
-class ShortAsStated(Short):
-    most_tokens = 200
+class DeclaresShort(Short):
+    max_tokens = 200
 
 
 class SmallPool(Cache):
@@ -221,7 +221,7 @@ class SmallPool(Cache):
         super().make(spec)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "what"),
     [
@@ -230,42 +230,40 @@ class SmallPool(Cache):
         (SmallPool, "blocks raised ValueError: at most 100 blocks"),
     ],
 )
-def test_a_cache_that_is_not_made_for_so_many_is_told_how_to_say_so(
+def test_failing_large_history_suggests_declaring_limits(
     monkeypatch: pytest.MonkeyPatch, adapter: type[Cache], what: str
 ) -> None:
     monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.5)
     with pytest.raises(Difference) as caught:
         search(adapter)
-    assert what in caught.value.what
+    assert what in caught.value.summary
     (hint,) = (
         each for each in caught.value.extra_paragraphs if each.startswith("This is a large history")
     )
     assert f"If {adapter.__name__} does not support that" in hint
-    assert "most_sequences, most_tokens" in hint
+    assert "max_sequences, max_tokens" in hint
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "largest"),
     [
-        (SlotsThatAreStated, "largest: 16 rows, 130 blocks, 518 tokens"),
-        (ShortAsStated, "largest: 70 rows, 50 blocks, 198 tokens"),
+        (DeclaresSlots, "largest: 16 rows, 130 blocks, 518 tokens"),
+        (DeclaresShort, "largest: 70 rows, 50 blocks, 198 tokens"),
     ],
 )
-def test_one_that_says_so_gets_histories_as_large_as_that(
-    adapter: type[Cache], largest: str
-) -> None:
+def test_large_histories_keep_to_declared_limits(adapter: type[Cache], largest: str) -> None:
     search(adapter)
     assert TargetVerdict(current().of(adapter)).sizes == largest
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])
-@pytest.mark.parametrize("most", [6, 16, 20, 40, 66, 70])
-def test_whatever_is_stated_every_step_makes_sense(block_size: int, most: int) -> None:
+@pytest.mark.parametrize("limit", [6, 16, 20, 40, 66, 70])
+def test_steps_of_large_histories_are_valid_with_any_limits(block_size: int, limit: int) -> None:
     class Bounded(Cache):
         block_sizes = (block_size,)
-        most_sequences = most
-        most_tokens = 4 * most
+        max_sequences = limit
+        max_tokens = 4 * limit
 
     for history in large_histories(Bounded, {}, "cpu"):
         oracle = Oracle.of(Bounded, history.spec)
@@ -273,11 +271,11 @@ def test_whatever_is_stated_every_step_makes_sense(block_size: int, most: int) -
             assert step.possible(oracle)
             assert step.fits(oracle)
             step.apply(oracle)
-            assert len(oracle.sequences) <= most
-            assert max(map(oracle.length, oracle.sequences)) <= 4 * most
+            assert len(oracle.sequences) <= limit
+            assert max(map(oracle.length, oracle.sequences)) <= 4 * limit
 
 
-def test_what_large_histories_reach_does_not_count() -> None:
+def test_conditions_of_large_histories_are_not_counted() -> None:
     class Counted(Cache):
         conditions = ("many",)
 
@@ -297,8 +295,8 @@ def test_what_large_histories_reach_does_not_count() -> None:
     assert current().of(Counted).counts["many"] == 0
 
 
-@pytest.mark.parametrize(("name", "said"), [("most_sequences", 4), ("most_tokens", "many")])
-def test_a_bound_that_makes_no_sense_is_refused(name: str, said: object) -> None:
-    adapter = type("Bounded", (Cache,), {name: said})
-    with pytest.raises(TypeError, match=rf"Bounded\.{name} is {said!r}: write a number of"):
+@pytest.mark.parametrize(("name", "limit"), [("max_sequences", 4), ("max_tokens", "many")])
+def test_invalid_limit_is_refused(name: str, limit: object) -> None:
+    adapter = type("Bounded", (Cache,), {name: limit})
+    with pytest.raises(TypeError, match=rf"Bounded\.{name} is {limit!r}: write a number of"):
         conformance(adapter)

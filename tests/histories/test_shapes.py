@@ -1,4 +1,4 @@
-"""Caches are drawn in every shape that their adapters list, and in no other."""
+"""Shapes of drawn caches: every listed one is drawn, and no other."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ if TYPE_CHECKING:
 SHAPE = ("head_counts", "head_dims", "block_sizes")
 
 
-def drawn(specs: SearchStrategy[CacheSpec], times: int) -> list[CacheSpec]:
-    found: list[CacheSpec] = []
+def draw_specs(strategy: SearchStrategy[CacheSpec], examples: int) -> list[CacheSpec]:
+    specs: list[CacheSpec] = []
 
     @seed(1)
-    @hypothesis_settings(max_examples=times, deadline=None, database=None, phases=[Phase.generate])
-    @given(specs)
-    def note(spec: CacheSpec) -> None:
-        found.append(spec)
+    @hypothesis_settings(
+        max_examples=examples, deadline=None, database=None, phases=[Phase.generate]
+    )
+    @given(strategy)
+    def record(spec: CacheSpec) -> None:
+        specs.append(spec)
 
-    note()
-    return found
+    record()
+    return specs
 
 
-def of_each(found: list[CacheSpec]) -> dict[str, set[Any]]:
+def sizes_of(specs: list[CacheSpec]) -> dict[str, set[Any]]:
     return {
-        "head_counts": {spec.num_heads for spec in found},
-        "head_dims": {spec.head_dim for spec in found},
-        "block_sizes": {spec.block_size for spec in found},
+        "head_counts": {spec.num_heads for spec in specs},
+        "head_dims": {spec.head_dim for spec in specs},
+        "block_sizes": {spec.block_size for spec in specs},
     }
 
 
-def test_every_shape_of_the_defaults_is_drawn_and_large_heads_in_small_caches() -> None:
-    found = drawn(cache_specs(), 500)
-    assert of_each(found) == {name: set(getattr(KVCacheAdapter, name)) for name in SHAPE}
+def test_every_default_size_is_drawn_and_caches_stay_small() -> None:
+    specs = draw_specs(cache_specs(), 500)
+    assert sizes_of(specs) == {name: set(getattr(KVCacheAdapter, name)) for name in SHAPE}
     assert {64, 80, 96, 128, 256} <= set(KVCacheAdapter.head_dims)
     assert 1 in KVCacheAdapter.block_sizes
-    assert max(spec.num_heads * spec.head_dim * spec.block_size for spec in found) <= 12800
-    assert sum(spec.head_dim > 16 for spec in found) < len(found) / 2
+    assert max(spec.num_heads * spec.head_dim * spec.block_size for spec in specs) <= 12800
+    assert sum(spec.head_dim > 16 for spec in specs) < len(specs) / 2
 
 
-def test_nothing_is_drawn_that_an_adapter_does_not_list() -> None:
-    found = drawn(histories(FewShapes, most_steps=2).map(lambda history: history.spec), 150)
-    assert of_each(found) == {name: set(getattr(FewShapes, name)) for name in SHAPE}
-    assert {spec.dtype for spec in found} == {"bfloat16"}
+def test_only_listed_shapes_are_drawn() -> None:
+    specs = draw_specs(histories(FewShapes, max_steps=2).map(lambda history: history.spec), 150)
+    assert sizes_of(specs) == {name: set(getattr(FewShapes, name)) for name in SHAPE}
+    assert {spec.dtype for spec in specs} == {"bfloat16"}
 
 
-def test_the_end_of_a_block_is_drawn_however_long_it_is() -> None:
+def test_lengths_around_the_end_of_a_long_block_are_drawn() -> None:
     lengths: set[int] = set()
 
     @seed(1)
     @hypothesis_settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate])
     @given(boundary_lengths(1024))
-    def note(length: int) -> None:
+    def record(length: int) -> None:
         lengths.add(length)
 
-    note()
+    record()
     assert {1023, 1024, 1025} <= lengths
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_of_few_shapes_passes() -> None:
+def test_cache_with_few_shapes_passes() -> None:
     settings.set_current(settings.Settings(examples=15, steps=8, seed=1))
     conformance(FewShapes)().test_histories()
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("adapter", [CutsHeadsAt128, MasksPositions])
-def test_a_cache_that_is_wrong_in_one_shape_is_found(
-    adapter: type[KVCacheAdapter], number: int
-) -> None:
-    settings.set_current(settings.Settings(examples=100, steps=4, seed=number))
+def test_bug_in_one_shape_is_found(adapter: type[KVCacheAdapter], seed_number: int) -> None:
+    settings.set_current(settings.Settings(examples=100, steps=4, seed=seed_number))
     with pytest.raises(Divergence) as failure:
         conformance(adapter)().test_histories()
     spec = failure.value.history.spec
@@ -89,7 +89,7 @@ def test_a_cache_that_is_wrong_in_one_shape_is_found(
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "right"),
+    ("name", "value", "rule"),
     [
         ("head_dims", (), "numbers of 1 or more, as in (64, 128)"),
         ("head_dims", 64, "numbers of 1 or more, as in (64, 128)"),
@@ -107,8 +107,8 @@ def test_a_cache_that_is_wrong_in_one_shape_is_found(
         ),
     ],
 )
-def test_a_list_that_makes_no_sense_is_refused(name: str, said: Any, right: str) -> None:
-    wrong = type("Wrong", (ListCache,), {name: said})
-    says = f"Wrong.{name} is {said!r}: list what the cache can be built with, the usual first: "
-    with pytest.raises(TypeError, match=re.escape(says + right)):
+def test_invalid_list_of_sizes_is_refused(name: str, value: Any, rule: str) -> None:
+    wrong = type("Wrong", (ListCache,), {name: value})
+    message = f"Wrong.{name} is {value!r}: list what the cache can be built with, the usual first: "
+    with pytest.raises(TypeError, match=re.escape(message + rule)):
         conformance(wrong)

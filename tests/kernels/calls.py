@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 
-from roseinfer.kernels.exchange import AllReduceBuffers
 from roseinfer.kernels.triton import (
     append,
     clone,
@@ -23,6 +22,7 @@ from roseinfer.kernels.triton import (
     rope,
     streamed,
 )
+from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
 from roseinfer.kernels.triton.experts import route_rows
 from roseinfer.layer_traits import RotaryEmbedding
 from tests.attention.layer_traits import traits_of
@@ -154,7 +154,7 @@ def layer_norm() -> torch.nn.LayerNorm:
     return torch.nn.LayerNorm(24)
 
 
-_VISITS = ["_visit_gated_kernel", "_visit_weighed_kernel"]
+_VISITS = ["_gate_up_kernel", "_down_kernel"]
 CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "append": (
         lambda: appends(
@@ -245,7 +245,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "norm by the root mean square behind": (
         lambda: norm.rms_norm_then_add(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
-        ["_behind_kernel"],
+        ["_norm_then_add_kernel"],
     ),
     "embed by the root mean square": (
         lambda: norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),

@@ -20,10 +20,10 @@ COMPILE = """
     from roseinfer.kernels.triton.greedy import _advance_kernel, _strip_kernel
     from roseinfer.kernels.triton.linear import _gelu_kernel, _parts_kernel, _whole_kernel
     from roseinfer.kernels.triton.norm import _add_norm_kernel, _embed_norm_kernel
-    from roseinfer.kernels.triton.norm import _add_kernel, _behind_kernel
+    from roseinfer.kernels.triton.norm import _add_kernel, _norm_then_add_kernel
     from roseinfer.kernels.triton.norm import _embed_kernel, _norm_kernel
     from roseinfer.kernels.triton.experts import _choose_kernel
-    from roseinfer.kernels.triton.experts import _visit_gated_kernel, _visit_weighed_kernel
+    from roseinfer.kernels.triton.experts import _gate_up_kernel, _down_kernel
     from roseinfer.kernels.triton.streamed import _gated_kernel, _multiply_kernel
     from roseinfer.kernels.triton.streamed import _streamed_kernel
     from roseinfer.kernels.triton.rope import _rotate_kernel
@@ -31,23 +31,23 @@ COMPILE = """
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())
     OWN = set("query key value k_cache v_cache x weight bias out logits residual gain shift "
-              "normed word place words both cosines sines query_norm_weight "
+              "normed words places both cosines sines query_norm_weight "
               "key_norm_weight weights like".split())
-    VISITS = (_choose_kernel, _visit_gated_kernel, _visit_weighed_kernel)
+    EXPERTS = (_choose_kernel, _gate_up_kernel, _down_kernel)
 
     def kind(kernel, name, dtype):
-        if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
+        if name in ("place", "kind"):
             return "*i32"
         if name in ("inbox", "inboxes"):
             return "*i64"
         if name in ("rounds", "gone"):
             return "*i32"
-        if kernel in VISITS and name in ("experts", "parts", "order", "tiles"):
+        if kernel in EXPERTS and name in ("experts", "parts", "order", "tiles"):
             return dict(experts="*i32", parts="*fp32").get(name, "*i64")
-        if kernel is _visit_weighed_kernel and name == "out":
+        if kernel is _down_kernel and name == "out":
             return "*fp32"
         if kernel in (
-            _whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel, _norm_kernel, *VISITS
+            _whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel, _norm_kernel, *EXPERTS
         ):
             if name == "rows":
                 return "i32"
@@ -64,7 +64,7 @@ COMPILE = """
         return "fp32" if name in ("scale", "cap", "epsilon", "times") else "i32"
 
     def check(kernel, dtype, warps=4, **constants):
-        names = kernel.arg_names
+        names = kernel.jit.arg_names
         if "EARLY" in names:
             constants["EARLY"] = capability >= 90
         if "WINDOW" in names:
@@ -73,12 +73,12 @@ COMPILE = """
         if 1 in (constants.get("PARTS"), constants.get("SPLITS")):  # nothing to combine
             types |= {name: "*" + dtype for name in SINGLE if name in names}
         given = {(names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=types, constexprs=given)
+        source = ASTSource(fn=kernel.jit, signature=types, constexprs=given)
         target = GPUTarget("cuda", capability, 32)
         made = compile(source, target=target, options=dict(num_warps=warps, enable_fp_fusion=False))
         assert made.asm["cubin"]
         assert made.metadata.shared <= 64 << 10
-        print(kernel.__name__)
+        print(kernel.name)
 
     PLAIN = dict(WINDOW=0, CAPPED=False, SINKING=False, SLOPED=False)
     traits = dict(WINDOW=40, CAPPED=True, SINKING=True, SLOPED=True)
@@ -108,20 +108,20 @@ COMPILE = """
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
     check(_gelu_kernel, dtype, N=48, TILE=64)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
-    tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, ASKS=True)
+    tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, PREFETCHES=True)
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
     check(_gated_kernel, dtype, N=48, K=100, **tile)
-    check(_choose_kernel, dtype, 1, N=60, TILE_N=64, PARTS=2, MOST=6, TILE_M=8, SHARED=True)
+    check(_choose_kernel, dtype, 1, N=60, TILE_N=64, PARTS=2, MOST=6, TILE_M=8, RENORMALIZE=True)
     tile = dict(N=48, K=100, TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, MOST=6)
     for few, looked_through in ((True, 64), (True, 0), (False, 0)):
-        for kernel in VISITS[1:]:
-            check(kernel, dtype, **tile, FEW=few, TILE_V=looked_through)
+        for kernel in EXPERTS[1:]:
+            check(kernel, dtype, **tile, FEW=few, TILE_A=looked_through)
     for ranks, together, kind_of in ((1, 1, dtype), (2, 2, dtype), (2, 1, dtype), (2, 1, "fp32")):
         over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks, TOGETHER=together)
         check(_add_norm_kernel, kind_of, N=48, TILE_N=64, PARTS=2, BIAS=True, **over)
         check(_add_kernel, kind_of, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
-    check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
+    check(_norm_then_add_kernel, dtype, N=48, TILE_N=64, PARTS=2)
     check(_norm_kernel, dtype, N=48, TILE_N=64, ROWS=4)
     check(_embed_kernel, dtype, N=48, TILE_N=64)
     check(_multiply_kernel, dtype, N=48, TILE=64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from roseinfer.kernels import triton
+from roseinfer.kernels.kernel import TritonKernel
 from roseinfer.kernels.triton import linear
 from tests.interpreted import interpreted
 from tests.kernels.accessed_bytes import touched_by
@@ -27,15 +28,17 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    names = iter_modules(triton.__path__, f"{triton.__name__}.")
-    modules = [import_module(each.name) for each in names]
-    there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert there == {kernel for _, called in CALLS.values() for kernel in called}
+    found = iter_modules(triton.__path__, f"{triton.__name__}.")
+    modules = [import_module(each.name) for each in found]
+    values = [value for module in modules for value in vars(module).values()]
+    names = {value.name for value in values if isinstance(value, TritonKernel)}
+    assert names == {kernel for _, called in CALLS.values() for kernel in called}
 
 
 def test_a_declaration_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    function = linear._whole_kernel.fn
+    function = linear._whole_kernel.jit.fn
     right = function.traffic
-    monkeypatch.setattr(function, "traffic", lambda given: right(given) | {"weight": 70 * 40 * 2})
+    wrong = lambda arguments: right(arguments) | {"weight": 70 * 40 * 2}  # noqa: E731
+    monkeypatch.setattr(function, "traffic", wrong)
     found = touched_by(CALLS["linear"][0])
     assert found.differing == ["_whole_kernel touches 11200 bytes of weight, and declares 5600"]

@@ -1,1 +1,1 @@
-"""The paged KV cache, each fast path against the per-token one."""
+"""The paged KV cache: each fast path compared with the per-token one."""

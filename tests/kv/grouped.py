@@ -1,4 +1,4 @@
-"""Twins of a cache with layer groups and a cache with one block list per layer.
+"""Caches with layer groups, compared with caches of one block list per layer.
 
 The grouped cache plans once and writes per layer; the other appends one token to one layer at a
 time. Blocks are allocated in the plan's order (every row's first token, then each row's rest), so
@@ -23,7 +23,7 @@ LAYERS = 4
 
 
 class GroupTwins:
-    """Sequences in the layers of one group: ``lists`` of the group, and ``slow_lists[layer]``."""
+    """Sequences of one layer group in both caches: ``lists``, and ``slow_lists[layer]``."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class GroupTwins:
             total = len(rows) if counts is None else sum(counts)
             key, value = self.tokens(total), self.tokens(total)
             self.fast.write(plan, layer, key, value)
-            self.append_slowly(layer, rows, counts or [1] * len(rows), key, value)
+            self.append_per_token(layer, rows, counts or [1] * len(rows), key, value)
         return plan
 
-    def append_slowly(
+    def append_per_token(
         self,
         layer: int,
         rows: Sequence[int],
@@ -100,11 +100,11 @@ class GroupTwins:
         assert_same_bits(self.fast.values, self.slow.values, "values")
         for layer in self.layers:
             assert self.fast.num_free_blocks(layer) == self.slow.num_free_blocks(layer)
-            for mine, theirs in zip(self.lists, self.slow_lists[layer], strict=True):
-                assert facts(self.fast, mine) == facts(self.slow, theirs)
+            for fast_list, slow_list in zip(self.lists, self.slow_lists[layer], strict=True):
+                assert block_records(self.fast, fast_list) == block_records(self.slow, slow_list)
 
 
-def facts(kv: KVBlockManager, block_ids: list[int]) -> list[tuple[int, int, int, int]]:
+def block_records(kv: KVBlockManager, block_ids: list[int]) -> list[tuple[int, int, int, int]]:
     """Return the index, start, length and refcount of every block of a list."""
     infos = [(kv.block_info(block), kv.refcount(block)) for block in block_ids]
-    return [(info.block_index, info.start, info.length, held) for info, held in infos]
+    return [(info.block_index, info.start, info.length, refcount) for info, refcount in infos]

@@ -1,16 +1,15 @@
-"""Records of what a call did: tensor operations, bytecodes, objects made."""
+"""Recorders of tensor operations, bytecodes and block records of a call."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roseinfer.kernels.runtime import KernelLauncher
+from roseinfer.kernels.kernel import FixedLaunch
 from roseinfer.kv import pool
 
 if TYPE_CHECKING:
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import pytest
-    import torch
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of tensor operations dispatched, and kernels launched, within the context.
+    """Recorder of dispatched tensor operations and launched kernels within the context.
 
     Operations by which Triton's interpreter runs a kernel are not recorded.
     """
@@ -30,16 +28,16 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.launches: list[Launch] = []
-        launch = KernelLauncher.__call__
+        self.launches: list[dict[str, Any]] = []
+        """Arguments of each launch that are not fixed, by name."""
+        launch = FixedLaunch.__call__
 
-        def recorded(launcher: KernelLauncher, *args: Any, **kwargs: Any) -> None:
-            _, tensors, scalars, *_ = args
-            self.launches.append(Launch(list(tensors), list(scalars)))
+        def recorded(fixed: FixedLaunch, grid: tuple[int, int, int], *values: Any) -> None:
+            self.launches.append(dict(zip(fixed.names, values, strict=True)))
             with _disable_current_modes():
-                launch(launcher, *args, **kwargs)
+                launch(fixed, grid, *values)
 
-        monkeypatch.setattr(KernelLauncher, "__call__", recorded)
+        monkeypatch.setattr(FixedLaunch, "__call__", recorded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append((func.overloadpacket.__name__, args))
@@ -51,14 +49,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def beyond(self, *expected: str) -> set[str]:
         """Return the operations that are neither views nor among ``expected``."""
         return {name for name, _ in self.calls} - {"select", "slice", *expected}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Arguments of a kernel launch."""
-
-    tensors: list[torch.Tensor]
-    scalars: list[int]
 
 
 def count_steps(call: Callable[[], object]) -> int:
@@ -96,16 +86,16 @@ def count_steps(call: Callable[[], object]) -> int:
 
 
 @contextmanager
-def block_records_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def record_new_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Yield a list to which every ``KVBlockInfo`` built within the context is appended."""
-    made: list[object] = []
+    records: list[object] = []
     build = pool.KVBlockInfo
 
     def counted(*args: Any, **kwargs: Any) -> pool.KVBlockInfo:
         info = build(*args, **kwargs)
-        made.append(info)
+        records.append(info)
         return info
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "KVBlockInfo", counted)
-        yield made
+        yield records

@@ -1,4 +1,4 @@
-"""A cache with sequences of all kinds, and calls that it must refuse without side effects."""
+"""A cache with sequences of all kinds, and calls that it must reject without side effects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scene:
     partial: list[int] = field(default_factory=list)
     full: list[int] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
-    sharing: list[int] = field(default_factory=list)
+    fork: list[int] = field(default_factory=list)
     other_layer: list[int] = field(default_factory=list)
     free_id: int = 0
 
@@ -38,10 +38,10 @@ class Scene:
 
     @property
     def lists(self) -> list[list[int]]:
-        return [self.partial, self.full, self.shared, self.sharing, self.other_layer]
+        return [self.partial, self.full, self.shared, self.fork, self.other_layer]
 
     @property
-    def elsewhere(self) -> str:
+    def other_device(self) -> str:
         """Return a device that every machine has and the cache is not on."""
         return "cpu" if self.kv.device.type == "cuda" else "meta"
 
@@ -57,32 +57,32 @@ class Scene:
         return self.kv.append_token, layer, ids, key, value
 
 
-def set_up(device: str, policy: AppendPolicy) -> Scene:
+def build_scene(device: str, policy: AppendPolicy) -> Scene:
     kv = build(device, policy)
     scene = Scene(kv)
-    freed: list[int] = []
-    lengths = [(scene.partial, 2), (scene.full, BLOCK_SIZE), (scene.shared, 3), (freed, 1)]
+    freed_list: list[int] = []
+    lengths = [(scene.partial, 2), (scene.full, BLOCK_SIZE), (scene.shared, 3), (freed_list, 1)]
     for ids, length in lengths:
         for _ in range(length):
             kv.append_token(0, ids, scene.tokens(), scene.tokens())
     kv.append_token(1, scene.other_layer, scene.tokens(), scene.tokens())
     kv.incref_blocks(scene.shared)
-    scene.sharing = list(scene.shared)
-    kv.free_blocks(0, freed)
-    scene.free_id = freed[0]
+    scene.fork = list(scene.shared)
+    kv.free_blocks(0, freed_list)
+    scene.free_id = freed_list[0]
     return scene
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A call that must raise ``error`` with ``words`` and change nothing."""
+class RejectedCall:
+    """Call that must raise ``error`` with ``words`` and change nothing."""
 
     call: Callable[[Scene], Call]
     error: type[RoseinferError]
     words: str
 
 
-def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
+def assert_rejected(scene: Scene, case: RejectedCall) -> RoseinferError:
     """Make the call; assert that cache, scene lists and arguments are unchanged."""
     function, *arguments = case.call(scene)
     lists = copy.deepcopy((scene.lists, block_lists(arguments)))
@@ -96,7 +96,7 @@ def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
 
 def block_lists(arguments: list[Any]) -> list[Any]:
     """Return the arguments of a call that contain block ids."""
-    return [given for given in arguments if isinstance(given, (list, tuple))]
+    return [argument for argument in arguments if isinstance(argument, (list, tuple))]
 
 
 POLICIES = {

@@ -1,4 +1,4 @@
-"""The ``ROSELLM_TRITON_KV_APPEND*`` variables, where no policy is given: end to end."""
+"""The ``ROSELLM_TRITON_KV_APPEND*`` variables, which apply where no policy is passed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WRITES = """
         llm.generate(["four", "long prompt"], progress=False)
         return llm.engine.sequence_runner.kv
 
-    def appended(batches, **given):
-        kv = KVBlockManager(1, 1, 2, 16, 16, "cpu", torch.float32, **given)
+    def appended(batches, **options):
+        kv = KVBlockManager(1, 1, 2, 16, 16, "cpu", torch.float32, **options)
         for batch in batches:
             kv.append_token_batch(0, [[] for _ in range(batch)], *torch.ones(2, batch, 1, 2))
         return kv
@@ -56,32 +56,32 @@ COMMANDS = {
 }
 
 
-def test_they_hold_for_an_engine_and_a_manager_and_a_policy_beats_them() -> None:
+def test_variables_apply_unless_a_policy_is_passed() -> None:
     variables = {SWITCH: "on", MIN_BATCH: "3", FULL_BATCH: "5"}
-    engine, told, manager, own = json.loads(
+    engine, with_policy, manager, manager_with_policy = json.loads(
         run_python(WRITES, interpret=True, warm=True, **variables)
     )
     assert engine == ["torch_vector", "triton_identity_pos"]
-    assert {path.split("_")[0] for path in told} == {"torch"}
+    assert {path.split("_")[0] for path in with_policy} == {"torch"}
     assert manager == ["torch_scalar", "triton_full_batch", "triton_identity_pos"]
-    assert own == ["triton_identity_pos"]
+    assert manager_with_policy == ["triton_identity_pos"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_refuses_a_bad_one_at_once(
+def test_command_rejects_an_invalid_variable_first(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it looks for its model, which is not there."""
+    """It is rejected before the model is searched, which does not exist."""
     monkeypatch.setenv(MIN_BATCH, "some")
     main, arguments = COMMANDS[command]
     try:
         status: object = main(arguments)
-    except SystemExit as ended:
-        status = ended.code
+    except SystemExit as exit_error:
+        status = exit_error.code
     assert status == 2
-    said = capsys.readouterr().err
-    assert f"{MIN_BATCH}='some': expected a whole number" in said
-    assert "no/such-model" not in said
+    stderr = capsys.readouterr().err
+    assert f"{MIN_BATCH}='some': expected a whole number" in stderr
+    assert "no/such-model" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,15 @@ def test_a_command_refuses_a_bad_one_at_once(
     ],
     ids=["manager", "config", "engine"],
 )
-def test_a_bad_one_is_an_error_that_names_it(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variable_is_named_in_the_error(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SWITCH, "perhaps")
     with pytest.raises(ConfigError, match=f"^{SWITCH}='perhaps': expected on or off"):
         build()
 
 
-def test_nobody_reads_them_where_a_policy_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_not_read_with_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "perhaps")
     policy = AppendPolicy(triton=False)
     assert EngineConfig(append_policy=policy).policy_for("cuda") is policy
@@ -110,7 +112,7 @@ def test_nobody_reads_them_where_a_policy_is_given(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("switch", "on_gpu", "on_cpu"), [(None, True, False), ("on", True, True), ("0", False, False)]
 )
-def test_the_switch_beats_what_the_device_does_best(
+def test_switch_overrides_the_default_of_the_device(
     switch: str | None, on_gpu: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
@@ -121,16 +123,16 @@ def test_the_switch_beats_what_the_device_does_best(
     assert config.policy_for("cpu").triton == on_cpu
 
 
-def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_append_skips_disabled_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append, "triton_skip_reason", lambda _: "")
-    assert not any(left_out(4).values())
+    assert not any(skip_reasons(4).values())
     monkeypatch.setenv(SWITCH, "off")
-    assert left_out(4) == {
+    assert skip_reasons(4) == {
         path: f"{SWITCH} is off" if path.needs_triton else "" for path in POLICIES
     }
 
 
-def test_bench_append_leaves_out_batches_below_the_thresholds(
+def test_bench_append_skips_batches_below_the_thresholds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(append, "triton_skip_reason", lambda _: "")
@@ -139,11 +141,11 @@ def test_bench_append_leaves_out_batches_below_the_thresholds(
     full_batch = Path.TRITON_FULL_BATCH
     others = {Path.TRITON_IDENTITY_POS, Path.TRITON_GATHER}
     for batch, missing in ((2, {full_batch, *others}), (4, {full_batch}), (5, set())):
-        reasons = left_out(batch)
+        reasons = skip_reasons(batch)
         assert {path for path, reason in reasons.items() if reason} == missing
-    assert left_out(4)[full_batch] == f"batch 4: {FULL_BATCH} requires 5 tokens or more"
+    assert skip_reasons(4)[full_batch] == f"batch 4: {FULL_BATCH} requires 5 tokens or more"
 
 
-def left_out(batch: int) -> dict[Path, str]:
+def skip_reasons(batch: int) -> dict[Path, str]:
     device = torch.device("cpu")
     return {path: append.append_skip_reason(path, batch, device) for path in POLICIES}

@@ -1,11 +1,11 @@
-"""Invalid, freed or foreign block ids are refused without side effects."""
+"""Invalid, freed or foreign block ids: rejected without side effects."""
 
 from __future__ import annotations
 
 import pytest
 
 from roseinfer import AppendPolicy, BadArgument, BadBlock, BadRefcount
-from tests.kv.scene import POLICIES, Call, Refused, Scene, assert_refused, set_up
+from tests.kv.scene import POLICIES, Call, RejectedCall, Scene, assert_rejected, build_scene
 
 UNKNOWN = 10**6
 NEVER_USED = 20
@@ -24,14 +24,14 @@ BAD_IDS = {
     "never_used": (lambda _: NEVER_USED, r"block 20 of layer 0 is free: no sequence holds it"),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-every_bad_id = pytest.mark.parametrize(("bad", "words"), BAD_IDS.values(), ids=BAD_IDS)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_bad_ids = pytest.mark.parametrize(("bad", "words"), BAD_IDS.values(), ids=BAD_IDS)
 
 
-@every_policy
-@every_bad_id
+@all_policies
+@all_bad_ids
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_in_any_row_of_a_batch(
+def test_bad_block_in_any_row_of_a_batch_is_rejected(
     device: str, policy: AppendPolicy, bad: object, words: str, row: int
 ) -> None:
     def call(scene: Scene) -> Call:
@@ -39,7 +39,7 @@ def test_in_any_row_of_a_batch(
         lists.insert(row, [bad_id_of(bad, scene)])
         return scene.append(lists)
 
-    assert_refused(set_up(device, policy), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, policy), RejectedCall(call, BadBlock, words))
 
 
 def bad_id_of(bad: object, scene: Scene) -> int:
@@ -47,31 +47,33 @@ def bad_id_of(bad: object, scene: Scene) -> int:
     return int(bad(scene))
 
 
-@every_bad_id
-def test_as_the_last_of_a_list_to_append_to(device: str, bad: object, words: str) -> None:
+@all_bad_ids
+def test_bad_block_at_the_end_of_a_list_is_rejected(device: str, bad: object, words: str) -> None:
     def call(scene: Scene) -> Call:
         return scene.append_one([*scene.full, bad_id_of(bad, scene)])
 
-    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadBlock, words))
 
 
-@every_bad_id
-def test_in_a_plan(device: str, bad: object, words: str) -> None:
+@all_bad_ids
+def test_bad_block_in_a_plan_is_rejected(device: str, bad: object, words: str) -> None:
     def call(scene: Scene) -> Call:
         return scene.kv.plan_append, 0, [scene.partial, [bad_id_of(bad, scene)]], [2, 9]
 
-    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadBlock, words))
 
 
-@every_bad_id
+@all_bad_ids
 @pytest.mark.parametrize("at", [0, 1])
-def test_in_a_list_to_gather(device: str, bad: object, words: str, at: int) -> None:
+def test_bad_block_in_a_list_to_gather_is_rejected(
+    device: str, bad: object, words: str, at: int
+) -> None:
     def call(scene: Scene) -> Call:
         ids = list(scene.full)
         ids.insert(at, bad_id_of(bad, scene))
         return scene.kv.gather_sequence, 0, ids
 
-    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadBlock, words))
 
 
 HOLDABLE = {name: BAD_IDS[name] for name in BAD_IDS if name not in ("freed", "never_used")}
@@ -79,7 +81,9 @@ HOLDABLE = {name: BAD_IDS[name] for name in BAD_IDS if name not in ("freed", "ne
 
 @pytest.mark.parametrize(("bad", "words"), HOLDABLE.values(), ids=HOLDABLE)
 @pytest.mark.parametrize("at", [0, 1])
-def test_in_a_list_to_free(device: str, bad: object, words: str, at: int) -> None:
+def test_bad_block_in_a_list_to_free_is_rejected(
+    device: str, bad: object, words: str, at: int
+) -> None:
     """No block is freed before the bad id is found, wherever in the list it is."""
 
     def call(scene: Scene) -> Call:
@@ -87,7 +91,7 @@ def test_in_a_list_to_free(device: str, bad: object, words: str, at: int) -> Non
         ids.insert(at, bad_id_of(bad, scene))
         return scene.kv.free_blocks, 0, ids
 
-    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadBlock, words))
 
 
 @pytest.mark.parametrize(
@@ -101,28 +105,30 @@ def test_in_a_list_to_free(device: str, bad: object, words: str, at: int) -> Non
     ],
 )
 @pytest.mark.parametrize("at", [0, 1])
-def test_in_a_list_to_share(device: str, bad: int, words: str, at: int) -> None:
+def test_bad_block_in_a_list_to_share_is_rejected(
+    device: str, bad: int, words: str, at: int
+) -> None:
     def call(scene: Scene) -> Call:
         ids = list(scene.partial)
         ids.insert(at, bad)
         return scene.kv.incref_blocks, ids
 
-    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadBlock, words))
 
 
-def test_sharing_a_freed_block(device: str) -> None:
+def test_sharing_a_freed_block_is_rejected(device: str) -> None:
     def call(scene: Scene) -> Call:
         return scene.kv.incref_blocks, [*scene.partial, scene.free_id]
 
-    case = Refused(call, BadBlock, "block 4 of layer 0 is free: no sequence holds it")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadBlock, "block 4 of layer 0 is free: no sequence holds it")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 @pytest.mark.parametrize("reader", ["refcount", "block_info"])
 @pytest.mark.parametrize("bad", [-1, UNKNOWN, 48, SCRATCH, OTHER_SCRATCH])
-def test_asking_about_a_block_that_is_none(device: str, reader: str, bad: int) -> None:
-    case = Refused(lambda scene: (getattr(scene.kv, reader), bad), BadBlock, f"block {bad} ")
-    assert_refused(set_up(device, AppendPolicy()), case)
+def test_queries_of_a_bad_block_are_rejected(device: str, reader: str, bad: int) -> None:
+    case = RejectedCall(lambda scene: (getattr(scene.kv, reader), bad), BadBlock, f"block {bad} ")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 FREED_TOO_OFTEN = {
@@ -133,7 +139,7 @@ FREED_TOO_OFTEN = {
         "block 1 .* held 1 times .* freed 2 times",
     ),
     "shared_thrice_in_one_call": (
-        lambda scene: scene.shared + scene.sharing + scene.shared,
+        lambda scene: scene.shared + scene.fork + scene.shared,
         "block 3 .* held 2 times .* freed 3 times",
     ),
     "last_of_many": (
@@ -144,23 +150,25 @@ FREED_TOO_OFTEN = {
 
 
 @pytest.mark.parametrize(("ids", "words"), FREED_TOO_OFTEN.values(), ids=FREED_TOO_OFTEN)
-def test_freeing_more_often_than_held(device: str, ids: object, words: str) -> None:
+def test_freeing_more_references_than_held_is_rejected(
+    device: str, ids: object, words: str
+) -> None:
     assert callable(ids)
-    case = Refused(lambda scene: (scene.kv.free_blocks, 0, ids(scene)), BadRefcount, words)
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(lambda scene: (scene.kv.free_blocks, 0, ids(scene)), BadRefcount, words)
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
-def test_freeing_as_often_as_held_in_one_call(device: str) -> None:
+def test_freeing_all_references_in_one_call(device: str) -> None:
     """The limit itself is valid: both references may be released at once."""
-    scene = set_up(device, AppendPolicy())
+    scene = build_scene(device, AppendPolicy())
     free = scene.kv.num_free_blocks(0)
-    scene.kv.free_blocks(0, scene.shared + scene.sharing)
+    scene.kv.free_blocks(0, scene.shared + scene.fork)
     assert scene.kv.num_free_blocks(0) == free + 1
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("first", [True, False])
-def test_two_lists_on_a_partial_block_that_one_holds(
+def test_two_lists_on_a_partial_block_with_one_reference_are_rejected(
     device: str, policy: AppendPolicy, first: bool
 ) -> None:
     """Both rows would write the same slot, since ``incref_blocks`` was not called."""
@@ -171,45 +179,47 @@ def test_two_lists_on_a_partial_block_that_one_holds(
         return scene.append(lists)
 
     words = "block index 1 .* more rows than hold it: incref_blocks"
-    assert_refused(set_up(device, policy), Refused(call, BadRefcount, words))
+    assert_rejected(build_scene(device, policy), RejectedCall(call, BadRefcount, words))
 
 
-@every_policy
-def test_three_lists_on_a_partial_block_that_two_hold(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_three_lists_on_a_partial_block_with_two_references_are_rejected(
+    device: str, policy: AppendPolicy
+) -> None:
     def call(scene: Scene) -> Call:
-        return scene.append([scene.shared, scene.sharing, list(scene.shared)])
+        return scene.append([scene.shared, scene.fork, list(scene.shared)])
 
     words = "block index 3 .* more rows than hold it: incref_blocks"
-    assert_refused(set_up(device, policy), Refused(call, BadRefcount, words))
+    assert_rejected(build_scene(device, policy), RejectedCall(call, BadRefcount, words))
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("name", ["partial", "full", "shared"])
-def test_the_same_list_twice(device: str, policy: AppendPolicy, name: str) -> None:
-    """Refused whatever the list ends in; two equal lists are valid."""
+def test_same_list_twice_is_rejected(device: str, policy: AppendPolicy, name: str) -> None:
+    """The list is rejected whatever it ends in; two equal lists are valid."""
 
     def call(scene: Scene) -> Call:
         ids = getattr(scene, name)
         return scene.append([ids, scene.other_layer[:0], ids])
 
-    case = Refused(call, BadArgument, "row 2 is the same list object as row 0")
-    assert_refused(set_up(device, policy), case)
+    case = RejectedCall(call, BadArgument, "row 2 is the same list object as row 0")
+    assert_rejected(build_scene(device, policy), case)
 
 
-def test_the_same_empty_list_twice(device: str) -> None:
+def test_same_empty_list_twice_is_rejected(device: str) -> None:
     def call(scene: Scene) -> Call:
         new: list[int] = []
         return scene.append([scene.partial, new, new])
 
-    case = Refused(call, BadArgument, "row 2 is the same list object as row 1")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, "row 2 is the same list object as row 1")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
-def test_a_list_that_is_not_one_sequence(device: str) -> None:
+def test_list_with_a_partial_block_in_the_middle_is_rejected(device: str) -> None:
     """Reading past a partial block would read tokens that were never stored."""
 
     def call(scene: Scene) -> Call:
         return scene.kv.gather_sequence, 0, scene.partial + scene.full
 
-    case = Refused(call, BadArgument, "block 1 holds 2 of 4 tokens and is not the last")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, "block 1 holds 2 of 4 tokens and is not the last")
+    assert_rejected(build_scene(device, AppendPolicy()), case)

@@ -1,4 +1,4 @@
-"""Invalid tensors, lists and numbers are refused without side effects."""
+"""Invalid tensors, lists and numbers: rejected without side effects."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
-from tests.kv.scene import POLICIES, Call, Refused, Scene, assert_refused, set_up
+from tests.kv.scene import POLICIES, Call, RejectedCall, Scene, assert_rejected, build_scene
 from tests.kv.twins import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-def two(scene: Scene) -> list[list[int]]:
+def two_lists(scene: Scene) -> list[list[int]]:
     return [scene.partial, scene.full]
 
 
@@ -33,73 +33,75 @@ BATCH_SHAPES = {
 }
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("shape", BATCH_SHAPES.values(), ids=BATCH_SHAPES)
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_a_batch_of_another_shape(
+def test_batch_of_a_wrong_shape_is_rejected(
     device: str, policy: AppendPolicy, shape: tuple[int, ...], name: str
 ) -> None:
     def call(scene: Scene) -> Call:
-        given: dict[str, Any] = {name: scene.kv.keys.new_zeros(shape)}
-        return scene.append(two(scene), **given)
+        tensors: dict[str, Any] = {name: scene.kv.keys.new_zeros(shape)}
+        return scene.append(two_lists(scene), **tensors)
 
     words = rf"key and value must be \[2, 3, 5\]; they are .*\[{', '.join(map(str, shape))}\]"
-    assert_refused(set_up(device, policy), Refused(call, BadArgument, words))
+    assert_rejected(build_scene(device, policy), RejectedCall(call, BadArgument, words))
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 6), (4, 5), (1, 3, 5)])
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_a_token_of_another_shape(device: str, shape: tuple[int, ...], name: str) -> None:
+def test_token_of_a_wrong_shape_is_rejected(device: str, shape: tuple[int, ...], name: str) -> None:
     def call(scene: Scene) -> Call:
-        given: dict[str, Any] = {name: scene.kv.keys.new_zeros(shape)}
-        return scene.append_one(scene.partial, **given)
+        tensors: dict[str, Any] = {name: scene.kv.keys.new_zeros(shape)}
+        return scene.append_one(scene.partial, **tensors)
 
-    case = Refused(call, BadArgument, r"key and value must be \[3, 5\]; they are ")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, r"key and value must be \[3, 5\]; they are ")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 @pytest.mark.parametrize(
     "shape", [(3, 4, 5), (2, 3, 4, 5), (1, 4, 4, 5), (1, 3, 4, 6), (1, 4, 3, 5), (1, 3, 4, 5, 1)]
 )
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_a_prompt_of_another_shape(device: str, shape: tuple[int, ...], name: str) -> None:
+def test_prompt_of_a_wrong_shape_is_rejected(
+    device: str, shape: tuple[int, ...], name: str
+) -> None:
     def call(scene: Scene) -> Call:
         good = scene.kv.keys.new_zeros(1, 3, 4, 5)
         pair = {"key": good, "value": good} | {name: scene.kv.keys.new_zeros(shape)}
         return scene.kv.register_prefill_layer, 0, pair["key"], pair["value"]
 
-    case = Refused(call, BadArgument, "key and value must be .*; they are ")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, "key and value must be .*; they are ")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
-def test_keys_and_values_of_prompts_of_different_length(device: str) -> None:
+def test_prompt_keys_and_values_of_different_lengths_are_rejected(device: str) -> None:
     def call(scene: Scene) -> Call:
         key, value = scene.kv.keys.new_zeros(1, 3, 4, 5), scene.kv.keys.new_zeros(1, 3, 6, 5)
         return scene.kv.register_prefill_layer, 0, key, value
 
-    case = Refused(call, BadArgument, r"\[1, 3, 4, 5\] and \[1, 3, 6, 5\]")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, r"\[1, 3, 4, 5\] and \[1, 3, 6, 5\]")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize(
     "dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str
 )
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_numbers_that_are_no_floats(
+def test_tensors_that_are_not_floats_are_rejected(
     device: str, policy: AppendPolicy, dtype: torch.dtype, name: str
 ) -> None:
     def call(scene: Scene) -> Call:
-        given: dict[str, Any] = {name: scene.tokens(2).to(dtype)}
-        return scene.append(two(scene), **given)
+        tensors: dict[str, Any] = {name: scene.tokens(2).to(dtype)}
+        return scene.append(two_lists(scene), **tensors)
 
-    case = Refused(call, BadArgument, f"key and value must be floats; they are .*{dtype}")
-    assert_refused(set_up(device, policy), case)
+    case = RejectedCall(call, BadArgument, f"key and value must be floats; they are .*{dtype}")
+    assert_rejected(build_scene(device, policy), case)
 
 
 CALLS: dict[str, Callable[[Scene, torch.Tensor, torch.Tensor], Any]] = {
     "append_token": lambda s, k, v: s.append_one(s.partial, k[0], v[0]),
-    "append_token_batch": lambda s, k, v: s.append(two(s), k, v),
+    "append_token_batch": lambda s, k, v: s.append(two_lists(s), k, v),
     "register_prefill_layer": lambda s, k, v: (
         s.kv.register_prefill_layer,
         0,
@@ -111,52 +113,52 @@ CALLS: dict[str, Callable[[Scene, torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_a_tensor_on_another_device(device: str, call: Any, name: str) -> None:
-    def moved(scene: Scene) -> Any:
+def test_tensor_on_another_device_is_rejected(device: str, call: Any, name: str) -> None:
+    def call_with_moved_tensor(scene: Scene) -> Any:
         pair = {"key": scene.tokens(2), "value": scene.tokens(2)}
-        pair[name] = pair[name].to(scene.elsewhere)
+        pair[name] = pair[name].to(scene.other_device)
         return call(scene, pair["key"], pair["value"])
 
-    scene = set_up(device, AppendPolicy())
-    on = {"key": str(scene.kv.device), "value": str(scene.kv.device), name: scene.elsewhere}
-    words = f"the cache is on {scene.kv.device}; key is on {on['key']}, value on {on['value']}"
-    assert_refused(scene, Refused(moved, BadArgument, words))
+    scene = build_scene(device, AppendPolicy())
+    at = {"key": str(scene.kv.device), "value": str(scene.kv.device), name: scene.other_device}
+    words = f"the cache is on {scene.kv.device}; key is on {at['key']}, value on {at['value']}"
+    assert_rejected(scene, RejectedCall(call_with_moved_tensor, BadArgument, words))
 
 
-def test_a_write_of_a_tensor_on_another_device(device: str) -> None:
-    scene = set_up(device, AppendPolicy())
+def test_write_of_a_tensor_on_another_device_is_rejected(device: str) -> None:
+    scene = build_scene(device, AppendPolicy())
     plan = scene.kv.plan_append(0, [scene.partial])
 
     def call(scene: Scene) -> Call:
-        return scene.kv.write, plan, 0, scene.tokens(1), scene.tokens(1).to(scene.elsewhere)
+        return scene.kv.write, plan, 0, scene.tokens(1), scene.tokens(1).to(scene.other_device)
 
-    words = f"the cache is on {scene.kv.device}.*value on {scene.elsewhere}"
-    assert_refused(scene, Refused(call, BadArgument, words))
+    words = f"the cache is on {scene.kv.device}.*value on {scene.other_device}"
+    assert_rejected(scene, RejectedCall(call, BadArgument, words))
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize("wrong", [(), (1,), 1, "1"], ids=repr)
-def test_a_block_list_that_is_no_list(
-    device: str, policy: AppendPolicy, row: int, wrong: object
+@pytest.mark.parametrize("block_list", [(), (1,), 1, "1"], ids=repr)
+def test_block_list_of_another_type_is_rejected_with_its_row(
+    device: str, policy: AppendPolicy, row: int, block_list: object
 ) -> None:
     """A list of another type could not be changed in place; the error names the row."""
 
     def call(scene: Scene) -> Call:
         lists: list[object] = [scene.full]
-        lists.insert(row, wrong)
+        lists.insert(row, block_list)
         return scene.append(lists)
 
-    case = Refused(call, BadArgument, f"row {row}: a block list must be a list, not ")
-    assert_refused(set_up(device, policy), case)
+    case = RejectedCall(call, BadArgument, f"row {row}: a block list must be a list, not ")
+    assert_rejected(build_scene(device, policy), case)
 
 
-@pytest.mark.parametrize("wrong", [(), (1,), None], ids=repr)
-def test_a_token_for_what_is_no_list(device: str, wrong: object) -> None:
-    case = Refused(
-        lambda scene: scene.append_one(wrong), BadArgument, "a block list must be a list, not "
+@pytest.mark.parametrize("block_list", [(), (1,), None], ids=repr)
+def test_append_token_rejects_block_lists_of_other_types(device: str, block_list: object) -> None:
+    case = RejectedCall(
+        lambda scene: scene.append_one(block_list), BadArgument, "a block list must be a list, not "
     )
-    assert_refused(set_up(device, AppendPolicy()), case)
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 def prompt(scene: Scene) -> torch.Tensor:
@@ -165,14 +167,14 @@ def prompt(scene: Scene) -> torch.Tensor:
 
 CALLS_WITH_LAYER: dict[str, Callable[[Scene, int], Any]] = {
     "append_token": lambda s, layer: s.append_one(s.partial, layer=layer),
-    "append_token_batch": lambda s, layer: s.append(two(s), layer=layer),
+    "append_token_batch": lambda s, layer: s.append(two_lists(s), layer=layer),
     "register_prefill_layer": lambda s, layer: (
         s.kv.register_prefill_layer,
         layer,
         prompt(s),
         prompt(s),
     ),
-    "plan_append": lambda s, layer: (s.kv.plan_append, layer, two(s)),
+    "plan_append": lambda s, layer: (s.kv.plan_append, layer, two_lists(s)),
     "gather_sequence": lambda s, layer: (s.kv.gather_sequence, layer, s.partial),
     "free_blocks": lambda s, layer: (s.kv.free_blocks, layer, s.partial),
     "num_free_blocks": lambda s, layer: (s.kv.num_free_blocks, layer),
@@ -181,21 +183,21 @@ CALLS_WITH_LAYER: dict[str, Callable[[Scene, int], Any]] = {
 
 @pytest.mark.parametrize("layer", [-1, 2, 99])
 @pytest.mark.parametrize("call", CALLS_WITH_LAYER.values(), ids=CALLS_WITH_LAYER)
-def test_a_layer_that_does_not_exist(device: str, call: Any, layer: int) -> None:
+def test_unknown_layer_is_rejected(device: str, call: Any, layer: int) -> None:
     words = f"layer {layer} of a cache with 2 layers"
-    case = Refused(lambda scene: call(scene, layer), BadArgument, words)
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(lambda scene: call(scene, layer), BadArgument, words)
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 @pytest.mark.parametrize("total_len", [-1, 3, 4, 100])
-def test_reading_more_than_is_stored(device: str, total_len: int) -> None:
+def test_gathering_more_tokens_than_stored_is_rejected(device: str, total_len: int) -> None:
     """A block has room for 4 tokens, with stale ones after the 2 that are stored."""
 
     def call(scene: Scene) -> Call:
         return scene.kv.gather_sequence, 0, scene.partial, total_len
 
-    case = Refused(call, BadArgument, f"total_len={total_len}, but 2 tokens are stored")
-    assert_refused(set_up(device, AppendPolicy()), case)
+    case = RejectedCall(call, BadArgument, f"total_len={total_len}, but 2 tokens are stored")
+    assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
 BAD_SIZES = {
@@ -210,14 +212,16 @@ BAD_SIZES = {
 
 
 @pytest.mark.parametrize(("sizes", "words"), BAD_SIZES.values(), ids=BAD_SIZES)
-def test_a_cache_that_cannot_be(device: str, sizes: dict[str, int], words: str) -> None:
+def test_invalid_sizes_of_a_cache_are_rejected(
+    device: str, sizes: dict[str, int], words: str
+) -> None:
     shape: dict[str, Any] = SIZES | sizes
     with pytest.raises(BadArgument, match=words):
         KVBlockManager(device=device, dtype=torch.float32, **shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64], ids=str)
-def test_a_cache_of_another_dtype(device: str, dtype: torch.dtype) -> None:
+def test_unsupported_dtype_of_a_cache_is_rejected(device: str, dtype: torch.dtype) -> None:
     shape: dict[str, Any] = SIZES
     with pytest.raises(BadArgument, match=f"a cache of {dtype} is not supported"):
         KVBlockManager(device=device, dtype=dtype, **shape)

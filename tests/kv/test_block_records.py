@@ -1,4 +1,4 @@
-"""Block records (``KVBlockInfo``) are right, and changed in place, not rebuilt."""
+"""Block records (``KVBlockInfo``): their contents, and their updates in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from roseinfer import AppendPolicy, KVBlockInfo, KVBlockManager
-from tests.kv.recording import block_records_made
+from tests.kv.recording import record_new_blocks
 from tests.kv.twins import BLOCK_SIZE, Twins, build
 
 POLICIES = {
@@ -17,48 +17,48 @@ POLICIES = {
     "per_token": AppendPolicy(batched=False),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def contents(info: KVBlockInfo) -> tuple[int, int, int, int]:
     return info.layer, info.block_index, info.start, info.length
 
 
-def test_a_record_is_a_slots_dataclass_of_four_fields() -> None:
+def test_record_is_a_slots_dataclass_of_four_fields() -> None:
     assert is_dataclass(KVBlockInfo)
     assert [f.name for f in fields(KVBlockInfo)] == ["layer", "block_index", "start", "length"]
     assert not hasattr(KVBlockInfo(0, 1, 0, 0), "__dict__")
 
 
-@every_policy
-def test_in_place_appends_keep_the_record_and_make_none(
+@all_policies
+def test_in_place_appends_update_the_record_and_build_none(
     device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(device, policy, lengths=(1, 1))
     records = [twins.fast.block_info(ids[0]) for ids in twins.fast_lists]
-    with block_records_made(monkeypatch) as made:
+    with record_new_blocks(monkeypatch) as records_built:
         twins.append()
         twins.append()
-    assert not made
+    assert not records_built
     for ids, record in zip(twins.fast_lists, records, strict=True):
         assert twins.fast.block_info(ids[0]) is record
         assert record.length == 3
 
 
-@every_policy
-def test_a_new_block_makes_one_record(
+@all_policies
+def test_new_block_builds_one_record(
     device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorder used above does detect new records."""
     twins = Twins(device, policy, lengths=(BLOCK_SIZE, BLOCK_SIZE))
     key, value = twins.token(2), twins.token(2)
-    with block_records_made(monkeypatch) as made:
+    with record_new_blocks(monkeypatch) as records_built:
         twins.fast.append_token_batch(twins.layer, twins.fast_lists, key, value)
-    assert len(made) == 2
+    assert len(records_built) == 2
 
 
-@every_policy
-def test_a_recycled_block_keeps_its_record(
+@all_policies
+def test_recycled_block_keeps_its_record(
     device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(device, policy, lengths=(3,))
@@ -66,15 +66,15 @@ def test_a_recycled_block_keeps_its_record(
     record = twins.fast.block_info(block)
     twins.free(0)
     assert contents(record)[2:] == (0, 0)
-    with block_records_made(monkeypatch) as made:
+    with record_new_blocks(monkeypatch) as records_built:
         twins.append([0])
-    assert not made
+    assert not records_built
     assert twins.fast_lists[0] == [block]
     assert twins.fast.block_info(block) is record
     assert record.length == 1
 
 
-@every_policy
+@all_policies
 def test_start_is_the_position_of_the_first_token_in_its_sequence(
     device: str, policy: AppendPolicy
 ) -> None:
@@ -86,8 +86,8 @@ def test_start_is_the_position_of_the_first_token_in_its_sequence(
     assert [info.length for info in infos] == [BLOCK_SIZE, BLOCK_SIZE, 1]
 
 
-@every_policy
-def test_a_copy_starts_and_ends_where_its_source_does(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_copy_has_the_start_and_length_of_its_source(device: str, policy: AppendPolicy) -> None:
     twins = Twins(device, policy, lengths=(BLOCK_SIZE + 2,))
     twins.fork(0)
     (_, old) = twins.fast_lists[0]
@@ -117,7 +117,7 @@ def free_block_lengths(kv: KVBlockManager) -> set[int]:
     }
 
 
-def test_free_blocks_hold_nothing(device: str) -> None:
+def test_free_blocks_have_length_zero(device: str) -> None:
     twins = Twins(device, lengths=(3, BLOCK_SIZE + 1))
     twins.free(1)
     assert free_block_lengths(twins.fast) == {0}

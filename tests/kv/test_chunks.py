@@ -1,4 +1,4 @@
-"""Plans of several tokens per sequence: chunked prefill and reserving ahead."""
+"""Plans of several tokens per sequence, for chunked prefill and for reserving ahead."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ POLICIES = {
     "copies_one_by_one": AppendPolicy(batched_copy_on_write=False),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("start", range(BLOCK_SIZE + 1))
 @pytest.mark.parametrize("count", [1, 3, BLOCK_SIZE, 2 * BLOCK_SIZE + 1])
-def test_a_chunk_from_every_position(
+def test_chunk_starts_at_any_position(
     device: str, policy: AppendPolicy, start: int, count: int
 ) -> None:
     twins = GroupTwins(device, policy, lengths=(start,))
@@ -33,7 +33,7 @@ def test_a_chunk_from_every_position(
     twins.check()
 
 
-@every_policy
+@all_policies
 def test_chunks_of_several_sequences_in_one_plan(device: str, policy: AppendPolicy) -> None:
     twins = GroupTwins(device, policy, lengths=(0, 2, BLOCK_SIZE, 3))
     twins.append([3, 0, 2, 1], [6, 1, BLOCK_SIZE, 2])
@@ -41,9 +41,9 @@ def test_chunks_of_several_sequences_in_one_plan(device: str, policy: AppendPoli
     twins.check()
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("rows", [[0], [1], [0, 1], [1, 0], [2, 1, 0]])
-def test_a_chunk_on_a_shared_block_copies_it_once(
+def test_chunk_on_a_shared_block_copies_it_once(
     device: str, policy: AppendPolicy, rows: list[int]
 ) -> None:
     twins = GroupTwins(device, policy, lengths=(2,))
@@ -57,10 +57,8 @@ def test_a_chunk_on_a_shared_block_copies_it_once(
     twins.check()
 
 
-@every_policy
-def test_a_chunk_after_a_shared_full_block_copies_nothing(
-    device: str, policy: AppendPolicy
-) -> None:
+@all_policies
+def test_chunk_after_a_shared_full_block_copies_nothing(device: str, policy: AppendPolicy) -> None:
     twins = GroupTwins(device, policy, lengths=(BLOCK_SIZE,))
     twins.fork(0)
     plan = twins.append([0, 1], [5, 2])
@@ -69,21 +67,21 @@ def test_a_chunk_after_a_shared_full_block_copies_nothing(
     twins.check()
 
 
-@every_policy
-def test_a_step_after_chunks(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_decode_step_after_chunks(device: str, policy: AppendPolicy) -> None:
     twins = GroupTwins(device, policy, lengths=(5, 6))
     plan = twins.append([0, 1])
     assert plan.num_tokens == 2
     twins.check()
 
 
-def test_one_token_chunks_are_a_step_and_take_its_path(device: str) -> None:
+def test_one_token_chunks_take_the_path_of_a_decode_step(device: str) -> None:
     twins = GroupTwins(device, lengths=(2, 2))
     assert twins.append([0, 1], [1, 1]).path is Path.TRITON_FULL_BATCH
     twins.check()
 
 
-def test_a_chunk_is_one_write_per_layer(device: str) -> None:
+def test_chunk_is_one_write_per_layer(device: str) -> None:
     twins = GroupTwins(device)
     twins.start()
     before = twins.fast.path_counts.copy()
@@ -93,21 +91,21 @@ def test_a_chunk_is_one_write_per_layer(device: str) -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_chunks_that_do_not_fit_take_nothing(device: str, order: tuple[int, ...]) -> None:
+def test_chunks_that_do_not_fit_allocate_nothing(device: str, order: tuple[int, ...]) -> None:
     """One chunk fits into its last block, one needs three new blocks and one needs one."""
     twins = GroupTwins(device, lengths=(1,))
-    taken = (twins.fast.num_free_blocks(2) - 3) * BLOCK_SIZE
-    twins.append([twins.start()], [taken])
-    wanted: list[tuple[list[int], int]] = [
+    num_filled = (twins.fast.num_free_blocks(2) - 3) * BLOCK_SIZE
+    twins.append([twins.start()], [num_filled])
+    rows: list[tuple[list[int], int]] = [
         (twins.lists[0], BLOCK_SIZE - 1),
         ([], 2 * BLOCK_SIZE + 1),
         ([], BLOCK_SIZE),
     ]
-    lists = [wanted[row][0] for row in order]
+    lists = [rows[row][0] for row in order]
     copies = [list(ids) for ids in lists]
     before = Snapshot.of(twins.fast)
     with pytest.raises(OutOfBlocks, match="3 free blocks and 4 are needed") as caught:
-        twins.fast.plan_append(2, lists, [wanted[row][1] for row in order])
+        twins.fast.plan_append(2, lists, [rows[row][1] for row in order])
     assert (caught.value.needed, caught.value.free) == (4, 3)
     before.assert_unchanged(twins.fast)
     assert lists == copies
@@ -122,7 +120,7 @@ def test_chunks_that_do_not_fit_take_nothing(device: str, order: tuple[int, ...]
         ([-2, 1], "row 0: cannot append -2 tokens"),
     ],
 )
-def test_bad_counts(device: str, counts: list[int], words: str) -> None:
+def test_invalid_token_counts_are_rejected(device: str, counts: list[int], words: str) -> None:
     twins = GroupTwins(device, lengths=(1, 2))
     before = Snapshot.of(twins.fast)
     lists = [list(ids) for ids in twins.lists]

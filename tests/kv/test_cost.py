@@ -24,8 +24,8 @@ MILLION = 1_000_000
 BLOCK_SIZE = 4
 
 
-def small(device: str, max_blocks: int, policy: AppendPolicy | None = None) -> KVBlockManager:
-    """Make a cache with next to no data, so that metadata dominates."""
+def build_small(device: str, max_blocks: int, policy: AppendPolicy | None = None) -> KVBlockManager:
+    """Build a cache with next to no data, so that metadata dominates."""
     return KVBlockManager(
         num_layers=1,
         num_heads=1,
@@ -38,7 +38,7 @@ def small(device: str, max_blocks: int, policy: AppendPolicy | None = None) -> K
     )
 
 
-class Watched(list[Any]):
+class CountingList(list[Any]):
     """List that counts the items accessed."""
 
     num_accesses = 0
@@ -73,70 +73,74 @@ class Watched(list[Any]):
 
 def measure(pool: BlockPool, call: Callable[[], object]) -> tuple[int, int]:
     """Return the steps of a call, and the items of the pool's lists that it accessed."""
-    lists = [Watched(pool.infos), Watched(pool.refcounts), Watched(pool._freed_indices)]
+    lists = [
+        CountingList(pool.infos),
+        CountingList(pool.refcounts),
+        CountingList(pool._freed_indices),
+    ]
     pool.infos, pool.refcounts, pool._freed_indices = lists
     steps = count_steps(call)
     return steps, sum(each.num_accesses for each in lists)
 
 
-def take_all(pool: BlockPool) -> list[int]:
-    """Allocate every block of the pool; return their ids."""
+def allocate_all(pool: BlockPool) -> list[int]:
+    """Allocate all blocks of the pool; return their ids."""
     return [
         pool.first_id + pool.allocate(start=i, length=0).block_index for i in range(pool.num_free)
     ]
 
 
-def test_building_a_pool_takes_the_same_steps_and_bytes_whatever_its_size() -> None:
+def test_pool_construction_cost_is_independent_of_its_size() -> None:
     def build(size: int) -> tuple[int, int]:
         steps = count_steps(lambda: BlockPool(layer=0, first_id=0, size=size, block_size=16))
         tracemalloc.start()
         pool = BlockPool(layer=0, first_id=0, size=size, block_size=16)
-        taken, _ = tracemalloc.get_traced_memory()
+        num_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert pool.num_free == size - 1
-        return steps, taken
+        return steps, num_bytes
 
     for _ in range(40):  # Python sizes attribute storage by earlier instances of a class
         build(10)
     assert build(10_000) == build(MILLION)
 
 
-def test_a_cache_of_a_million_blocks_is_built_in_under_two_seconds(device: str) -> None:
+def test_cache_of_a_million_blocks_is_built_within_two_seconds(device: str) -> None:
     torch.empty(1, device=device)  # so that the CUDA context is not counted
     begin = time.perf_counter()
-    kv = small(device, MILLION)
+    kv = build_small(device, MILLION)
     seconds = time.perf_counter() - begin
     assert kv.num_free_blocks(0) == MILLION - 1
     assert seconds < 2
 
 
-def cost_of_taking_one(in_use: int) -> tuple[int, int]:
+def allocation_cost(in_use: int) -> tuple[int, int]:
     pool = BlockPool(layer=0, first_id=0, size=MILLION, block_size=16)
     for _ in range(in_use):
         pool.allocate(start=0, length=0)
     return measure(pool, lambda: pool.allocate(start=0, length=0))
 
 
-def test_a_million_blocks_in_use_take_at_most_200_bytes_each() -> None:
+def test_used_block_takes_at_most_200_bytes() -> None:
     """The limit includes the ids in the callers' lists."""
     # If this failed, the next line would take far too long.
-    assert cost_of_taking_one(1000) == cost_of_taking_one(10)
+    assert allocation_cost(1000) == allocation_cost(10)
     pool = BlockPool(layer=0, first_id=MILLION, size=MILLION, block_size=16)
     tracemalloc.start()
-    ids = take_all(pool)
-    taken, peak = tracemalloc.get_traced_memory()
+    ids = allocate_all(pool)
+    num_bytes, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert pool.num_free == 0
     assert len(set(ids)) == MILLION - 1
-    assert taken / len(ids) <= 200
+    assert num_bytes / len(ids) <= 200
     assert peak / len(ids) <= 220
 
 
-class Untouchable(int):
+class UnreadableId(int):
     """Id in the middle of a list, which an append must not read."""
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise AssertionError(f"looked at id {int.__repr__(self)}, which is not the last")
+        raise AssertionError(f"read id {int.__repr__(self)}, which is not the last")
 
     __eq__ = __hash__ = __sub__ = __add__ = __rsub__ = __radd__ = __index__ = _refuse
     __lt__ = __gt__ = __le__ = __ge__ = __floordiv__ = __mod__ = __bool__ = _refuse
@@ -149,12 +153,12 @@ def append_one(kv: KVBlockManager, lists: list[list[int]]) -> Callable[[], None]
 
 def measure_long_list(device: str, blocks_before: int, last_length: int, holders: int) -> int:
     """Return the steps of an append to a list of ``blocks_before`` ids and one more block."""
-    kv = small(device, 64)
+    kv = build_small(device, 64)
     last: list[int] = []
     kv.plan_append(0, [last], [last_length])
     for _ in range(holders - 1):
         kv.incref_blocks(last)
-    lists = [[Untouchable(7)] * blocks_before + last]
+    lists = [[UnreadableId(7)] * blocks_before + last]
     return count_steps(append_one(kv, lists))
 
 
@@ -163,9 +167,7 @@ def measure_long_list(device: str, blocks_before: int, last_length: int, holders
     [(1, 1), (BLOCK_SIZE, 1), (BLOCK_SIZE, 2), (1, 2)],
     ids=["in_place", "rollover", "rollover_shared", "copy_on_write"],
 )
-def test_an_append_does_not_look_back_along_the_sequence(
-    device: str, last_length: int, holders: int
-) -> None:
+def test_append_reads_only_the_last_block_id(device: str, last_length: int, holders: int) -> None:
     steps = measure_long_list(device, 0, last_length, holders)
     assert steps > 100
     assert measure_long_list(device, 100_000, last_length, holders) == steps
@@ -175,25 +177,25 @@ def test_planning_copies_no_block_list(device: str) -> None:
     """A copy of a long list would show in allocated memory, if not in steps."""
 
     def peak(blocks_before: int) -> int:
-        kv = small(device, 64)
+        kv = build_small(device, 64)
         last: list[int] = []
         kv.plan_append(0, [last])
-        lists = [[Untouchable(7)] * blocks_before + last]
+        lists = [[UnreadableId(7)] * blocks_before + last]
         tracemalloc.start()
         kv.plan_append(0, lists, [1])
-        _, most = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return most
+        return peak_bytes
 
     assert peak(1_000_000) < peak(0) + 10_000
 
 
 def measure_used_pool(device: str, used: int, freed: int) -> tuple[int, int]:
     """Return steps and pool items accessed of a mixed append to a much-used pool."""
-    kv = small(device, 50_000)
+    kv = build_small(device, 50_000)
     pool = kv._pools[0]
-    crowd = [pool.allocate(start=0, length=BLOCK_SIZE).block_index for _ in range(used)]
-    kv.free_blocks(0, crowd[:freed])
+    occupied = [pool.allocate(start=0, length=BLOCK_SIZE).block_index for _ in range(used)]
+    kv.free_blocks(0, occupied[:freed])
     lists: list[list[int]] = [[], [], [], [], []]
     kv.plan_append(0, lists, [1, BLOCK_SIZE, 2, 3, 1])
     kv.incref_blocks(lists[3])
@@ -204,9 +206,9 @@ def measure_used_pool(device: str, used: int, freed: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("few", "many"),
     [((10, 0), (40_000, 0)), ((20, 20), (40_000, 39_000))],
-    ids=["all_in_use", "most_freed"],
+    ids=["all_in_use", "max_freed"],
 )
-def test_an_append_does_not_notice_how_many_blocks_were_used(
+def test_append_cost_is_independent_of_used_blocks(
     device: str, few: tuple[int, int], many: tuple[int, int]
 ) -> None:
     steps, num_accesses = measure_used_pool(device, *few)
@@ -216,7 +218,7 @@ def test_an_append_does_not_notice_how_many_blocks_were_used(
 
 def measure_batch(device: str, policy: AppendPolicy, batch: int, kind: str) -> int:
     """Return the steps of one append by ``batch`` sequences of the same condition."""
-    kv = small(device, 3 * batch + 2, policy)
+    kv = build_small(device, 3 * batch + 2, policy)
     lists: list[list[int]] = [[] for _ in range(batch)]
     starts = {"in_place": 1, "uneven": 1, "rollover": BLOCK_SIZE, "copy_on_write": 2}
     if kind != "fresh":
@@ -239,7 +241,7 @@ def measure_batch(device: str, policy: AppendPolicy, batch: int, kind: str) -> i
         AppendPolicy(triton=False, identity=False),
         AppendPolicy(triton=False, batched_rollover=False, batched_copy_on_write=False),
     ],
-    ids=["identity", "gather", "apart"],
+    ids=["identity", "gather", "separate"],
 )
 def test_steps_grow_linearly_up_to_4096_sequences(
     device: str, kind: str, policy: AppendPolicy
@@ -251,7 +253,7 @@ def test_steps_grow_linearly_up_to_4096_sequences(
     assert steps[4096] - steps[1024] == pytest.approx(3072 * per_row, rel=0.01)
 
 
-def test_quadratic_work_would_be_seen() -> None:
+def test_step_count_detects_quadratic_work() -> None:
     """The comparison above fails if each row is searched for among the previous rows."""
 
     def quadratic(batch: int) -> Callable[[], None]:
@@ -267,11 +269,11 @@ def test_quadratic_work_would_be_seen() -> None:
     assert steps[1024] - steps[256] > 1.5 * 768 * per_row
 
 
-def test_a_reader_of_the_whole_list_would_be_seen() -> None:
-    watched = Watched(range(1000))
-    assert 999 in watched
-    assert watched.num_accesses == 1000
-    with pytest.raises(AssertionError, match="looked at id 7"):
-        sum([Untouchable(7)])
-    with pytest.raises(AssertionError, match="looked at id 7"):
-        7 in [Untouchable(7)]  # noqa: B015
+def test_counting_list_detects_a_full_read() -> None:
+    counting = CountingList(range(1000))
+    assert 999 in counting
+    assert counting.num_accesses == 1000
+    with pytest.raises(AssertionError, match="read id 7"):
+        sum([UnreadableId(7)])
+    with pytest.raises(AssertionError, match="read id 7"):
+        7 in [UnreadableId(7)]  # noqa: B015

@@ -1,4 +1,4 @@
-"""Edge cases that would often do no harm, and are refused or handled all the same."""
+"""Edge cases that are often harmless, and are rejected or handled all the same."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.python_process import run_python
 TORCH = AppendPolicy(triton=False)
 
 
-def test_a_condition_that_was_not_met_is_not_in_the_counts(device: str) -> None:
+def test_counts_lack_conditions_that_were_not_met(device: str) -> None:
     kv = build(device, policy=TORCH)
     prompt = torch.ones(1, kv.num_heads, 3, kv.head_dim, device=device)
     kv.register_prefill_layer(0, prompt, prompt)
     assert Condition.IN_PLACE not in kv.path_counts
 
 
-def test_a_plan_of_another_cache_is_refused(device: str) -> None:
+def test_plan_of_another_cache_is_rejected(device: str) -> None:
     mine, other = build(device, policy=TORCH), build(device, policy=TORCH)
     plan = mine.plan_append(0, [[]])
     before = other.keys.clone()
@@ -30,7 +30,7 @@ def test_a_plan_of_another_cache_is_refused(device: str) -> None:
     assert_same_bits(other.keys, before)
 
 
-def test_a_long_prompt_does_not_swell_the_ring(device: str) -> None:
+def test_long_prompt_does_not_grow_the_staging_ring(device: str) -> None:
     kv = build(device, policy=TORCH, block_size=128, max_blocks_per_layer=100, head_dim=1)
     staging = kv._append_executor._staging
     capacity = staging._capacity
@@ -42,7 +42,7 @@ def test_a_long_prompt_does_not_swell_the_ring(device: str) -> None:
     assert staging._capacity == capacity
 
 
-def test_a_subclass_of_list_is_a_list_on_every_path(device: str) -> None:
+def test_subclass_of_list_is_accepted_on_every_path(device: str) -> None:
     class Blocks(list[int]):
         pass
 
@@ -54,7 +54,7 @@ def test_a_subclass_of_list_is_a_list_on_every_path(device: str) -> None:
     assert len(single) == len(batched) == 1
 
 
-def test_kernels_take_floats(device: str) -> None:
+def test_kernels_reject_tensors_that_are_not_floats(device: str) -> None:
     cache = torch.zeros(2, 1, 4, 8, device=device)
     new = torch.ones(1, 1, 8, device=device)
     where = torch.zeros(1, dtype=torch.int64, device=device)
@@ -69,7 +69,7 @@ def test_kernels_take_floats(device: str) -> None:
         )
 
 
-def test_kernels_on_a_cpu_ask_for_the_interpreter() -> None:
+def test_kernels_on_a_cpu_require_the_interpreter() -> None:
     code = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
@@ -85,6 +85,6 @@ except BadArgument as error:
     assert "TRITON_INTERPRET=1" in run_python(code, warm=True)
 
 
-def test_switches_are_true_or_false() -> None:
+def test_policy_switches_must_be_booleans() -> None:
     with pytest.raises(ConfigError, match="triton must be True or False, not 'off'"):
         AppendPolicy(triton="off")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Operations dispatched by the fast paths, which save some.
+"""Operations dispatched by the fast paths.
 
 Identity: no gather, the caller's keys are used directly. Constant position: the position is a
 number, and no tensor of positions exists.
@@ -45,10 +45,9 @@ def test_full_batch_kernel_gets_block_indices_and_a_number(
     assert not operations.beyond("copy_")
     assert operations.count("copy_") == uploads(device)
     (launch,) = operations.launches
-    _, _, key, value, block_idx = launch.tensors
-    assert (key.data_ptr(), value.data_ptr()) == addresses
-    assert block_idx.tolist() == [ids[0] % 24 for ids in twins.fast_lists]
-    assert launch.scalars[-1] == 2
+    assert (launch["key"].data_ptr(), launch["value"].data_ptr()) == addresses
+    assert launch["block_idx"].tolist() == [ids[0] % 24 for ids in twins.fast_lists]
+    assert launch["pos"] == 2
 
 
 def test_torch_scalar_path_writes_at_a_number(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def test_torch_scalar_path_writes_at_a_number(device: str, monkeypatch: pytest.M
 
 @triton_or_torch
 @pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_identity_selects_nothing(
+def test_identity_path_gathers_nothing(
     device: str, monkeypatch: pytest.MonkeyPatch, triton: bool, lengths: tuple[int, ...]
 ) -> None:
     twins = Twins(device, AppendPolicy(triton=triton), lengths=lengths)
@@ -73,7 +72,7 @@ def test_identity_selects_nothing(
     assert operations.count("index_select") == 0
 
 
-def test_a_gather_does_select(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_path_gathers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder used above does detect a gather."""
     twins = Twins(device, AppendPolicy(triton=False, identity=False), lengths=EVEN)
     operations = Operations(monkeypatch)
@@ -81,14 +80,14 @@ def test_a_gather_does_select(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert operations.count("index_select") == 2
 
 
-def test_the_gather_kernel_gets_rows_and_positions(
+def test_gather_kernel_gets_rows_and_positions(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(device, AppendPolicy(identity=False), lengths=UNEVEN)
     operations = Operations(monkeypatch)
     record_append(twins, operations, Path.TRITON_GATHER)
-    rows, positions = operations.launches[0].tensors[4:6]
-    assert (rows.tolist(), positions.tolist()) == ([0, 1, 2], [1, 2, 3])
+    (launch,) = operations.launches
+    assert (launch["rows"].tolist(), launch["positions"].tolist()) == ([0, 1, 2], [1, 2, 3])
 
 
 @triton_or_torch
@@ -113,7 +112,7 @@ def test_only_the_indices_a_path_reads_are_staged(
 
 
 @triton_or_torch
-def test_index_buffers_are_the_same_call_after_call(device: str, triton: bool) -> None:
+def test_index_buffers_are_reused(device: str, triton: bool) -> None:
     """In steady state no index tensor is allocated: the ring's buffers are reused."""
     twins = Twins(device, AppendPolicy(triton=triton), lengths=EVEN, max_blocks_per_layer=128)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceSequence:
-    """Sequence, and the tokens appended to it."""
+    """A sequence, and the tokens appended to it."""
 
     def __init__(self, kv: KVBlockManager, length: int) -> None:
         self.kv = kv
@@ -35,16 +35,16 @@ class ReferenceSequence:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 3, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
-def test_all_of_a_sequence(device: str, dtype: torch.dtype, length: int) -> None:
+def test_gather_returns_a_whole_sequence(device: str, dtype: torch.dtype, length: int) -> None:
     ReferenceSequence(build(device, dtype=dtype), length).assert_read(None)
 
 
 @pytest.mark.parametrize("total_len", range(2 * BLOCK_SIZE + 2))
-def test_the_first_tokens_of_a_sequence(device: str, total_len: int) -> None:
+def test_gather_returns_a_prefix(device: str, total_len: int) -> None:
     ReferenceSequence(build(device), 2 * BLOCK_SIZE + 1).assert_read(total_len)
 
 
-def test_blocks_in_the_order_of_the_list(device: str) -> None:
+def test_gather_follows_the_order_of_the_list(device: str) -> None:
     """Recycled blocks come in any order of their indices."""
     kv = build(device)
     ReferenceSequence(kv, 1)
@@ -56,14 +56,14 @@ def test_blocks_in_the_order_of_the_list(device: str) -> None:
 
 
 @pytest.mark.parametrize("total_len", [None, 0])
-def test_a_sequence_of_nothing(device: str, total_len: int | None) -> None:
+def test_gather_of_an_empty_list_is_empty(device: str, total_len: int | None) -> None:
     kv = build(device)
     keys, values = kv.gather_sequence(0, [], total_len)
     assert keys.shape == values.shape == (kv.num_heads, 0, kv.head_dim)
     assert keys.dtype == kv.dtype
 
 
-def test_what_was_read_is_a_copy(device: str) -> None:
+def test_gather_returns_a_copy(device: str) -> None:
     kv = build(device)
     sequence = ReferenceSequence(kv, 3)
     keys, values = kv.gather_sequence(0, sequence.ids)

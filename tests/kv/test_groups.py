@@ -18,12 +18,12 @@ POLICIES = {
     "not_batched": AppendPolicy(batched=False, batched_rollover=False),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("group", range(LAYERS // GROUP))
-def test_a_token_for_every_sequence(device: str, policy: AppendPolicy, group: int) -> None:
+def test_one_token_per_sequence(device: str, policy: AppendPolicy, group: int) -> None:
     twins = GroupTwins(device, policy, group=group, lengths=(1, 2, 3))
     for _ in range(BLOCK_SIZE + 1):
         twins.append([0, 2, 1])
@@ -47,8 +47,8 @@ def test_one_clone_copies_the_blocks_of_all_layers(
     twins.check()
 
 
-@every_policy
-def test_everything_a_row_can_meet(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_every_condition_in_one_plan(device: str, policy: AppendPolicy) -> None:
     twins = GroupTwins(device, policy, lengths=(0, 2, BLOCK_SIZE, BLOCK_SIZE, 2))
     twins.fork(3)
     twins.fork(4)
@@ -66,7 +66,7 @@ def test_everything_a_row_can_meet(device: str, policy: AppendPolicy) -> None:
     twins.check()
 
 
-@every_policy
+@all_policies
 def test_layers_may_be_written_in_any_order_and_later(device: str, policy: AppendPolicy) -> None:
     """The next plan is made before the last layer of this one is written."""
     twins = GroupTwins(device, policy, lengths=(1, 2))
@@ -75,7 +75,7 @@ def test_layers_may_be_written_in_any_order_and_later(device: str, policy: Appen
     for layer in reversed(twins.layers):
         for plan, tokens in zip(plans, data, strict=True):
             twins.fast.write(plan, layer, *tokens[layer])
-            twins.append_slowly(layer, [0, 1], [1, 1], *tokens[layer])
+            twins.append_per_token(layer, [0, 1], [1, 1], *tokens[layer])
     twins.check()
 
 
@@ -91,7 +91,7 @@ def test_groups_do_not_share_ids_or_blocks(device: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_plan_is_refused_by_the_layers_of_another_group(device: str, layer: int) -> None:
+def test_plan_is_rejected_by_layers_of_another_group(device: str, layer: int) -> None:
     twins = GroupTwins(device, group=1, lengths=(1,))
     plan = twins.plan([0])
     before = Snapshot.of(twins.fast)
@@ -101,7 +101,7 @@ def test_a_plan_is_refused_by_the_layers_of_another_group(device: str, layer: in
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])
-def test_a_write_of_another_number_of_tokens_is_refused(device: str, tokens: int) -> None:
+def test_write_of_another_number_of_tokens_is_rejected(device: str, tokens: int) -> None:
     twins = GroupTwins(device, lengths=(1, 2))
     plan = twins.plan([0, 1])
     before = Snapshot.of(twins.fast)
@@ -110,22 +110,22 @@ def test_a_write_of_another_number_of_tokens_is_refused(device: str, tokens: int
     before.assert_unchanged(twins.fast)
 
 
-def test_calls_for_one_layer_alone_are_refused_in_a_group(device: str) -> None:
+def test_single_layer_calls_are_rejected_in_a_group(device: str) -> None:
     twins = GroupTwins(device, lengths=(1,))
     key = twins.tokens(1)
     before = Snapshot.of(twins.fast)
     words = r"2 layers share a block list \(layers_per_group, windows\); use plan_append"
-    refused = pytest.raises(BadArgument, match=words)
-    with refused:
+    rejected = pytest.raises(BadArgument, match=words)
+    with rejected:
         twins.fast.append_token(2, twins.lists[0], key[0], key[0])
-    with refused:
+    with rejected:
         twins.fast.append_token_batch(2, twins.lists, key, key)
-    with refused:
+    with rejected:
         twins.fast.register_prefill_layer(2, key[None].transpose(1, 2), key[None].transpose(1, 2))
     before.assert_unchanged(twins.fast)
 
 
-def test_a_plan_for_nothing_writes_nothing(device: str) -> None:
+def test_empty_plan_writes_nothing(device: str) -> None:
     twins = GroupTwins(device, lengths=(1,))
     before = Snapshot.of(twins.fast)
     plan = twins.plan([])
@@ -134,7 +134,7 @@ def test_a_plan_for_nothing_writes_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_plans_serve_single_layers_too(device: str, triton: bool) -> None:
+def test_plan_of_a_single_layer_group(device: str, triton: bool) -> None:
     """One layer per group, the default, is a special case."""
     kv = build(device, AppendPolicy(triton=triton))
     twin = build(device, AppendPolicy(triton=False))

@@ -1,4 +1,4 @@
-"""Random histories of appends, forks, frees and prompts, under policies that keep changing."""
+"""Random histories of appends, forks, frees and prompts, under changing policies."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ histories = st.lists(st.one_of(appends, appends, appends, forks, frees, prompts)
 
 
 class History(Twins):
-    """History of five sequences in twin caches."""
+    """History of five sequences in two caches."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device, lengths=[0] * SEQUENCES, max_blocks_per_layer=10)
 
-    def step(self, kind: str, what: Any, how: Any) -> None:
+    def step(self, kind: str, rows: Any, argument: Any) -> None:
         if kind == "append":
-            self.step_append(what, how)
+            self.step_append(rows, argument)
         elif kind == "fork":
-            self.refill(what[0], from_row=what[1])
+            self.refill(rows[0], from_row=rows[1])
         elif kind == "free":
-            self.free(what)
+            self.free(rows)
         else:
-            self.step_prompt(what, how)
+            self.step_prompt(rows, argument)
 
     def step_append(self, rows: list[int], policy: AppendPolicy) -> None:
         """Append a batch; one that does not fit must leave both caches unchanged."""
@@ -78,7 +78,7 @@ class History(Twins):
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(history=histories)
-def test_every_history_ends_where_append_token_ends(
+def test_random_histories_match_append_token(
     device: str, history: list[tuple[str, Any, Any]]
 ) -> None:
     twins = History(device)
@@ -86,10 +86,10 @@ def test_every_history_ends_where_append_token_ends(
         twins.step(*step)
         assert twins.fast_lists == twins.slow_lists
     twins.check()
-    free_everything(twins)
+    free_all(twins)
 
 
-def free_everything(twins: Twins) -> None:
+def free_all(twins: Twins) -> None:
     """Free all sequences; assert that no block leaks."""
     for row in range(SEQUENCES):
         twins.free(row)
@@ -98,8 +98,8 @@ def free_everything(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [1, 0]])
-def test_a_history_that_runs_out_of_blocks(device: str, rows: list[int]) -> None:
-    """A history that is sure to run out, which random ones may not."""
+def test_history_that_runs_out_of_blocks(device: str, rows: list[int]) -> None:
+    """This history certainly runs out; random ones may not."""
     twins = History(device)
     for _ in range(40):
         twins.step("append", rows, COMBINATIONS[0])

@@ -1,4 +1,4 @@
-"""Inputs of another dtype, layout or autograd state give the same cache on every path."""
+"""Inputs of another dtype, layout or autograd state: the same cache on every path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from roseinfer import Path
 
-every_write = pytest.mark.parametrize("path", WRITES)
+all_writes = pytest.mark.parametrize("path", WRITES)
 CASTS = [
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
@@ -30,7 +30,7 @@ def twins_for(device: str, path: Path, dtype: torch.dtype = torch.float32) -> Tw
     return Twins(device, WRITES[path].policy, dtype=dtype, lengths=WRITES[path].lengths)
 
 
-def awkward_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def special_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Return halfway cases of rounding, overflows and underflows of float16, both zeros."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -40,29 +40,29 @@ def awkward_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     return numbers.to(dtype).to(device)
 
 
-@every_write
-@pytest.mark.parametrize(("given", "stored"), CASTS, ids=str)
-def test_another_dtype_is_cast_as_torch_casts(
-    device: str, path: Path, given: torch.dtype, stored: torch.dtype
+@all_writes
+@pytest.mark.parametrize(("input_dtype", "cache_dtype"), CASTS, ids=str)
+def test_input_is_cast_as_torch_casts(
+    device: str, path: Path, input_dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    twins = twins_for(device, path, stored)
-    key = awkward_numbers((3, 3, 5), given, device)
-    value = awkward_numbers((3, 3, 5), given, device).flip(0)
+    twins = twins_for(device, path, cache_dtype)
+    key = special_numbers((3, 3, 5), input_dtype, device)
+    value = special_numbers((3, 3, 5), input_dtype, device).flip(0)
     assert twins.append(None, key, value)[path] == WRITES[path].times
     twins.check()
     for row, ids in enumerate(twins.fast_lists):
         last_key, last_value = (
             cache[:, -1] for cache in twins.fast.gather_sequence(twins.layer, ids)
         )
-        assert_same_bits(last_key, key[row].to(stored), "key")
-        assert_same_bits(last_value, value[row].to(stored), "value")
+        assert_same_bits(last_key, key[row].to(cache_dtype), "key")
+        assert_same_bits(last_value, value[row].to(cache_dtype), "value")
 
 
-@every_write
-def test_keys_and_values_of_different_dtypes(device: str, path: Path) -> None:
+@all_writes
+def test_keys_and_values_may_have_different_dtypes(device: str, path: Path) -> None:
     twins = twins_for(device, path, torch.float16)
-    key = awkward_numbers((3, 3, 5), torch.float32, device)
-    value = awkward_numbers((3, 3, 5), torch.bfloat16, device)
+    key = special_numbers((3, 3, 5), torch.float32, device)
+    value = special_numbers((3, 3, 5), torch.bfloat16, device)
     assert twins.append(None, key, value)[path] == WRITES[path].times
     twins.check()
 
@@ -94,9 +94,9 @@ def one_head_for_all(tensor: torch.Tensor) -> torch.Tensor:
 LAYOUTS = (transposed, batch_last, from_a_wider_tensor, every_other_row, one_head_for_all)
 
 
-@every_write
+@all_writes
 @pytest.mark.parametrize("key_layout", LAYOUTS)
-def test_strided_inputs(
+def test_strided_inputs_are_written(
     device: str, path: Path, key_layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Key and value have different strides, so that swapping them is detected."""
@@ -108,8 +108,8 @@ def test_strided_inputs(
     twins.check()
 
 
-@every_write
-def test_inputs_that_require_grad(device: str, path: Path) -> None:
+@all_writes
+def test_inputs_that_require_grad_are_written(device: str, path: Path) -> None:
     """The cache copies the numbers and does not become part of the autograd graph."""
     twins = twins_for(device, path)
     key, value = twins.token(3).requires_grad_(), twins.token(3).requires_grad_()
@@ -119,8 +119,8 @@ def test_inputs_that_require_grad(device: str, path: Path) -> None:
     assert not twins.fast.values.requires_grad
 
 
-@every_write
-def test_inputs_are_left_as_they_are(device: str, path: Path) -> None:
+@all_writes
+def test_inputs_are_not_modified(device: str, path: Path) -> None:
     twins = twins_for(device, path)
     key, value = twins.token(3), twins.token(3)
     copies = key.clone(), value.clone()

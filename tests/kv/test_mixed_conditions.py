@@ -19,7 +19,7 @@ ROWS = {
 
 
 def mixed(device: str, policy: AppendPolicy) -> Twins:
-    """Make six rows: fresh, in place, full, full and shared, partial and shared, in place."""
+    """Build six rows: fresh, in place, full, full and shared, partial and shared, in place."""
     twins = Twins(device, policy, lengths=(0, 2, BLOCK_SIZE, BLOCK_SIZE, 2, 3))
     twins.fork(3)
     twins.fork(4)
@@ -80,18 +80,18 @@ def test_every_condition_in_one_batch(
 ) -> None:
     twins = mixed(device, policy)
     counts = append_mixed(twins)
-    assert {met: counts[met] for met in Condition if counts[met]} == ROWS
+    assert {condition: counts[condition] for condition in Condition if counts[condition]} == ROWS
     assert {path: counts[path] for path in Path if counts[path]} == paths
     twins.check()
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in ROUTES.values()], ids=ROUTES)
-def test_the_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> None:
+def test_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> None:
     """All eight sequences continue, including the other holders of shared blocks."""
     twins = mixed(device, policy)
     append_mixed(twins)
-    reached = sum((twins.append() for _ in range(BLOCK_SIZE + 1)), Counts())
-    assert reached[Condition.ROLLOVER_SHARED] == 1
+    total = sum((twins.append() for _ in range(BLOCK_SIZE + 1)), Counts())
+    assert total[Condition.ROLLOVER_SHARED] == 1
     twins.check()
 
 
@@ -105,7 +105,7 @@ def test_the_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> Non
     ids=["batched", "rollover_apart", "copy_on_write_apart"],
 )
 @pytest.mark.parametrize("order", list(permutations(range(1, 5))))
-def test_rows_take_blocks_in_their_order(
+def test_blocks_are_allocated_in_row_order(
     device: str, policy: AppendPolicy, order: tuple[int, ...]
 ) -> None:
     """Blocks are allocated in row order, whichever rows go through ``append_token``."""
@@ -116,7 +116,7 @@ def test_rows_take_blocks_in_their_order(
 
 
 @pytest.mark.parametrize("policy", [AppendPolicy(batched_rollover=False), AppendPolicy()])
-def test_a_batch_of_new_sequences_only(device: str, policy: AppendPolicy) -> None:
+def test_batch_of_new_sequences_only(device: str, policy: AppendPolicy) -> None:
     """If rollover is not batched, the batch has no rows left and writes nothing."""
     twins = Twins(device, policy, lengths=(0, 0, 0))
     counts = twins.append()

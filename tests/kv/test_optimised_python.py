@@ -1,4 +1,4 @@
-"""The cache's checks work under ``python -O``, which strips assertions."""
+"""Checks of the cache under ``python -O``, which strips assertions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SourceFileLoader.get_code = get_code
 exec(compile({code!r}, "<stripped>", "exec", optimize=1))
 """
 """Program that compiles code and the modules it imports as ``python -O`` does."""
-REFUSALS = """
+REJECTIONS = """
     import torch
     from roseinfer import *
 
@@ -36,7 +36,7 @@ REFUSALS = """
                 [str(kv.block_info(id)) for id in ids], kv.num_free_blocks(0),
                 dict(kv.path_counts), [list(one), list(two)])
 
-    def refused(error, call, *arguments):
+    def assert_rejected(error, call, *arguments):
         before = state()
         try:
             call(*arguments)
@@ -47,24 +47,26 @@ REFUSALS = """
             raise SystemExit(f"{reason}: but something changed")
         raise SystemExit(f"{call.__name__} accepted {arguments}")
 
-    refused(OutOfBlocks, kv.append_token_batch, 0, [[], []], key, key)
-    refused(BadRefcount, kv.free_blocks, 0, one * 2)
-    refused(BadRefcount, kv.append_token_batch, 0, [one, list(one)], key, key)
-    refused(BadBlock, kv.incref_blocks, [3])
-    refused(BadBlock, kv.free_blocks, 1, one)
-    refused(BadBlock, kv.append_token, 0, [99], key[0], key[0])
-    refused(BadBlock, kv.append_token, 0, [0], key[0], key[0])
-    refused(BadArgument, kv.append_token_batch, 0, [one, one], key, key)
-    refused(BadArgument, kv.append_token_batch, 0, [one], key, key)
-    refused(BadArgument, kv.append_token_batch, 0, [one, two], key.int(), key)
-    refused(BadArgument, kv.append_token_batch, 0, [one, two], key, key.to("meta"))
-    refused(BadArgument, kv.gather_sequence, 0, one, 2)
-    refused(BadArgument, kv.append_token_batch, 2, [one, two], key, key)
-    refused(ConfigError, AppendPolicy.from_env, {"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "x"})
+    assert_rejected(OutOfBlocks, kv.append_token_batch, 0, [[], []], key, key)
+    assert_rejected(BadRefcount, kv.free_blocks, 0, one * 2)
+    assert_rejected(BadRefcount, kv.append_token_batch, 0, [one, list(one)], key, key)
+    assert_rejected(BadBlock, kv.incref_blocks, [3])
+    assert_rejected(BadBlock, kv.free_blocks, 1, one)
+    assert_rejected(BadBlock, kv.append_token, 0, [99], key[0], key[0])
+    assert_rejected(BadBlock, kv.append_token, 0, [0], key[0], key[0])
+    assert_rejected(BadArgument, kv.append_token_batch, 0, [one, one], key, key)
+    assert_rejected(BadArgument, kv.append_token_batch, 0, [one], key, key)
+    assert_rejected(BadArgument, kv.append_token_batch, 0, [one, two], key.int(), key)
+    assert_rejected(BadArgument, kv.append_token_batch, 0, [one, two], key, key.to("meta"))
+    assert_rejected(BadArgument, kv.gather_sequence, 0, one, 2)
+    assert_rejected(BadArgument, kv.append_token_batch, 2, [one, two], key, key)
+    assert_rejected(ConfigError, AppendPolicy.from_env, {"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "x"})
 """
 
 
-def test_bad_input_is_refused_without_assertions_too() -> None:
-    refusals = run_python(STRIPPED.format(code=dedent(REFUSALS)), warm=True).split()
-    assert len(refusals) == REFUSALS.count("refused(") - 1
-    assert {"OutOfBlocks", "BadRefcount", "BadBlock", "BadArgument", "ConfigError"} <= set(refusals)
+def test_invalid_input_is_rejected_without_assertions() -> None:
+    rejections = run_python(STRIPPED.format(code=dedent(REJECTIONS)), warm=True).split()
+    assert len(rejections) == REJECTIONS.count("assert_rejected(") - 1
+    assert {"OutOfBlocks", "BadRefcount", "BadBlock", "BadArgument", "ConfigError"} <= set(
+        rejections
+    )

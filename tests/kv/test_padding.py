@@ -18,10 +18,10 @@ POLICIES = {
     "copy-on-write apart": AppendPolicy(batched_copy_on_write=False),
     "per token": AppendPolicy(batched=False),
 }
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-def appended(device: str, policy: AppendPolicy, *, padded: bool) -> tuple[KVBlockManager, Any]:
+def append_rows(device: str, policy: AppendPolicy, *, padded: bool) -> tuple[KVBlockManager, Any]:
     """Append to a fresh, a partial, a full and a shared list, with or without padding."""
     kv = build(device, policy=policy)
     torch.manual_seed(0)
@@ -43,10 +43,10 @@ def appended(device: str, policy: AppendPolicy, *, padded: bool) -> tuple[KVBloc
     return kv, lists
 
 
-@every_policy
+@all_policies
 def test_padding_changes_no_block_but_scratch(device: str, policy: AppendPolicy) -> None:
-    plain, plain_lists = appended(device, policy, padded=False)
-    padded, padded_lists = appended(device, policy, padded=True)
+    plain, plain_lists = append_rows(device, policy, padded=False)
+    padded, padded_lists = append_rows(device, policy, padded=True)
     assert padded_lists == plain_lists
     assert padded.num_free_blocks(0) == plain.num_free_blocks(0)
     assert_same_bits(padded.keys[0, 1:], plain.keys[0, 1:])
@@ -54,7 +54,7 @@ def test_padding_changes_no_block_but_scratch(device: str, policy: AppendPolicy)
     assert padded.path_counts[Condition.PADDING] == 4
 
 
-def test_a_step_of_padding_alone_takes_no_block(device: str) -> None:
+def test_step_of_padding_only_allocates_no_block(device: str) -> None:
     kv = build(device, policy=AppendPolicy(triton=False))
     before, free = kv.keys.clone(), kv.num_free_blocks(0)
     new = torch.ones(2, kv.num_heads, kv.head_dim, device=device, dtype=kv.dtype)
@@ -63,7 +63,7 @@ def test_a_step_of_padding_alone_takes_no_block(device: str) -> None:
     assert_same_bits(kv.keys[0, 1:], before[0, 1:])
 
 
-def test_padding_does_not_spoil_a_constant_position(device: str) -> None:
+def test_padding_keeps_the_scalar_position_path(device: str) -> None:
     kv = build(device, policy=AppendPolicy(triton=False))
     lists: list[list[int]] = [[], []]
     new = torch.ones(3, kv.num_heads, kv.head_dim, device=device, dtype=kv.dtype)
@@ -72,7 +72,7 @@ def test_padding_does_not_spoil_a_constant_position(device: str) -> None:
     assert kv.path_counts["torch_scalar"] == 2
 
 
-def test_padding_takes_one_token(device: str) -> None:
+def test_padding_row_has_one_token(device: str) -> None:
     kv = build(device, policy=AppendPolicy(triton=False))
     with pytest.raises(BadArgument, match="row 1 is padding and takes one token, not 3"):
         kv.plan_append(0, [[], None], [3, 3])

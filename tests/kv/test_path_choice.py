@@ -12,7 +12,7 @@ EVEN = True
 UNEVEN = False
 
 
-def choice(
+def chosen_path(
     policy: AppendPolicy, tokens: int, *, even: bool, identity: bool = True, triton: bool = True
 ) -> Path:
     plan = AppendPlan(
@@ -37,15 +37,17 @@ def choice(
         (False, True, False, Path.TORCH_GATHER),
     ],
 )
-def test_the_shape_decides(identity: bool, even: bool, triton: bool, path: Path) -> None:
-    assert choice(AppendPolicy(), 8, even=even, identity=identity, triton=triton) is path
+def test_path_depends_on_the_shape_of_the_write(
+    identity: bool, even: bool, triton: bool, path: Path
+) -> None:
+    assert chosen_path(AppendPolicy(), 8, even=even, identity=identity, triton=triton) is path
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_a_scalar_position_needs_the_identity(triton: bool) -> None:
+def test_scalar_position_requires_identity(triton: bool) -> None:
     policy = AppendPolicy(identity=False)
     path = Path.TRITON_GATHER if triton else Path.TORCH_GATHER
-    assert choice(policy, 8, even=EVEN, triton=triton) is path
+    assert chosen_path(policy, 8, even=EVEN, triton=triton) is path
 
 
 THRESHOLDS = [
@@ -80,7 +82,7 @@ def test_thresholds_count_the_tokens_of_the_write(
     twins.check()
 
 
-def test_rows_that_left_the_batch_do_not_count_towards_the_threshold(device: str) -> None:
+def test_rows_appended_separately_do_not_count_towards_the_threshold(device: str) -> None:
     policy = AppendPolicy(batched_copy_on_write=False, triton_min_batch=3)
     twins = Twins(device, policy, lengths=(2, 2, 2))
     twins.fork(0)
@@ -89,7 +91,7 @@ def test_rows_that_left_the_batch_do_not_count_towards_the_threshold(device: str
     twins.check()
 
 
-def test_a_clone_follows_the_triton_switch_and_no_threshold(device: str) -> None:
+def test_clone_follows_the_triton_switch_without_a_threshold(device: str) -> None:
     twins = Twins(device, AppendPolicy(triton_min_batch=100), lengths=(2,))
     twins.fork(0)
     counts = twins.append([0])

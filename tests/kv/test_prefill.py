@@ -1,4 +1,4 @@
-"""Storing a whole prompt at once, compared with the same prompt token by token."""
+"""Storing a whole prompt at once, compared with token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = {
     "not_batched": AppendPolicy(batched=False),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def prompt(kv: KVBlockManager, length: int, seed: int) -> torch.Tensor:
@@ -37,10 +37,10 @@ def token_by_token(kv: KVBlockManager, key: torch.Tensor, value: torch.Tensor) -
     return ids
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_prompt_ends_where_its_tokens_end(
+def test_prompt_matches_token_by_token(
     device: str, policy: AppendPolicy, length: int, dtype: torch.dtype
 ) -> None:
     fast, slow = build(device, policy, dtype=dtype), build(device, dtype=dtype)
@@ -50,8 +50,8 @@ def test_a_prompt_ends_where_its_tokens_end(
     assert_same_cache(fast, slow)
 
 
-@every_policy
-def test_prompts_into_recycled_blocks(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_prompt_in_recycled_blocks(device: str, policy: AppendPolicy) -> None:
     fast, slow = build(device, policy), build(device)
     for seed, length in enumerate([9, 5]):
         key, value = prompt(fast, length, seed), prompt(fast, length, seed + 10)
@@ -62,30 +62,30 @@ def test_prompts_into_recycled_blocks(device: str, policy: AppendPolicy) -> None
     assert_same_cache(fast, slow)
 
 
-def test_a_prompt_is_one_write(device: str) -> None:
+def test_prompt_is_one_write(device: str) -> None:
     kv = build(device)
     kv.register_prefill_layer(1, prompt(kv, 9, 1), prompt(kv, 9, 2))
     assert +kv.path_counts == {Path.TRITON_IDENTITY_POS: 1, Condition.FRESH: 1}
 
 
-def test_decoding_goes_on_after_a_prompt(device: str) -> None:
+def test_decoding_continues_after_a_prompt(device: str) -> None:
     fast, slow = build(device), build(device)
     key, value = prompt(fast, 6, 1), prompt(fast, 6, 2)
-    mine = fast.register_prefill_layer(1, key[:, :, :5], value[:, :, :5])
-    fast.append_token_batch(1, [mine], key[0, :, 5][None], value[0, :, 5][None])
-    assert mine == token_by_token(slow, key, value)
+    fast_list = fast.register_prefill_layer(1, key[:, :, :5], value[:, :, :5])
+    fast.append_token_batch(1, [fast_list], key[0, :, 5][None], value[0, :, 5][None])
+    assert fast_list == token_by_token(slow, key, value)
     assert_same_cache(fast, slow)
 
 
-@every_policy
-def test_an_empty_prompt_takes_no_block(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_empty_prompt_allocates_no_block(device: str, policy: AppendPolicy) -> None:
     kv, untouched = build(device, policy), build(device)
     assert kv.register_prefill_layer(1, prompt(kv, 0, 1), prompt(kv, 0, 2)) == []
     assert_same_cache(kv, untouched)
 
 
-@every_policy
-def test_a_prompt_laid_out_token_first(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_prompt_with_token_first_layout(device: str, policy: AppendPolicy) -> None:
     """A model's projection returns ``[1, tokens, heads, head_dim]``, here transposed."""
     fast, slow = build(device, policy), build(device)
     key = prompt(fast, 6, 1).transpose(1, 2).contiguous().transpose(1, 2)

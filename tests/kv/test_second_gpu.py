@@ -1,4 +1,4 @@
-"""A cache on another GPU than the current one."""
+"""Caches on another GPU than the current one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECOND = "cuda:1"
 
 
 @pytest.mark.parametrize("path", WRITES)
-def test_every_write_path(path: Path) -> None:
+def test_write_paths_on_the_second_gpu(path: Path) -> None:
     case = WRITES[path]
     twins = Twins(SECOND, case.policy, lengths=case.lengths)
     assert twins.append()[path] == case.times
@@ -33,7 +33,7 @@ def test_every_write_path(path: Path) -> None:
     assert torch.cuda.current_device() == 0
 
 
-def test_copy_on_write() -> None:
+def test_copy_on_write_on_the_second_gpu() -> None:
     twins = Twins(SECOND, lengths=(2, 3))
     twins.fork(0)
     assert twins.append()[Condition.COPY_ON_WRITE] == 1
@@ -41,14 +41,14 @@ def test_copy_on_write() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_append_kernels(kernel: str) -> None:
+def test_append_kernels_on_the_second_gpu(kernel: str) -> None:
     """A kernel compiled for one GPU is not launched on the other."""
     for device in ("cuda:0", SECOND, "cuda:0"):
         caches = Caches.build(device, CACHE_SHAPE)
         assert_appends(kernel, caches, new_tokens(caches))
 
 
-def test_clone_kernel() -> None:
+def test_clone_kernel_on_the_second_gpu() -> None:
     caches = Caches.build(SECOND, (2, *CACHE_SHAPE))
     expected = caches.copy()
     for cache in expected.pair:
@@ -59,7 +59,7 @@ def test_clone_kernel() -> None:
     caches.assert_same(expected)
 
 
-def test_tokens_on_the_current_gpu_are_refused() -> None:
+def test_tokens_on_the_current_gpu_are_rejected() -> None:
     twins = Twins(SECOND, lengths=(1,))
     key = twins.token(1).to("cuda:0")
     before = Snapshot.of(twins.fast)

@@ -1,4 +1,4 @@
-"""Lists that share a full block get a new block each, and nothing is copied."""
+"""Lists that share a full block: each gets a new block, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = {
     "per_token": AppendPolicy(batched=False),
 }
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def two_lists_on_one_full_block(device: str, policy: AppendPolicy) -> Twins:
@@ -27,8 +27,8 @@ def two_lists_on_one_full_block(device: str, policy: AppendPolicy) -> Twins:
     return twins
 
 
-@every_policy
-def test_each_gets_its_own_block_and_the_full_one_stays_shared(
+@all_policies
+def test_each_list_gets_a_new_block_and_the_full_one_stays_shared(
     device: str, policy: AppendPolicy
 ) -> None:
     twins = two_lists_on_one_full_block(device, policy)
@@ -42,10 +42,8 @@ def test_each_gets_its_own_block_and_the_full_one_stays_shared(
     twins.check()
 
 
-@every_policy
-def test_the_token_lands_at_position_0_and_nothing_else_changes(
-    device: str, policy: AppendPolicy
-) -> None:
+@all_policies
+def test_only_position_0_of_the_new_block_changes(device: str, policy: AppendPolicy) -> None:
     """A copied block would contain the full block's other positions."""
     twins = two_lists_on_one_full_block(device, policy)
     key, value = twins.token(2), twins.token(2)
@@ -80,7 +78,7 @@ def test_no_copy_is_counted_dispatched_or_launched(
 
 
 @pytest.mark.parametrize("policy", [AppendPolicy(), AppendPolicy(triton=False)])
-def test_a_partial_block_is_copied(
+def test_partial_block_is_copied(
     device: str, monkeypatch: pytest.MonkeyPatch, policy: AppendPolicy
 ) -> None:
     """The same steps on a partial block do dispatch or launch a copy."""
@@ -93,8 +91,10 @@ def test_a_partial_block_is_copied(
     assert len(operations.launches) + operations.count("index_copy_") // 2 == 2
 
 
-@every_policy
-def test_later_tokens_of_one_do_not_reach_the_other(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_later_tokens_of_one_list_do_not_change_the_other(
+    device: str, policy: AppendPolicy
+) -> None:
     twins = two_lists_on_one_full_block(device, policy)
     twins.append()
     before = [bits(t) for t in twins.fast.gather_sequence(twins.layer, twins.fast_lists[1])]

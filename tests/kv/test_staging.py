@@ -1,4 +1,4 @@
-"""Reused index buffers: no plan that may still be written reads another's indices."""
+"""Reused index buffers: no plan that may still be written reads the indices of another."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ cuda: Any = torch.cuda
 """``torch.cuda`` as Any, since parts of it are untyped."""
 POLICIES = {"triton": AppendPolicy(), "torch": AppendPolicy(triton=False)}
 
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-def numbered(kv: KVBlockManager, numbers: list[int]) -> torch.Tensor:
+def numbered_tokens(kv: KVBlockManager, numbers: list[int]) -> torch.Tensor:
     """Return distinguishable tokens: every element of one is its number."""
     column = torch.tensor(numbers, dtype=kv.dtype).to(kv.device)
     return column[:, None, None].expand(-1, kv.num_heads, kv.head_dim)
@@ -44,7 +44,7 @@ class Steps:
         self.number = 0
         for ids, start in zip(self.lists, starts, strict=True):
             if start:
-                key = numbered(kv, [-1] * start)
+                key = numbered_tokens(kv, [-1] * start)
                 kv.write(kv.plan_append(0, [ids], [start]), 0, key, -key)
 
     def plan(self, rows: range | None = None) -> Step:
@@ -63,15 +63,15 @@ class Step:
     def __init__(self, kv: KVBlockManager, lists: list[list[int]], numbers: list[int]) -> None:
         self.kv = kv
         self.plan = kv.plan_append(0, lists)
-        self.key = numbered(kv, numbers)
+        self.key = numbered_tokens(kv, numbers)
 
     def write(self) -> None:
         self.kv.write(self.plan, 0, self.key, -self.key)
 
 
-@every_policy
+@all_policies
 @pytest.mark.parametrize("order", [1, -1], ids=["in_order", "backwards"])
-def test_a_ring_full_of_plans_is_written_correctly(
+def test_full_ring_of_plans_is_written_correctly(
     device: str, policy: AppendPolicy, order: int
 ) -> None:
     """The most plans allowed are outstanding, all with columns of positions."""
@@ -82,8 +82,8 @@ def test_a_ring_full_of_plans_is_written_correctly(
     steps.check()
 
 
-@every_policy
-def test_a_window_of_plans_slides_around_the_ring(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_sliding_window_of_plans_is_written_correctly(device: str, policy: AppendPolicy) -> None:
     """Every plan is written only after half a ring of later ones was made."""
     steps = Steps(build(device, policy, max_blocks_per_layer=128), starts=[0, 1])
     waiting: list[Step] = []
@@ -96,8 +96,8 @@ def test_a_window_of_plans_slides_around_the_ring(device: str, policy: AppendPol
     steps.check()
 
 
-@every_policy
-def test_plans_outlive_the_growth_of_the_buffers(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_plans_survive_the_growth_of_the_buffers(device: str, policy: AppendPolicy) -> None:
     """Small plans wait while a batch too large for the buffers replaces these twice."""
     kv = build(device, policy, max_blocks_per_layer=900, num_heads=1, head_dim=1)
     steps = Steps(kv, starts=[1, 2] + [0] * 600)
@@ -111,7 +111,7 @@ def test_plans_outlive_the_growth_of_the_buffers(device: str, policy: AppendPoli
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_a_buffer_serves_columns_of_changing_number_and_length(device: str, triton: bool) -> None:
+def test_buffer_is_reused_with_other_columns(device: str, triton: bool) -> None:
     """In each round a buffer serves other batches and paths than in the previous one."""
     steps = Steps(build(device, max_blocks_per_layer=250), starts=[2, 2, 2, 3])
     dice = random.Random(1)
@@ -125,7 +125,7 @@ def test_a_buffer_serves_columns_of_changing_number_and_length(device: str, trit
 
 @pytest.mark.parametrize("rows", [84, 85, 86, 127, 128, 129, 255, 256, 257])
 @pytest.mark.parametrize("columns", [1, 2, 3])
-def test_batches_that_just_fit_into_the_buffers(device: str, rows: int, columns: int) -> None:
+def test_batches_around_the_size_of_the_buffers(device: str, rows: int, columns: int) -> None:
     """With one, two or three columns; a sequence outside the batch does not change."""
     policy = AppendPolicy(triton=False, identity=columns < 3, scalar_position=columns < 2)
     kv = build(device, policy, max_blocks_per_layer=2 * rows + 4, num_heads=1, head_dim=1)
@@ -138,8 +138,8 @@ def test_batches_that_just_fit_into_the_buffers(device: str, rows: int, columns:
     steps.check()
 
 
-@every_policy
-def test_a_plan_is_good_for_63_later_ones(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_plan_is_valid_for_63_later_plans(device: str, policy: AppendPolicy) -> None:
     steps = Steps(build(device, policy, max_blocks_per_layer=64), starts=[0, 1])
     oldest = steps.plan()
     later = [steps.plan() for _ in range(RING - 1)]
@@ -148,8 +148,8 @@ def test_a_plan_is_good_for_63_later_ones(device: str, policy: AppendPolicy) -> 
     steps.check()
 
 
-@every_policy
-def test_a_plan_older_than_the_ring_is_refused(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_plan_older_than_the_ring_is_rejected(device: str, policy: AppendPolicy) -> None:
     """The error has the reason: its indices are another plan's by now."""
     steps = Steps(build(device, policy, max_blocks_per_layer=64), starts=[0, 1])
     oldest = steps.plan()
@@ -162,12 +162,12 @@ def test_a_plan_older_than_the_ring_is_refused(device: str, policy: AppendPolicy
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU copies no indices")
-@every_policy
-def test_plans_far_ahead_of_the_gpu(device: str, policy: AppendPolicy) -> None:
+@all_policies
+def test_plans_made_far_ahead_of_the_gpu(device: str, policy: AppendPolicy) -> None:
     """While the device sleeps, no buffer may be refilled before its copy is done."""
     num_steps, starts = 4000, [0, 1, 5, 9]
     steps = Steps(build(device, policy, block_size=16, max_blocks_per_layer=1100), starts)
-    keys = numbered(steps.kv, list(range(4 * num_steps))).view(num_steps, 4, 3, 5)
+    keys = numbered_tokens(steps.kv, list(range(4 * num_steps))).view(num_steps, 4, 3, 5)
     values = -keys
     cuda._sleep(400_000_000)
     for key, value in zip(keys, values, strict=True):
@@ -181,7 +181,7 @@ def test_plans_far_ahead_of_the_gpu(device: str, policy: AppendPolicy) -> None:
 def test_planning_does_not_wait_for_the_gpu(device: str) -> None:
     """A quarter of the ring is planned and written while the device is busy."""
     steps = Steps(build(device, max_blocks_per_layer=64), [0, 1])
-    key = numbered(steps.kv, [7, 8])
+    key = numbered_tokens(steps.kv, [7, 8])
     for _ in range(RING):  # compiled and warm
         steps.kv.write(steps.kv.plan_append(0, steps.lists), 0, key, key)
     cuda.synchronize()

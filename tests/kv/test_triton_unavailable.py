@@ -1,4 +1,4 @@
-"""Where Triton is on but cannot run, torch operations write and a warning is issued.
+"""Triton switched on but unavailable: torch operations write and a warning is issued.
 
 A cache on the CPU without the interpreter is such a case on any machine, so these tests run also
 where a GPU exists. They run in subprocesses, since interpretation of kernels is decided when they
@@ -59,19 +59,19 @@ print(first.gather_sequence(0, a)[0].flatten().tolist())
 """
 
 
-def told(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
+def run_report(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
     """Return the output of ``show``, and the lines after it."""
     lines = run_python(MACHINES[machine] + CACHE + code, warm=True).splitlines()
     return json.loads(lines[0]), lines[1:]
 
 
-every_machine = pytest.mark.parametrize("machine", MACHINES)
+all_machines = pytest.mark.parametrize("machine", MACHINES)
 
 
-@every_machine
-def test_torch_writes_it_is_counted_and_said_once(machine: str) -> None:
+@all_machines
+def test_torch_fallback_is_counted_and_warned_about_once(machine: str) -> None:
     """Two caches, five writes and a clone: one warning in the whole process."""
-    report, (tokens,) = told(HISTORY, machine)
+    report, (tokens,) = run_report(HISTORY, machine)
     (warning,) = report["warned"]
     assert REASONS[machine] in warning
     assert "AppendPolicy(triton=False)" in warning
@@ -100,10 +100,10 @@ show(warned, kv, small)
 """
 
 
-@every_machine
-def test_nothing_is_said_where_triton_was_not_wanted(machine: str) -> None:
+@all_machines
+def test_no_warning_with_triton_switched_off(machine: str) -> None:
     """Switched off: no warning. A batch below the threshold: no count."""
-    report, _ = told(QUIET, machine)
+    report, _ = run_report(QUIET, machine)
     assert report["warned"] == []
     assert not any(Condition.TRITON_UNAVAILABLE in counts for counts in report["counts"])
 
@@ -126,14 +126,14 @@ warnings.simplefilter("error", TritonUnavailable)
 try:
     append(kv, *lists)
 except TritonUnavailable:
-    print("refused, nothing changed" if json.dumps(state()) == before else "half done")
+    print("rejected, nothing changed" if json.dumps(state()) == before else "half done")
 else:
     print("done")
 """
 
 
-@every_machine
-def test_the_warning_made_an_error_leaves_nothing_half_done(machine: str) -> None:
+@all_machines
+def test_warning_raised_as_an_error_leaves_no_partial_append(machine: str) -> None:
     """With warnings as errors, an append is done whole or not at all."""
     (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS, warm=True).splitlines()
-    assert outcome in ("done", "refused, nothing changed")
+    assert outcome in ("done", "rejected, nothing changed")

@@ -1,4 +1,4 @@
-"""Layers grouped by window: blocks that leave it are freed, and groups share a pool."""
+"""Layers grouped by window: blocks out of the window are freed, and groups share a pool."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import torch
 from roseinfer import AppendPolicy, BadArgument, BadBlock, KVBlockManager, OutOfBlocks
 from roseinfer.kv.groups import LayerGroup, group_layers_by_window
 
-SIZE = 4
-ALL = None
+BLOCK_SIZE = 4
+NO_WINDOW = None
 
 
-def cache(*windows: int | None, blocks: int = 20, device: str = "cpu", **more: Any) -> Any:
+def build_cache(*windows: int | None, blocks: int = 20, device: str = "cpu", **more: Any) -> Any:
     policy = AppendPolicy(triton=False)
     return KVBlockManager(
-        len(windows), 1, 2, SIZE, blocks + 1, device, torch.float32, policy, windows=windows, **more
+        len(windows),
+        1,
+        2,
+        BLOCK_SIZE,
+        blocks + 1,
+        device,
+        torch.float32,
+        policy,
+        windows=windows,
+        **more,
     )
 
 
@@ -34,31 +43,37 @@ def append(kv: KVBlockManager, lists: list[list[int]], count: int, begin: int = 
 def read(kv: KVBlockManager, lists: list[list[int]], layer: int) -> list[float]:
     keys, values = kv.gather_sequence(layer, lists[kv.group_of(layer)])
     assert torch.equal(keys, -values)
-    found: list[float] = keys[0, :, 0].tolist()
-    return found
+    tokens: list[float] = keys[0, :, 0].tolist()
+    return tokens
 
 
-def slide(kv: KVBlockManager, lists: list[list[int]], stored: int) -> list[int]:
-    """Free the blocks that left their windows; return how many, per group."""
+def free_out_of_window(kv: KVBlockManager, lists: list[list[int]], stored: int) -> list[int]:
+    """Free the blocks that left their windows; return the number freed per group."""
     pairs = zip(kv.groups, lists, strict=True)
-    return [len(kv.give_back(group.layers[0], own, stored)) for group, own in pairs]
+    return [
+        len(kv.free_out_of_window(group.layers[0], group_list, stored))
+        for group, group_list in pairs
+    ]
 
 
 @pytest.mark.parametrize(
     ("windows", "groups"),
     [
         ((8, 8), [((0, 1), 8)]),
-        ((8, ALL, 8, ALL), [((0, 2), 8), ((1, 3), ALL)]),
-        ((8, 8, ALL, 8, 8, ALL, 8), [((0, 1), 8), ((3, 4), 8), ((6,), 8), ((2, 5), ALL)]),
+        ((8, NO_WINDOW, 8, NO_WINDOW), [((0, 2), 8), ((1, 3), NO_WINDOW)]),
+        (
+            (8, 8, NO_WINDOW, 8, 8, NO_WINDOW, 8),
+            [((0, 1), 8), ((3, 4), 8), ((6,), 8), ((2, 5), NO_WINDOW)],
+        ),
         ((3, 5), [((0,), 3), ((1,), 5)]),
     ],
 )
-def test_groups_of_one_window_are_of_the_rarest_ones_size(windows: Any, groups: Any) -> None:
+def test_groups_have_the_size_of_the_rarest_window(windows: Any, groups: Any) -> None:
     assert group_layers_by_window(windows) == [LayerGroup(*each) for each in groups]
 
 
-def test_a_pool_for_all_groups_and_a_plane_for_each_layer_of_one(device: str) -> None:
-    kv = cache(5, ALL, 5, ALL, device=device)
+def test_groups_share_a_pool(device: str) -> None:
+    kv = build_cache(5, NO_WINDOW, 5, NO_WINDOW, device=device)
     assert len(kv.keys) == 2
     lists: list[list[int]] = [[], []]
     append(kv, lists, 6)
@@ -69,64 +84,64 @@ def test_a_pool_for_all_groups_and_a_plane_for_each_layer_of_one(device: str) ->
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9])
-def test_what_the_next_token_sees_stays(device: str, window: int) -> None:
+def test_blocks_within_the_window_are_kept(device: str, window: int) -> None:
     """A block is freed when the next token attends to none of it, and not before."""
-    kv = cache(window, ALL, device=device)
+    kv = build_cache(window, NO_WINDOW, device=device)
     lists: list[list[int]] = [[], []]
     for stored in range(1, 20):
         append(kv, lists, 1, stored - 1)
-        slide(kv, lists, stored)
+        free_out_of_window(kv, lists, stored)
         first = max(0, stored - window + 1)
-        assert read(kv, lists, 0) == list(range(first - first % SIZE, stored))
+        assert read(kv, lists, 0) == list(range(first - first % BLOCK_SIZE, stored))
         assert read(kv, lists, 1) == [100.0 + at for at in range(stored)]
-        assert kv.num_free_blocks(0) == 20 - -(-stored // SIZE) - (
-            -(-stored // SIZE) - first // SIZE
+        assert kv.num_free_blocks(0) == 20 - -(-stored // BLOCK_SIZE) - (
+            -(-stored // BLOCK_SIZE) - first // BLOCK_SIZE
         )
 
 
-def test_what_is_given_back_is_another_ones(device: str) -> None:
+def test_freed_blocks_are_reused(device: str) -> None:
     """In a pool too small for it, a long sequence continues while its window fits."""
-    kv = cache(6, blocks=3, device=device)
+    kv = build_cache(6, blocks=3, device=device)
     lists: list[list[int]] = [[]]
     for stored in range(1, 40):
         append(kv, lists, 1, stored - 1)
-        slide(kv, lists, stored)
+        free_out_of_window(kv, lists, stored)
     assert read(kv, lists, 0)[-5:] == [34.0, 35.0, 36.0, 37.0, 38.0]
     kv.free_blocks(0, lists[0])
     assert kv.num_free_blocks(0) == 3
 
 
-def test_no_group_is_planned_where_one_finds_no_room(device: str) -> None:
-    kv = cache(6, ALL, blocks=3, device=device)
+def test_no_group_is_planned_if_one_is_out_of_blocks(device: str) -> None:
+    kv = build_cache(6, NO_WINDOW, blocks=3, device=device)
     lists: list[list[int]] = [[], []]
     append(kv, lists, 4)
     with pytest.raises(OutOfBlocks):
         kv.plan_groups([lists], [1])
-    assert [len(own) for own in lists] == [1, 1]
+    assert [len(group_list) for group_list in lists] == [1, 1]
     assert kv.num_free_blocks(0) == 1
 
 
-def test_a_fork_keeps_what_its_parent_gives_back(device: str) -> None:
-    kv = cache(3, ALL, device=device)
+def test_fork_keeps_blocks_that_its_parent_frees(device: str) -> None:
+    kv = build_cache(3, NO_WINDOW, device=device)
     parent: list[list[int]] = [[], []]
     append(kv, parent, 4)
-    child = [list(own) for own in parent]
-    for own in child:
-        kv.incref_blocks(own)
+    child = [list(group_list) for group_list in parent]
+    for group_list in child:
+        kv.incref_blocks(group_list)
     append(kv, parent, 4, 4)
-    assert slide(kv, parent, 8) == [1, 0]
+    assert free_out_of_window(kv, parent, 8) == [1, 0]
     assert read(kv, child, 0) == [0, 1, 2, 3]
     assert kv.refcount(child[0][0]) == 1
 
 
 @pytest.mark.parametrize("length", [10, 9, 8, 0])
-def test_a_cut_behind_what_was_given_back(device: str, length: int) -> None:
-    kv = cache(3, ALL, device=device)
+def test_truncate_after_blocks_left_the_window(device: str, length: int) -> None:
+    kv = build_cache(3, NO_WINDOW, device=device)
     lists: list[list[int]] = [[], []]
     append(kv, lists, 11)
-    assert slide(kv, lists, 11) == [2, 0]
+    assert free_out_of_window(kv, lists, 11) == [2, 0]
     if length == 9:
-        before = [list(own) for own in lists]
+        before = [list(group_list) for group_list in lists]
         with pytest.raises(BadArgument, match="were freed when they left the window of 3"):
             kv.truncate_groups([lists], [length])
         assert lists == before
@@ -138,17 +153,17 @@ def test_a_cut_behind_what_was_given_back(device: str, length: int) -> None:
     kv.truncate_groups([lists], [length])
     assert read(kv, lists, 0) == ([8.0, 9.0] if length else [])
     assert read(kv, lists, 1) == [100.0 + at for at in range(length)]
-    assert [len(own) for own in lists] == ([3, 3] if length else [0, 0])
+    assert [len(group_list) for group_list in lists] == ([3, 3] if length else [0, 0])
 
 
-def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str) -> None:
-    kv = cache(2, ALL, blocks=4, device=device)
+def test_invalid_truncation_is_reported_before_lack_of_blocks(device: str) -> None:
+    kv = build_cache(2, NO_WINDOW, blocks=4, device=device)
     first: list[list[int]] = [[], []]
     append(kv, first, 7)
-    second = [list(own) for own in first]
-    for own in second:
-        kv.incref_blocks(own)
-    assert slide(kv, second, 7) == [1, 0]
+    second = [list(group_list) for group_list in first]
+    for group_list in second:
+        kv.incref_blocks(group_list)
+    assert free_out_of_window(kv, second, 7) == [1, 0]
     assert kv.num_free_blocks(0) == 0
     with pytest.raises(BadArgument, match="were freed when"):
         kv.truncate_groups([second], [3])
@@ -157,16 +172,16 @@ def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str)
     assert kv.num_free_blocks(0) == 0
 
 
-def test_a_sequence_is_cut_in_all_groups_before_the_next(device: str) -> None:
-    """Else the first group's copies would use blocks that the third sequence frees there."""
-    kv = cache(3, ALL, blocks=7, device=device)
+def test_sequence_is_truncated_in_all_groups_before_the_next(device: str) -> None:
+    """Otherwise the first group's copies would use blocks that the third sequence frees there."""
+    kv = build_cache(3, NO_WINDOW, blocks=7, device=device)
     first: list[list[int]] = [[], []]
     third: list[list[int]] = [[], []]
     append(kv, first, 4)
     append(kv, third, 4)
-    forks = [[list(own) for own in first] for _ in range(2)]
-    for own in chain.from_iterable(forks):
-        kv.incref_blocks(own)
+    forks = [[list(group_list) for group_list in first] for _ in range(2)]
+    for group_list in chain.from_iterable(forks):
+        kv.incref_blocks(group_list)
     assert kv.num_free_blocks(0) == 3
     with pytest.raises(OutOfBlocks):
         kv.truncate_groups([*forks, third], [3, 3, 0])
@@ -177,8 +192,8 @@ def test_a_sequence_is_cut_in_all_groups_before_the_next(device: str) -> None:
     assert read(kv, first, 1) == [100.0 + at for at in range(4)]
 
 
-def test_scratch_is_no_block_where_nothing_is_given_back(device: str) -> None:
-    kv = cache(3, ALL, device=device)
+def test_scratch_block_is_rejected_without_freed_blocks(device: str) -> None:
+    kv = build_cache(3, NO_WINDOW, device=device)
     with pytest.raises(BadBlock, match="scratch"):
         kv.gather_sequence(1, [0, 1])
     with pytest.raises(BadBlock, match="scratch"):
@@ -193,12 +208,12 @@ def test_scratch_is_no_block_where_nothing_is_given_back(device: str) -> None:
         ({"windows": (3, "4")}, "a window must be a whole number, not '4'"),
     ],
 )
-def test_windows_that_make_no_sense(more: dict[str, Any], message: str) -> None:
+def test_invalid_windows_are_rejected(more: dict[str, Any], message: str) -> None:
     with pytest.raises(BadArgument, match=message):
-        KVBlockManager(2, 1, 2, SIZE, 9, "cpu", torch.float32, **more)
+        KVBlockManager(2, 1, 2, BLOCK_SIZE, 9, "cpu", torch.float32, **more)
 
 
-def test_calls_of_one_layer_alone_are_refused(device: str) -> None:
-    kv = cache(3, ALL, device=device)
+def test_single_layer_calls_are_rejected_with_windows(device: str) -> None:
+    kv = build_cache(3, NO_WINDOW, device=device)
     with pytest.raises(BadArgument, match="appends to one layer"):
         kv.append_token(0, [], torch.zeros(1, 2), torch.zeros(1, 2))

@@ -42,20 +42,20 @@ CLONES = {
     Path.CLONE_TORCH: AppendPolicy(triton=False),
 }
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
-every_write = pytest.mark.parametrize("path", WRITES)
-every_clone = pytest.mark.parametrize("path", CLONES)
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+all_head_dims = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+all_writes = pytest.mark.parametrize("path", WRITES)
+all_clones = pytest.mark.parametrize("path", CLONES)
 
 
 def test_every_declared_path_has_a_case() -> None:
     assert set(WRITES) | set(CLONES) == set(Path)
 
 
-@every_write
-@every_dtype
-@every_head_dim
-def test_write_ends_where_append_token_ends(
+@all_writes
+@all_dtypes
+@all_head_dims
+def test_write_matches_append_token(
     device: str, path: Path, dtype: torch.dtype, head_dim: int
 ) -> None:
     case = WRITES[path]
@@ -64,10 +64,10 @@ def test_write_ends_where_append_token_ends(
     twins.check()
 
 
-@every_clone
-@every_dtype
-@every_head_dim
-def test_clone_ends_where_append_token_ends(
+@all_clones
+@all_dtypes
+@all_head_dims
+def test_clone_matches_append_token(
     device: str, path: Path, dtype: torch.dtype, head_dim: int
 ) -> None:
     twins = Twins(device, CLONES[path], dtype=dtype, head_dim=head_dim, lengths=(3, 3))
@@ -78,8 +78,8 @@ def test_clone_ends_where_append_token_ends(
     twins.check()
 
 
-@every_write
-def test_a_batch_larger_than_any_tile_of_tokens(device: str, path: Path) -> None:
+@all_writes
+def test_batch_larger_than_a_tile_of_tokens(device: str, path: Path) -> None:
     """Several programs, the last of them partly filled."""
     case = WRITES[path]
     lengths = [case.lengths[row % 3] for row in range(131)]
@@ -88,9 +88,9 @@ def test_a_batch_larger_than_any_tile_of_tokens(device: str, path: Path) -> None
     twins.check()
 
 
-@every_write
+@all_writes
 @pytest.mark.parametrize("num_heads", [1, 12])
-def test_any_number_of_heads(device: str, path: Path, num_heads: int) -> None:
+def test_one_and_many_heads(device: str, path: Path, num_heads: int) -> None:
     case = WRITES[path]
     twins = Twins(device, case.policy, num_heads=num_heads, lengths=case.lengths)
     assert twins.append()[path] == case.times
@@ -102,16 +102,14 @@ def test_any_number_of_heads(device: str, path: Path, num_heads: int) -> None:
     [AppendPolicy(), AppendPolicy(triton=False), AppendPolicy(batched=False)],
     ids=["triton", "torch", "per_token"],
 )
-def test_a_batch_of_one(device: str, policy: AppendPolicy) -> None:
+def test_batch_of_one(device: str, policy: AppendPolicy) -> None:
     twins = Twins(device, policy, lengths=(2,))
     twins.append()
     twins.check()
 
 
 @pytest.mark.parametrize("policy", [AppendPolicy(), AppendPolicy(triton=False)])
-def test_blocks_of_one_token_are_full_as_soon_as_they_are_opened(
-    device: str, policy: AppendPolicy
-) -> None:
+def test_blocks_of_one_token_are_full_at_once(device: str, policy: AppendPolicy) -> None:
     twins = Twins(device, policy, block_size=1, lengths=(1, 2, 0))
     twins.fork(0)
     counts = twins.append()
@@ -121,17 +119,17 @@ def test_blocks_of_one_token_are_full_as_soon_as_they_are_opened(
 
 
 @pytest.mark.parametrize("path", WRITES)
-def test_a_long_run_of_batches_stays_together(device: str, path: Path) -> None:
+def test_long_run_of_batches_matches_append_token(device: str, path: Path) -> None:
     """Twelve steps cross block boundaries several times, at different steps per row."""
     case = WRITES[path]
     twins = Twins(device, case.policy, lengths=case.lengths)
-    reached = sum(twins.append()[path] for _ in range(12))
-    assert reached == 12 * case.times
+    times = sum(twins.append()[path] for _ in range(12))
+    assert times == 12 * case.times
     twins.check()
 
 
 @pytest.mark.parametrize("policy", [AppendPolicy(), AppendPolicy(batched=False)])
-def test_an_empty_batch_does_nothing(device: str, policy: AppendPolicy) -> None:
+def test_empty_batch_does_nothing(device: str, policy: AppendPolicy) -> None:
     twins = Twins(device, policy, lengths=(2,))
     assert not twins.append([])
     twins.check()

@@ -1,9 +1,9 @@
-"""Twins: two caches that run one history, compared bit for bit.
+"""Pairs of caches that run one history, compared bit for bit.
 
 ``Twins`` has a cache that appends batches and one that appends the same tokens one at a time. Both
 start out poisoned with the same bits, different in every element and NaNs among them, so that a
-write that is missing, goes to a wrong slot, or passes through floating-point arithmetic is
-detected wherever it happens.
+write that is missing, goes to a wrong slot, or passes through floating-point arithmetic is detected
+wherever it happens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> KVBlockManager:
-    """Make a small poisoned cache."""
+    """Build a small poisoned cache."""
     shape: dict[str, Any] = SIZES | sizes
     kv = KVBlockManager(device=device, dtype=dtype, policy=policy, **shape)
     poison(kv.keys, seed=1)
@@ -54,7 +54,7 @@ def int_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def poison(cache: torch.Tensor, seed: int) -> None:
-    """Fill with all bit patterns in turn: an odd stride visits each one once."""
+    """Fill with all bit patterns in turn: an odd stride reaches each one once."""
     width = 8 * cache.dtype.itemsize
     words = torch.arange(cache.numel(), dtype=torch.int64) * 0x9E3779B1 + seed * 0x61C88647
     words &= (1 << width) - 1
@@ -127,11 +127,15 @@ class Snapshot:
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "tensor") -> None:
     """Assert bit equality; the message has the indices of the first differences."""
-    got = actual if actual.dtype in (torch.int16, torch.int32) else bits(actual)
-    want = expected if expected.dtype in (torch.int16, torch.int32) else bits(expected)
-    assert got.shape == want.shape, f"{name}: shape {got.shape} instead of {want.shape}"
-    wrong = (got != want).nonzero()
-    assert not len(wrong), f"{name}: {len(wrong)} elements differ, first at {wrong[:4].tolist()}"
+    actual_bits = actual if actual.dtype in (torch.int16, torch.int32) else bits(actual)
+    expected_bits = expected if expected.dtype in (torch.int16, torch.int32) else bits(expected)
+    assert actual_bits.shape == expected_bits.shape, (
+        f"{name}: shape {actual_bits.shape} instead of {expected_bits.shape}"
+    )
+    differences = (actual_bits != expected_bits).nonzero()
+    assert not len(differences), (
+        f"{name}: {len(differences)} elements differ, first at {differences[:4].tolist()}"
+    )
 
 
 def assert_same_cache(fast: KVBlockManager, slow: KVBlockManager) -> None:

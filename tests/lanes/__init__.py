@@ -1,1 +1,1 @@
-"""Lanes of their own: every kernel under a sanitizer."""
+"""Lanes of CI that run every kernel under a sanitizer."""

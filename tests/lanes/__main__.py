@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DESCRIPTION = (
-    "Run every kernel under a sanitizer: first see that it finds what is planted, then judge the "
+    "Run every kernel under a sanitizer: first check that it finds planted accesses, then the "
     "launches of the shipped searches and of the tests of kernels, interpreted on the CPU. Exit "
-    "status 0 only when every kernel was launched and none left its tensors."
+    "status 0 only when every kernel was launched and none accessed memory out of bounds."
 )
 _LAUNCHING = (
     "pytest_roseinfer/suite",
-    *(f"tests/{folder}" for folder in ("attention", "decode", "fused", "kv")),
+    *(f"tests/{folder}" for folder in ("attention", "decode", "models/fused", "kv")),
 )
-_IMPOSSIBLE = 4
-"""As pytest ends where its options make no sense."""
+_USAGE_ERROR = 4
+"""Exit status of pytest for invalid options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="instead run the compiled kernels under NVIDIA's compute-sanitizer",
     )
-    asked = parser.parse_args(argv)
-    if asked.gpu:
+    args = parser.parse_args(argv)
+    if args.gpu:
         return _on_a_gpu()
-    planted = _pytest("tests/lanes")
-    if planted:
-        return planted
-    options = ["--roseinfer-profile", asked.profile]
-    if asked.seed is not None:
-        options += ["--roseinfer-seed", asked.seed]
+    status = _pytest("tests/lanes")
+    if status:
+        return status
+    options = ["--roseinfer-profile", args.profile]
+    if args.seed is not None:
+        options += ["--roseinfer-seed", args.seed]
     plugin = ["-p", "tests.lanes.plugin", "--require-every-kernel"]
     return _pytest(*plugin, *options, *_LAUNCHING)
 
@@ -52,12 +52,12 @@ def _pytest(*arguments: str) -> int:
 
 
 def _on_a_gpu() -> int:
-    if reason := memcheck.why_impossible():
+    if reason := memcheck.unavailable_reason():
         print(f"ERROR: {reason}", file=sys.stderr)
-        return _IMPOSSIBLE
-    wrong = memcheck.check()
-    print(*(wrong or ["every call stays within its tensors"]), sep="\n")
-    return int(bool(wrong))
+        return _USAGE_ERROR
+    errors = memcheck.check()
+    print(*(errors or ["all accesses are in bounds"]), sep="\n")
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

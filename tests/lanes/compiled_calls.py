@@ -1,6 +1,6 @@
 """``python -m tests.lanes.compiled_calls [FAMILY NUMBER]`` calls every kernel, compiled, on a GPU.
 
-With a family and the number of an access that is planted there it is only the call that it is for.
+With a family and the number of its planted access, only the call that makes this access.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def run(names: Iterable[str], device: str) -> None:
-    """Make these calls twice: the second time launchers use what they remember of the first."""
+    """Make these calls twice, because launchers reuse cached state in the second."""
     for name in names:
         call, _ = calls.CALLS[name]
         for _ in range(2):
             with torch.device(device):
                 call()
-        if device == "cuda":  # an error belongs to the call that it came from
+        if device == "cuda":  # report an error at the call that caused it
             torch.cuda.synchronize()
         print(f"called: {name}", flush=True)
 

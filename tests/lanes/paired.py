@@ -1,4 +1,4 @@
-"""Some products by pairs of programs: ``python -m tests.lanes.paired``."""
+"""Paired GEMMs under AddressSanitizer: ``python -m tests.lanes.paired``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.kernels.cuda.warpgroups.pairs import SMALL, Paired, Shape, emulated
-from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
+from tests.kernels.cuda.whole_step.emulated import EMULATION
+from tests.lanes.address_sanitizer import ALL_IN_BOUNDS, FLAGS, Replacement, with_planted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
     from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
 
 _PLANTED = {
-    "reads": Changed("tile_at(stage + OF_ROWS)", "tile_at(s + 1)"),
-    "writes": Changed("        show_copy_engine();\n", "        s->out[1][OF_OUT + 1152] = 0;\n"),
+    "reads": Replacement("describe_rows(tiles + ROWS_BYTES)", "describe_rows(s + 1)"),
+    "writes": Replacement(
+        "        fence_async_proxy();\n", "        s->out[1][OUT_BYTES + 1152] = 0;\n"
+    ),
 }
-"""Beyond the shared memory of a program: what lies in global memory is copied by maps alone."""
+"""Accesses beyond a program's shared memory; global memory is only accessed by tensor maps."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -28,12 +31,12 @@ def main(argv: Sequence[str]) -> None:
         for rows in (1, 300):
             shape = Shape(rows, 128, 192, parts=1 if gates else 2, gates=gates)
             Paired(shape).computed(program, SMALL[gates], 2)
-    print(ALL_RIGHT)
+    print(ALL_IN_BOUNDS)
 
 
 def _program(gates: bool, planted: Sequence[str]) -> EmulatedProgram:
     sizes = SMALL[gates]
-    text = with_planted(sizes.source(with_machine=False), _PLANTED, planted)
+    text = with_planted(sizes.source(EMULATION), _PLANTED, planted)
     with tempfile.TemporaryDirectory() as folder:
         return emulated(sizes, Path(folder), text, flags=FLAGS)
 

@@ -1,6 +1,6 @@
-"""An access out of bounds for each family of kernels: a read and a write.
+"""Planted accesses out of bounds for each family of kernels: a read and a write.
 
-The reads change no answer: what they bring is masked later, or never stored.
+The reads do not change results: their values are masked later, or never stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Planted(NamedTuple):
-    """Statements of a kernel, their replacement, and the call that then is out of bounds."""
+    """Statements of a kernel, their replacement, and the call that makes the planted access."""
 
     verb: str
     parameter: str
@@ -259,7 +259,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "reads",
             "weight",
             "visit experts by many rows",
-            "_visit_weighed_kernel",
+            "_down_kernel",
             "w = tl.load(w_rows + k[None, :], w_tile, other=0.0)",
             "w = tl.load(w_rows + k[None, :], (k < K)[None, :], other=0.0)",
         ),
@@ -267,7 +267,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "writes",
             "out",
             "visit experts by many rows",
-            "_visit_gated_kernel",
+            "_gate_up_kernel",
             "tl.store(places, gated(gate, up, out.dtype.element_ty), w_in & x_in)",
             "tl.store(places, gated(gate, up, out.dtype.element_ty), x_in & (n >= 0)[:, None])",
         ),
@@ -293,7 +293,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
             "reads",
             "residual",
             "norm by the root mean square behind",
-            "_behind_kernel",
+            "_norm_then_add_kernel",
             "x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)",
             "x = tl.load(residual + row * r_r + n).to(tl.float32)",
         ),
@@ -360,7 +360,7 @@ FAMILIES: dict[str, tuple[Planted, ...]] = {
 
 
 def module_with(planted: Planted, family: str, folder: Path) -> ModuleType:
-    """Import a copy of a family's file with the access in it; Triton reads its kernels there."""
+    """Import a copy of a family's file with the planted access; Triton reads its source there."""
     module = getattr(calls, family).__name__
     wrong = f"It {planted.verb} outside of {planted.parameter}."
     mutant = Mutant(family, wrong, module, planted.function, planted.find, planted.replace)
@@ -369,7 +369,7 @@ def module_with(planted: Planted, family: str, folder: Path) -> ModuleType:
     spec = spec_from_file_location(f"planted_{family}", file)
     assert spec is not None
     assert spec.loader is not None
-    made = module_from_spec(spec)
-    sys.modules[spec.name] = made  # annotations of classes are looked up there
-    spec.loader.exec_module(made)
-    return made
+    copy = module_from_spec(spec)
+    sys.modules[spec.name] = copy  # annotations of classes are looked up there
+    spec.loader.exec_module(copy)
+    return copy

@@ -1,14 +1,14 @@
-"""A pytest plugin that judges every launch of a session: ``pytest -p tests.lanes.plugin ...``.
+"""Pytest plugin with bounds checks of a session's launches: ``pytest -p tests.lanes.plugin ...``.
 
-A test fails in which a kernel was out of bounds, though it caught what the launch raised. Not
-for tests that look at pointers themselves: those in ``tests/lanes`` and ``tests/kernels``.
+A test fails if one of its kernels accesses memory out of bounds, even if it catches the error of
+the launch. Not for tests of pointers themselves, in ``tests/lanes`` and ``tests/kernels``.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before anything imports Triton or asks for a GPU: it is interpreted kernels that are judged.
+# Set before Triton is imported and a GPU is looked for: only interpreted kernels are checked.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.kernels.calls import CALLS
-from tests.lanes.bounds import Judged, OutOfBounds, judging
+from tests.lanes.bounds import BoundsReport, OutOfBounds, checking_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 EVERY_KERNEL = "--require-every-kernel"
-_judged = pytest.StashKey[Judged]()
+_report = pytest.StashKey[BoundsReport]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,18 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
-    config.stash[_judged] = stack.enter_context(judging())
+    config.stash[_report] = stack.enter_context(checking_bounds())
     config.add_cleanup(stack.close)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     result = yield
-    found = item.config.stash[_judged].findings
-    if found:
-        words = "\n".join(f"{access}: {first}" for access, first in found.items())
-        found.clear()
-        raise OutOfBounds(words)
+    findings = item.config.stash[_report].findings
+    if findings:
+        message = "\n".join(f"{access}: {first}" for access, first in findings.items())
+        findings.clear()
+        raise OutOfBounds(message)
     return result
 
 
@@ -59,8 +59,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    launches = config.stash[_judged].launches
-    terminalreporter.section("launches judged by the bounds of their tensors")
+    launches = config.stash[_report].launches
+    terminalreporter.section("kernel launches with bounds checks")
     for kernel, times in sorted(launches.items()):
         terminalreporter.line(f"{times:8} {kernel}")
     if missing := _never_launched(config):
@@ -69,4 +69,4 @@ def pytest_terminal_summary(
 
 def _never_launched(config: pytest.Config) -> list[str]:
     kernels = {kernel for _, each in CALLS.values() for kernel in each}
-    return sorted(kernels - config.stash[_judged].launches.keys())
+    return sorted(kernels - config.stash[_report].launches.keys())

@@ -1,4 +1,4 @@
-"""Some products that stream: ``python -m tests.lanes.streamed``."""
+"""Streaming GEMMs under AddressSanitizer: ``python -m tests.lanes.streamed``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from roseinfer.kernels.cuda.streamed import tiles_for
 from tests.kernels.cuda.warpgroups.products import SHAPES, Product, emulated
-from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
+from tests.kernels.cuda.whole_step.emulated import EMULATION
+from tests.lanes.address_sanitizer import ALL_IN_BOUNDS, FLAGS, Replacement, with_planted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,25 +18,27 @@ if TYPE_CHECKING:
     from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
 
 _PLANTED = {
-    "reads": Changed(
-        "wide(kept1(p.bias + n))", "wide(kept1(p.bias + n)) + 0.0f * wide(kept1(p.bias + n + 64))"
+    "reads": Replacement(
+        "bf16_to_float(load_constant(p.bias + n))",
+        "bf16_to_float(load_constant(p.bias + n))"
+        " + 0.0f * bf16_to_float(load_constant(p.bias + n + 64))",
     ),
-    "writes": Changed(" && r < p.num_rows) take", " && r < p.num_rows + 3) take"),
+    "writes": Replacement(" && r < p.num_rows) store", " && r < p.num_rows + 3) store"),
 }
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 def main(argv: Sequence[str]) -> None:
     programs = {strips: _program(strips, argv) for strips in (1, 2)}
     for shape in SHAPES.values():
-        for rows in (1, _MOST_ROWS - 3):
+        for rows in (1, _MAX_ROWS - 3):
             Product(shape, rows).computed(programs[shape.strips])
-    print(ALL_RIGHT)
+    print(ALL_IN_BOUNDS)
 
 
 def _program(strips: int, planted: Sequence[str]) -> EmulatedProgram:
-    tiles = tiles_for(_MOST_ROWS, strips)
-    text = with_planted(tiles.source(with_machine=False), _PLANTED, planted)
+    tiles = tiles_for(_MAX_ROWS, strips)
+    text = with_planted(tiles.source(EMULATION), _PLANTED, planted)
     with tempfile.TemporaryDirectory() as folder:
         return emulated(tiles, Path(folder), text, flags=FLAGS)
 

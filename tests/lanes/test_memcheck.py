@@ -1,4 +1,4 @@
-"""The lane on a GPU says what the tool said, and is never content with nothing."""
+"""The lane on a GPU: errors of the tool, and runs without a result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lanes import compiled_calls, memcheck
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FOUND = (
+ERRORS_FOUND = (
     86,
     "========= COMPUTE-SANITIZER\n"
     "========= Invalid __global__ read of size 4 bytes\n"
@@ -28,8 +28,8 @@ CLEAN = (0, "========= COMPUTE-SANITIZER\ncalled: linear\n========= ERROR SUMMAR
 READ = "Invalid __global__ read of size 4 bytes"
 
 
-def answering(planted: tuple[int, str], own: tuple[int, str]) -> memcheck.Run:
-    """Stand for the tool."""
+def stub_tool(planted: tuple[int, str], own: tuple[int, str]) -> memcheck.Run:
+    """Return a replacement of the tool."""
 
     def run(arguments: Sequence[str]) -> tuple[int, str]:
         return planted if arguments else own
@@ -37,30 +37,30 @@ def answering(planted: tuple[int, str], own: tuple[int, str]) -> memcheck.Run:
     return run
 
 
-def test_what_the_tool_finds_is_wrong() -> None:
-    assert memcheck.check(answering(FOUND, FOUND)) == [READ]
+def test_errors_of_the_tool_are_returned() -> None:
+    assert memcheck.check(stub_tool(ERRORS_FOUND, ERRORS_FOUND)) == [READ]
 
 
-def test_nothing_is_wrong_where_only_what_is_planted_is_found() -> None:
-    assert memcheck.check(answering(FOUND, CLEAN)) == []
+def test_check_passes_if_only_the_planted_access_is_found() -> None:
+    assert memcheck.check(stub_tool(ERRORS_FOUND, CLEAN)) == []
 
 
 @pytest.mark.parametrize("planted", [CLEAN, (1, "no such option"), (0, "")])
-def test_a_tool_that_does_not_find_what_is_planted_has_checked_nothing(
+def test_tool_that_misses_the_planted_access_fails(
     planted: tuple[int, str],
 ) -> None:
-    first, *_ = memcheck.check(answering(planted, CLEAN))
-    assert first == "what is planted was not found: linear 0"
+    first, *_ = memcheck.check(stub_tool(planted, CLEAN))
+    assert first == "planted access was not found: linear 0"
 
 
 @pytest.mark.parametrize("own", [(1, "ImportError"), (0, "called: linear"), (-11, "")])
-def test_a_run_without_a_summary_is_wrong(own: tuple[int, str]) -> None:
-    (wrong,) = memcheck.check(answering(FOUND, own))
-    assert wrong.startswith(f"compute-sanitizer did not get to its summary (exit status {own[0]})")
-    assert wrong.endswith(own[1])
+def test_run_without_a_summary_fails(own: tuple[int, str]) -> None:
+    (error,) = memcheck.check(stub_tool(ERRORS_FOUND, own))
+    assert error.startswith(f"compute-sanitizer did not get to its summary (exit status {own[0]})")
+    assert error.endswith(own[1])
 
 
-def test_a_machine_without_the_tool_is_told(
+def test_missing_tool_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -68,54 +68,56 @@ def test_a_machine_without_the_tool_is_told(
     assert "compute-sanitizer is not installed" in capsys.readouterr().err
 
 
-def test_a_machine_without_a_gpu_is_told(
+def test_missing_gpu_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["--gpu"]) == 4
-    assert "there is no GPU" in capsys.readouterr().err
+    assert "no GPU is available" in capsys.readouterr().err
 
 
 @interpreted
-def test_a_call_is_named_when_it_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_call_prints_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     compiled_calls.run(["clone", "norm"], "cpu")
     assert capsys.readouterr().out == "called: clone\ncalled: norm\n"
 
 
-def test_nothing_is_judged_by_a_sanitizer_that_misses_what_is_planted(
+def test_searches_do_not_run_if_planted_accesses_are_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[str, ...]] = []
+    runs: list[tuple[str, ...]] = []
 
     def fails(*arguments: str) -> int:
-        asked.append(arguments)
+        runs.append(arguments)
         return 1
 
     monkeypatch.setattr(command, "_pytest", fails)
     assert command.main(["--seed", "3"]) == 1
-    assert asked == [("tests/lanes",)]
+    assert runs == [("tests/lanes",)]
 
 
-def test_what_is_asked_for_reaches_the_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
+def test_options_reach_the_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[str, ...]] = []
 
     def passes(*arguments: str) -> int:
-        asked.append(arguments)
+        runs.append(arguments)
         return 0
 
     monkeypatch.setattr(command, "_pytest", passes)
     assert command.main(["--seed", "3", "--profile", "ci"]) == 0
-    searched = " ".join(asked[-1])
+    search = " ".join(runs[-1])
     for words in ("-p tests.lanes.plugin", "profile ci", "seed 3", "--require-every-kernel"):
-        assert words in searched
+        assert words in search
 
 
-def test_the_calls_are_those_of_every_kernel(
+def test_calls_cover_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[list[str]] = []
-    monkeypatch.setattr(compiled_calls, "run", lambda names, device: made.append([*names, device]))
+    calls_made: list[list[str]] = []
+    monkeypatch.setattr(
+        compiled_calls, "run", lambda names, device: calls_made.append([*names, device])
+    )
     compiled_calls.main([])
     compiled_calls.main(["linear", "0"])
-    assert made == [[*CALLS, "cuda"], ["linear", "cuda"]]
+    assert calls_made == [[*CALLS, "cuda"], ["linear", "cuda"]]

@@ -1,4 +1,4 @@
-"""A whole session of pytest is judged by the plugin."""
+"""The plugin with bounds checks in a pytest session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SESSION = """
 """
 
 
-def test_a_session_fails_where_a_test_caught_what_was_found(
+def test_session_fails_if_a_test_catches_the_error(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -48,7 +48,7 @@ def test_a_session_fails_where_a_test_caught_what_was_found(
     )
 
 
-def test_a_session_fails_that_launches_too_little(
+def test_session_fails_if_a_kernel_is_not_launched(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -1,4 +1,4 @@
-"""Some steps of the kernel of a whole step: ``python -m tests.lanes.whole_step``."""
+"""Steps of the megakernel under AddressSanitizer: ``python -m tests.lanes.whole_step``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.kernels.cuda.whole_step import Megakernel, source
-from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
+from tests.kernels.cuda.whole_step.emulated import EMULATION, EmulatedProgram
 from tests.kernels.cuda.whole_step.small_models import small_rig, small_sizes
-from tests.lanes.address_sanitizer import ALL_RIGHT, FLAGS, Changed, with_planted
+from tests.lanes.address_sanitizer import ALL_IN_BOUNDS, FLAGS, Replacement, with_planted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 _LENGTHS = (0, 65, 300)
 _PLANTED = {
-    "reads": Changed("n < WIDTH ? kept1(from + n) : 0;", "kept1(from + n);"),
-    "writes": Changed("if (r + 1 < count) logits[r + 1]", "logits[r + 1]"),
+    "reads": Replacement("n < WIDTH ? load_constant(from + n) : 0;", "load_constant(from + n);"),
+    "writes": Replacement("if (r + 1 < count) logits[r + 1]", "logits[r + 1]"),
 }
-"""What is read is multiplied by zero, so that the answer is the same."""
+"""Planted accesses; the value read is multiplied by zero, so the results do not change."""
 
 
 def main(argv: Sequence[str]) -> None:
-    text = with_planted(source(with_machine=False), _PLANTED, argv)
+    text = with_planted(source(EMULATION), _PLANTED, argv)
     _make_steps(text, small_sizes(16), biased=False)
-    _make_steps(text, small_sizes(48, turn=16, normed=True), biased=True)
-    print(ALL_RIGHT)
+    _make_steps(text, small_sizes(48, rotary_dim=16, normed=True), biased=True)
+    print(ALL_IN_BOUNDS)
 
 
 def _make_steps(text: str, sizes: StepSizes, *, biased: bool) -> None:

@@ -1,4 +1,4 @@
-"""A small model behind ``AsyncLLM``, and what its streams should bring."""
+"""Streams of a small model by ``AsyncLLM``, and their expected tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TEXTS = [f"The {word} fox" for word in ("quick", "brown", "lazy", "red", "old", "grey", "third")]
 PATIENCE = 20
-"""Seconds after which something that hangs is given up."""
+"""Seconds after which a wait fails."""
 
 
 def greedy(count: int = 12, **more: Any) -> SamplingParams:
@@ -30,7 +30,7 @@ def small_llm(device: str, **config: Any) -> LLM:
 
 @contextmanager
 def serving(llm: LLM) -> Iterator[AsyncLLM]:
-    """Yield a server and close it; then nothing may be left in its engine."""
+    """Yield a server and close it; then check that its engine holds nothing."""
     served = AsyncLLM(llm)
     try:
         yield served
@@ -40,13 +40,13 @@ def serving(llm: LLM) -> Iterator[AsyncLLM]:
     assert_no_block_is_lost(llm)
 
 
-def run(what: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(what, PATIENCE))
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 @cache
 def expected(device: str, text: str, count: int = 12) -> list[int]:
-    """Generate a text alone; another test compares the result with transformers."""
+    """Generate a completion alone; another test compares the result with transformers."""
     (output,) = small_llm(device, prefix_cache=False).generate(text, greedy(count), progress=False)
     return output.token_ids
 

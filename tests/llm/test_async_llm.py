@@ -1,4 +1,4 @@
-"""Streams for tasks: each gets its tokens, whoever else is served, and nobody waits for ever."""
+"""Streams of ``AsyncLLM``: each task gets its tokens, whatever else is served."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "config", [{}, {"kv_cache_tokens": 64, "block_size": 4}, {"max_batch_size": 2}], ids=str
 )
-def test_streams_at_the_same_time_are_what_generate_returns(
-    device: str, config: dict[str, Any]
-) -> None:
+def test_concurrent_streams_match_generate(device: str, config: dict[str, Any]) -> None:
     llm = small_llm(device, **config)
     outputs = llm.generate(TEXTS, greedy(), progress=False)
     with serving(llm) as served:
@@ -48,14 +46,14 @@ def test_streams_at_the_same_time_are_what_generate_returns(
     assert llm.engine.path_counts[EnginePath.BATCHED] > 0
 
 
-def test_generate_waits_for_the_end(device: str) -> None:
+def test_generate_returns_the_finished_request(device: str) -> None:
     with serving(small_llm(device)) as served:
         request: Request = run(served.generate(TEXTS[0], greedy()))
     assert request.token_ids == expected(device, TEXTS[0])
     assert request.finish_reason == "length"
 
 
-def test_a_stream_that_comes_later_joins_in(device: str) -> None:
+def test_later_stream_joins_the_batch(device: str) -> None:
     llm = small_llm(device)
     with serving(llm) as served:
 
@@ -74,24 +72,24 @@ def test_a_stream_that_comes_later_joins_in(device: str) -> None:
     assert llm.engine.path_counts[EnginePath.MIXED] > 0
 
 
-def test_a_stream_gets_a_token_from_every_step(device: str) -> None:
-    """Tokens come one by one, not all of them when the request is over."""
+def test_stream_yields_tokens_while_the_request_runs(device: str) -> None:
+    """Tokens arrive one by one, not all of them when the request ends."""
     with serving(small_llm(device)) as served:
 
-        async def seen_while_running() -> list[bool]:
+        async def running_at_each_token() -> list[bool]:
             return [
                 update.request.finish_reason is None
                 async for update in served.stream(TEXTS[0], greedy(200, ignore_eos=True))
             ]
 
-        running = run(seen_while_running())
+        running = run(running_at_each_token())
     assert len(running) == 200
     assert running[0]
     assert not running[-1]
 
 
-def test_a_slow_reader_misses_nothing(device: str) -> None:
-    """The request has ended long before its first token is read."""
+def test_slow_reader_gets_all_tokens(device: str) -> None:
+    """The request ends long before its first token is read."""
     llm = small_llm(device)
     with serving(llm) as served:
 
@@ -106,15 +104,15 @@ def test_a_slow_reader_misses_nothing(device: str) -> None:
         assert run(read_late()) == expected(device, TEXTS[0])
 
 
-def test_two_loops_in_two_threads(device: str) -> None:
-    found: dict[int, list[list[Update]]] = {}
+def test_two_event_loops_in_two_threads(device: str) -> None:
+    updates_by_thread: dict[int, list[list[Update]]] = {}
     with serving(small_llm(device)) as served:
 
         async def all_texts() -> list[list[Update]]:
             return await asyncio.gather(*(collect(served, text) for text in TEXTS))
 
         def serve(number: int) -> None:
-            found[number] = run(all_texts())
+            updates_by_thread[number] = run(all_texts())
 
         threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
         for thread in threads:
@@ -122,18 +120,18 @@ def test_two_loops_in_two_threads(device: str) -> None:
         for thread in threads:
             thread.join(PATIENCE)
     for number in range(2):
-        tokens = [tokens_of(updates) for updates in found[number]]
+        tokens = [tokens_of(updates) for updates in updates_by_thread[number]]
         assert tokens == [expected(device, text) for text in TEXTS]
 
 
-def test_one_loop_after_another(device: str) -> None:
+def test_one_event_loop_after_another(device: str) -> None:
     """The first task ends without having read its stream to the end."""
     with serving(small_llm(device)) as served:
 
-        async def take_one() -> Update:
+        async def read_one() -> Update:
             return await anext(served.stream(TEXTS[0], greedy(500)))
 
-        first: Update = run(take_one())
+        first: Update = run(read_one())
         second: Request = run(served.generate(TEXTS[1], greedy()))
     assert first.request.finish_reason == "cancelled"
     assert second.token_ids == expected(device, TEXTS[1])

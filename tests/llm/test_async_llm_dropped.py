@@ -1,4 +1,4 @@
-"""An ``AsyncLLM`` that nobody has any more ends by itself, and lets its engine go."""
+"""Dropped ``AsyncLLM`` objects: their threads end, and their engines are freed."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ if TYPE_CHECKING:
     from roseinfer import LLM
 
 
-def engines_running() -> int:
+def count_engine_threads() -> int:
     return sum(thread.name == "roseinfer" for thread in threading.enumerate())
 
 
-def wait_until_none_runs() -> None:
+def await_no_engine() -> None:
     end = time.monotonic() + PATIENCE
-    while engines_running():
-        assert time.monotonic() < end, "an engine's thread does not end"
+    while count_engine_threads():
+        assert time.monotonic() < end, "an engine thread does not end"
         time.sleep(0.001)
 
 
-def used(llm: LLM) -> AsyncLLM:
+def use(llm: LLM) -> AsyncLLM:
     served = AsyncLLM(llm)
     run(collect(served, TEXTS[0]))
     return served
 
 
-def test_five_that_were_dropped_leave_no_thread_and_no_engine(device: str) -> None:
-    """As where each request of a server makes one and closes none."""
-    before = engines_running()
-    kept: list[AsyncLLM] = []
-    freed: list[Any] = []
+def test_dropped_async_llms_leave_no_thread_and_no_engine(device: str) -> None:
+    """This is like a server that makes one per request and closes none."""
+    before = count_engine_threads()
+    servers: list[AsyncLLM] = []
+    references: list[Any] = []
     for _ in range(5):
         llm = small_llm(device)
-        freed += [
+        references += [
             weakref.ref(each) for each in (llm, llm.engine, llm.engine.sequence_runner.kv.keys)
         ]
-        kept.append(used(llm))
+        servers.append(use(llm))
         del llm
-    assert engines_running() == before + 5
-    kept.clear()
-    wait_until_none_runs()
+    assert count_engine_threads() == before + 5
+    servers.clear()
+    await_no_engine()
     gc.collect()
-    assert [each() for each in freed] == [None] * 15
+    assert [each() for each in references] == [None] * 15
 
 
-def test_the_llm_of_one_that_was_dropped_can_be_used_again(device: str) -> None:
+def test_llm_of_a_dropped_async_llm_can_be_used_again(device: str) -> None:
     llm = small_llm(device)
-    used(llm)
-    wait_until_none_runs()
+    use(llm)
+    await_no_engine()
     (output,) = llm.generate(TEXTS[1], greedy(), progress=False)
     assert output.token_ids == expected(device, TEXTS[1])
 
 
-def test_one_that_was_never_used_is_dropped_without_a_word(device: str) -> None:
+def test_unused_async_llm_is_dropped(device: str) -> None:
     llm = small_llm(device)
-    found = weakref.ref(AsyncLLM(llm))
-    assert found() is None
-    assert engines_running() == 0
+    reference = weakref.ref(AsyncLLM(llm))
+    assert reference() is None
+    assert count_engine_threads() == 0
     (output,) = llm.generate(TEXTS[1], greedy(), progress=False)
     assert output.token_ids == expected(device, TEXTS[1])
 
 
-def test_an_open_stream_is_read_to_its_end(device: str) -> None:
-    """Nobody but the stream has the ``AsyncLLM``; when the stream has ended, nobody has it."""
+def test_open_stream_keeps_its_async_llm(device: str) -> None:
+    """Only the stream references the ``AsyncLLM``, until the stream ends."""
     llm = small_llm(device)
 
     async def read() -> list[int | None]:
@@ -89,14 +89,14 @@ def test_an_open_stream_is_read_to_its_end(device: str) -> None:
         return tokens + [update.token_id async for update in stream]
 
     assert run(read()) == expected(device, TEXTS[0])
-    wait_until_none_runs()
+    await_no_engine()
     assert_no_block_is_lost(llm)
 
 
-def test_a_stream_that_is_dropped_with_it_is_cancelled(device: str) -> None:
+def test_dropped_stream_is_cancelled(device: str) -> None:
     llm = small_llm(device)
 
-    async def forget() -> Any:
+    async def drop_stream() -> Any:
         stream = AsyncLLM(llm).stream(TEXTS[0], greedy(900, ignore_eos=True))
         request = (await anext(stream)).request
         del stream
@@ -105,7 +105,7 @@ def test_a_stream_that_is_dropped_with_it_is_cancelled(device: str) -> None:
             await asyncio.sleep(0.001)
         return request.finish_reason
 
-    assert run(forget()) == "cancelled"
-    wait_until_none_runs()
+    assert run(drop_stream()) == "cancelled"
+    await_no_engine()
     assert not llm.engine.has_work
     assert_no_block_is_lost(llm)

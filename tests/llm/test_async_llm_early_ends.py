@@ -1,4 +1,4 @@
-"""Streams that end early, by a reader, an error or ``close``: nothing stays behind."""
+"""Streams that end early, by their reader, an error or ``close``: nothing is left."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from roseinfer.engine.request import Request
 
 
-# -------------------------------------------------------------------------------- leaving
+# --------------------------------------------------------------------------- cancellation
 
 
-def test_leaving_early_cancels(device: str) -> None:
+def test_closing_a_stream_cancels_its_request(device: str) -> None:
     with serving(small_llm(device)) as served:
 
         async def cancel() -> tuple[Request, Request]:
@@ -51,16 +51,16 @@ def test_leaving_early_cancels(device: str) -> None:
                         break
             return update.request, await other
 
-        left, other = run(cancel())
-    assert left.finish_reason == "cancelled"
-    assert left.num_generated < 900
+        cancelled, other = run(cancel())
+    assert cancelled.finish_reason == "cancelled"
+    assert cancelled.num_generated < 900
     assert other.token_ids == expected(device, TEXTS[1])
 
 
-def test_forgetting_a_stream_cancels(device: str) -> None:
+def test_dropping_a_stream_cancels_its_request(device: str) -> None:
     with serving(small_llm(device)) as served:
 
-        async def forget() -> Request:
+        async def drop_stream() -> Request:
             async for update in served.stream(TEXTS[0], greedy(900, ignore_eos=True)):
                 request = update.request
                 break
@@ -68,12 +68,12 @@ def test_forgetting_a_stream_cancels(device: str) -> None:
             await served.generate(TEXTS[1], greedy())
             return request
 
-        assert run(forget()).finish_reason == "cancelled"
+        assert run(drop_stream()).finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_a_task_that_is_cancelled_cancels(device: str, queued: bool) -> None:
-    """The request runs then, or waits behind another one."""
+def test_cancelling_a_task_cancels_its_request(device: str, queued: bool) -> None:
+    """The request runs then, or waits for another one."""
     llm = small_llm(device, max_batch_size=1)
     with serving(llm) as served:
 
@@ -95,7 +95,7 @@ def test_a_task_that_is_cancelled_cancels(device: str, queued: bool) -> None:
     assert llm.engine.path_counts[EnginePath.CANCELLED] == 1
 
 
-def test_many_come_and_go(device: str) -> None:
+def test_many_streams_with_cancellations(device: str) -> None:
     llm = small_llm(device, kv_cache_tokens=96, block_size=4)
     with serving(llm) as served:
 
@@ -112,10 +112,10 @@ def test_many_come_and_go(device: str) -> None:
             assert tokens_of(updates) == expected(device, text)
             return True
 
-        async def all_of_them() -> list[bool]:
+        async def use_all() -> list[bool]:
             return await asyncio.gather(*(use(number) for number in range(40)))
 
-        finished = run(all_of_them())
+        finished = run(use_all())
     assert sum(finished) >= 26
     assert not all(finished)
 
@@ -134,14 +134,14 @@ def test_many_come_and_go(device: str) -> None:
         (None, RoseinferError),
         ("a\ud800", RoseinferError),
     ],
-    ids=["empty", "unknown", "too long", "words", "fraction", "nothing", "half a character"],
+    ids=["empty", "unknown", "too long", "words", "fraction", "none", "lone surrogate"],
 )
-def test_a_bad_prompt_is_told_why_and_the_others_go_on(
+def test_bad_prompt_raises_only_in_its_stream(
     device: str, bad: Any, error: type[Exception]
 ) -> None:
     with serving(small_llm(device)) as served:
 
-        async def beside_others() -> Any:
+        async def collect_all() -> Any:
             return await asyncio.gather(
                 collect(served, TEXTS[0]),
                 collect(served, bad),
@@ -149,24 +149,24 @@ def test_a_bad_prompt_is_told_why_and_the_others_go_on(
                 return_exceptions=True,
             )
 
-        first, refused, second = run(beside_others())
-    assert isinstance(refused, error)
+        first, rejected, second = run(collect_all())
+    assert isinstance(rejected, error)
     assert tokens_of(first) == expected(device, TEXTS[0])
     assert tokens_of(second) == expected(device, TEXTS[1])
 
 
-def test_logits_that_are_not_numbers_end_their_stream_only(device: str) -> None:
+def test_nan_logits_end_only_their_stream(device: str) -> None:
     model = tiny_gpt2(device)
     model.model.transformer.wte.weight[ord("#")] = float("nan")
     llm = LLM(model.model, tokenizer=model.tokenizer, device=device, kv_cache_tokens=512)
     with serving(llm) as served:
 
-        async def beside_others() -> Any:
+        async def collect_all() -> Any:
             return await asyncio.gather(
                 collect(served, TEXTS[0]), collect(served, "a#"), return_exceptions=True
             )
 
-        first, broken = run(beside_others())
+        first, broken = run(collect_all())
     assert isinstance(broken, NoDistribution)
     assert tokens_of(first) == expected(device, TEXTS[0])
 
@@ -178,7 +178,7 @@ def test_closing_ends_open_streams(device: str) -> None:
     llm = small_llm(device)
     with serving(llm) as served:
 
-        async def close_among_them() -> list[Any]:
+        async def close_while_streaming() -> list[Any]:
             tasks = [
                 asyncio.create_task(collect(served, text, greedy(900, ignore_eos=True)))
                 for text in TEXTS[:3]
@@ -188,11 +188,11 @@ def test_closing_ends_open_streams(device: str) -> None:
             await asyncio.to_thread(served.close)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-        ends = run(close_among_them())
+        ends = run(close_while_streaming())
     assert [type(end) for end in ends] == [EngineStopped] * 3
 
 
-def test_closing_from_the_loop_itself_ends_open_streams(device: str) -> None:
+def test_closing_from_the_event_loop_ends_open_streams(device: str) -> None:
     with serving(small_llm(device)) as served:
 
         async def close_while_reading() -> None:
@@ -203,20 +203,20 @@ def test_closing_from_the_loop_itself_ends_open_streams(device: str) -> None:
             run(close_while_reading())
 
 
-def test_what_was_asked_for_just_before_closing_ends_too(device: str) -> None:
+def test_request_submitted_just_before_closing_ends(device: str) -> None:
     with serving(small_llm(device)) as served:
 
-        async def ask_and_close() -> Any:
+        async def submit_and_close() -> Any:
             task = asyncio.create_task(collect(served, TEXTS[0], greedy(900, ignore_eos=True)))
             await asyncio.sleep(0)
             served.close()
             return (await asyncio.gather(task, return_exceptions=True))[0]
 
-        assert isinstance(run(ask_and_close()), EngineStopped)
+        assert isinstance(run(submit_and_close()), EngineStopped)
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_nothing_is_served_after_closing(device: str, used: bool) -> None:
+def test_closed_async_llm_serves_nothing(device: str, used: bool) -> None:
     with serving(small_llm(device)) as served:
         if used:
             run(collect(served, TEXTS[0]))
@@ -226,41 +226,39 @@ def test_nothing_is_served_after_closing(device: str, used: bool) -> None:
                 run(collect(served, TEXTS[0]))
 
 
-def test_closing_leaves_no_thread_and_gives_the_model_back(device: str) -> None:
+def test_closing_ends_the_thread_and_frees_the_llm(device: str) -> None:
     llm = small_llm(device)
     before = threading.active_count()
     with serving(llm) as served:
         run(collect(served, TEXTS[0]))
-        # asyncio.run ends its own threads; the engine's is left.
+        # asyncio.run ends its own threads; the engine's remains.
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     (output,) = llm.generate(TEXTS[0], greedy(), progress=False)
     assert output.token_ids == expected(device, TEXTS[0])
 
 
-def test_the_engine_is_never_touched_while_it_steps(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task is cancelled while ``close`` waits for a step that takes its time."""
+def test_engine_is_not_called_during_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task is cancelled while ``close`` waits for a slow step."""
     llm = small_llm(device)
     step, cancel = llm.engine.step, llm.engine.cancel
-    stepping, go_on = threading.Event(), threading.Event()
-    touched = []
+    stepping, proceed = threading.Event(), threading.Event()
+    calls_during_step = []
 
     def slow_step() -> list[Update]:
         stepping.set()
-        assert go_on.wait(PATIENCE)
+        assert proceed.wait(PATIENCE)
         try:
             return step()
         finally:
             stepping.clear()
 
-    def watched_cancel(request: Request) -> None:
-        touched.append(stepping.is_set())
+    def recorded_cancel(request: Request) -> None:
+        calls_during_step.append(stepping.is_set())
         cancel(request)
 
     monkeypatch.setattr(llm.engine, "step", slow_step)
-    monkeypatch.setattr(llm.engine, "cancel", watched_cancel)
+    monkeypatch.setattr(llm.engine, "cancel", recorded_cancel)
     with serving(llm) as served:
 
         async def cancel_while_closing() -> None:
@@ -270,12 +268,12 @@ def test_the_engine_is_never_touched_while_it_steps(
             await asyncio.sleep(0.1)
             task.cancel()
             await asyncio.wait([task])
-            go_on.set()
+            proceed.set()
             await closing
 
         try:
             run(cancel_while_closing())
         finally:
-            go_on.set()
-    assert touched
-    assert not any(touched)
+            proceed.set()
+    assert calls_during_step
+    assert not any(calls_during_step)

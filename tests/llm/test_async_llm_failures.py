@@ -1,4 +1,4 @@
-"""Steps that fail, a thread that breaks down, loops that close: nobody waits for ever."""
+"""Failing steps, a failing engine thread and closing event loops: no stream waits forever."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 
 class Panic(BaseException):
-    """A panic in Rust reaches Python like this: it is no ``Exception``."""
+    """Rust panic as it reaches Python: not an ``Exception``."""
 
 
-def breaking_at(call: int, real: Any, error: BaseException) -> Any:
-    """``real``, except that one of its calls raises instead."""
+def fail_at(call: int, real: Any, error: BaseException) -> Any:
+    """Wrap ``real`` so that one of its calls raises instead."""
     calls = iter(range(10_000))
 
-    def sometimes(*args: Any) -> Any:
+    def call_or_fail(*args: Any) -> Any:
         if next(calls) == call:
             raise error
         return real(*args)
 
-    return sometimes
+    return call_or_fail
 
 
-async def ends_of_all(served: AsyncLLM, count: int = 50) -> list[Any]:
+async def outcomes_of_all(served: AsyncLLM, count: int = 50) -> list[Any]:
     params = greedy(count, ignore_eos=True)
     streams = (collect(served, text, params) for text in TEXTS)
     return await asyncio.gather(*streams, return_exceptions=True)
 
 
-async def end_of(served: AsyncLLM, text: str) -> Any:
+async def outcome_of(served: AsyncLLM, text: str) -> Any:
     return (await asyncio.gather(collect(served, text), return_exceptions=True))[0]
 
 
@@ -62,34 +62,34 @@ def assert_stopped_by(error: BaseException, ends: list[Any]) -> None:
     assert [type(end) for end in ends] == [EngineStopped] * len(ends)
     assert all(end.__cause__ is error for end in ends)
     assert all(f"{type(error).__name__}: {error}" in str(end) for end in ends)
-    assert len(set(ends)) == len(ends), "raised twice, an exception remembers both"
+    assert len(set(ends)) == len(ends), "an exception object was raised twice"
 
 
 # ------------------------------------------------------------------------ steps that fail
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_out_of_memory_once_ends_the_streams_of_that_step_only(
+def test_out_of_memory_ends_only_the_streams_of_its_step(
     device: str, monkeypatch: pytest.MonkeyPatch, resident: bool
 ) -> None:
-    """Two requests take part in the step, and the others wait behind them."""
+    """Two requests take part in the step, and the others wait."""
     llm = small_llm(device, resident_decode=resident, max_batch_size=2, cuda_graph=False)
     error = torch.OutOfMemoryError("CUDA out of memory")
     model = llm.engine.sequence_runner.model
-    monkeypatch.setattr(model, "logits", breaking_at(6, model.logits, error))
+    monkeypatch.setattr(model, "logits", fail_at(6, model.logits, error))
     with serving(llm) as served:
-        ends = run(ends_of_all(served, 12))
+        ends = run(outcomes_of_all(served, 12))
         assert_failed_by(error, [ends.pop(0), ends.pop(0)])
-        wanted = [expected(device, text) for text in TEXTS]
-        assert [tokens_of(end) for end in ends] == wanted[2:]
-        assert [tokens_of(end) for end in run(ends_of_all(served, 12))] == wanted
+        expected_tokens = [expected(device, text) for text in TEXTS]
+        assert [tokens_of(end) for end in ends] == expected_tokens[2:]
+        assert [tokens_of(end) for end in run(outcomes_of_all(served, 12))] == expected_tokens
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 def test_three_failures_in_a_row_stop_the_engine(
-    device: str, monkeypatch: pytest.MonkeyPatch, together: bool
+    device: str, monkeypatch: pytest.MonkeyPatch, concurrent: bool
 ) -> None:
-    """The streams wait behind each other, or come one after the other."""
+    """The streams are queued together, or run one after the other."""
     llm = small_llm(device, max_batch_size=1)
     error = RuntimeError("the GPU fell off")
 
@@ -98,16 +98,16 @@ def test_three_failures_in_a_row_stop_the_engine(
 
     monkeypatch.setattr(llm.engine._runner, "launch", broken)
     with serving(llm) as served:
-        if together:
-            ends = run(ends_of_all(served))
+        if concurrent:
+            ends = run(outcomes_of_all(served))
         else:
-            ends = [run(end_of(served, text)) for text in TEXTS]
+            ends = [run(outcome_of(served, text)) for text in TEXTS]
     assert_failed_by(error, ends[:3])
     assert_stopped_by(error, ends[3:])
     assert str(ends[3]).startswith("the engine stopped after 3 failed steps in a row: ")
 
 
-def test_failures_with_a_step_between_stop_nothing(
+def test_failures_with_a_successful_step_between_do_not_stop_the_engine(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = small_llm(device, resident_decode=False, max_batch_size=1)
@@ -122,7 +122,7 @@ def test_failures_with_a_step_between_stop_nothing(
 
     with serving(llm) as served:
         monkeypatch.setattr(llm.engine._runner, "launch", two_of_three_broken)
-        ends = run(ends_of_all(served))
+        ends = run(outcomes_of_all(served))
         assert_failed_by(error, ends)
         monkeypatch.undo()
         assert tokens_of(run(collect(served, TEXTS[0]))) == expected(device, TEXTS[0])
@@ -132,33 +132,35 @@ def test_failures_with_a_step_between_stop_nothing(
 
 
 @pytest.mark.parametrize("error", [Panic("unreachable"), SystemExit(3), KeyboardInterrupt()])
-@pytest.mark.parametrize("what", ["step", "cancel"])
-def test_whatever_breaks_the_thread_ends_every_stream_with_the_cause(
-    device: str, monkeypatch: pytest.MonkeyPatch, what: str, error: BaseException
+@pytest.mark.parametrize("method", ["step", "cancel"])
+def test_thread_failure_ends_every_stream_with_its_cause(
+    device: str, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
 ) -> None:
     llm = small_llm(device)
     with serving(llm) as served:
 
-        async def all_and_one_that_leaves() -> list[Any]:
-            leaves = asyncio.create_task(collect(served, TEXTS[0], greedy(900, ignore_eos=True)))
+        async def stream_all_and_cancel_one() -> list[Any]:
+            cancelled_task = asyncio.create_task(
+                collect(served, TEXTS[0], greedy(900, ignore_eos=True))
+            )
             while not llm.engine.num_running:
                 await asyncio.sleep(0.001)
-            call = 5 if what == "step" else 0
-            broken = breaking_at(call, getattr(llm.engine, what), error)
-            monkeypatch.setattr(llm.engine, what, broken)
-            others = asyncio.create_task(ends_of_all(served, 900))
-            while what == "cancel" and llm.engine.num_running < len(TEXTS):
+            call = 5 if method == "step" else 0
+            broken = fail_at(call, getattr(llm.engine, method), error)
+            monkeypatch.setattr(llm.engine, method, broken)
+            others = asyncio.create_task(outcomes_of_all(served, 900))
+            while method == "cancel" and llm.engine.num_running < len(TEXTS):
                 await asyncio.sleep(0.001)
-            leaves.cancel()
+            cancelled_task.cancel()
             return await others
 
-        ends = run(all_and_one_that_leaves())
-        later = [run(ends_of_all(served)) for _ in range(2)]
+        ends = run(stream_all_and_cancel_one())
+        later = [run(outcomes_of_all(served)) for _ in range(2)]
     assert_stopped_by(error, ends + later[0] + later[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_every_stream_is_told_though_none_can_be_cancelled(
+def test_thread_failure_ends_every_stream_even_if_cancelling_fails(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = small_llm(device)
@@ -170,24 +172,24 @@ def test_every_stream_is_told_though_none_can_be_cancelled(
     with serving(llm) as served:
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine, "cancel", broken)
-            patch.setattr(llm.engine, "step", breaking_at(5, llm.engine.step, error))
-            ends = run(ends_of_all(served))
-            later = run(ends_of_all(served))
+            patch.setattr(llm.engine, "step", fail_at(5, llm.engine.step, error))
+            ends = run(outcomes_of_all(served))
+            later = run(outcomes_of_all(served))
         for request in list(llm.engine._scheduler.running.values()):
             llm.engine.cancel(request)
     assert_stopped_by(error, ends + later)
 
 
-def test_what_was_asked_for_in_the_step_that_breaks_is_told_too(
+def test_requests_submitted_during_the_failing_step_end(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = small_llm(device)
     error = Panic("unreachable")
-    stepping, go_on = threading.Event(), threading.Event()
+    stepping, proceed = threading.Event(), threading.Event()
 
     def broken() -> list[Update]:
         stepping.set()
-        assert go_on.wait(PATIENCE)
+        assert proceed.wait(PATIENCE)
         raise error
 
     monkeypatch.setattr(llm.engine, "step", broken)
@@ -196,93 +198,93 @@ def test_what_was_asked_for_in_the_step_that_breaks_is_told_too(
         async def first_then_all() -> list[Any]:
             first = asyncio.create_task(collect(served, TEXTS[0]))
             await asyncio.to_thread(stepping.wait)
-            others = asyncio.create_task(ends_of_all(served))
+            others = asyncio.create_task(outcomes_of_all(served))
             while served._thread._tasks.qsize() < len(TEXTS):
                 await asyncio.sleep(0.001)
-            go_on.set()
+            proceed.set()
             return [*await asyncio.gather(first, return_exceptions=True), *await others]
 
         try:
             ends = run(first_then_all())
         finally:
-            go_on.set()
+            proceed.set()
     assert_stopped_by(error, ends)
 
 
-def test_whatever_breaks_a_submission_is_that_streams_own(
+def test_failing_submission_raises_only_in_its_stream(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = small_llm(device)
     error = Panic("unreachable")
-    monkeypatch.setattr(llm.engine, "submit", breaking_at(2, llm.engine.submit, error))
+    monkeypatch.setattr(llm.engine, "submit", fail_at(2, llm.engine.submit, error))
     with serving(llm) as served:
-        ends = run(ends_of_all(served, 12))
+        ends = run(outcomes_of_all(served, 12))
     assert ends.pop(2) is error
     assert [len(end) for end in ends] == [12] * len(ends)
 
 
-def test_a_thread_that_cannot_start_is_started_by_the_next_stream(
+def test_thread_is_started_by_the_next_stream_after_a_failure(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("can't start new thread")
     start = threading.Thread.start
     with serving(small_llm(device)) as served:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", breaking_at(0, start, error))
+            patch.setattr(threading.Thread, "start", fail_at(0, start, error))
             with pytest.raises(RuntimeError, match="new thread"):
                 run(collect(served, TEXTS[0]))
         assert tokens_of(run(collect(served, TEXTS[0]))) == expected(device, TEXTS[0])
 
 
-# --------------------------------------------------------------------------- loops that close
+# ------------------------------------------------------------------------ closing event loops
 
 
-@pytest.mark.parametrize("at_last", [False, True], ids=["amid tokens", "at the last token"])
-def test_a_loop_that_closes_while_it_is_told_leaves_and_the_others_go_on(
+@pytest.mark.parametrize("at_last", [False, True], ids=["between tokens", "at the last token"])
+def test_event_loop_closing_during_delivery_cancels_only_its_stream(
     device: str, monkeypatch: pytest.MonkeyPatch, at_last: bool
 ) -> None:
-    """It is still open when the engine's thread begins to hand over a token."""
+    """The loop is still open when the engine's thread starts to deliver a token."""
     llm = small_llm(device)
     closed = threading.Event()
     with serving(llm) as served:
         loop = asyncio.new_event_loop()
-        tell = loop.call_soon_threadsafe
+        deliver = loop.call_soon_threadsafe
 
-        def closing_first(*arguments: Any) -> Any:
+        def close_and_deliver(*arguments: Any) -> Any:
             ((_, update),) = arguments[1]
             last = update.finish_reason is not None
             if last or not at_last:
                 loop.close()
                 closed.set()
-            return tell(*arguments)
+            return deliver(*arguments)
 
         count = 20 if at_last else 900
         stream = served.stream(TEXTS[0], greedy(count, ignore_eos=True))
         first: Update = loop.run_until_complete(anext(stream))
-        monkeypatch.setattr(loop, "call_soon_threadsafe", closing_first)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", close_and_deliver)
         assert closed.wait(PATIENCE)
-        beside = run(collect(served, TEXTS[1]))
+        other = run(collect(served, TEXTS[1]))
         assert not served._thread._listeners
         assert not llm.engine.has_work
-    assert tokens_of(beside) == expected(device, TEXTS[1])
+    assert tokens_of(other) == expected(device, TEXTS[1])
     assert first.request.finish_reason == ("length" if at_last else "cancelled")
 
 
-def test_a_loop_that_closed_before_leaves_too(device: str) -> None:
+def test_closed_event_loop_cancels_its_stream(device: str) -> None:
     llm = small_llm(device)
     with serving(llm) as served:
         loop = asyncio.new_event_loop()
         stream = served.stream(TEXTS[0], greedy(900, ignore_eos=True))
         first: Update = loop.run_until_complete(anext(stream))
         loop.close()
-        beside = run(collect(served, TEXTS[1]))
+        other = run(collect(served, TEXTS[1]))
         assert not served._thread._listeners
-    assert tokens_of(beside) == expected(device, TEXTS[1])
+    assert tokens_of(other) == expected(device, TEXTS[1])
     assert first.request.finish_reason == "cancelled"
 
 
-def test_a_stream_that_was_read_to_its_end_is_forgotten_at_once(device: str) -> None:
-    """Its loop may close before it can say that it leaves."""
+def test_stream_read_to_its_end_is_removed_at_once(device: str) -> None:
+    """Its loop may close before it can report that it ended."""
     with serving(small_llm(device)) as served:
         loop = asyncio.new_event_loop()
         stream = served.stream(TEXTS[0], greedy(3, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""A process that was forked has no engine: whoever asks there for tokens is told so at once."""
+"""Forked processes have no engine: calls there are rejected at once."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from roseinfer import LLM
 
 pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
-def in_a_fork(call: Callable[[], Any]) -> str:
-    """Call it in a forked process; return what it returned or raised there, in words."""
+def run_in_fork(call: Callable[[], Any]) -> str:
+    """Run a call in a forked process; return the text of its result or exception."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -47,8 +47,8 @@ def in_a_fork(call: Callable[[], Any]) -> str:
             os._exit(0)
     os.close(writes)
     try:
-        answered, _, _ = select.select([reads], [], [], PATIENCE)
-        assert answered, "it hangs"
+        readable, _, _ = select.select([reads], [], [], PATIENCE)
+        assert readable, "the forked process hangs"
         return os.read(reads, 10_000).decode()
     finally:
         os.close(reads)
@@ -63,101 +63,103 @@ def outcome(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def assert_refused(said: str) -> None:
-    assert said.startswith(f"{EngineStopped.__name__}: this LLM was made in process {os.getpid()}")
-    assert "this process is a fork of it" in said
-    assert "start processes by 'spawn'" in said
+def assert_rejected(message: str) -> None:
+    assert message.startswith(
+        f"{EngineStopped.__name__}: this LLM was made in process {os.getpid()}"
+    )
+    assert "this process is a fork of it" in message
+    assert "start processes by 'spawn'" in message
 
 
-def ways_to_ask(llm: LLM, begun: Any, served: AsyncLLM) -> dict[str, Callable[[], Any]]:
+def calls_by_name(llm: LLM, open_stream: Any, served: AsyncLLM) -> dict[str, Callable[[], Any]]:
     return {
         "generate": lambda: llm.generate(TEXTS[0], greedy()),
         "stream": lambda: next(llm.stream(TEXTS[0], greedy())),
-        "a stream that was open": lambda: next(begun),
+        "a stream that was open": lambda: next(open_stream),
         "a new AsyncLLM": lambda: run(collect(AsyncLLM(llm), TEXTS[0])),
         "an AsyncLLM from before": lambda: run(collect(served, TEXTS[0])),
         "its generate": lambda: run(served.generate(TEXTS[0], greedy())),
     }
 
 
-def test_whatever_is_asked_of_a_forked_llm_is_refused(device: str) -> None:
+def test_forked_llm_rejects_every_call(device: str) -> None:
     llm = small_llm(device)
-    begun = llm.stream(TEXTS[0], greedy())
-    tokens = [next(begun).token_id]
-    for way, call in ways_to_ask(llm, begun, AsyncLLM(llm)).items():
-        assert_refused(f"{in_a_fork(call)} ({way})")
-    assert in_a_fork(begun.close) == "returned None"
-    tokens += [update.token_id for update in begun]
-    assert tokens == expected(device, TEXTS[0]), "this process is as it was"
+    open_stream = llm.stream(TEXTS[0], greedy())
+    tokens = [next(open_stream).token_id]
+    for name, call in calls_by_name(llm, open_stream, AsyncLLM(llm)).items():
+        assert_rejected(f"{run_in_fork(call)} ({name})")
+    assert run_in_fork(open_stream.close) == "returned None"
+    tokens += [update.token_id for update in open_stream]
+    assert tokens == expected(device, TEXTS[0]), "the parent's stream is affected"
 
 
-def test_a_forked_async_llm_that_has_served_hangs_for_nobody(device: str) -> None:
+def test_forked_async_llm_rejects_instead_of_hanging(device: str) -> None:
     with serving(small_llm(device)) as served:
         assert tokens_of(run(collect(served, TEXTS[0]))) == expected(device, TEXTS[0])
-        assert_refused(in_a_fork(lambda: run(collect(served, TEXTS[1]))))
-        assert in_a_fork(served.close) == "returned None"
+        assert_rejected(run_in_fork(lambda: run(collect(served, TEXTS[1]))))
+        assert run_in_fork(served.close) == "returned None"
         assert tokens_of(run(collect(served, TEXTS[1]))) == expected(device, TEXTS[1])
 
 
-def test_locks_that_were_held_elsewhere_do_not_matter(device: str) -> None:
-    """Nobody lets go of them in the fork: the thread that holds one is not there."""
+def test_forked_llm_rejects_despite_locks_held_by_other_threads(device: str) -> None:
+    """The thread that holds the locks does not exist in the fork, so they stay locked."""
     llm, other = small_llm(device), small_llm(device)
-    begun = other.stream(TEXTS[0], greedy())
-    next(begun)
-    held, done = threading.Event(), threading.Event()
+    open_stream = other.stream(TEXTS[0], greedy())
+    next(open_stream)
+    locked, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold_locks() -> None:
         with llm._use_lock, other._use_lock, served._thread._starting:
-            held.set()
+            locked.set()
             assert done.wait(PATIENCE)
 
     with serving(llm) as served:
         run(collect(served, TEXTS[0]))
-        thread = threading.Thread(target=hold)
+        thread = threading.Thread(target=hold_locks)
         thread.start()
         try:
-            assert held.wait(PATIENCE)
-            for call in ways_to_ask(llm, begun, served).values():
-                assert_refused(in_a_fork(call))
-            assert in_a_fork(served.close) == "returned None"
-            assert in_a_fork(begun.close) == "returned None"
+            assert locked.wait(PATIENCE)
+            for call in calls_by_name(llm, open_stream, served).values():
+                assert_rejected(run_in_fork(call))
+            assert run_in_fork(served.close) == "returned None"
+            assert run_in_fork(open_stream.close) == "returned None"
         finally:
             done.set()
             thread.join()
 
 
-def test_a_task_that_forks_gets_no_more_tokens_there(device: str) -> None:
-    """In this process its stream goes on."""
+def test_stream_is_rejected_in_a_fork_of_its_task(device: str) -> None:
+    """The parent's stream continues."""
     with serving(small_llm(device)) as served:
 
         async def fork_between_tokens() -> tuple[str, list[int | None]]:
             stream = served.stream(TEXTS[0], greedy())
             tokens = [(await anext(stream)).token_id]
 
-            def one_more() -> Any:
-                """Drive the stream by hand: a fork has no event loop."""
+            def read_one_more() -> Any:
+                """Advance the stream by hand: a fork has no event loop."""
                 return stream.__anext__().send(None)
 
-            said = in_a_fork(one_more)
-            return said, tokens + [update.token_id async for update in stream]
+            message = run_in_fork(read_one_more)
+            return message, tokens + [update.token_id async for update in stream]
 
-        said, tokens = run(fork_between_tokens())
-    assert_refused(said)
+        message, tokens = run(fork_between_tokens())
+    assert_rejected(message)
     assert tokens == expected(device, TEXTS[0])
 
 
-def test_workers_of_multiprocessing_are_told_too(device: str) -> None:
+def test_multiprocessing_fork_worker_is_rejected(device: str) -> None:
     with serving(small_llm(device)) as served:
         run(collect(served, TEXTS[0]))
-        answers: Any = multiprocessing.get_context("fork").Queue()
+        results: Any = multiprocessing.get_context("fork").Queue()
 
         def work() -> None:
-            answers.put(outcome(lambda: asyncio.run(collect(served, TEXTS[0]))))
+            results.put(outcome(lambda: asyncio.run(collect(served, TEXTS[0]))))
 
         worker = multiprocessing.get_context("fork").Process(target=work, daemon=True)
         worker.start()
         try:
-            assert_refused(answers.get(timeout=PATIENCE))
+            assert_rejected(results.get(timeout=PATIENCE))
             worker.join(PATIENCE)
             assert worker.exitcode == 0
         finally:

@@ -1,4 +1,4 @@
-"""What users see: prompts in, texts out, and a clear word where that cannot be."""
+"""``LLM.generate``: completions, and errors of requests and settings."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from roseinfer.attention import triton as triton_attention
 from roseinfer.models import loading
 from tests.engine.continuations import (
     TEXTS,
-    by_transformers,
     greedy,
     one,
     original,
     small_llm,
     text_of,
+    transformers_continuation,
 )
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
 # --------------------------------------------------------------------------------- generate
 
 
-def test_texts_are_continued_as_transformers_does(device: str) -> None:
+def test_completions_match_transformers(device: str) -> None:
     llm = LLM(
         "tiny",
         device=device,
@@ -57,16 +57,16 @@ def test_texts_are_continued_as_transformers_does(device: str) -> None:
     )
     outputs = llm.generate(TEXTS, params, progress=False)
     for text, output in zip(TEXTS, outputs, strict=True):
-        want = by_transformers(device, text, 16)
+        expected_tokens = transformers_continuation(device, text, 16)
         assert output.prompt == text
-        assert output.token_ids == want
-        assert output.text == text_of(device, want)
+        assert output.token_ids == expected_tokens
+        assert output.text == text_of(device, expected_tokens)
         assert output.finish_reason == "length"
         assert output.error is None
     assert_no_block_is_lost(llm)
 
 
-def test_token_ids_are_as_good_as_the_text(device: str) -> None:
+def test_token_ids_and_text_give_the_same_completion(device: str) -> None:
     llm = small_llm(device)
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
     by_text = llm.generate(TEXTS, greedy(), progress=False)
@@ -78,107 +78,109 @@ def test_token_ids_are_as_good_as_the_text(device: str) -> None:
     assert [output.text for output in by_ids] == [output.text for output in by_text]
 
 
-def test_outputs_come_in_the_order_of_the_prompts(device: str) -> None:
+def test_outputs_are_in_the_order_of_prompts(device: str) -> None:
     llm = small_llm(device, max_batch_size=2)
     lengths = [9, 1, 5, 2, 7]
     outputs = llm.generate(TEXTS, [greedy(length) for length in lengths], progress=False)
     assert [output.prompt for output in outputs] == TEXTS
     assert [len(output.token_ids) for output in outputs] == lengths
     for text, length, output in zip(TEXTS, lengths, outputs, strict=True):
-        assert output.token_ids == by_transformers(device, text, length)
+        assert output.token_ids == transformers_continuation(device, text, length)
 
 
 @pytest.mark.parametrize("prompt", ["Once", [79, 110, 99, 101]], ids=["text", "token ids"])
-def test_a_prompt_that_stands_alone_is_one_prompt(device: str, prompt: Any) -> None:
+def test_single_prompt_gives_one_output(device: str, prompt: Any) -> None:
     (output,) = small_llm(device).generate(prompt, greedy(4), progress=False)
-    assert output.token_ids == by_transformers(device, "Once", 4)
+    assert output.token_ids == transformers_continuation(device, "Once", 4)
 
 
 def test_no_prompts_give_no_outputs(device: str) -> None:
     assert small_llm(device).generate([], progress=False) == []
 
 
-def test_the_same_prompt_many_times(device: str) -> None:
+def test_same_prompt_many_times(device: str) -> None:
     llm = small_llm(device, kv_cache_tokens=64)
     outputs = llm.generate([TEXTS[0]] * 12, greedy(6), progress=False)
-    assert [output.token_ids for output in outputs] == [by_transformers(device, TEXTS[0], 6)] * 12
+    assert [output.token_ids for output in outputs] == [
+        transformers_continuation(device, TEXTS[0], 6)
+    ] * 12
     assert_no_block_is_lost(llm)
 
 
-def test_parameters_for_another_number_of_prompts(device: str) -> None:
+def test_wrong_number_of_parameters_is_rejected(device: str) -> None:
     llm = small_llm(device)
     with pytest.raises(BadArgument, match="2 sampling parameters for 3 prompts"):
         llm.generate(["a", "b", "c"], [greedy(), greedy()], progress=False)
     assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_how_far_it_is_where_that_is_asked_for(
-    device: str, shown: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_shown_if_requested(
+    device: str, progress: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = small_llm(device)
     capsys.readouterr()
-    llm.generate(["a", "b", ""], greedy(1), progress=shown)
-    said = "generating: 0 of 3 requests\n" if shown else ""
-    assert capsys.readouterr().err == said
+    llm.generate(["a", "b", ""], greedy(1), progress=progress)
+    stderr = "generating: 0 of 3 requests\n" if progress else ""
+    assert capsys.readouterr().err == stderr
 
 
-def test_a_model_that_was_loaded_already(device: str) -> None:
+def test_loaded_model_is_accepted(device: str) -> None:
     model = tiny_gpt2()
     llm = small_llm(device, model.model, tokenizer=model.tokenizer)
     assert one(llm, TEXTS[0], greedy()).text == text_of(
-        device, by_transformers(device, TEXTS[0], 16)
+        device, transformers_continuation(device, TEXTS[0], 16)
     )
 
 
-def test_half_precision_chooses_among_the_likeliest(device: str) -> None:
-    """Logits in bfloat16 are rounded to about a twentieth, and not in the same way."""
+def test_half_precision_chooses_a_top_token(device: str) -> None:
+    """Logits in bfloat16 are rounded to about a twentieth, in different ways."""
     llm = LLM("tiny", device=device, dtype="bfloat16", kv_cache_tokens=128)
     assert llm.engine.sequence_runner.kv.keys.dtype == torch.bfloat16
     with torch.no_grad():
         row = torch.tensor([llm.tokenizer.encode(TEXTS[0])], device=device)
         logits = original(device).model(row).logits[0, -1]
-    likeliest = (logits > logits.max() - 1).nonzero()[:, 0].tolist()
-    assert len(likeliest) < 10
+    top_tokens = (logits > logits.max() - 1).nonzero()[:, 0].tolist()
+    assert len(top_tokens) < 10
     (token,) = one(llm, TEXTS[0], greedy(1)).token_ids
-    assert token in likeliest
+    assert token in top_tokens
 
 
 # -------------------------------------------------------------------------------- memory
 
 
-def test_a_prompt_as_large_as_the_cache_which_holds_its_beginning(device: str) -> None:
-    """The beginning ends within a block. To keep it and to write behind it takes a block more
-    than there is."""
+def test_prompt_as_large_as_the_cache_with_a_cached_prefix(device: str) -> None:
+    """The prefix ends within a block.
+
+    Keeping it and appending to it takes one block more than the cache has.
+    """
     llm = small_llm(device, kv_cache_tokens=8)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     one(llm, prompt[:6], greedy(1, ignore_eos=True))
     output = one(llm, prompt, greedy(1, ignore_eos=True))
-    assert output.token_ids == by_transformers(device, prompt, 1)
+    assert output.token_ids == transformers_continuation(device, prompt, 1)
     assert_no_block_is_lost(llm)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_requests_that_run_out_of_blocks_end_as_if_there_were_enough(
-    device: str, prefix_cache: bool
-) -> None:
+def test_preempted_requests_match_transformers(device: str, prefix_cache: bool) -> None:
     llm = small_llm(device, kv_cache_tokens=48, prefix_cache=prefix_cache)
     prompts = [TEXTS[0] + letter for letter in "abcdef"]
     outputs = llm.generate(prompts, greedy(20, ignore_eos=True), progress=False)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == by_transformers(device, prompt, 20)
+        assert output.token_ids == transformers_continuation(device, prompt, 20)
         assert output.text == text_of(device, output.token_ids)
     assert llm.engine.path_counts[EnginePath.RECOMPUTED] > 0
     assert_no_block_is_lost(llm)
 
 
-def test_what_fits_just_so_is_served_and_one_token_more_is_refused(device: str) -> None:
+def test_largest_request_is_served_and_a_larger_one_is_rejected(device: str) -> None:
     """The last token is never stored: 8 blocks of 4 hold 32 tokens, and the request has 33."""
     llm = small_llm(device, kv_cache_tokens=32)
-    fits, too_large = llm.generate(
+    fitting, too_large = llm.generate(
         [[1] * 20, [1] * 20], [greedy(13, ignore_eos=True), greedy(14)], progress=False
     )
-    assert fits.token_ids == by_transformers(device, [1] * 20, 13)
+    assert fitting.token_ids == transformers_continuation(device, [1] * 20, 13)
     assert too_large.finish_reason == "error"
     assert too_large.error is not None
     assert re.search(
@@ -187,14 +189,14 @@ def test_what_fits_just_so_is_served_and_one_token_more_is_refused(device: str) 
     )
 
 
-def test_the_models_positions_end_a_request(device: str) -> None:
+def test_max_length_ends_a_request(device: str) -> None:
     llm = small_llm(device, max_length=20)
     output = one(llm, [1] * 17, greedy(16, ignore_eos=True))
-    assert output.token_ids == by_transformers(device, [1] * 17, 3)
+    assert output.token_ids == transformers_continuation(device, [1] * 17, 3)
     assert output.finish_reason == "length"
 
 
-# -------------------------------------------------------------- errors of one request alone
+# --------------------------------------------------------------------- errors of one request
 
 
 BAD_PROMPTS = {
@@ -213,36 +215,36 @@ BAD_PROMPTS = {
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(("bad", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
-def test_a_bad_prompt_is_told_why_and_the_others_go_on(
+def test_bad_prompt_fails_alone_with_its_reason(
     device: str, bad: Any, message: str, at: int
 ) -> None:
     llm = small_llm(device)
     prompts: list[Any] = [TEXTS[0], TEXTS[1]]
     prompts.insert(at, bad)
     outputs = llm.generate(prompts, greedy(), progress=False)
-    refused = outputs.pop(at)
-    assert refused.prompt == bad
-    assert (refused.token_ids, refused.text, refused.finish_reason) == ([], None, "error")
-    assert refused.error is not None
-    assert message in refused.error
+    rejected = outputs.pop(at)
+    assert rejected.prompt == bad
+    assert (rejected.token_ids, rejected.text, rejected.finish_reason) == ([], None, "error")
+    assert rejected.error is not None
+    assert message in rejected.error
     for text, output in zip(TEXTS, outputs, strict=False):
-        assert output.token_ids == by_transformers(device, text, 16)
+        assert output.token_ids == transformers_continuation(device, text, 16)
     assert_no_block_is_lost(llm)
 
 
-def without_numbers_for(device: str, *tokens: int) -> LLM:
-    """A model that breaks on some tokens: all that attends to one of them is NaN."""
+def llm_with_nan_tokens(device: str, *tokens: int) -> LLM:
+    """Build a model in which every token that attends to one of these gets NaN."""
     model = tiny_gpt2(device)
     model.model.transformer.wte.weight[list(tokens)] = float("nan")
     return small_llm(device, model.model, tokenizer=model.tokenizer)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_logits_that_are_not_numbers_end_their_request_only(device: str, sampled: bool) -> None:
-    llm = without_numbers_for(device, ord("#"))
+def test_nan_logits_end_only_their_request(device: str, sampled: bool) -> None:
+    llm = llm_with_nan_tokens(device, ord("#"))
     prompts = [TEXTS[0], TEXTS[0] + "#", "####", TEXTS[1]]
     params = [
         greedy(8),
@@ -250,7 +252,7 @@ def test_logits_that_are_not_numbers_end_their_request_only(device: str, sampled
         greedy(8),
         greedy(8),
     ]
-    for _ in range(2):  # what the first round stored must do no harm to the second
+    for _ in range(2):  # the blocks of the first round must not affect the second
         outputs = llm.generate(prompts, params, progress=False)
         ends = [output.finish_reason for output in outputs]
         assert ends == ["length", "error", "error", "length"]
@@ -258,23 +260,23 @@ def test_logits_that_are_not_numbers_end_their_request_only(device: str, sampled
             assert broken.token_ids == []
             assert broken.error is not None
             assert "NaN" in broken.error
-        assert outputs[0].token_ids == by_transformers(device, TEXTS[0], 8)
-        assert outputs[3].token_ids == by_transformers(device, TEXTS[1], 8)
+        assert outputs[0].token_ids == transformers_continuation(device, TEXTS[0], 8)
+        assert outputs[3].token_ids == transformers_continuation(device, TEXTS[1], 8)
     assert_no_block_is_lost(llm)
 
 
-def test_what_was_generated_before_the_logits_broke_is_kept(device: str) -> None:
-    tokens = by_transformers(device, TEXTS[0], 8)
-    breaks = next(at for at in range(2, 8) if tokens[at] not in tokens[:at])
-    llm = without_numbers_for(device, tokens[breaks])
+def test_tokens_before_nan_logits_are_returned(device: str) -> None:
+    tokens = transformers_continuation(device, TEXTS[0], 8)
+    nan_position = next(at for at in range(2, 8) if tokens[at] not in tokens[:at])
+    llm = llm_with_nan_tokens(device, tokens[nan_position])
     output = one(llm, TEXTS[0], greedy(8))
     assert output.finish_reason == "error"
-    assert output.token_ids == tokens[: breaks + 1]
+    assert output.token_ids == tokens[: nan_position + 1]
     assert output.text == text_of(device, output.token_ids)
 
 
-def test_a_stream_ends_in_what_went_wrong(device: str) -> None:
-    llm = without_numbers_for(device, ord("#"))
+def test_stream_raises_the_error_of_its_request(device: str) -> None:
+    llm = llm_with_nan_tokens(device, ord("#"))
     with pytest.raises(NoDistribution, match="NaN"):
         list(llm.stream("a#", greedy()))
     with pytest.raises(RequestTooLarge, match="leaves no room"):
@@ -306,14 +308,16 @@ def test_a_stream_ends_in_what_went_wrong(device: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("loaded", [False, True], ids=["by name", "loaded"])
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str, loaded: bool) -> None:
+def test_invalid_settings_are_rejected(
+    settings: dict[str, Any], message: str, loaded: bool
+) -> None:
     model = tiny_gpt2().model if loaded else "tiny"
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(model, **{"device": "cpu", "dtype": "float32"} | settings)
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "fused_model"])
-def test_kernels_that_are_asked_for_where_they_cannot_run(
+def test_kernels_are_rejected_if_they_cannot_run(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (loading, triton_attention):
@@ -324,28 +328,28 @@ def test_kernels_that_are_asked_for_where_they_cannot_run(
 
 
 @pytest.mark.parametrize("prompts", [None, 3])
-def test_what_is_no_prompt_at_all(device: str, prompts: Any) -> None:
+def test_values_that_are_not_prompts_are_rejected(device: str, prompts: Any) -> None:
     with pytest.raises(BadArgument, match=f"not {prompts}"):
         small_llm(device).generate(prompts)
 
 
-def test_parameters_that_are_none(device: str) -> None:
+def test_params_of_a_wrong_type_are_rejected(device: str) -> None:
     llm = small_llm(device)
-    wrong: Any = {"temperature": 1}
+    mapping: Any = {"temperature": 1}
     with pytest.raises(BadArgument, match="params must be SamplingParams, or a list of them"):
-        llm.generate("a", wrong)
-    (output,) = llm.generate("a", [wrong])
+        llm.generate("a", mapping)
+    (output,) = llm.generate("a", [mapping])
     assert output.error == "params must be SamplingParams, not {'temperature': 1}"
     with pytest.raises(BadArgument, match="SamplingParams"):
-        next(llm.stream("a", wrong))
+        next(llm.stream("a", mapping))
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no GPU here; device='cpu' works"):
         LLM("tiny", device="cuda")
 
 
-def test_more_positions_than_the_model_has(device: str) -> None:
+def test_max_length_beyond_the_positions_of_the_model_is_rejected(device: str) -> None:
     with pytest.raises(UnsupportedModel, match=r"max_length=1025: .* has 1024 positions"):
         small_llm(device, max_length=1025)

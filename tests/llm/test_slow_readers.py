@@ -1,4 +1,4 @@
-"""Streams that are not read: they hold a bounded number of tokens, and slow down nobody else."""
+"""Unread streams: they hold a bounded number of tokens, and delay no other stream."""
 
 from __future__ import annotations
 
@@ -34,169 +34,169 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
 
-MOST = 8
-"""The most updates that an unread stream holds in these tests, besides those in flight."""
-LONG = 40
-"""Tokens of a text that does not fit into an unread stream."""
+MAX_UNREAD = 8
+"""Maximum number of updates that an unread stream holds in these tests, besides those in flight."""
+LONG_COMPLETION = 40
+"""Tokens of a completion longer than an unread stream holds."""
 NO_LAG: dict[str, Any] = {"resident_decode": True, "run_ahead": 0, "cuda_graph": False}
 Stream = Any
-lags = pytest.mark.parametrize("lag", [0, 3])
+all_lags = pytest.mark.parametrize("lag", [0, 3])
 
 
 @pytest.fixture(autouse=True)
 def _small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (engine_thread, llm_file):
-        monkeypatch.setattr(module, "MAX_UNREAD_UPDATES", MOST)
-        monkeypatch.setattr(module, "RESUME_UNREAD_UPDATES", MOST // 2)
+        monkeypatch.setattr(module, "MAX_UNREAD_UPDATES", MAX_UNREAD)
+        monkeypatch.setattr(module, "RESUME_UNREAD_UPDATES", MAX_UNREAD // 2)
 
 
-def long(**more: Any) -> Any:
-    return greedy(LONG, ignore_eos=True, **more)
+def long_params(**more: Any) -> Any:
+    return greedy(LONG_COMPLETION, ignore_eos=True, **more)
 
 
 @cache
-def whole(device: str, text: str) -> list[int]:
-    (output,) = small_llm(device, **NO_LAG).generate(text, long(), progress=False)
+def expected_completion(device: str, text: str) -> list[int]:
+    (output,) = small_llm(device, **NO_LAG).generate(text, long_params(), progress=False)
     return output.token_ids
 
 
-async def begin(served: AsyncLLM, text: str, params: Any = None) -> tuple[Stream, Update]:
-    """Read a stream's first token, and wait until the engine gives it no more."""
-    stream: AsyncGenerator[Update, None] = served.stream(text, params or long())
+async def open_stream(served: AsyncLLM, text: str, params: Any = None) -> tuple[Stream, Update]:
+    """Read a stream's first token, and wait until the engine adds no more."""
+    stream: AsyncGenerator[Update, None] = served.stream(text, params or long_params())
     first = await anext(stream)
-    await idle(served)
+    await await_idle(served)
     return stream, first
 
 
-async def idle(served: AsyncLLM) -> None:
-    """Wait until the engine has nothing to do, twice, since one look may fall between two steps."""
+async def await_idle(served: AsyncLLM) -> None:
+    """Wait until the engine is idle, checked twice, since one check may fall between two steps."""
     for _ in range(2):
         while served._llm.engine.has_work or served._thread._tasks.qsize():
             await asyncio.sleep(0.001)
 
 
-# --------------------------------------------------------------------------- how much is held
+# ------------------------------------------------------------------------------ memory held
 
 
-@lags
-def test_a_stream_that_is_not_read_holds_no_more_than_it_may(device: str, lag: int) -> None:
-    """And its request holds nothing, until it is read again and goes on as if alone."""
+@all_lags
+def test_unread_stream_is_paused_at_its_limit(device: str, lag: int) -> None:
+    """The paused request holds no blocks; when it is read again it continues as if alone."""
     llm = small_llm(device, resident_decode=True, run_ahead=lag, cuda_graph=False)
     with serving(llm) as served:
 
-        async def wait_and_read() -> tuple[int, list[int | None]]:
-            stream, first = await begin(served, TEXTS[0])
-            known = first.request.num_generated
+        async def read_after_pause() -> tuple[int, list[int | None]]:
+            stream, first = await open_stream(served, TEXTS[0])
+            num_generated_unread = first.request.num_generated
             assert_no_block_is_lost(llm)
-            return known, tokens_of([first, *[update async for update in stream]])
+            return num_generated_unread, tokens_of([first, *[update async for update in stream]])
 
-        known, tokens = run(wait_and_read())
-    assert MOST < known <= 1 + MOST + lag
-    assert tokens == whole(device, TEXTS[0])
+        num_generated_unread, tokens = run(read_after_pause())
+    assert MAX_UNREAD < num_generated_unread <= 1 + MAX_UNREAD + lag
+    assert tokens == expected_completion(device, TEXTS[0])
 
 
-def test_a_loop_that_is_busy_piles_nothing_up_either(device: str) -> None:
-    """What is on its way to an event loop that does not run counts as unread."""
+def test_stream_of_a_blocked_event_loop_is_paused(device: str) -> None:
+    """Updates that wait for a blocked event loop count as unread."""
     llm = small_llm(device, **NO_LAG)
     with serving(llm) as served:
 
         async def block() -> tuple[int, list[int | None]]:
-            stream = served.stream(TEXTS[0], long())
+            stream = served.stream(TEXTS[0], long_params())
             first = await anext(stream)
             end = time.monotonic() + PATIENCE
             while llm.engine.has_work:
-                assert time.monotonic() < end, "it goes on and on"
+                assert time.monotonic() < end, "the request is not paused"
                 time.sleep(0.001)
-            known = first.request.num_generated
-            return known, tokens_of([first, *[update async for update in stream]])
+            num_generated_unread = first.request.num_generated
+            return num_generated_unread, tokens_of([first, *[update async for update in stream]])
 
-        known, tokens = run(block())
-    assert known <= 1 + MOST
-    assert tokens == whole(device, TEXTS[0])
+        num_generated_unread, tokens = run(block())
+    assert num_generated_unread <= 1 + MAX_UNREAD
+    assert tokens == expected_completion(device, TEXTS[0])
 
 
-def test_whatever_a_reader_does_it_misses_nothing(device: str) -> None:
-    """Many readers, each with pauses of its own, on a cache that has not room for all of them."""
+def test_pausing_readers_get_all_tokens(device: str) -> None:
+    """Many readers pause at different times, on a cache that is too small for all of them."""
     llm = small_llm(device, **NO_LAG, kv_cache_tokens=128, block_size=4, max_batch_size=3)
     with serving(llm) as served:
 
         async def read(number: int) -> list[int | None]:
             tokens = []
-            async for update in served.stream(TEXTS[number], long()):
+            async for update in served.stream(TEXTS[number], long_params()):
                 tokens.append(update.token_id)
                 if len(tokens) % (number + 3) == 0:
                     await asyncio.sleep(0.002 * number)
             return tokens
 
-        async def all_of_them() -> list[list[int | None]]:
+        async def read_all() -> list[list[int | None]]:
             return await asyncio.gather(*(read(number) for number in range(len(TEXTS))))
 
-        found = run(all_of_them())
-    assert found == [whole(device, text) for text in TEXTS]
+        tokens_read = run(read_all())
+    assert tokens_read == [expected_completion(device, text) for text in TEXTS]
 
 
-def test_a_reader_that_comes_while_its_request_is_being_paused(
+def test_reader_returns_while_its_request_is_being_paused(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads all before it can know that the request is paused, and so asks for nothing."""
+    """The reader reads everything before it knows of the pause, and so does not resume it."""
     llm = small_llm(device, **NO_LAG)
     pausing, all_read = threading.Event(), threading.Event()
     pause = llm.engine.pause
 
-    def slowly(request: Request) -> None:
+    def slow_pause(request: Request) -> None:
         pausing.set()
         assert all_read.wait(PATIENCE)
         pause(request)
 
-    monkeypatch.setattr(llm.engine, "pause", slowly)
+    monkeypatch.setattr(llm.engine, "pause", slow_pause)
     with serving(llm) as served:
 
         async def read() -> list[int | None]:
-            stream = served.stream(TEXTS[0], long())
+            stream = served.stream(TEXTS[0], long_params())
             tokens = [(await anext(stream)).token_id]
             await asyncio.to_thread(pausing.wait, PATIENCE)
-            tokens += [(await anext(stream)).token_id for _ in range(MOST)]
+            tokens += [(await anext(stream)).token_id for _ in range(MAX_UNREAD)]
             all_read.set()
             return tokens + [update.token_id async for update in stream]
 
         try:
-            assert run(read()) == whole(device, TEXTS[0])
+            assert run(read()) == expected_completion(device, TEXTS[0])
         finally:
             all_read.set()
 
 
-# ---------------------------------------------------------------------------------- the others
+# ------------------------------------------------------------------------------ other streams
 
 
-def test_streams_that_are_not_read_hold_up_nobody(device: str) -> None:
-    """More of them than may run at once, each with most of the cache while it ran."""
+def test_unread_streams_delay_no_other_stream(device: str) -> None:
+    """There are more unread streams than may run at once, each of which used most of the cache."""
     llm = small_llm(device, max_batch_size=2, kv_cache_tokens=64, block_size=4)
     with serving(llm) as served:
 
-        async def beside_unread_ones() -> list[int | None]:
-            unread = [await begin(served, text) for text in TEXTS[:4]]
-            found = tokens_of(await collect(served, TEXTS[4]))
+        async def collect_with_unread_streams() -> list[int | None]:
+            unread = [await open_stream(served, text) for text in TEXTS[:4]]
+            tokens_read = tokens_of(await collect(served, TEXTS[4]))
             for stream, first in unread:
                 assert first.request.finish_reason is None
                 await stream.aclose()
-            return found
+            return tokens_read
 
-        assert run(beside_unread_ones()) == expected(device, TEXTS[4])
-
-
-# ------------------------------------------------------------------------------------ the ends
+        assert run(collect_with_unread_streams()) == expected(device, TEXTS[4])
 
 
-@pytest.mark.parametrize("how", ["closed", "forgotten", "its task cancelled"])
-def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> None:
+# --------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "task cancelled"])
+def test_leaving_an_unread_stream_cancels_its_request(device: str, how: str) -> None:
     llm = small_llm(device, **NO_LAG)
     with serving(llm) as served:
 
         async def cancel() -> Request:
-            stream, first = await begin(served, TEXTS[0])
+            stream, first = await open_stream(served, TEXTS[0])
             if how == "closed":
                 await stream.aclose()
-            elif how == "forgotten":
+            elif how == "dropped":
                 del stream
                 gc.collect()
             else:
@@ -217,12 +217,12 @@ def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> No
         assert run(cancel()).finish_reason == "cancelled"
 
 
-def test_closing_ends_a_stream_that_was_not_read(device: str) -> None:
-    """What had come can be read still."""
+def test_closing_ends_an_unread_stream(device: str) -> None:
+    """Updates that had arrived can still be read."""
     with serving(small_llm(device, **NO_LAG)) as served:
 
         async def close_and_read() -> tuple[int, Any]:
-            stream, _ = await begin(served, TEXTS[0])
+            stream, _ = await open_stream(served, TEXTS[0])
             served.close()
             count = 0
             try:
@@ -230,56 +230,56 @@ def test_closing_ends_a_stream_that_was_not_read(device: str) -> None:
                     count += 1
             except EngineStopped as error:
                 return count, error
-            raise AssertionError("it ended as if it had all its tokens")
+            raise AssertionError("the stream ended without an error")
 
         count, error = run(close_and_read())
-    assert count == MOST
+    assert count == MAX_UNREAD
     assert "closed" in str(error)
 
 
-def test_a_loop_that_closed_is_found_out_though_nothing_is_to_be_told(
+def test_closed_event_loop_of_an_unread_stream_is_detected(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody will ever read that stream, and no step will be done that shows it."""
+    """The stream will never be read, and no later step notices that."""
     monkeypatch.setattr(engine_thread, "_POLL_S", 0.01)
     with serving(small_llm(device, **NO_LAG)) as served:
         loop = asyncio.new_event_loop()
-        stream, first = loop.run_until_complete(begin(served, TEXTS[0]))
+        stream, first = loop.run_until_complete(open_stream(served, TEXTS[0]))
         loop.close()
         end = time.monotonic() + PATIENCE
         while first.request.finish_reason is None:
-            assert time.monotonic() < end, "it waits for ever"
+            assert time.monotonic() < end, "the request waits forever"
             time.sleep(0.001)
         assert first.request.finish_reason == "cancelled"
         assert not served._thread._listeners
         del stream
 
 
-# --------------------------------------------------------------------------------- without tasks
+# ------------------------------------------------------------------------------ without asyncio
 
 
-def test_a_stream_of_an_llm_that_is_not_read_is_paused_too(device: str) -> None:
+def test_unread_stream_of_an_llm_is_paused(device: str) -> None:
     llm = small_llm(device, **NO_LAG)
-    slow = llm.stream(TEXTS[0], long())
+    slow = llm.stream(TEXTS[0], long_params())
     first = next(slow)
     for text in TEXTS[1:3]:
-        (output,) = llm.generate(text, long(), progress=False)
-        assert output.token_ids == whole(device, text)
-    assert first.request.num_generated == 1 + MOST
+        (output,) = llm.generate(text, long_params(), progress=False)
+        assert output.token_ids == expected_completion(device, text)
+    assert first.request.num_generated == 1 + MAX_UNREAD
     tokens = [first.token_id]
     for update in slow:
         tokens.append(update.token_id)
         if len(tokens) == 20:
-            llm.generate(TEXTS[1], long(), progress=False)
-    assert tokens == whole(device, TEXTS[0])
+            llm.generate(TEXTS[1], long_params(), progress=False)
+    assert tokens == expected_completion(device, TEXTS[0])
     assert_no_block_is_lost(llm)
 
 
-def test_an_unread_stream_of_an_llm_can_be_left(device: str) -> None:
+def test_unread_stream_of_an_llm_can_be_closed(device: str) -> None:
     llm = small_llm(device, **NO_LAG)
-    slow = llm.stream(TEXTS[0], long())
+    slow = llm.stream(TEXTS[0], long_params())
     request = next(slow).request
-    llm.generate(TEXTS[1], long(), progress=False)
+    llm.generate(TEXTS[1], long_params(), progress=False)
     slow.close()
     assert request.finish_reason == "cancelled"
     assert_no_block_is_lost(llm)

@@ -1,4 +1,4 @@
-"""An engine has one user at a time: others are refused, and nobody gets another's tokens."""
+"""Use from several threads: one thread at a time, and others are rejected."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import pytest
 
 from roseinfer import AsyncLLM, BadArgument, ConfigError
-from tests.engine.continuations import TEXTS, by_transformers, greedy, one, small_llm
+from tests.engine.continuations import TEXTS, greedy, one, small_llm, transformers_continuation
 
 IN_USE = "in use by another thread"
 
 
-def in_another_thread(call: Any) -> Any:
-    """Call it in another thread; return what it returned or raised there."""
-    found: list[Any] = []
+def run_in_thread(call: Any) -> Any:
+    """Run a call in another thread; return its result or exception."""
+    outcomes: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            outcomes.append(call())
         except Exception as error:
-            found.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(60)
-    assert found, "it never came back"
-    return found[0]
+    assert outcomes, "the call did not return"
+    return outcomes[0]
 
 
-def test_a_thread_that_comes_while_a_stream_is_open_is_refused(device: str) -> None:
+def test_second_thread_is_rejected_while_a_stream_is_open(device: str) -> None:
     llm = small_llm(device)
     stream = llm.stream(TEXTS[0], greedy(ignore_eos=True))
     tokens = [next(stream).token_id]
@@ -39,16 +39,18 @@ def test_a_thread_that_comes_while_a_stream_is_open_is_refused(device: str) -> N
         lambda: llm.generate(TEXTS[1], greedy()),
         lambda: next(llm.stream(TEXTS[1], greedy())),
     ):
-        refused = in_another_thread(call)
-        assert isinstance(refused, BadArgument)
-        assert IN_USE in str(refused)
+        rejected = run_in_thread(call)
+        assert isinstance(rejected, BadArgument)
+        assert IN_USE in str(rejected)
     tokens += [update.token_id for update in stream]
-    assert tokens == by_transformers(device, TEXTS[0], 16)
-    output = in_another_thread(lambda: one(llm, TEXTS[1], greedy(ignore_eos=True)))
-    assert output.token_ids == by_transformers(device, TEXTS[1], 16), "the first is done with it"
+    assert tokens == transformers_continuation(device, TEXTS[0], 16)
+    output = run_in_thread(lambda: one(llm, TEXTS[1], greedy(ignore_eos=True)))
+    assert output.token_ids == transformers_continuation(device, TEXTS[1], 16), (
+        "the first thread still uses it"
+    )
 
 
-def test_what_an_async_llm_serves_is_nobody_elses_until_it_is_closed(device: str) -> None:
+def test_llm_of_an_async_llm_is_rejected_elsewhere_until_closed(device: str) -> None:
     llm = small_llm(device)
     first, second = AsyncLLM(llm), AsyncLLM(llm)
 
@@ -61,13 +63,13 @@ def test_what_an_async_llm_serves_is_nobody_elses_until_it_is_closed(device: str
             await anext(second.stream(TEXTS[1], greedy()))
         return tokens + [update.token_id async for update in stream]
 
-    assert asyncio.run(run()) == by_transformers(device, TEXTS[0], 16)
+    assert asyncio.run(run()) == transformers_continuation(device, TEXTS[0], 16)
     first.close()
-    again = one(llm, TEXTS[1], greedy(ignore_eos=True))
-    assert again.token_ids == by_transformers(device, TEXTS[1], 16)
+    output = one(llm, TEXTS[1], greedy(ignore_eos=True))
+    assert output.token_ids == transformers_continuation(device, TEXTS[1], 16)
     second.close()
 
 
-def test_an_async_llm_of_something_else() -> None:
+def test_async_llm_rejects_other_types() -> None:
     with pytest.raises(ConfigError, match="AsyncLLM takes an LLM, not 'tiny'"):
         AsyncLLM("tiny")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, their weights large enough that argmax is no tie."""
+"""Tiny random models of every family, with weights large enough that argmax has no ties."""
 
 from __future__ import annotations
 
@@ -47,17 +47,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 WINDOWED = ("mistral window", "gemma2", "gpt-oss")
-"""These have windows: in every layer, and in every other one with capped scores or with sinks."""
+"""Families with windows: in every layer, and in every other one with softcaps or with sinks."""
 
 
 def tiny(family: str, device: str) -> Any:
-    """Build a family's model; its weights are the same every time."""
+    """Build a family's model; its weights are the same each time."""
     torch.manual_seed(1)
-    return scaled_up(transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())).to(device)
+    return scale_weights_up(transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())).to(
+        device
+    )
 
 
-def scaled_up(model: Any) -> Any:
-    """Make a model's weights large."""
+def scale_weights_up(model: Any) -> Any:
+    """Scale up a model's weights."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -68,19 +70,19 @@ def scaled_up(model: Any) -> Any:
     return model.eval()
 
 
-def attending_widely(model: Any, less: float) -> Any:
-    """Divide the weights of queries: if all weights are large, attention sees one token alone."""
+def flatten_attention(model: Any, factor: float) -> Any:
+    """Divide the weights of queries, since with large weights attention sees one token only."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("q_proj.weight"):
-                weight.div_(less)
+                weight.div_(factor)
             elif name.endswith("c_attn.weight"):
-                weight[:, : weight.shape[0]].div_(less)
+                weight[:, : weight.shape[0]].div_(factor)
     return model
 
 
 def greedy_step(runner: SequenceRunner, sessions: Sequence[CachedSequence]) -> None:
-    """Store what is not stored of the sessions, and append the most likely token to each."""
+    """Store the unstored tokens of sequences, and append the argmax to each."""
     tokens = runner.extend(sessions).argmax(-1).tolist()
     for session, token in zip(sessions, tokens, strict=True):
         session.token_ids.append(token)

@@ -1,4 +1,4 @@
-"""Sessions generate the logits and tokens that transformers generates."""
+"""Sequences on a runner, compared with transformers: logits and tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from roseinfer.models.causal import CausalModel
 from tests.models.families import CONFIGS, VOCABULARY, tiny
 
 TOLERANCE = 2e-4
-"""fp32 logits of size around 10: the same sums, added in another order."""
+"""Tolerance of fp32 logits of about 10 that were summed in another order."""
 
-every_family = pytest.mark.parametrize("family", CONFIGS)
+all_families = pytest.mark.parametrize("family", CONFIGS)
 
 
 @cache
 def original(family: str, device: str) -> Any:
     model = tiny(family, device)
-    model.set_attn_implementation("eager")  # torch's own attention leaves caps out
+    model.set_attn_implementation("eager")  # torch's own attention ignores softcaps
     return model
 
 
@@ -64,21 +64,23 @@ def prompts(*lengths: int) -> list[list[int]]:
 def check_step(
     family: str, device: str, sessions: list[CachedSequence], logits: torch.Tensor
 ) -> None:
-    """Logits agree for every session, whose tokens then grow by the most likely one."""
+    """Compare the logits of every sequence, and append the argmax to each."""
     for session, row in zip(sessions, logits, strict=True):
-        want = expected(family, device, session.token_ids)
-        torch.testing.assert_close(row, want, atol=TOLERANCE, rtol=1e-4)
-        top = want.topk(2).values
-        assert top[0] - top[1] > 2 * TOLERANCE, "a tie: the weights are too small"
-        assert int(row.argmax()) == int(want.argmax())
-        session.token_ids.append(int(want.argmax()))
+        expected_row = expected(family, device, session.token_ids)
+        torch.testing.assert_close(row, expected_row, atol=TOLERANCE, rtol=1e-4)
+        top = expected_row.topk(2).values
+        assert top[0] - top[1] > 2 * TOLERANCE, "tie: the weights are too small"
+        assert int(row.argmax()) == int(expected_row.argmax())
+        session.token_ids.append(int(expected_row.argmax()))
 
 
-@pytest.mark.many_alike
-@every_family
+@pytest.mark.sampled_cases
+@all_families
 @pytest.mark.parametrize("groups_of", [2, 1])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
-def test_prefill_and_decode(device: str, family: str, groups_of: int, kernels: bool) -> None:
+def test_prefill_and_decode_match_transformers(
+    device: str, family: str, groups_of: int, kernels: bool
+) -> None:
     engine = engine_for(family, device, groups_of=groups_of, kernels=kernels)
     sessions, logits = engine.prefill(prompts(1, 4, 5, 9))
     check_step(family, device, sessions, logits)
@@ -89,10 +91,10 @@ def test_prefill_and_decode(device: str, family: str, groups_of: int, kernels: b
     assert used == (kernel_paths if kernels else {"attention_reference"})
 
 
-@pytest.mark.many_alike
-@every_family
+@pytest.mark.sampled_cases
+@all_families
 @pytest.mark.parametrize("chunk", [1, 3, 4])
-def test_a_prompt_in_chunks(device: str, family: str, chunk: int) -> None:
+def test_chunked_prefill_matches_transformers(device: str, family: str, chunk: int) -> None:
     engine = engine_for(family, device)
     (prompt,) = prompts(11)
     session = CachedSequence([[]], prompt)
@@ -101,8 +103,8 @@ def test_a_prompt_in_chunks(device: str, family: str, chunk: int) -> None:
     check_step(family, device, [session], logits)
 
 
-@every_family
-def test_a_long_prompt_beside_running_sequences(device: str, family: str) -> None:
+@all_families
+def test_chunked_prefill_with_decoding_sequences(device: str, family: str) -> None:
     engine = engine_for(family, device)
     running, logits = engine.prefill(prompts(3, 6))
     check_step(family, device, running, logits)
@@ -113,8 +115,8 @@ def test_a_long_prompt_beside_running_sequences(device: str, family: str) -> Non
     check_step(family, device, [late], logits[2:])
 
 
-@every_family
-def test_forks_go_their_own_ways(device: str, family: str) -> None:
+@all_families
+def test_forks_diverge_independently(device: str, family: str) -> None:
     engine = engine_for(family, device)
     (parent,), logits = engine.prefill(prompts(6))
     parent.token_ids.append(int(logits.argmax()))
@@ -136,9 +138,9 @@ def test_forks_go_their_own_ways(device: str, family: str) -> None:
         AppendPolicy(triton=False, identity=False),
         AppendPolicy(triton=False, scalar_position=False),
     ],
-    ids=["per token", "apart", "gather", "vector"],
+    ids=["per token", "separate", "gather", "vector"],
 )
-def test_every_append_policy_serves_the_engine(device: str, policy: AppendPolicy) -> None:
+def test_every_append_policy_matches_transformers(device: str, policy: AppendPolicy) -> None:
     engine = engine_for("gpt2", device, groups_of=1, policy=policy)
     sessions, logits = engine.prefill(prompts(3, 4, 4))
     for _ in range(5):

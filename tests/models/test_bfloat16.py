@@ -1,7 +1,7 @@
-"""bfloat16 against transformers: as near to the truth as transformers itself, in its own bfloat16.
+"""bfloat16: as accurate as transformers in bfloat16.
 
-The truth are the logits of the same weights in float32. A tolerance of twice transformers' own
-distance from it leaves room for another order of adding up, and for nothing else.
+The reference is the logits of the same weights in float32. A tolerance of twice transformers' own
+error leaves room for another order of summation, and for nothing else.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from roseinfer import LLM, SamplingParams
 from tests.models.families import CONFIGS, POSITIONS, VOCABULARY, tiny
 
-TIMES_TRANSFORMERS = 2.0
-CLEAR = 4.0
-"""So many times that distance apart, the two likeliest tokens cannot change places."""
+MAX_RELATIVE_ERROR = 2.0
+MIN_GAP = 4.0
+"""Multiple of that error by which the top two logits must differ, so that their order is fixed."""
 
-every_family = pytest.mark.parametrize(
+most_families = pytest.mark.parametrize(
     "family",
-    [name for name in CONFIGS if name != "gpt-oss"],  # whose router turns on rounding
+    [name for name in CONFIGS if name != "gpt-oss"],  # rounding changes its routing
 )
 
 
@@ -31,8 +31,8 @@ def rounded(family: str, device: str) -> Any:
 
 
 @lru_cache(maxsize=len(CONFIGS))
-def truth(family: str, device: str) -> Any:
-    """Return the model in float32, with the weights that bfloat16 has."""
+def exact(family: str, device: str) -> Any:
+    """Return the model in float32, with weights rounded to bfloat16."""
     return tiny(family, device).to(torch.bfloat16).float()
 
 
@@ -53,44 +53,42 @@ def llm(family: str, device: str, **config: Any) -> LLM:
     return LLM(model, device=device, dtype="bfloat16", kv_cache_tokens=2048, block_size=8, **config)
 
 
-@every_family
-def test_logits_are_as_near_to_the_truth(device: str, family: str) -> None:
+@most_families
+def test_logits_are_as_accurate_as_transformers(device: str, family: str) -> None:
     sessions = llm(family, device).engine.sequence_runner
-    mine = theirs = 0.0
+    error = transformers_error = 0.0
     running, logits = sessions.prefill(prompts(12))
     for _ in range(8):
         for session, row in zip(running, logits, strict=True):
-            wanted = last_logits(truth(family, device), session.token_ids, device)
+            expected = last_logits(exact(family, device), session.token_ids, device)
             other = last_logits(rounded(family, device), session.token_ids, device)
-            mine += float((row.float() - wanted).square().sum())
-            theirs += float((other - wanted).square().sum())
-            session.token_ids.append(int(wanted.argmax()))
+            error += float((row.float() - expected).square().sum())
+            transformers_error += float((other - expected).square().sum())
+            session.token_ids.append(int(expected.argmax()))
         logits = sessions.extend(running)
-    assert theirs > 0
-    assert mine**0.5 <= TIMES_TRANSFORMERS * theirs**0.5
+    assert transformers_error > 0
+    assert error**0.5 <= MAX_RELATIVE_ERROR * transformers_error**0.5
 
 
-@pytest.mark.many_alike
-@every_family
+@pytest.mark.sampled_cases
+@most_families
 @pytest.mark.parametrize("config", [{}, {"resident_decode": True, "run_ahead": 2}], ids=str)
-def test_tokens_are_the_same_wherever_rounding_cannot_decide(
-    device: str, family: str, config: dict[str, Any]
-) -> None:
-    """Every token of 40 requests at once agrees, up to the first that rounding may have decided."""
+def test_tokens_agree_up_to_near_ties(device: str, family: str, config: dict[str, Any]) -> None:
+    """All tokens of 40 concurrent requests agree, up to the first that rounding may change."""
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     compared = 0
-    asked = prompts(40)
+    requests = prompts(40)
     for prompt, output in zip(
-        asked, llm(family, device, **config).generate(asked, params), strict=True
+        requests, llm(family, device, **config).generate(requests, params), strict=True
     ):
         tokens = list(prompt)
         for token in output.token_ids:
-            wanted = last_logits(truth(family, device), tokens, device)
+            expected = last_logits(exact(family, device), tokens, device)
             other = last_logits(rounded(family, device), tokens, device)
-            first, second = wanted.topk(2).values.tolist()
-            if first - second <= CLEAR * float((other - wanted).abs().max()):
+            first, second = expected.topk(2).values.tolist()
+            if first - second <= MIN_GAP * float((other - expected).abs().max()):
                 break
-            assert token == int(wanted.argmax())
+            assert token == int(expected.argmax())
             tokens.append(token)
             compared += 1
-    assert compared > 40, "rounding decides too often for this to say anything"
+    assert compared > 40, "rounding changes too many tokens for a comparison"

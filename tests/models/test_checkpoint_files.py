@@ -1,4 +1,4 @@
-"""Files of a checkpoint name weights of its own, and nothing that would be run."""
+"""Files of a checkpoint: they may name only the checkpoint's own weights, and no code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def sharded(directory: Path) -> Path:
-    """A model saved in several files, which an index names."""
+    """Save a model in several files with an index."""
     tiny("gpt2", "cpu").save_pretrained(directory, max_shard_size="50KB")
     assert (directory / INDEX).is_file()
     return directory
 
 
 def in_a_hub_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Serve the directory's files as if they had been downloaded; no other file can be."""
+    """Return a function that moves the directory into an offline hub cache and returns its name."""
     cache = directory.parent / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -48,10 +48,10 @@ def in_a_hub_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 @pytest.fixture(params=["directory", "hub"])
-def named(
+def saved_model(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, Callable[[], str]]:
-    """A directory to save a model in, and how to get the name it is then loaded by."""
+    """Directory to save a model in, and a function that returns the name to load it by."""
     directory = tmp_path / "model"
     directory.mkdir()
     if request.param == "hub":
@@ -65,10 +65,10 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("save", [sharded, tiny("gpt2", "cpu").save_pretrained])
-def test_a_model_in_one_file_or_several(
-    named: tuple[Path, Callable[[], str]], save: Callable[[Path], object]
+def test_checkpoint_in_one_file_or_several(
+    saved_model: tuple[Path, Callable[[], str]], save: Callable[[Path], object]
 ) -> None:
-    directory, name = named
+    directory, name = saved_model
     save(directory)
     assert same_weights(load_checkpoint(name(), torch.float32), tiny("gpt2", "cpu"))
 
@@ -76,11 +76,11 @@ def test_a_model_in_one_file_or_several(
 @pytest.mark.parametrize(
     "shard", ["pytorch_model.bin", "../outside.safetensors", "{root}/outside.safetensors", "..\\w"]
 )
-def test_an_index_that_names_what_it_must_not(
-    named: tuple[Path, Callable[[], str]], shard: str
+def test_index_with_an_outside_shard_is_rejected(
+    saved_model: tuple[Path, Callable[[], str]], shard: str
 ) -> None:
-    """The weights are there, in a shard of that name, but they are not read."""
-    directory, name = named
+    """A shard of that name exists with the weights, but is not read."""
+    directory, name = saved_model
     shard = shard.format(root=directory.parent)
     sharded(directory)
     weights = {key: tensor.clone() for key, tensor in tiny("gpt2", "cpu").state_dict().items()}
@@ -90,10 +90,10 @@ def test_an_index_that_names_what_it_must_not(
     else:
         save_file(weights, directory / shard, metadata={"format": "pt"})
 
-    def point_there(index: dict[str, Any]) -> None:
+    def point_to_shard(index: dict[str, Any]) -> None:
         index["weight_map"] = dict.fromkeys(index["weight_map"], shard)
 
-    edit(directory / INDEX, point_there)
+    edit(directory / INDEX, point_to_shard)
     with pytest.raises(UnsupportedModel, match="must be a safetensors file in its own directory"):
         load_checkpoint(name(), torch.float32)
 
@@ -101,14 +101,14 @@ def test_an_index_that_names_what_it_must_not(
 @pytest.mark.parametrize(
     "weights", ["../outside.safetensors", "adapter_model.bin", "a/b.index.json"]
 )
-def test_a_config_that_names_weights_it_must_not(tmp_path: Path, weights: str) -> None:
+def test_config_with_outside_weights_is_rejected(tmp_path: Path, weights: str) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     edit(tmp_path / "config.json", lambda config: config.update(transformers_weights=weights))
     with pytest.raises(UnsupportedModel, match="must be a safetensors file in its own directory"):
         load_checkpoint(str(tmp_path), torch.float32)
 
 
-def test_a_config_that_names_its_own_index(tmp_path: Path) -> None:
+def test_config_may_name_its_own_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     own = "own.safetensors.index.json"
     (tmp_path / INDEX).rename(tmp_path / own)
@@ -121,15 +121,15 @@ def test_a_config_that_names_its_own_index(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels that transformers set out to fetch."""
-    asked: list[str] = []
+    """Names of kernels that transformers tried to download."""
+    requested: list[str] = []
 
     def refuse(name: str, **_: Any) -> None:
-        asked.append(name)
+        requested.append(name)
         raise OSError(f"{name} would be fetched")
 
     monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", refuse)
-    return asked
+    return requested
 
 
 CHOICES = [
@@ -144,7 +144,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=json.dumps)
-def test_a_config_chooses_no_code(tmp_path: Path, kernels: list[str], choice: Any) -> None:
+def test_config_cannot_choose_code(tmp_path: Path, kernels: list[str], choice: Any) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     edit(tmp_path / "config.json", lambda config: config.update(choice))
     assert same_weights(load_checkpoint(str(tmp_path), torch.float32), tiny("gpt2", "cpu"))
@@ -160,7 +160,7 @@ def test_a_config_chooses_no_code(tmp_path: Path, kernels: list[str], choice: An
     ],
     ids=json.dumps,
 )
-def test_nor_for_a_config_inside_it(tmp_path: Path, kernels: list[str], choice: Any) -> None:
+def test_nested_config_cannot_choose_code(tmp_path: Path, kernels: list[str], choice: Any) -> None:
     text = transformers.Llama4TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -175,14 +175,14 @@ def test_nor_for_a_config_inside_it(tmp_path: Path, kernels: list[str], choice: 
     transformers.Llama4Config(text_config=text.to_dict()).save_pretrained(tmp_path)
     edit(tmp_path / "config.json", lambda config: config.update(choice))
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"lacks .* weights"):  # having made the model
+    with pytest.raises(UnsupportedModel, match=r"lacks .* weights"):  # after building the model
         load_checkpoint(str(tmp_path), torch.float32)
     assert kernels == []
 
 
-def test_an_adapter(named: tuple[Path, Callable[[], str]]) -> None:
-    """It would have transformers load the model that it names."""
-    directory, name = named
+def test_adapter_is_rejected(saved_model: tuple[Path, Callable[[], str]]) -> None:
+    """With it transformers would load the model that the adapter names."""
+    directory, name = saved_model
     tiny("gpt2", "cpu").save_pretrained(directory)
     adapter = {"base_model_name_or_path": "another/model", "peft_type": "LORA"}
     (directory / "adapter_config.json").write_text(json.dumps(adapter))
@@ -191,7 +191,7 @@ def test_an_adapter(named: tuple[Path, Callable[[], str]]) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_quantized_checkpoint(tmp_path: Path, inside: bool) -> None:
+def test_quantized_checkpoint_is_rejected(tmp_path: Path, inside: bool) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     quantized = {"quantization_config": {"quant_method": "fp8"}}
     more = {"text_config": quantized} if inside else quantized

@@ -1,4 +1,4 @@
-"""Models from directories: served as they were saved, refused by name where they are broken."""
+"""Models in directories: served as they were saved, and rejected by name if broken."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from roseinfer import UnsupportedModel, tiny_gpt2
 from tests.engine.continuations import (
     TEXTS,
-    by_transformers,
     greedy,
     one,
     original,
     small_llm,
     text_of,
+    transformers_continuation,
 )
 from tests.models.families import CONFIGS, tiny
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """The tiny model and its tokenizer, saved."""
+    """Directory with the tiny model and its tokenizer."""
     saved = tiny_gpt2()
     saved.model.save_pretrained(tmp_path)
     saved.tokenizer.save_pretrained(tmp_path)
@@ -41,16 +41,16 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_directory_is_served_as_the_model_saved_in_it(
+def test_directory_is_served_as_the_saved_model(
     device: str, checkpoint: Path, as_text: bool
 ) -> None:
     output = one(small_llm(device, str(checkpoint) if as_text else checkpoint), "Once", greedy())
-    assert output.token_ids == by_transformers(device, "Once", 16)
+    assert output.token_ids == transformers_continuation(device, "Once", 16)
     assert output.text == text_of(device, output.token_ids)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_without_a_tokenizer_there_are_token_ids_and_no_texts(
+def test_model_without_a_tokenizer_generates_token_ids(
     device: str, tmp_path: Path, family: str
 ) -> None:
     tiny(family, "cpu").save_pretrained(tmp_path)
@@ -61,10 +61,10 @@ def test_without_a_tokenizer_there_are_token_ids_and_no_texts(
     assert len(outputs[0].token_ids) == 3
     assert outputs[0].text is None
     missing = ["a text prompt needs a tokenizer", "stop strings need a tokenizer"]
-    for refused, message in zip(outputs[1:], missing, strict=True):
-        assert refused.finish_reason == "error"
-        assert refused.error is not None
-        assert message in refused.error
+    for rejected, message in zip(outputs[1:], missing, strict=True):
+        assert rejected.finish_reason == "error"
+        assert rejected.error is not None
+        assert message in rejected.error
     first = next(llm.stream([1, 2, 3], greedy(3)))
     assert (first.token_id, first.text) == (outputs[0].token_ids[0], "")
 
@@ -81,7 +81,7 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).unlink()
 
 
-def lose_a_weight(directory: Path) -> None:
+def remove_a_weight(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = directory / "model.safetensors"
@@ -95,23 +95,23 @@ def pickle_weights(directory: Path) -> None:
     torch.save(tiny_gpt2().model.state_dict(), directory / "pytorch_model.bin")
 
 
-def claim_another_shape(directory: Path) -> None:
+def set_another_shape(directory: Path) -> None:
     edit(directory / "config.json", lambda config: config.update(n_embd=32))
 
 
-def claim_an_unknown_type(directory: Path) -> None:
+def set_an_unknown_type(directory: Path) -> None:
     edit(directory / "config.json", lambda config: config.update(model_type="abacus"))
 
 
-def claim_a_layer_less(directory: Path) -> None:
+def set_one_layer_less(directory: Path) -> None:
     edit(directory / "config.json", lambda config: config.update(n_layer=1))
 
 
-def claim(**settings: Any) -> Callable[[Path], None]:
+def set_config(**settings: Any) -> Callable[[Path], None]:
     return lambda directory: edit(directory / "config.json", lambda config: config.update(settings))
 
 
-def store_codes(directory: Path) -> None:
+def store_int8_weights(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = directory / "model.safetensors"
@@ -125,7 +125,7 @@ def point_to_weights(directory: Path) -> None:
     (directory / "model.safetensors").write_text(pointer)
 
 
-def no_object_for_generation(directory: Path) -> None:
+def store_list_as_generation_config(directory: Path) -> None:
     (directory / "generation_config.json").write_text("[]")
 
 
@@ -136,59 +136,65 @@ def remove_everything(directory: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "weights cut short": (truncate("model.safetensors", 100_000), "cannot be loaded"),
-    "weights cut in the header": (truncate("model.safetensors", 100), "cannot be loaded"),
+    "truncated weights": (truncate("model.safetensors", 100_000), "cannot be loaded"),
+    "truncated header": (truncate("model.safetensors", 100), "cannot be loaded"),
     "empty weights": (truncate("model.safetensors", 0), "cannot be loaded"),
     "no weights": (remove("model.safetensors"), "cannot be loaded.*safetensors"),
     "pickled weights": (pickle_weights, "pickles are not read.*save_pretrained"),
-    "a pointer to weights": (point_to_weights, "model.safetensors is a pointer.* git lfs pull"),
-    "weights that are codes": (store_codes, r"h.1.mlp.c_fc.weight is of type I8, without"),
-    "a layer more": (
-        claim_a_layer_less,
+    "git-lfs pointer": (point_to_weights, "model.safetensors is a pointer.* git lfs pull"),
+    "int8 weights": (store_int8_weights, r"h.1.mlp.c_fc.weight is of type I8, without"),
+    "extra layer": (
+        set_one_layer_less,
         r"has \d+ weights of layers .* transformer.h.1.attn",
     ),
-    "a weight less": (lose_a_weight, "lacks 1 weights, transformer.h.1.mlp.c_fc.weight among"),
-    "weights of another shape": (
-        claim_another_shape,
+    "missing weight": (remove_a_weight, "lacks 1 weights, transformer.h.1.mlp.c_fc.weight among"),
+    "wrong shape": (
+        set_another_shape,
         r"has \d+ weights of other shapes than in its",
     ),
-    "generation config cut short": (
+    "truncated generation config": (
         truncate("generation_config.json", 5),
         "config.json is not JSON",
     ),
-    "no generation config": (no_object_for_generation, "config.json is not a JSON object"),
-    "config cut short": (truncate("config.json", 30), "cannot be loaded.*config"),
+    "generation config that is no object": (
+        store_list_as_generation_config,
+        "config.json is not a JSON object",
+    ),
+    "truncated config": (truncate("config.json", 30), "cannot be loaded.*config"),
     "no config": (remove("config.json"), "cannot be loaded"),
-    "a billion layers": (claim(n_layer=10**9), "config has n_layer=1000000000, .* at most 128"),
-    "a billion layers by another name": (
-        claim(sub_config={"num_hidden_layers": 10**4000}),
+    "a billion layers": (
+        set_config(n_layer=10**9),
+        "config has n_layer=1000000000, .* at most 128",
+    ),
+    "a billion nested layers": (
+        set_config(sub_config={"num_hidden_layers": 10**4000}),
         "config has num_hidden_layers=a whole number of .* bits",
     ),
-    "a hundred layers": (claim(n_layer=100), r"describes [\d,]+ numbers of weights, and"),
-    "a vocabulary of billions": (
-        claim(vocab_size=2 << 30),
+    "a hundred layers": (set_config(n_layer=100), r"describes [\d,]+ numbers of weights, and"),
+    "huge vocabulary": (
+        set_config(vocab_size=2 << 30),
         r"describes [\d,]+ numbers of weights, and",
     ),
-    "a width that nothing can have": (claim(n_embd=1 << 62), "cannot be loaded"),
-    "unknown type": (claim_an_unknown_type, "cannot be loaded.*abacus"),
-    "tokenizer cut short": (truncate("tokenizer.json", 100), "tokenizer"),
-    "nothing there": (remove_everything, "cannot be loaded"),
+    "huge width": (set_config(n_embd=1 << 62), "cannot be loaded"),
+    "unknown type": (set_an_unknown_type, "cannot be loaded.*abacus"),
+    "truncated tokenizer": (truncate("tokenizer.json", 100), "tokenizer"),
+    "no directory": (remove_everything, "cannot be loaded"),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_broken_checkpoint_is_refused_by_name(
+def test_broken_checkpoint_is_rejected_by_name(
     checkpoint: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(checkpoint)
-    with pytest.raises(UnsupportedModel, match=f"(?s){message}") as refused:
+    with pytest.raises(UnsupportedModel, match=f"(?s){message}") as rejected:
         small_llm("cpu", checkpoint)
-    assert str(checkpoint) in str(refused.value)
+    assert str(checkpoint) in str(rejected.value)
 
 
-def ending_with(checkpoint: Path, generation: list[int], model: int, tokenizer: str) -> None:
-    """Say in three places which tokens end a text."""
+def set_eos_tokens(checkpoint: Path, generation: list[int], model: int, tokenizer: str) -> None:
+    """Set EOS tokens in three files."""
     edit(
         checkpoint / "generation_config.json",
         lambda config: config.update(eos_token_id=generation),
@@ -197,31 +203,31 @@ def ending_with(checkpoint: Path, generation: list[int], model: int, tokenizer: 
     edit(checkpoint / "tokenizer_config.json", lambda config: config.update(eos_token=tokenizer))
 
 
-def first_places(tokens: list[int]) -> list[int]:
-    """Where a token stands that was not there before."""
+def first_positions(tokens: list[int]) -> list[int]:
+    """Return the positions of tokens that occur there for the first time."""
     return [at for at, token in enumerate(tokens) if token not in tokens[:at]]
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_every_token_that_is_said_to_end_a_text_does(
+def test_every_declared_eos_token_ends_a_completion(
     device: str, checkpoint: Path, which: int
 ) -> None:
-    """In turn two of a list, the model's own and the tokenizer's; the other three never come."""
-    (prompt, tokens, place) = next(
-        (text, tokens, place)
+    """The EOS tokens are two of a list, the model's own and the tokenizer's; one of them occurs."""
+    (prompt, tokens, position) = next(
+        (text, tokens, position)
         for text in [*TEXTS, *"bcdefgh"]
-        for tokens in [by_transformers(device, text, 8)]
-        for place in first_places(tokens)
-        if place > 1 and chr(tokens[place]).isalnum() and tokens[place] < 128
+        for tokens in [transformers_continuation(device, text, 8)]
+        for position in first_positions(tokens)
+        if position > 1 and chr(tokens[position]).isalnum() and tokens[position] < 128
     )
     ends = [token for token in range(200, 240) if token not in tokens][:4]
-    ends[which] = tokens[place]
-    plain = original(device).tokenizer.convert_ids_to_tokens(ends[3])
-    ending_with(checkpoint, ends[:2], ends[2], plain)
+    ends[which] = tokens[position]
+    eos_text = original(device).tokenizer.convert_ids_to_tokens(ends[3])
+    set_eos_tokens(checkpoint, ends[:2], ends[2], eos_text)
     llm = small_llm(device, checkpoint)
     output = one(llm, prompt, greedy(8))
-    assert output.token_ids == tokens[: place + 1]
+    assert output.token_ids == tokens[: position + 1]
     assert output.finish_reason == "stop"
-    assert output.text == text_of(device, tokens[:place])
-    through = one(llm, prompt, greedy(8, ignore_eos=True))
-    assert (through.token_ids, through.finish_reason) == (tokens, "length")
+    assert output.text == text_of(device, tokens[:position])
+    past_eos = one(llm, prompt, greedy(8, ignore_eos=True))
+    assert (past_eos.token_ids, past_eos.finish_reason) == (tokens, "length")

@@ -1,4 +1,4 @@
-"""Models that the engine would compute wrongly betray themselves when they are tried."""
+"""Checks at load: models that the engine would compute wrongly are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 from roseinfer import LLM, SamplingParams, UnsupportedModel
 from roseinfer.models.attention_patches import CURRENT_ATTENTION
 from roseinfer.models.causal import _UNSUPPORTED_SETTINGS, CausalModel, attend
-from tests.models.families import VOCABULARY, scaled_up
+from tests.models.families import VOCABULARY, scale_weights_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,15 +42,17 @@ def longrope(long: list[float]) -> dict[str, Any]:
 
 def build(config: Any) -> Any:
     torch.manual_seed(1)
-    return scaled_up(transformers.AutoModelForCausalLM.from_config(config))
+    return scale_weights_up(transformers.AutoModelForCausalLM.from_config(config))
 
 
 PROMPTS = [[5, 6, 7], [40, 41], [5, 6, 9, 60]]
 
 
-def check_together(model: Any, length: int, **options: Any) -> None:
-    """Requests in one step, the first as long as can be, each get what they get alone from the
-    model's own forward pass."""
+def assert_matches_transformers(model: Any, length: int, **options: Any) -> None:
+    """Compare requests served together with forward passes of the model, each alone.
+
+    The first prompt is as long as possible.
+    """
     alone = deepcopy(model)
     alone.set_attn_implementation("eager")
     llm = LLM(model, device="cpu", block_size=4, kv_cache_tokens=400, **options)
@@ -76,7 +78,7 @@ LONGROPE = {
 
 @pytest.mark.parametrize("family", LONGROPE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rotations_chosen_by_the_longest_request(family: str, dtype: torch.dtype) -> None:
+def test_longrope_is_rejected_beyond_its_short_length(family: str, dtype: torch.dtype) -> None:
     model = build(LONGROPE[family]()).to(dtype)
     with pytest.raises(UnsupportedModel, match=r"\(longrope\).* max_length=16 or less"):
         CausalModel(model)
@@ -86,11 +88,11 @@ def test_rotations_chosen_by_the_longest_request(family: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("family", LONGROPE)
-def test_rotations_of_short_requests_are_served(family: str) -> None:
+def test_longrope_is_served_within_its_short_length(family: str) -> None:
     model = build(LONGROPE[family]())
     with pytest.raises(UnsupportedModel, match="max_length=16"):
-        CausalModel(model)  # whose trial of long ones leaves nothing behind
-    check_together(model, 16, max_length=16)
+        CausalModel(model)  # its check of long requests leaves no state
+    assert_matches_transformers(model, 16, max_length=16)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +106,14 @@ def test_rotations_of_short_requests_are_served(family: str) -> None:
     ids=["longrope of equal factors", "dynamic", "linear", "yarn"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotations_that_are_always_the_same(rotation: Any, dtype: torch.dtype) -> None:
+def test_static_rope_scalings_are_served(rotation: Any, dtype: torch.dtype) -> None:
     model = build(transformers.LlamaConfig(**SHAPE, **rotation))
     CausalModel(deepcopy(model).to(dtype))
-    check_together(model, 64)
+    assert_matches_transformers(model, 64)
 
 
-def test_rotations_that_no_config_tells_of() -> None:
-    """A dynamic scaling begins within the positions in use."""
+def test_undeclared_dynamic_rope_is_rejected() -> None:
+    """The dynamic scaling begins within the positions in use."""
     model = build(transformers.LlamaConfig(**SHAPE, **scaling("dynamic", factor=2.0)))
     rotary = model.model.rotary_emb
     rotary.max_seq_len_cached = rotary.original_max_seq_len = 32
@@ -126,28 +128,28 @@ def test_rotations_that_no_config_tells_of() -> None:
     "config",
     [transformers.RobertaConfig, transformers.CamembertConfig, transformers.XLMRobertaConfig],
 )
-def test_positions_counted_from_elsewhere(config: Any, pad: int) -> None:
+def test_positions_with_an_offset_are_rejected(config: Any, pad: int) -> None:
     model = build(config(**SHAPE | {"pad_token_id": pad}, is_decoder=True))
     with pytest.raises(UnsupportedModel, match="does not count positions from 0"):
         CausalModel(model)
 
 
-def test_positions_that_skip_a_token() -> None:
+def test_positions_that_skip_padding_are_rejected() -> None:
     """The model counts from 0 and skips padding tokens."""
     model = build(transformers.LlamaConfig(**SHAPE | {"pad_token_id": 7}))
     forward = model.forward
 
-    def counting(input_ids: Any, position_ids: Any = None, **more: Any) -> Any:
+    def count_positions(input_ids: Any, position_ids: Any = None, **more: Any) -> Any:
         if position_ids is None:
             position_ids = ((input_ids != 7).cumsum(-1) - 1).clamp(min=0)
         return forward(input_ids=input_ids, position_ids=position_ids, **more)
 
-    model.forward = counting
+    model.forward = count_positions
     with pytest.raises(UnsupportedModel, match="does not count positions from 0"):
         CausalModel(model)
 
 
-def test_tokens_mixed_with_those_beside_them() -> None:
+def test_mixing_of_neighbouring_tokens_is_rejected() -> None:
     model = build(transformers.LlamaConfig(**SHAPE))
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
@@ -156,7 +158,7 @@ def test_tokens_mixed_with_those_beside_them() -> None:
         CausalModel(model)
 
 
-def test_values_wider_than_keys() -> None:
+def test_values_wider_than_keys_are_rejected() -> None:
     model = build(transformers.LlamaConfig(**SHAPE))
     attention = model.model.layers[0].self_attn
     attention.v_proj = torch.nn.Linear(32, 64)
@@ -164,7 +166,7 @@ def test_values_wider_than_keys() -> None:
         CausalModel(model)
 
 
-def test_sparse_attention() -> None:
+def test_sparse_attention_is_rejected() -> None:
     config = transformers.MiniMaxM3VLTextConfig(
         **SHAPE,
         head_dim=8,
@@ -180,16 +182,16 @@ def test_sparse_attention() -> None:
         CausalModel(build(config))
 
 
-def test_arguments_nobody_knows_are_refused_when_the_model_is_loaded() -> None:
+def test_unknown_attention_arguments_are_rejected_at_load() -> None:
     model = build(transformers.LlamaConfig(**SHAPE))
     forward = model.forward
-    model.forward = lambda **asked: forward(block_indices=torch.zeros(1), **asked)
+    model.forward = lambda **arguments: forward(block_indices=torch.zeros(1), **arguments)
     with pytest.raises(UnsupportedModel, match="LlamaAttention passes block_ind"):
         CausalModel(model)
 
 
 class _Zeros:
-    """An attention of an engine."""
+    """Attention of an engine that returns zeros."""
 
     def store_and_attend(
         self, layer: int, query: torch.Tensor, key: Any, value: Any
@@ -206,38 +208,38 @@ def engine_running() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [
         {name: torch.ones(1)}
         for name in ("block_indices", "indices", "sinks", "position_bias", "head_mask")
     ]
     + [{"is_causal": False}, {"dropout": 0.1}, {"never_heard_of": 1}],
-    ids=lambda asked: next(iter(asked)),
+    ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.usefixtures("engine_running")
-def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
+def test_attention_argument_is_rejected_by_name(arguments: dict[str, Any]) -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
-    harmless: dict[str, Any] = {
+    allowed: dict[str, Any] = {
         "is_causal": True,
         "dropout": 0.0,
         "use_cache": False,
     }
-    attend_now: Any = partial(attend, module, tensor, tensor, tensor, None)
-    attend_now(**harmless)
-    with pytest.raises(UnsupportedModel, match=next(iter(asked))):
-        attend_now(**asked)
+    attend_with: Any = partial(attend, module, tensor, tensor, tensor, None)
+    attend_with(**allowed)
+    with pytest.raises(UnsupportedModel, match=next(iter(arguments))):
+        attend_with(**arguments)
 
 
 @pytest.mark.usefixtures("engine_running")
-def test_a_mask_is_refused() -> None:
+def test_attention_mask_is_rejected() -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
     with pytest.raises(UnsupportedModel, match="passes a mask to its attention"):
         attend(module, tensor, tensor, tensor, torch.ones(1))
 
 
-def test_attention_outside_the_engine_is_refused() -> None:
+def test_attention_outside_of_an_engine_is_rejected() -> None:
     model = CausalModel(build(transformers.LlamaConfig(**SHAPE)))._model
     with pytest.raises(UnsupportedModel, match="belongs to an engine, which runs it now"):
         model(torch.tensor([[1, 2]]))
@@ -250,8 +252,8 @@ def llama4(**more: Any) -> Any:
     )
 
 
-def test_positions_taken_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama 4 takes the rows of a step for positions, but only far behind where a trial goes."""
+def test_positions_taken_from_rows_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 takes rows of a step for positions, but only far beyond the positions of a check."""
     with pytest.raises(UnsupportedModel, match="queries scaled by their position in a step"):
         CausalModel(build(llama4(no_rope_layers=[0, 0])), max_length=16)
     monkeypatch.delitem(_UNSUPPORTED_SETTINGS, "attn_temperature_tuning")
@@ -259,21 +261,21 @@ def test_positions_taken_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         CausalModel(build(llama4(no_rope_layers=[0, 0], floor_scale=1)), max_length=16)
 
 
-def test_chunks_and_what_lies_within_one() -> None:
+def test_chunked_attention_is_served_within_one_chunk() -> None:
     model = build(llama4(attn_temperature_tuning=False))
     with pytest.raises(UnsupportedModel, match=r"in chunks of 16 tokens.* max_length=16"):
         CausalModel(model)
-    check_together(model, 16, max_length=16)
+    assert_matches_transformers(model, 16, max_length=16)
 
 
 @pytest.mark.parametrize(("length", "window"), [(64, 12), (13, 12), (12, None), (8, None)])
-def test_a_window_that_the_longest_text_fits_into_is_none(length: int, window: Any) -> None:
+def test_window_that_covers_max_length_is_dropped(length: int, window: Any) -> None:
     model = build(transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
     assert {layer.window for layer in CausalModel(model, max_length=length).traits} == {window}
 
 
-def test_traits_of_every_layer() -> None:
-    """Gemma 2 has a window in every other layer, and gpt-oss sinks in all of them."""
+def test_layers_have_their_traits() -> None:
+    """Gemma 2 has a window in every other layer, and gpt-oss has sinks in all of them."""
     shape = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
     gemma = CausalModel(build(transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0)))
     assert [(layer.window, layer.softcap) for layer in gemma.traits] == [(9, 3.0), (None, 3.0)]
@@ -284,22 +286,22 @@ def test_traits_of_every_layer() -> None:
         assert torch.equal(traits.sinks, layer.self_attn.sinks)
 
 
-def test_arithmetic_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_attention_arithmetic_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own attention is computed for a few tokens, and compared."""
     from transformers.models.llama import modeling_llama
 
     own = modeling_llama.eager_attention_forward
 
-    def sharper(module: Any, query: Any, *args: Any, **more: Any) -> Any:
+    def sharper_attention(module: Any, query: Any, *args: Any, **more: Any) -> Any:
         return own(module, query * 1.5, *args, **more)
 
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper_attention)
     with pytest.raises(UnsupportedModel, match="does not compute attention with scale"):
         CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
-def test_large_scores_in_half_precision() -> None:
-    """Rounded scores of a hundred are far apart, and neither side is wrong."""
+def test_large_scores_in_half_precision_pass_the_check() -> None:
+    """Rounded scores of about a hundred differ widely, and neither side is wrong."""
     config = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 128, "num_hidden_layers": 12})
     model = build(config).to(torch.bfloat16)
     for layer in model.model.layers:
@@ -308,57 +310,59 @@ def test_large_scores_in_half_precision() -> None:
     assert [layer.trait_names for layer in CausalModel(model).traits] == [{"scale"}] * 12
 
 
-def test_a_window_under_another_name() -> None:
-    """The mask shows what is hidden; no setting has to say so."""
+def test_undeclared_window_is_detected() -> None:
+    """The window is detected by the mask, without a setting."""
     model = build(transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
     inner = model.model
     forward = inner.forward
 
-    def unnamed(*args: Any, **more: Any) -> Any:
+    def forward_with_window(*args: Any, **more: Any) -> Any:
         inner.config.sliding_window = 12
         output = forward(*args, **more)
         inner.config.sliding_window = None
         return output
 
     inner.config.sliding_window = None
-    inner.forward = unnamed
+    inner.forward = forward_with_window
     assert [layer.window for layer in CausalModel(model).traits] == [12, 12]
 
 
-def test_a_window_that_no_layer_uses() -> None:
+def test_unused_window_is_ignored() -> None:
     config = transformers.Qwen2Config(
         **SHAPE, num_key_value_heads=2, sliding_window=8, use_sliding_window=False
     )
     config.sliding_window = 8
-    check_together(build(config), 64)
+    assert_matches_transformers(build(config), 64)
 
 
 @pytest.mark.parametrize(
-    ("hides", "message"),
+    ("mask", "message"),
     [
         (lambda _b, _h, query, key: (key == query) | (key < query) & (key % 2 == 0), "skips some"),
         (lambda _b, _h, query, _key: query >= 0, "later tokens"),
         (lambda _b, _h, query, key: key < query, "the token itself"),
         (lambda _b, _h, query, key: (key <= query) & (key >= query // 2), "in chunks of"),
     ],
-    ids=["every other", "both ways", "all before", "half of them"],
+    ids=["every other token", "bidirectional", "excluding itself", "half of the context"],
 )
-def test_masks_of_other_kinds(monkeypatch: pytest.MonkeyPatch, hides: Any, message: str) -> None:
+def test_unsupported_masks_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, mask: Any, message: str
+) -> None:
     from transformers import masking_utils
 
-    monkeypatch.setattr(masking_utils, "causal_mask_function", hides)
+    monkeypatch.setattr(masking_utils, "causal_mask_function", mask)
     with pytest.raises(UnsupportedModel, match=message):
         CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
-def test_keys_of_another_shape_than_the_config_says() -> None:
+def test_keys_of_an_undeclared_shape_are_rejected() -> None:
     model = build(transformers.LlamaConfig(**SHAPE, num_key_value_heads=2))
     model.config.num_key_value_heads = 4
     with pytest.raises(UnsupportedModel, match=r"with 4 KV heads of 8, .* keys of \[\(2, 8\)\]"):
         CausalModel(model)
 
 
-def test_a_config_without_a_shape() -> None:
+def test_config_without_a_shape_is_rejected() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(UnsupportedModel, match="has no readable shape in its config"):
         CausalModel(build(config))

@@ -1,4 +1,4 @@
-"""Compiled layers: what a model generates with them, and what cannot be compiled."""
+"""Compiled layers: their tokens, and models that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ from tests.models.families import tiny
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [3, 5]]
 
 
-def generated(llm: LLM) -> list[list[int]]:
+def generate_tokens(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=6, ignore_eos=True))
     return [output.token_ids for output in outputs]
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """This backend notes what is compiled and runs it unchanged: the rest is torch's affair."""
-    found: list[torch.fx.GraphModule] = []
+    """Graphs compiled by a backend that records them and runs them unchanged."""
+    recorded: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(graph)
+        recorded.append(graph)
         return graph.forward
 
     real = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: real(self, backend=backend, **how)
+        torch.nn.Module, "compile", lambda self, **options: real(self, backend=backend, **options)
     )
     torch.compiler.reset()
-    return found
+    return recorded
 
 
-@pytest.mark.filterwarnings(  # some versions of torch warn of themselves when they compile
+@pytest.mark.filterwarnings(  # raised inside of some torch versions when they compile
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_same_tokens_come(family: str, graphs: list[torch.fx.GraphModule]) -> None:
+def test_compiled_layers_generate_the_same_tokens(
+    family: str, graphs: list[torch.fx.GraphModule]
+) -> None:
     plain = LLM(tiny(family, "cpu"), device="cpu", kv_cache_tokens=256)
     compiled = LLM(tiny(family, "cpu"), device="cpu", kv_cache_tokens=256, compile_layers=True)
-    assert generated(compiled) == generated(plain)
-    assert graphs, "nothing was compiled"
+    assert generate_tokens(compiled) == generate_tokens(plain)
+    assert graphs, "no graph was compiled"
     assert compiled.engine.path_counts[EnginePath.COMPILED] >= 6
     operations = [node.target for graph in graphs for node in graph.graph.nodes]
-    products = [each for each in operations if each is torch.nn.functional.linear]
-    assert len(products) >= 7, "a layer's matrix products are in it"
-    made = []
-    for length in (4, 6, 8, 10):  # a single token, which the first brings, torch compiles apart
+    gemms = [each for each in operations if each is torch.nn.functional.linear]
+    assert len(gemms) >= 7, "the graphs lack GEMMs of the layer"
+    num_graphs = []
+    for length in (4, 6, 8, 10):  # torch compiles the first, single token separately
         compiled.generate([list(range(1, length))], SamplingParams(max_new_tokens=2))
-        made.append(len(graphs))
-    assert made == made[:1] * 4, "compiled again for other numbers of tokens"
+        num_graphs.append(len(graphs))
+    assert num_graphs == num_graphs[:1] * 4, "compiled again for other numbers of tokens"
 
 
-def test_a_model_on_fused_kernels_has_nothing_to_compile(roseinfer_device: str) -> None:
+def test_compile_layers_is_rejected_with_fused_kernels(roseinfer_device: str) -> None:
     with pytest.raises(ConfigError, match="fused_model=False"):
         LLM("tiny", device=roseinfer_device, fused_model=True, compile_layers=True)
 
 
-def test_a_model_whose_layers_are_not_known() -> None:
+def test_compile_layers_is_rejected_for_unknown_layers() -> None:
     with pytest.raises(ConfigError, match="does not say which"):
         compile_layers(torch.nn.Linear(2, 2))

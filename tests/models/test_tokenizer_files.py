@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer is read, or refused: only one without any file of one has none."""
+"""Tokenizer files: broken ones are rejected, and only a checkpoint without any has no tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MERGES = "#version: 0.2\nh e\n"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A model, and a tokenizer in two files, as GPT-2's first came."""
+    """Directory with a config and a tokenizer in two files, as the original GPT-2 has."""
     tiny_gpt2().model.config.save_pretrained(tmp_path)
     (tmp_path / "vocab.json").write_text(VOCABULARY)
     (tmp_path / "merges.txt").write_text(MERGES)
@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def put(file: Path, text: str | None) -> None:
-    """Write a text, or make a directory of that name."""
+    """Write a file, or create a directory of that name."""
     file.unlink(missing_ok=True)
     if text is None:
         file.mkdir()
@@ -36,46 +36,46 @@ def put(file: Path, text: str | None) -> None:
         file.write_text(text)
 
 
-def test_a_tokenizer_in_two_files_is_read(checkpoint: Path) -> None:
+def test_tokenizer_in_two_files_is_loaded(checkpoint: Path) -> None:
     assert load_tokenizer(str(checkpoint)).encode("hehe") == [257, 257]
 
 
-def test_a_checkpoint_without_files_has_none(checkpoint: Path) -> None:
+def test_checkpoint_without_tokenizer_files_has_no_tokenizer(checkpoint: Path) -> None:
     for file in ("vocab.json", "merges.txt"):
         (checkpoint / file).unlink()
     assert load_tokenizer(str(checkpoint)) is None
 
 
-BROKEN = ["", "[]", "{}", "null", "{", VOCABULARY[:100], '{"a": "b"}', None]
-UNREADABLE = ["", "x", "a b c", "h zz\n", "h e\nh", "\0", None]
+BROKEN_VOCABULARIES = ["", "[]", "{}", "null", "{", VOCABULARY[:100], '{"a": "b"}', None]
+BROKEN_MERGES = ["", "x", "a b c", "h zz\n", "h e\nh", "\0", None]
 
 
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_vocabulary(checkpoint: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", BROKEN_VOCABULARIES)
+def test_broken_vocabulary_is_rejected(checkpoint: Path, text: str | None) -> None:
     put(checkpoint / "vocab.json", text)
     with pytest.raises(UnsupportedModel, match=r"the tokenizer of .* loaded: .*vocab\.json"):
         load_tokenizer(str(checkpoint))
 
 
-@pytest.mark.parametrize("text", UNREADABLE)
-def test_broken_merges(checkpoint: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", BROKEN_MERGES)
+def test_broken_merges_are_rejected(checkpoint: Path, text: str | None) -> None:
     put(checkpoint / "merges.txt", text)
     with pytest.raises(UnsupportedModel, match=r"the tokenizer of .* loaded: .*merges\.txt"):
         load_tokenizer(str(checkpoint))
 
 
 @pytest.mark.parametrize("missing", ["vocab.json", "merges.txt"])
-def test_half_of_two_files(checkpoint: Path, missing: str) -> None:
+def test_one_of_two_files_is_rejected(checkpoint: Path, missing: str) -> None:
     (checkpoint / missing).unlink()
-    (there,) = {"vocab.json", "merges.txt"} - {missing}
-    with pytest.raises(UnsupportedModel, match=f"cannot be loaded: from {there}: ValueError"):
+    (remaining,) = {"vocab.json", "merges.txt"} - {missing}
+    with pytest.raises(UnsupportedModel, match=f"cannot be loaded: from {remaining}: ValueError"):
         load_tokenizer(str(checkpoint))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "vocab.txt"])
 @pytest.mark.parametrize("text", ["", None], ids=["empty", "a directory"])
-def test_another_file_that_is_none(checkpoint: Path, file: str, text: str | None) -> None:
-    """Though what is beside it could be read."""
+def test_empty_file_or_directory_is_rejected(checkpoint: Path, file: str, text: str | None) -> None:
+    """The file is rejected although others could be read."""
     put(checkpoint / file, text)
     with pytest.raises(
         UnsupportedModel, match=f"{file} is (a directory|empty): download its files again"
@@ -83,7 +83,7 @@ def test_another_file_that_is_none(checkpoint: Path, file: str, text: str | None
         load_tokenizer(str(checkpoint))
 
 
-def test_a_checkpoint_with_settings_of_a_tokenizer_alone(checkpoint: Path) -> None:
+def test_tokenizer_config_without_a_vocabulary_is_rejected(checkpoint: Path) -> None:
     for file in ("vocab.json", "merges.txt"):
         (checkpoint / file).unlink()
     put(checkpoint / "tokenizer_config.json", "{}")
@@ -92,13 +92,13 @@ def test_a_checkpoint_with_settings_of_a_tokenizer_alone(checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", "{"])
-def test_a_broken_tokenizer_json(checkpoint: Path, text: str) -> None:
+def test_broken_tokenizer_json_is_rejected(checkpoint: Path, text: str) -> None:
     put(checkpoint / "tokenizer.json", text)
     with pytest.raises(UnsupportedModel, match=r"Error: .*: download its files again"):
         load_tokenizer(str(checkpoint))
 
 
-def test_the_llm_of_such_a_checkpoint(checkpoint: Path) -> None:
+def test_llm_rejects_a_broken_tokenizer_unless_one_is_passed(checkpoint: Path) -> None:
     tiny_gpt2().model.save_pretrained(checkpoint)
     put(checkpoint / "vocab.json", "{")
     with pytest.raises(UnsupportedModel, match="the tokenizer of"):

@@ -1,4 +1,4 @@
-"""``python -m tests.mutants`` plants the bugs and looks for them."""
+"""``python -m tests.mutants``: plant the bugs and search for them."""
 
 from __future__ import annotations
 

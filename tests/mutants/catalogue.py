@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roseinfer import did_you_mean
+from roseinfer.errors import did_you_mean
 from tests.mutants import (
     catalogue_caches,
     catalogue_decode,
@@ -55,13 +55,13 @@ def find(name: str) -> Mutant:
 
 NOT_PLANTED: dict[str, str] = {
     "Logits of the first rows for the requests whose prompts are complete": (
-        "the one prompt that a step leaves incomplete is its last row, so they are the first rows"
+        "only the last row of a step can have an incomplete prompt, so the first rows are right"
     ),
-    "Copy-on-write of a batch that drops its hold before it has a new block": (
+    "Copy-on-write of a batch that drops its reference before it has a new block": (
         "the capacity was checked for the whole batch and other holders keep the block, so "
         "nothing differs; the single-token path, where it matters, has the bug planted"
     ),
-    "Free blocks handed out first in, first out": "another order of block ids, no bug",
+    "Free blocks reused first in, first out": "another order of block ids, no bug",
     "A clone kernel that counts a block's elements in another order": (
         "source and target are read in the same order, so the copy is the same"
     ),
@@ -69,29 +69,29 @@ NOT_PLANTED: dict[str, str] = {
         "Triton's interpreter compiles nothing; needs a GPU"
     ),
     "A graph that replays a step of another size, or rows it was captured with": (
-        "without a GPU nothing is captured; what a capture does to live rows is planted, and "
-        "simulated by running the step on emptied rows"
+        "without a GPU no graph is captured; the effect of a capture on live rows is planted, and "
+        "simulated by a step on emptied rows"
     ),
     "A step that never ends": (
         "it takes a minute of every search; tests/run/test_watchdog.py has caches that hang"
     ),
     "A static cache in another dtype than the model (row 22)": (
-        "the cache is made in the model's dtype, and there is no other place to say one"
+        "the cache has the dtype of the model, and no option sets another"
     ),
-    "A draft's place drawn with the noise of the first one's": (
-        "of two seeds one found it, after 472 examples: hardly a draft is accepted where tokens "
-        "are drawn; tests/engine/test_speculation.py finds it at once"
+    "A draft sampled with the noise of the first draft": (
+        "one of two seeds found it, after 472 examples: drafts are rarely accepted where tokens "
+        "are sampled; tests/engine/test_speculation.py always finds it"
     ),
-    "Drafts of a request that draws verified as greedy, beside another's that are": (
-        "three seeds of 882 examples did not find it: two requests are hardly ever drafted in one "
-        "step where one of them draws; tests/decode/test_token_rows.py finds it at once"
+    "Drafts of a sampling request verified as greedy in a step with a greedy request": (
+        "three seeds of 882 examples did not find it: two requests rarely have drafts in one step "
+        "where one of them samples; tests/decode/test_token_rows.py always finds it"
     ),
-    "A slot entered, behind drafts, with the token of the request before": (
+    "A slot entered after drafts with the token of the previous request": (
         "three seeds of 882 examples did not find it, for the same reason; "
-        "tests/engine/test_speculation.py finds it at once"
+        "tests/engine/test_speculation.py always finds it"
     ),
-    "A step that leaves its row of padding longer": (
-        "a row is uploaded anew when a sequence takes it, and its blocks are all scratch"
+    "A step that increases the length of its padding row": (
+        "a row is uploaded again when a sequence takes it, and all its blocks are scratch"
     ),
 }
-"""Changes thought of and left out, with the reason."""
+"""Changes that are not planted, with the reason."""

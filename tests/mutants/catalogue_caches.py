@@ -1,7 +1,7 @@
-"""Broken caches of the tests: bugs that take a part which our own cache does not have.
+"""Broken caches of the tests: bugs in parts that this distribution's cache does not have.
 
-Their docstrings begin with the rows of the list of known bugs that they stand for, and go on
-with what is wrong.
+Their docstrings begin with the rows of the known bugs that they stand for, followed by a
+description of the bug.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 _PACKAGE = "tests.capabilities.caches"
 _FOLDER = Path(__file__).parents[1] / "capabilities" / "caches"
 _ROWS = re.compile(r"(S?\d+(?:, S?\d+)*)[:,] ")
-_OF_NO_ROW = {"RevivesWithoutItsKey", "HandsBackAFullHandle", "LeavesASlotActive"}
-"""Caches lost data in these ways too, which nobody has reported."""
+_WITHOUT_ROW = {"RevivesWithoutItsKey", "HandsBackAFullHandle", "LeavesASlotActive"}
+"""Bugs that lose data and stand for no reported one."""
 
 
 def _broken_caches() -> Iterator[Mutant]:
     for file in sorted(_FOLDER.glob("*_caches.py")):
-        for found in ast.parse(file.read_text()).body:
-            if isinstance(found, ast.ClassDef) and (said := ast.get_docstring(found)):
-                rows = _ROWS.match(said)
-                if rows or found.name in _OF_NO_ROW:
-                    target = f"{_PACKAGE}.{file.stem}:{found.name}"
-                    yield _mutant(found.name, target, said, rows)
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and (docstring := ast.get_docstring(node)):
+                rows = _ROWS.match(docstring)
+                if rows or node.name in _WITHOUT_ROW:
+                    target = f"{_PACKAGE}.{file.stem}:{node.name}"
+                    yield _mutant(node.name, target, docstring, rows)
 
 
-def _mutant(cache: str, target: str, said: str, rows: re.Match[str] | None) -> Mutant:
-    wrong = " ".join(said[rows.end() if rows else 0 :].split())
+def _mutant(cache: str, target: str, docstring: str, rows: re.Match[str] | None) -> Mutant:
+    wrong = " ".join(docstring[rows.end() if rows else 0 :].split())
     return Mutant(
         re.sub(r"(?<!^)(?=[A-Z])", "-", cache).lower(),
         wrong[0].upper() + wrong[1:],

@@ -1,16 +1,15 @@
-"""Bugs in decoding with the state on the device: slots, steps, running ahead, fused kernels."""
+"""Bugs in decoding with state on the device: slots, steps, run-ahead, kernels."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
 _ROWS = "roseinfer.decode.slots"
-_ROWS = "roseinfer.decode.slots"
 _SLOTS = "roseinfer.decode.slots"
 _RESIDENT = "roseinfer.decode.step"
 _STEPS = "roseinfer.decode.step"
 _PENALTIES = "roseinfer.decode.slots"
-_READBACK = "roseinfer.decode.readback"
+_READBACK = "roseinfer.kv.transfers"
 _RUNNER = "roseinfer.engine.runner"
 _FLIGHT = "roseinfer.engine.in_flight"
 _DECODE = "roseinfer.kernels.triton.decode_attention"
@@ -34,7 +33,7 @@ def _mutant(
 MUTANTS = (
     _mutant(
         "new-block-not-uploaded",
-        "The device is not told of the block that a resident sequence was given.",
+        "A resident sequence's new block is not uploaded to the device.",
         _RESIDENT,
         "ResidentDecode._reserve",
         "self.slots.mark_new_blocks(each.slot)",
@@ -42,7 +41,7 @@ MUTANTS = (
     ),
     _mutant(
         "padding-row-on-a-real-block",
-        "The row of a sequence that left points to the first block of the cache.",
+        "The row of a sequence that has left points to the first block of the cache.",
         _ROWS,
         "SlotRows.__init__",
         "self.num_padding_rows = [*SlotFields(), *[SCRATCH] * (width * groups)]",
@@ -51,7 +50,7 @@ MUTANTS = (
     ),
     _mutant(
         "slot-freed-twice",
-        "A slot that is given back enters the free ones twice, and two sequences get it.",
+        "A released slot is freed twice, so that two sequences get it.",
         _SLOTS,
         "DecodeSlots.give_back",
         "heappush(self._free, slot)",
@@ -63,7 +62,7 @@ MUTANTS = (
     ),
     _mutant(
         "slot-left-active",
-        "The slot of a request that ended before its last token stays active on the device.",
+        "The slot of a request that ends early stays active on the device.",
         _RUNNER,
         "StepRunner.withdraw",
         "self.release_request_slot(request)",
@@ -76,8 +75,8 @@ MUTANTS = (
         ("12",),
     ),
     _mutant(
-        "parameters-in-each-others-columns",
-        "Rows on the device have top_p and min_p in each other's place.",
+        "top-p-and-min-p-swapped",
+        "Rows on the device have top_p and min_p in each other's column.",
         _ROWS,
         "SlotFields.of",
         """
@@ -102,8 +101,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "seed-cut-to-a-bit",
-        "Rows on the device keep the lowest bit of a seed.",
+        "seed-truncated-to-one-bit",
+        "Rows on the device keep only the lowest bit of a seed.",
         _ROWS,
         "SlotFields.of",
         """
@@ -128,15 +127,15 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "tally-of-the-sequence-before",
-        "A slot's tally is not cleared when another sequence gets it.",
+        "token-counts-not-cleared",
+        "A slot's token counts are not cleared for its next sequence.",
         _PENALTIES,
         "SlotPenalties.begin",
         "row.zero_()",
         "",
     ),
     _mutant(
-        "penalties-left-behind",
+        "penalties-not-cleared",
         "A slot keeps its penalties when its sequence leaves.",
         _PENALTIES,
         "SlotPenalties.end",
@@ -144,16 +143,16 @@ MUTANTS = (
         "pass",
     ),
     _mutant(
-        "newest-token-not-tallied",
-        "Resident steps do not count the tokens that they store.",
+        "newest-token-not-counted",
+        "Resident steps do not count the tokens that they store for penalties.",
         _PENALTIES,
         "SlotPenalties.tally",
         "return tallies.scatter_add_(1, tokens[:, None], active[:, None].int())",
         "return tallies",
     ),
     _mutant(
-        "told-of-others-tokens",
-        "What a resident step tells is read as if its requests stood in the first slots.",
+        "logprobs-of-other-requests",
+        "Logprobs of a resident step are read as if its requests were in the first slots.",
         _FLIGHT,
         "TokensInFlight.iter_tokens",
         "own = told[row * each : (row + 1) * each] if request.params.logprobs else None",
@@ -163,56 +162,24 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "slots-packed-when-read",
-        "Tokens are read as if residents stood in the first slots, one after another.",
+        "tokens-read-from-the-first-slots",
+        "Tokens are read as if residents were in the first slots, one after another.",
         _RUNNER,
         "StepRunner._launch_residents",
         "rows = [each.slot for each in residents]",
         "rows = list(range(len(residents)))",
     ),
     _mutant(
-        "entered-with-anothers-token",
-        "Of a prefill, the first tokens go to those who become resident, whosever they are.",
+        "resident-enters-with-another-token",
+        "New residents get the first tokens of a prefill, whichever requests these belong to.",
         _RUNNER,
         "StepRunner._assign_slots",
-        """
-        residents = self._resident.add_sequences(
-            [
-                NewResident(
-                    request.session,
-                    request.params,
-                    request.seed,
-                    request.max_total_length - 1,
-                    request.prompt_length,
-                    request.guide,
-                )
-                for _, request in entering
-            ],
-            chosen
-            if len(own_rows) == len(chosen)
-            else self._sequence_runner.picked(chosen, own_rows),
-        )
-        """,
-        """
-        residents = self._resident.add_sequences(
-            [
-                NewResident(
-                    request.session,
-                    request.params,
-                    request.seed,
-                    request.max_total_length - 1,
-                    request.prompt_length,
-                    request.guide,
-                )
-                for _, request in entering
-            ],
-            chosen if len(own_rows) == len(chosen) else chosen[: len(own_rows)],
-        )
-        """,
+        "chosen = self._sequence_runner.select_rows(chosen, own_rows)",
+        "chosen = chosen[: len(own_rows)]",
     ),
     _mutant(
-        "greedy-as-the-first-is",
-        "A step is greedy for all where the first of the residents is.",
+        "greedy-by-the-first-resident",
+        "A step is greedy for all residents if it is for the first.",
         _RESIDENT,
         "ResidentDecode.launch",
         "self.steps.run(count, kind)",
@@ -220,43 +187,43 @@ MUTANTS = (
         ("S18",),
     ),
     _mutant(
-        "drawn-from-the-position-before",
-        "A resident step draws with the noise of the position of the token it stores.",
+        "noise-of-the-previous-position",
+        "A resident step samples with the noise of the previous position.",
         _STEPS,
         "RowSteps._choose",
         "chosen = batch.sample_tokens(logits, lengths + 1, tally)",
         "chosen = batch.sample_tokens(logits, lengths, tally)",
     ),
     _mutant(
-        "block-taken-a-token-late",
-        "A resident sequence is given a block when its last one has been written past.",
+        "block-reserved-a-token-late",
+        "A resident sequence gets a block one token after its last one is full.",
         _RESIDENT,
         "ResidentDecode._due",
         "due = [each for each in soon if each.session.stored >= each.session.room]",
         "due = [each for each in soon if each.session.stored > each.session.room]",
     ),
     _mutant(
-        "due-blocks-given-early",
-        "Blocks that a step needs are given to sequences that will need one later.",
+        "needed-blocks-reserved-early",
+        "Blocks that a step needs are reserved early for other sequences.",
         _RUNNER,
         "StepRunner._early_blocks",
         "return max(0, kv.num_free_blocks(0) - step.blocks)",
         "return kv.num_free_blocks(0)",
     ),
     _mutant(
-        "blocks-given-early-to-all-that-ask",
-        "More sequences are given a block early than there are blocks for.",
+        "early-blocks-without-limit",
+        "More sequences get a block early than there are free blocks.",
         _RESIDENT,
         "ResidentDecode._due",
         """
-        most = min(
+        max_early = min(
             -(-len(residents) // _EARLY_BLOCK_TOKENS), early_blocks // len(self._kv.groups)
         )
         """,
-        "most = -(-len(residents) // _EARLY_BLOCK_TOKENS)",
+        "max_early = -(-len(residents) // _EARLY_BLOCK_TOKENS)",
     ),
     _mutant(
-        "left-a-step-early",
+        "slot-released-a-step-early",
         "A sequence leaves its slot one step before its last.",
         _RUNNER,
         "StepRunner._launch_residents",
@@ -270,8 +237,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "in-flight-for-ever",
-        "Tokens that were read still count as on their way.",
+        "in-flight-forever",
+        "Tokens still count as in flight after they were read.",
         _FLIGHT,
         "TokensInFlight.iter_tokens",
         """
@@ -285,8 +252,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "token-behind-the-end",
-        "What a step that was launched before an end brings is given to the request all the same.",
+        "token-after-the-end",
+        "A token of a step launched before a request's end is added to the request.",
         _FLIGHT,
         "TokensInFlight.iter_tokens",
         """
@@ -296,14 +263,14 @@ MUTANTS = (
         """,
         """
         for request, row in zip(self.requests, self.rows, strict=True):
-            if request.session is not None:
+            if request.sequence is not None:
                 ...
         """,
         ("12",),
     ),
     _mutant(
-        "buffer-used-while-it-fills",
-        "Tokens are copied to a buffer that another step's tokens are still in.",
+        "readback-buffer-reused-early",
+        "Tokens are copied to a readback buffer that still has another step's tokens.",
         _READBACK,
         "Readback.start",
         "return PendingReadback(buffer, count, self._buffers.append)",
@@ -313,8 +280,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "new-token-seen-twice",
-        "The context that the decode kernel goes through ends behind the new token.",
+        "new-token-attended-twice",
+        "The decode kernel's stored context includes the new token, which thus counts twice.",
         _DECODE,
         "_decode_kernel",
         "end = tl.minimum(part_begin(last_part), own)",
@@ -322,53 +289,53 @@ MUTANTS = (
     ),
     Mutant(
         "captured-on-live-rows",
-        "Graphs are captured on the rows of sequences that live, whose blocks are written to.",
+        "Graphs are captured on rows of live sequences, whose blocks are written.",
         _ROWS,
         "SlotRows.all_padding",
         "self._rows.zero_()",
         "",
         rows=("30",),
         targets=(),
-        directed="capture_beside_the_living",
+        directed="capture_with_live_sequences",
     ),
     Mutant(
         "tokens-lost-to-a-capture",
-        "After a graph was captured, sequences go on from what was computed meanwhile.",
+        "After a graph's capture, sequences continue from tokens that the capture computed.",
         _ROWS,
         "SlotRows.all_padding",
         "self.tokens.copy_(tokens)",
         "",
         rows=("30",),
         targets=(),
-        directed="capture_beside_the_living",
+        directed="capture_with_live_sequences",
     ),
     _mutant(
-        "likeliest-stays-where-it-is",
-        "The kernel that ends a greedy step chooses a token and goes on from the same position.",
+        "argmax-without-advance",
+        "The kernel that ends a greedy step chooses a token and keeps the position.",
         _GREEDY,
         "_advance_kernel",
         "tl.store(lengths + row * l_r, length + tl.load(active + row * a_r))",
         "tl.store(lengths + row * l_r, length)",
     ),
     _mutant(
-        "likeliest-not-handed-on",
-        "The kernel that ends a greedy step hands on the token before the one that it chose.",
+        "next-token-off-by-one",
+        "The kernel that ends a greedy step passes on the token id before the chosen one.",
         _GREEDY,
         "_advance_kernel",
         "tl.store(tokens + row, tl.where(usable, token, 0))",
         "tl.store(tokens + row, tl.where(usable, tl.maximum(token - 1, 0), 0))",
     ),
     _mutant(
-        "padding-of-the-head-chosen",
-        "A padded head returns the logits of its padding too, as if they were tokens.",
+        "logits-of-head-padding",
+        "A padded LM head returns the logits of its padding too.",
         _HEAD,
         "PaddedHead.forward",
         "return linear(x, self._weight, self._bias)[..., : self._outputs]",
         "return linear(x, self._weight, self._bias)",
     ),
     _mutant(
-        "head-padded-in-front",
-        "A head's padding stands before its weights, and every logit is another token's.",
+        "head-padded-at-the-front",
+        "The padding of an LM head precedes its weights: every logit is another token's.",
         _HEAD,
         "PaddedHead.__init__",
         "self._weight = pad(head.weight.detach(), (0, 0, 0, more))",

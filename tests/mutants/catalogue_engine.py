@@ -1,4 +1,4 @@
-"""Bugs in serving requests: scheduling, shared prefixes, and what a step computes."""
+"""Bugs in serving requests: scheduling, prefix reuse, and the computation of a step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _mutant(
 
 MUTANTS = (
     _mutant(
-        "block-known-by-its-own-tokens",
-        "A block is found by its position and the tokens it holds, whatever came before them.",
+        "block-matched-without-its-prefix",
+        "A block is found by its position and its own tokens, whatever its prefix.",
         _PREFIXES,
         "PrefixCache._full_blocks",
         """
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     _mutant(
         "evicted-and-still-found",
-        "A block that was evicted stays in the map and is handed out after it was reused.",
+        "An evicted block stays in the map, and is found after it was reused.",
         _PREFIXES,
         "PrefixCache._remove_subtree",
         "del self._entries[each.key]",
@@ -60,8 +60,8 @@ MUTANTS = (
         ("2",),
     ),
     _mutant(
-        "evicted-under-its-user",
-        "A prefix that a request was given can be evicted as if nobody used it.",
+        "evicted-while-in-use",
+        "A prefix can be evicted while a request uses it.",
         _PREFIXES,
         "PrefixCache._acquire",
         """
@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     _mutant(
         "matched-without-a-reference",
-        "A request is given a prefix's blocks and no reference on them.",
+        "A request gets a prefix's blocks without a reference on them.",
         _PREFIXES,
         "PrefixCache._acquire",
         "self.kv.incref_blocks([entry.block_ids[group] for group in groups])",
@@ -87,8 +87,8 @@ MUTANTS = (
         ("13", "S1"),
     ),
     _mutant(
-        "partial-block-taken-for-a-full-one",
-        "The partial last block of a sequence counts as full when it is matched.",
+        "partial-block-matched-as-full",
+        "The partial last block of a sequence is matched as a full one.",
         _PREFIXES,
         "PrefixCache._add",
         "entry = PrefixEntry(parent, tokens, hashed, parent.end + len(tokens), block_ids)",
@@ -97,79 +97,83 @@ MUTANTS = (
     ),
     _mutant(
         "prefix-as-long-as-its-blocks",
-        "A matched prefix counts as long as its blocks could hold, not as what they hold.",
+        "A matched prefix has the length of its blocks' capacity, not of their tokens.",
         _PREFIXES,
         "PrefixCache.match",
         "num_tokens = entries[-1].end if entries else 0",
-        "num_tokens = min(len(entries) * self.kv.block_size, most)",
+        "num_tokens = min(len(entries) * self.kv.block_size, max_tokens)",
         ("11", "S4"),
     ),
     _mutant(
-        "offered-before-it-is-stored",
+        "matched-before-it-is-stored",
         "Blocks of a prompt can be matched before all their tokens are stored.",
         _PREFIXES,
         "PrefixCache.insert",
         """
-        while held.tip is not None and held.tip.cached and held.tip.end + size <= stored:
+        while (
+            held_prefix.tip is not None
+            and held_prefix.tip.cached
+            and held_prefix.tip.end + size <= stored
+        ):
             ...
         """,
         """
         while (
-            held.tip is not None
-            and held.tip.cached
-            and held.tip.end + size
-            <= min(len(session.token_ids), len(session.block_lists[0]) * size)
+            held_prefix.tip is not None
+            and held_prefix.tip.cached
+            and held_prefix.tip.end + size
+            <= min(len(sequence.token_ids), len(sequence.block_lists[0]) * size)
         ):
             ...
         """,
         ("20", "S2"),
     ),
     Mutant(
-        "cancelled-and-kept-whole",
-        "A prompt that is cancelled between two chunks leaves what it has room for to be found.",
+        "cancelled-prompt-cached-whole",
+        "A prompt cancelled between chunks is cached with tokens that were not stored.",
         _SUPPLY,
         "RequestBlockAllocator.give_back",
         "session.cut(self._kv, len(session.token_ids))",
         """
-        if 0 < session.stored < request.prompt_length:
-            session.stored = min(session.room, request.prompt_length)
+        if 0 < session.num_stored < request.prompt_length:
+            session.num_stored = min(session.token_capacity, request.prompt_length)
         session.cut(self._kv, len(session.token_ids))
         """,
         rows=("S5",),
         targets=(ENGINE,),  # without a model nothing is cancelled
     ),
     _mutant(
-        "anothers-block-let-go",
-        "A sequence that stored the same tokens as another lets go of the other's block.",
+        "reference-of-another-dropped",
+        "A sequence that stored the same tokens as another drops the other's reference.",
         _PREFIXES,
         "PrefixCache.insert",
         """
         if entry is None:
             entry = self._add(tip, block, hashed, session)
             entry.num_holders = 1
-            held.inserted.append(entry)
+            held_prefix.inserted.append(entry)
         elif not entry.continues(tip, block):
             return
         else:
-            self._fill_missing_blocks(entry, session, held)
+            self._fill_missing_blocks(entry, session, held_prefix)
         """,
         """
         if entry is None:
             entry = self._add(tip, block, hashed, session)
             entry.num_holders = 1
-            held.inserted.append(entry)
+            held_prefix.inserted.append(entry)
         elif not entry.continues(tip, block):
             return
         else:
-            self._fill_missing_blocks(entry, session, held)
-        if entry not in held.inserted:
-            held.inserted.append(entry)
+            self._fill_missing_blocks(entry, session, held_prefix)
+        if entry not in held_prefix.inserted:
+            held_prefix.inserted.append(entry)
         """,
         ("19", "S19"),
     ),
     _mutant(
-        "registered-block-of-its-position-in-the-list",
-        "The block registered for a prefix is the sequence's first one.",
+        "first-block-registered-for-all",
+        "Every prefix is registered with the sequence's first block.",
         _PREFIXES,
         "PrefixCache._add",
         "index = parent.end // self.kv.block_size",
@@ -178,28 +182,28 @@ MUTANTS = (
     ),
     _mutant(
         "hits-counted-as-free",
-        "The blocks of a matched prefix still count among those that can be freed.",
+        "Blocks of a matched prefix still count as evictable.",
         _SCHEDULER,
         "PrefillBudget._admit",
-        "held = before - self.block_allocator.available",
-        "held = 0",
+        "num_held = before - self.block_allocator.available",
+        "num_held = 0",
         ("3",),
     ),
     _mutant(
         "copy-of-a-matched-tail-not-counted",
-        "A partial block that was matched is taken for the request's own to write to.",
+        "A matched partial block is written to as the request's own, without a copy.",
         _SUPPLY,
         "RequestBlockAllocator.start",
         "request.num_cached_tokens = session.stored = session.room = found",
         """
-        request.found = session.stored = found
+        request.num_cached_tokens = session.stored = found
         session.room = len(session.block_lists[0]) * self._kv.block_size
         """,
         ("25",),
     ),
     _mutant(
-        "progress-kept-without-its-blocks",
-        "A preempted request goes on where it was, though its blocks are gone.",
+        "progress-kept-after-preemption",
+        "A preempted request continues at its old position, though its blocks are gone.",
         _SEQUENCE,
         "CachedSequence.free_all_blocks",
         "self.stored = self.room = 0",
@@ -208,7 +212,7 @@ MUTANTS = (
     ),
     _mutant(
         "preempted-with-its-blocks",
-        "A preempted request waits and keeps its blocks.",
+        "A preempted request keeps its blocks while it waits.",
         _SCHEDULER,
         "Scheduler._preempt",
         "self._block_allocator.release_blocks(request)",
@@ -216,7 +220,7 @@ MUTANTS = (
         ("23",),
     ),
     _mutant(
-        "preempted-and-forgotten",
+        "preempted-and-not-requeued",
         "A preempted request is not put back into the queue.",
         _SCHEDULER,
         "Scheduler._wait",
@@ -224,8 +228,8 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "ended-with-its-blocks",
-        "A request that ends or is cancelled gives nothing back.",
+        "ended-without-freeing",
+        "A request that ends or is cancelled frees no blocks.",
         _SCHEDULER,
         "Scheduler.remove",
         "self._block_allocator.release_blocks(request)",
@@ -233,8 +237,8 @@ MUTANTS = (
         ("12", "20"),
     ),
     _mutant(
-        "ended-twice",
-        "A request that ends gives its prefix back a second time.",
+        "prefix-freed-twice",
+        "A request that ends frees its prefix twice.",
         _SUPPLY,
         "RequestBlockAllocator.give_back",
         "in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]",
@@ -246,8 +250,8 @@ MUTANTS = (
         ("12",),
     ),
     _mutant(
-        "refused-with-its-prefix",
-        "A prompt that is not admitted after all keeps what it was given of the prefix cache.",
+        "refused-without-freeing-its-prefix",
+        "A prompt that is not admitted keeps its blocks of the prefix cache.",
         _SCHEDULER,
         "PrefillBudget._admit",
         "self.block_allocator.release_blocks(request)",
@@ -255,8 +259,8 @@ MUTANTS = (
         ("13",),
     ),
     _mutant(
-        "waits-for-a-copy-that-is-not-made",
-        "A request waits for a block to copy a shared one to, also when nobody shares it any more.",
+        "waits-for-an-unneeded-copy",
+        "A request waits for the block of a copy that is not needed any more.",
         _SCHEDULER,
         "Scheduler.next_step",
         "self.waiting[0].min_available_blocks = 0",
@@ -264,8 +268,8 @@ MUTANTS = (
         ("3",),
     ),
     _mutant(
-        "decode-without-looking-for-blocks",
-        "Requests decode without a look at whether there are blocks for all of them.",
+        "decode-without-a-capacity-check",
+        "Requests decode without a check that there are blocks for all of them.",
         _SCHEDULER,
         "Scheduler._schedule_decodes",
         """
@@ -279,8 +283,8 @@ MUTANTS = (
         ("26",),
     ),
     _mutant(
-        "unused-prefixes-stay",
-        "A step that needs blocks does not evict the prefixes that were counted as free.",
+        "evicts-one-block-too-few",
+        "A step that needs blocks evicts one block too few.",
         _SUPPLY,
         "RequestBlockAllocator.ensure",
         """
@@ -297,7 +301,7 @@ MUTANTS = (
     ),
     _mutant(
         "parameters-of-an-earlier-batch",
-        "The sampling parameters of a batch are kept when other requests make up the next.",
+        "Sampling parameters of a batch are reused for another batch of the same size.",
         _CHOICE,
         "TokenSampler._sampling_batch",
         """
@@ -312,7 +316,7 @@ MUTANTS = (
     ),
     _mutant(
         "seed-of-the-row",
-        "A request's draws depend on its place in the batch.",
+        "A request's random numbers depend on its row in the batch.",
         _CHOICE,
         "TokenSampler._sampling_batch",
         """
@@ -333,7 +337,7 @@ MUTANTS = (
     ),
     _mutant(
         "penalty-for-new-tokens-only",
-        "The repetition penalty forgets the prompt.",
+        "The repetition penalty ignores the prompt.",
         _CHOICE,
         "TokenSampler._tally",
         "own = count_prompt_and_output(request.sequence.token_ids, request.prompt_length)",
@@ -341,31 +345,25 @@ MUTANTS = (
     ),
     _mutant(
         "positions-from-the-chunk",
-        "The positions of a prompt's later chunk begin at nought.",
+        "Positions of a later chunk of a prompt begin at 0.",
         _RUNNER,
-        "SequenceRunner.extend",
-        "positions += range(session.stored, end)",
+        "SequenceRunner._batch_of",
+        "positions += range(end - count, end)",
         "positions += range(count if count > 1 else end)[-count:]",
         ("15",),
     ),
     _mutant(
         "logits-of-the-first-token",
-        "A prompt's first new token is sampled behind the first token of its last chunk.",
+        "A prompt's first new token is sampled from logits of its last chunk's first token.",
         _RUNNER,
-        "SequenceRunner.extend",
-        """
-        first = len(tokens) if at in in_full else len(tokens) + count - 1
-        rows_out += range(first, len(tokens) + count)
-        """,
-        """
-        first = len(tokens) if at in in_full else len(tokens)
-        rows_out += range(first, first + (count if at in in_full else 1))
-        """,
+        "SequenceRunner._batch_of",
+        "rows_out += range(row - (count if span.all_logits else 1), row)",
+        "rows_out += range(row - count, row - count + (count if span.all_logits else 1))",
         ("15",),
     ),
     _mutant(
-        "chunk-sees-what-comes-after",
-        "The tokens of a chunk attend to all of it, also to what stands behind them.",
+        "chunk-attends-to-later-tokens",
+        "Tokens of a chunk attend to the whole chunk, including later tokens.",
         _CHUNK,
         "_chunk_kernel",
         "seen = distance > 0",
@@ -373,8 +371,8 @@ MUTANTS = (
         ("15",),
     ),
     _mutant(
-        "chunk-masked-from-its-own-start",
-        "The tokens of a chunk see as much of the context as if it were the prompt's first.",
+        "chunk-masked-as-a-first-chunk",
+        "Tokens of a chunk are masked as if the chunk began at position 0.",
         _CHUNK,
         "_chunk_kernel",
         "seen = distance > 0",
@@ -383,23 +381,26 @@ MUTANTS = (
     ),
     _mutant(
         "chunks-attend-with-the-wrong-rows",
-        "Beside requests that decode, a prompt's queries are taken from the first rows.",
+        "In a step with decoding requests, a prompt's queries are read from the first rows.",
         _BATCH,
         "TritonAttention.attend",
-        "behind = query[batch.num_decodes :]",
-        "behind = query[: len(query) - batch.num_decodes]",
+        "prefill_query = query[batch.num_decodes :]",
+        "prefill_query = query[: len(query) - batch.num_decodes]",
     ),
     _mutant(
-        "newest-token-unseen",
-        "Decode attends to what was stored before, and not to the newest token.",
+        "newest-token-not-attended",
+        "Decode attends to earlier tokens, and not to the newest one.",
         _RUNNER,
-        "SequenceRunner.extend",
-        "lengths.append(end)",
-        "lengths.append(max(1, session.stored))",
+        "SequenceRunner._batch_of",
+        "batch = StepBatch(self.kv, lists, counts, lengths, num_decodes)",
+        """
+        seen = [max(1, each.sequence.num_stored) for each in spans]
+        batch = StepBatch(self.kv, lists, counts, seen, num_decodes)
+        """,
     ),
     _mutant(
-        "weights-times-nan",
-        "The decode kernel reads values behind the last token: nought times NaN is NaN.",
+        "values-after-the-end-loaded",
+        "The decode kernel loads values after the last token: zero times NaN is NaN.",
         _DECODE,
         "_decode_kernel",
         "v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)",
@@ -407,16 +408,16 @@ MUTANTS = (
         ("5",),
     ),
     _mutant(
-        "query-heads-dealt-out",
-        "Query heads are dealt out over the KV heads instead of sharing one by neighbours.",
+        "query-heads-interleaved",
+        "Query heads are assigned to KV heads in turn, not in groups of neighbours.",
         _DECODE,
         "_decode_kernel",
         "heads = kv_head * GROUP + members",
         "heads = members * (Q_HEADS // GROUP) + kv_head",
     ),
     _mutant(
-        "many-query-heads-dealt-out",
-        "In decode, more than 4 query heads to a KV head are dealt out over the KV heads.",
+        "many-query-heads-interleaved",
+        "In decode, more than 4 query heads per KV head are assigned in turn.",
         _DECODE,
         "_decode_kernel",
         "heads = kv_head * GROUP + members",
@@ -427,8 +428,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "many-query-heads-dealt-out-in-chunks",
-        "In a prompt's chunks, more than 4 query heads to a KV head are dealt out.",
+        "many-query-heads-interleaved-in-chunks",
+        "In chunks of prompts, more than 4 query heads per KV head are assigned in turn.",
         _CHUNK,
         "_chunk_kernel",
         "head = kv_head * GROUP + member",
@@ -439,8 +440,8 @@ MUTANTS = (
         """,
     ),
     Mutant(
-        "many-query-heads-dealt-out-by-the-reference",
-        "In attention without kernels, more than 4 query heads to a KV head are dealt out.",
+        "many-query-heads-interleaved-by-the-reference",
+        "In attention without kernels, more than 4 query heads per KV head are in turn.",
         _REFERENCE,
         "attend",
         "at = torch.arange(context - tokens, context, device=query.device)[None]",
@@ -452,8 +453,8 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "many-query-heads-dealt-out-in-slots",
-        "In resident decode without kernels, more than 4 query heads to a KV head are dealt out.",
+        "many-query-heads-interleaved-in-slots",
+        "In resident decode without kernels, more than 4 query heads per KV head are in turn.",
         _REFERENCE,
         "append_and_attend_reference",
         "unused = _attention_mask(distance, traits)[:, None, :, None]",
@@ -466,7 +467,7 @@ MUTANTS = (
     ),
     _mutant(
         "scores-not-scaled",
-        "The decode kernel forgets the scale of the scores.",
+        "The decode kernel does not scale the scores.",
         _DECODE,
         "_decode_kernel",
         """

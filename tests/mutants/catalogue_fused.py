@@ -1,4 +1,4 @@
-"""Bugs in the kernels of fused families, which the trial of a model at its load does not run."""
+"""Bugs in kernels of fused families that the check of a model at its load does not run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _of_many_rows(name: str, wrong: str, function: str, find: str, replace: str)
 MUTANTS = (
     _fused(
         "rotated-at-packed-positions",
-        "The rotation reads positions as if they lay side by side.",
+        "The rotary kernel reads positions as if they were contiguous.",
         _ROTARY,
         "_rotate_kernel",
         "position = tl.load(positions + token * p_s).to(tl.int64)",
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     _fused(
         "rotated-by-the-row",
-        "A token is rotated by its row in the step.",
+        "The rotary kernel uses a token's row in the step as its position.",
         _ROTARY,
         "_rotate_kernel",
         "position = tl.load(positions + token * p_s).to(tl.int64)",
@@ -36,44 +36,44 @@ MUTANTS = (
     ),
     _fused(
         "rotated-backwards",
-        "The other half of a head turns backwards.",
+        "Heads are rotated in the opposite direction.",
         _ROTARY,
         "load_rotated",
         "sine = tl.where(dims < HALF, -sine, sine)",
         "sine = tl.where(dims < HALF, sine, -sine)",
     ),
     _fused(
-        "only-row-visits-the-first-experts",
-        "A row that is alone visits the first experts, whichever it chose.",
+        "single-row-routed-to-the-first-experts",
+        "A single row is routed to the first experts, whichever it chose.",
         _VISITS,
         "load_tile_routing",
         "expert = tl.load(experts + tile)",
         "expert = tile",
     ),
     _of_many_rows(
-        "last-visit-of-a-tile-dropped",
-        "Of many rows the last that visits an expert is left out.",
+        "last-row-of-an-expert-dropped",
+        "With many rows, the last row routed to an expert is left out.",
         "load_tile_routing",
         "visits = tl.load(order + v, v < last, other=-1).to(tl.int32)",
         "visits = tl.load(order + v, v < last - 1, other=-1).to(tl.int32)",
     ),
     _of_many_rows(
-        "tile-of-the-expert-in-front",
-        "Of many rows the first that visit an expert go to the one in front of it.",
+        "tile-of-the-previous-expert",
+        "With many rows, an expert's first tile is computed by the previous expert.",
         "route_rows",
         "of = torch.searchsorted(ends_of_tiles, at, right=True)",
         "of = torch.searchsorted(ends_of_tiles, at)",
     ),
     _of_many_rows(
-        "visits-of-few-rows-in-many",
-        "More rows than a tile has are looked through in one tile.",
+        "routing-of-few-rows-used-for-many",
+        "More rows than a tile has are routed as if one tile held them.",
         "route_rows",
         """
-        if rows <= MOST_ROWS:
+        if rows <= MAX_ROWS:
             ...
         """,
         """
-        if rows <= 2 * MOST_ROWS:
+        if rows <= 2 * MAX_ROWS:
             ...
         """,
     ),

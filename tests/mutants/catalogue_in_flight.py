@@ -1,11 +1,11 @@
-"""Bugs in what is done while the device is late, which show on a simulated one."""
+"""Bugs with work in flight on the device, found on a simulated device."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
 _STORAGE = "roseinfer.kv.storage"
-_READBACK = "roseinfer.decode.readback"
+_READBACK = "roseinfer.kv.transfers"
 QUEUED = "tests.mutants.queued_manager:QueuedManager"
 QUEUED_ENGINE = "tests.mutants.queued_engine:QueuedEngine"
 _WAIT = (
@@ -14,8 +14,8 @@ _WAIT = (
 
 MUTANTS = (
     Mutant(
-        "index-buffer-filled-early",
-        "An index buffer is filled again though the device may not have copied it.",
+        "index-buffer-reused-early",
+        "An index buffer is filled again before the device has copied it.",
         _STORAGE,
         "IndexStaging._next_buffer",
         "self._half_events[entered].synchronize()",
@@ -23,8 +23,8 @@ MUTANTS = (
         targets=(QUEUED,),
     ),
     Mutant(
-        "half-a-ring-marked-on-entry",
-        "Half of the index buffers count as copied that were when the first of them was filled.",
+        "ring-event-recorded-on-entry",
+        "The event of a half of the index buffers is recorded when its first is filled.",
         _STORAGE,
         "IndexStaging._next_buffer",
         """
@@ -38,8 +38,8 @@ MUTANTS = (
         targets=(QUEUED,),
     ),
     Mutant(
-        "tokens-read-before-they-land",
-        "The host does not wait for the tokens of a step that is in flight.",
+        "tokens-read-before-the-readback",
+        "The host does not wait for the tokens of a step in flight.",
         _READBACK,
         "PendingReadback.wait",
         """
@@ -50,8 +50,8 @@ MUTANTS = (
         targets=(QUEUED_ENGINE,),
     ),
     Mutant(
-        "tokens-land-when-the-step-is-done",
-        "Tokens count as landed when the step is done, though the copy to the host is behind it.",
+        "readback-event-before-the-copy",
+        "The event of a readback is recorded before its copy to the host.",
         _READBACK,
         "Readback.start",
         """

@@ -1,4 +1,4 @@
-"""Bugs in the Triton kernels and in what their launchers and wrappers hand them."""
+"""Bugs in the Triton kernels, their launchers and their wrappers."""
 
 from __future__ import annotations
 
@@ -66,32 +66,20 @@ MUTANTS = (
     ),
     Mutant(
         "cache-strides-ignored",
-        "The append kernels take the cache to be contiguous.",
+        "The append kernels assume a contiguous cache.",
         _APPEND,
         "_launch",
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.stride(), v_cache.stride(), key.stride(), value.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (
-                *k_cache.contiguous().stride(),
-                *v_cache.contiguous().stride(),
-                *key.stride(),
-                *value.stride(),
-                tile_n,
-                *tile,
-            ),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.contiguous().stride(), v_cache.contiguous().stride(),
+            key.stride(), value.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         rows=("16",),
@@ -103,21 +91,15 @@ MUTANTS = (
         _APPEND,
         "_launch",
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.stride(), v_cache.stride(), key.stride(), value.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *k_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.stride(), k_cache.stride(), key.stride(), value.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         rows=("16", "34"),
@@ -129,28 +111,22 @@ MUTANTS = (
         _APPEND,
         "_launch",
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.stride(), v_cache.stride(), key.stride(), value.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *key.stride(), tile_n, *tile),
-            num_warps,
+        fixed, tiles_of_heads = _fixed_launch(
+            append, k_cache.stride(), v_cache.stride(), key.stride(), key.stride(),
+            *key.shape[1:], tile_n,
         )
         """,
         rows=("34",),
     ),
     Mutant(
         "last-stride-ignored",
-        "The append kernels take the last dimension of new keys to be contiguous.",
+        "The append kernels assume that the last dimension of new keys is contiguous.",
         _APPEND,
         "_copy_tokens",
         "k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)",
@@ -177,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         "token-mask-missing",
-        "The append kernels write the rows that fill up a tile, to block 0.",
+        "The append kernels write the padding rows of a tile, to block 0.",
         _APPEND,
         "_copy_tokens",
         "inside = (heads < H) & (dims < D) & exist[:, None, None]",
@@ -185,8 +161,8 @@ MUTANTS = (
         rows=("6",),
     ),
     Mutant(
-        "head-cut-at-the-tile",
-        "The append kernels move the first 128 elements of a head, the most that a tile is given.",
+        "head-truncated-at-the-tile",
+        "The append kernels copy at most the first 128 elements of a head.",
         _APPEND,
         "_tile",
         "tile_d = 1 << (head_dim - 1).bit_length()",
@@ -195,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "head-size-rounded-down",
-        "The append kernels move a head's first elements, up to a power of two.",
+        "The append kernels round the elements of a head down to a power of two.",
         _APPEND,
         "_tile",
         "tile_d = 1 << (head_dim - 1).bit_length()",
@@ -204,52 +180,20 @@ MUTANTS = (
     ),
     Mutant(
         "grid-rounded-down",
-        "The grid has one program for every full tile of heads: few heads get none.",
+        "The grid has programs for full tiles of heads only: few heads get none.",
         _APPEND,
-        "_launch",
-        """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
-        """
-        launcher(
-            (-(-num_tokens // tile_n), num_heads // tile_h, 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
+        "_fixed_launch",
+        "return fixed, -(-num_heads // tile_h)",
+        "return fixed, num_heads // tile_h",
         rows=("17",),
     ),
     Mutant(
         "one-tile-of-heads",
         "Heads beyond the first tile are not written.",
         _APPEND,
-        "_launch",
-        """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
-        """
-        launcher(
-            (-(-num_tokens // tile_n), 1, 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
+        "_fixed_launch",
+        "return fixed, -(-num_heads // tile_h)",
+        "return fixed, 1",
         rows=("17",),
     ),
     Mutant(
@@ -257,28 +201,12 @@ MUTANTS = (
         "Tokens beyond the first tile are not written.",
         _APPEND,
         "_launch",
-        """
-        launcher(
-            (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
-        """
-        launcher(
-            (1, -(-num_heads // tile_h), 1),
-            (k_cache, v_cache, key, value, *indices[::-1]),
-            (num_tokens, *pos),
-            (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-            num_warps,
-        )
-        """,
+        "grid = -(-num_tokens // tile_n), tiles_of_heads, 1",
+        "grid = 1, tiles_of_heads, 1",
     ),
     Mutant(
-        "gather-takes-rows-in-order",
-        "The gather kernel reads the first rows instead of the rows it is given.",
+        "gather-reads-the-first-rows",
+        "The gather kernel reads the first rows instead of the given ones.",
         _APPEND,
         "_gather_kernel",
         """
@@ -323,64 +251,20 @@ MUTANTS = (
     ),
     Mutant(
         "first-chunk-cloned",
-        "The clone kernel copies the first chunk of a large block.",
+        "The clone kernel copies only the first chunk of a large block.",
         _CLONE,
-        "launch_clone",
-        """
-        _clone(
-            (source.shape[0], layers, -(-elements // chunk)),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
-        )
-        """,
-        """
-        _clone(
-            (source.shape[0], layers, 1),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
-        )
-        """,
+        "_fixed_launch",
+        "return fixed, -(-elements // chunk)",
+        "return fixed, 1",
         rows=("8",),
     ),
     Mutant(
         "first-layer-cloned",
-        "The clone kernel copies the first layer of a group.",
+        "The clone kernel copies only the first layer of a group.",
         _CLONE,
         "launch_clone",
-        """
-        _clone(
-            (source.shape[0], layers, -(-elements // chunk)),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
-        )
-        """,
-        """
-        _clone(
-            (source.shape[0], 1, -(-elements // chunk)),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
-        )
-        """,
+        "fixed((source.shape[0], layers, chunks), k_from, v_from, k_to, v_to, source, target)",
+        "fixed((source.shape[0], 1, chunks), k_from, v_from, k_to, v_to, source, target)",
         rows=("8",),
     ),
     Mutant(
@@ -394,7 +278,7 @@ MUTANTS = (
     ),
     Mutant(
         "clone-of-another-layout",
-        "The clone kernel reads blocks as if a token's heads lay side by side.",
+        "The clone kernel reads blocks as if a token's heads were contiguous.",
         _CLONE,
         "_clone_kernel",
         "k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)",
@@ -407,27 +291,13 @@ MUTANTS = (
         _CLONE,
         "launch_clone",
         """
-        _clone(
-            (source.shape[0], layers, -(-elements // chunk)),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
+        fixed, chunks = _fixed_launch(
+            k_from.stride(), v_from.stride(), k_to.stride(), v_to.stride(), *block
         )
         """,
         """
-        _clone(
-            (source.shape[0], layers, -(-elements // chunk)),
-            (k_from, v_from, k_to, v_to, source, target),
-            (),
-            (
-                *k_from.stride(), *k_from.stride(), *k_to.stride(), *k_to.stride(),
-                heads, block_size, head_dim, chunk,
-            ),
-            num_warps=4,
+        fixed, chunks = _fixed_launch(
+            k_from.stride(), k_from.stride(), k_to.stride(), k_to.stride(), *block
         )
         """,
         rows=("16", "34"),
@@ -435,7 +305,7 @@ MUTANTS = (
     ),
     Mutant(
         "chain-cloned-one-by-one",
-        "Blocks that are both source and target are copied in turn, not all at once.",
+        "Blocks that are both source and target are copied one by one, not all at once.",
         _CLONE,
         "kv_clone_triton",
         """

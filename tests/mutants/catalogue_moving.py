@@ -1,4 +1,4 @@
-"""Bugs in carrying plans out: choosing the path, staging indices, torch operations, reading."""
+"""Bugs in executing plans: choice of the path, staging of indices, torch operations, reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STORAGE = "roseinfer.kv.storage"
 MUTANTS = (
     Mutant(
         "identity-by-first-and-last-row",
-        "A batch that lacks rows in the middle is taken for the whole.",
+        "A batch that lacks middle rows is treated as complete.",
         _STORAGE,
         "choose_write_path",
         "identity = plan.rows is None and policy.identity",
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "position-of-row-0-for-all",
-        "The scalar paths run whenever they may, with the first row's position.",
+        "The scalar paths run without a check of positions, at the first row's position.",
         _STORAGE,
         "choose_write_path",
         "scalar = identity and plan.constant_position and policy.scalar_position",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "staged-columns-swapped",
-        "The torch gather reads positions where rows are staged, and rows where positions are.",
+        "The torch gather swaps staged positions and rows.",
         _STORAGE,
         "AppendExecutor.write",
         "block_idx, pos, rows = columns",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "only-keys-gathered",
-        "The torch gather picks the rows of the keys and takes the first values.",
+        "The torch gather selects rows of the keys, and takes the first values.",
         _STORAGE,
         "AppendExecutor.write",
         "key, value = key.index_select(0, rows), value.index_select(0, rows)",
@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         "only-keys-converted",
-        "Values keep the caller's dtype: some paths convert, others raise after the commit.",
+        "Values keep the caller's dtype: some paths convert it, others raise after the commit.",
         _STORAGE,
         "AppendExecutor.write",
         "key, value = storage.to_cache_dtype(key), storage.to_cache_dtype(value)",
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys-and-values-swapped",
-        "The torch vector path writes keys to the values and values to the keys.",
+        "The torch vector path swaps keys and values.",
         _STORAGE,
         "AppendExecutor.write",
         "storage.write_vector(layer, columns[0], columns[1], key, value)",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "only-the-first-layer-copied",
-        "Copy-on-write in a group of layers copies the first layer's block alone.",
+        "Copy-on-write in a group of layers copies the first layer's block only.",
         _STORAGE,
         "AppendExecutor.copy_shared_blocks",
         "layers = range(plan.layer, plan.layer + self._layers_per_group)",
@@ -78,7 +78,7 @@ MUTANTS = (
         targets=(GROUPED,),
     ),
     Mutant(
-        "policy-fixed-at-first",
+        "policy-never-replaced",
         "Replacing the policy of a live cache has no effect.",
         _STORAGE,
         "AppendExecutor.set_policy",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "gather-counted-as-vector",
-        "The torch gather is counted under the torch vector path's name.",
+        "The torch gather is counted as the torch vector path.",
         _STORAGE,
         "AppendExecutor.write",
         "self._counts[path] += 1",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "threshold-off-by-one",
-        "Triton takes over one token later than the policy says.",
+        "Triton is used from one token more than the policy says.",
         _STORAGE,
         "choose_write_path",
         """
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "ring-of-one",
-        "The ring of index buffers has one: the next plan overwrites a plan not yet written.",
+        "The ring has one index buffer: a plan overwrites the previous one before its write.",
         _STORAGE,
         "",
         "_NUM_RING_BUFFERS = 64",
@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "stale-plan-written",
-        "A plan whose indices were overwritten is written all the same, to other slots.",
+        "A plan is written although its indices were overwritten.",
         _STORAGE,
         "IndexStaging.check",
         """
@@ -147,8 +147,8 @@ MUTANTS = (
         """,
     ),
     Mutant(
-        "zero-times-what-was-there",
-        "The torch vector path adds the new token to nought times what the slot held: NaN.",
+        "zero-times-the-old-content",
+        "The torch vector path adds zero times the slot's old content, which may be NaN.",
         _STORAGE,
         "KVStorage.write_vector",
         "self._key_token_views[layer].index_put_((block_idx, pos), key)",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "values-copied-from-keys",
-        "A block copied alone gets the shared block's keys as its values.",
+        "A block copied alone gets the shared block's keys as values.",
         _STORAGE,
         "KVStorage.copy_block",
         "self.value_layers[layer][target].copy_(self.value_layers[layer][source])",
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "values-not-copied",
-        "The torch copy-on-write copies keys and no values.",
+        "The torch copy-on-write copies keys only.",
         _STORAGE,
         "KVStorage.clone_blocks",
         """
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "values-of-another-layer-copied",
-        "The Triton copy-on-write finds the values of the first layers, not of the group's.",
+        "The Triton copy-on-write copies values of the first layers, not of the group's.",
         _STORAGE,
         "AppendExecutor.copy_shared_blocks",
         "caches = storage.keys[first:end], storage.values[first:end]",
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "tail-of-the-block-returned",
-        "Reading a sequence returns whole blocks: past its end comes what was never written.",
+        "Reading a sequence returns whole blocks, with unwritten tokens after its end.",
         _STORAGE,
         "KVStorage.gather",
         """
@@ -212,8 +212,8 @@ MUTANTS = (
         rows=("5", "29"),
     ),
     Mutant(
-        "stale-tail-on-request",
-        "Asking for more tokens than are stored returns what the block held before.",
+        "reads-past-the-stored-length",
+        "Reading more tokens than are stored returns old contents of the block.",
         _MANAGER,
         "KVBlockManager.gather_sequence",
         """
@@ -228,7 +228,7 @@ MUTANTS = (
     ),
     Mutant(
         "values-shape-unchecked",
-        "Values of a wrong shape are noticed, if at all, when the lists have grown.",
+        "Values of a wrong shape are refused, if at all, after the tables have grown.",
         _MANAGER,
         "KVBlockManager._check_inputs",
         """

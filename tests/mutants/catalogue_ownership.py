@@ -1,4 +1,4 @@
-"""Bugs in who holds which block: the pool, and sharing and giving back in the manager."""
+"""Bugs in references on blocks: the pool, and sharing and freeing in the manager."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from tests.mutants.mutant import PER_LAYER, Mutant
 
 _POOL = "roseinfer.kv.pool"
 _MANAGER = "roseinfer.kv.manager"
-_PER_LAYER = "roseinfer.kv.calls"
 
 MUTANTS = (
     Mutant(
         "recycled-block-forgets-length",
-        "A recycled block starts out empty, even as the target of a copy.",
+        "A reused block starts with length 0, even as the target of a copy.",
         _POOL,
         "BlockPool.take",
         "info.length = length",
@@ -19,15 +18,15 @@ MUTANTS = (
     ),
     Mutant(
         "recycled-block-forgets-start",
-        "A recycled block claims to begin at position 0 of its sequence.",
+        "A reused block starts at position 0 of its sequence.",
         _POOL,
         "BlockPool.take",
         "info.start = start",
         "",
     ),
     Mutant(
-        "freed-under-its-last-holder",
-        "A block goes back to the pool when one holder is left.",
+        "freed-with-one-holder-left",
+        "A block is freed when one holder is left.",
         _POOL,
         "BlockPool.drop",
         """
@@ -42,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "never-freed",
-        "Blocks that nobody holds do not go back to the pool.",
+        "Blocks without holders are not returned to the pool.",
         _POOL,
         "BlockPool.drop",
         "self._freed_indices.append(index)",
@@ -50,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "freed-twice",
-        "A freed block enters the free list twice and is handed to two sequences.",
+        "A freed block enters the free list twice, so that two sequences get it.",
         _POOL,
         "BlockPool.drop",
         "self._freed_indices.append(index)",
@@ -59,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "third-holder-not-counted",
-        "Sharing a block says it has two holders, however many there are.",
+        "Sharing a block sets its refcount to 2, however many holders it has.",
         _POOL,
         "BlockPool.share",
         "self.refcounts[index] += 1",
@@ -68,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "capacity-off-by-one",
-        "The capacity check lets through a batch that needs one block more than is free.",
+        "The capacity check accepts a batch that needs one block more than is free.",
         _POOL,
         "BlockPool.require_free_blocks",
         """
@@ -83,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "last-block-never-used",
-        "The capacity check refuses a batch that needs exactly what is free.",
+        "The capacity check refuses a batch that needs all free blocks.",
         _POOL,
         "BlockPool.require_free_blocks",
         """
@@ -97,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "release-counts-a-block-once",
-        "Freeing a list is checked as if each block occurred in it once.",
+        "Freeing a table is checked as if each block occurred in it once.",
         _POOL,
         "BlockPool.check_decref",
         """
@@ -111,8 +110,8 @@ MUTANTS = (
         rows=("12",),
     ),
     Mutant(
-        "layer-before-accepted",
-        "Block ids below a layer's range pass and index its books from the end.",
+        "block-of-an-earlier-layer-accepted",
+        "Block ids below a layer's range are accepted, and index its ledger from the end.",
         _POOL,
         "BlockPool.index_of",
         """
@@ -126,8 +125,8 @@ MUTANTS = (
         rows=("27",),
     ),
     Mutant(
-        "free-checks-as-it-goes",
-        "Blocks are freed one by one, each checked when its turn comes.",
+        "free-checks-one-by-one",
+        "Blocks are freed one by one, each checked only when it is freed.",
         _MANAGER,
         "KVBlockManager.free_blocks",
         """
@@ -144,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "free-checks-nothing",
-        "Freeing trusts the list: another layer's block, or one that is free, corrupts the books.",
+        "Blocks are freed unchecked: free ones or another layer's corrupt the ledger.",
         _MANAGER,
         "KVBlockManager.free_blocks",
         "pool.check_decref(block_ids)",
@@ -153,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "repeated-block-shared-once",
-        "A list that names a block twice gains one holder of it.",
+        "A table that names a block twice gets one reference on it.",
         _MANAGER,
         "KVBlockManager.incref_blocks",
         """
@@ -168,18 +167,18 @@ MUTANTS = (
     ),
     Mutant(
         "shares-before-checking",
-        "A list with a bad block at its end is refused after the others gained a holder.",
+        "A table with an invalid last block is refused after its other blocks were shared.",
         _MANAGER,
         "KVBlockManager.incref_blocks",
         "held.append((pool, pool.held(block_id).block_index))",
-        "pool.share(pool.held(block_id).block_index)",
+        "pool.incref(pool.held_block_info(block_id).block_index)",
         rows=("26",),
     ),
     Mutant(
         "reference-dropped-before-the-copy",
-        "Copy-on-write of a single token lets go of the shared block before it has a new one.",
-        _PER_LAYER,
-        "PerLayerMixin.append_token",
+        "Copy-on-write of one token drops the shared block before it has a new one.",
+        _MANAGER,
+        "KVBlockManager.append_token",
         """
         info = pool.take(start=last.start, length=last.length)
         storage.copy_block(layer_idx, last.block_index, info.block_index)

@@ -1,4 +1,4 @@
-"""Bugs in deciding what an append needs and where its tokens go."""
+"""Bugs in planning an append: the blocks it needs, and the slots of its tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from tests.mutants.mutant import PER_LAYER, Mutant
 
 _PLAN = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"
-_PER_LAYER = "roseinfer.kv.calls"
 
 MUTANTS = (
     Mutant(
         "rollover-copies-the-full-block",
-        "A row whose full block is shared gets a copy of it instead of an empty block.",
+        "A rollover after a shared full block copies it instead of taking an empty block.",
         _PLAN,
         "_allocate_row_blocks",
         "new = pool.take(start=len(block_ids) * pool.block_size, length=0)",
@@ -25,20 +24,20 @@ MUTANTS = (
     ),
     Mutant(
         "rollover-drops-the-full-block",
-        "A row that goes on after a shared full block gives up its hold on that block.",
+        "A rollover after a shared full block drops the reference on it.",
         _PLAN,
         "_allocate_row_blocks",
         "new = pool.take(start=len(block_ids) * pool.block_size, length=0)",
         """
         new = pool.take(start=len(block_ids) * pool.block_size, length=0)
         if condition is Condition.ROLLOVER_SHARED:
-            pool.drop(old.block_index)
+            pool.decref(old.block_index)
         """,
         rows=("33",),
     ),
     Mutant(
         "shared-full-block-written-to",
-        "A shared full block is copied on write, and the token goes past the copy's end.",
+        "A shared full block is copied on write, and the token is written after its end.",
         _PLAN,
         "_analyze_rows",
         """
@@ -52,8 +51,8 @@ MUTANTS = (
         rows=("33",),
     ),
     Mutant(
-        "last-sharer-copies-too",
-        "Of the rows that share a block every one copies it, the last one too.",
+        "last-holder-copies-too",
+        "Every row that shares a block copies it, even its last holder.",
         _PLAN,
         "_analyze_rows",
         """
@@ -67,8 +66,8 @@ MUTANTS = (
         rows=("1",),
     ),
     Mutant(
-        "second-sharer-writes-in-place",
-        "Once one row has copied a shared block, the next writes to it whoever else holds it.",
+        "second-holder-writes-in-place",
+        "After one row has copied a shared block, the next writes to it, whoever holds it.",
         _PLAN,
         "_analyze_rows",
         "leaving[index] = leaving.get(index, 0) + 1",
@@ -76,8 +75,8 @@ MUTANTS = (
         rows=("1",),
     ),
     Mutant(
-        "copy-on-write-keeps-its-hold",
-        "Copy-on-write does not give up its hold on the shared block.",
+        "copy-on-write-keeps-its-reference",
+        "Copy-on-write does not drop its reference on the shared block.",
         _PLAN,
         "_allocate_row_blocks",
         "pool.drop(old.block_index)",
@@ -86,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "copy-on-write-drops-twice",
-        "Copy-on-write gives up two holds on the shared block.",
+        "Copy-on-write drops two references on the shared block.",
         _PLAN,
         "_allocate_row_blocks",
         "pool.drop(old.block_index)",
@@ -97,8 +96,8 @@ MUTANTS = (
         rows=("1",),
     ),
     Mutant(
-        "copy-not-entered-in-the-list",
-        "After copy-on-write the list still names the shared block, which freeing drops again.",
+        "copy-not-entered-in-the-table",
+        "After copy-on-write the table still names the shared block, which is dropped again.",
         _PLAN,
         "_allocate_row_blocks",
         "block_ids[-1] = pool.first_id + new.block_index",
@@ -122,9 +121,9 @@ MUTANTS = (
     ),
     Mutant(
         "batch-committed-before-it-fits",
-        "Rows are committed one by one; the one that finds no block leaves the others longer.",
-        _PER_LAYER,
-        "PerLayerMixin.append_token_batch",
+        "Rows are committed one by one: if one finds no block, the others are longer already.",
+        _MANAGER,
+        "KVBlockManager.append_token_batch",
         "seen = planning.analyze_append(pool, block_ids_list, None)",
         """
         free, pool.num_free = pool.num_free, 1 << 60
@@ -138,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "plan-committed-before-it-fits",
-        "A plan takes blocks before it is known that there are enough.",
+        "A plan takes blocks before a check that there are enough.",
         _MANAGER,
         "KVBlockManager.plan_append",
         """
@@ -158,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "tail-not-counted",
-        "Only each row's first token is looked at when blocks are counted.",
+        "Needed blocks are counted for each row's first token only.",
         _PLAN,
         "AppendAnalysis.blocks_needed",
         "return len(self.new_block_rows) - self.num_padding_rows + self.tail_blocks",
@@ -167,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "tail-counted-too-high",
-        "A row that exactly fills its last block is counted as needing one more.",
+        "A row that exactly fills its last block counts as needing one more.",
         _PLAN,
         "_tail_blocks",
         "needed += (position + count - 1) // block_size",
@@ -175,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "tail-starts-too-early",
-        "The later blocks of a long append claim to begin where the first one does.",
+        "Later blocks of a long append start at the position of the first one.",
         _PLAN,
         "_extend_rows",
         "info = pool.take(start=info.start + block_size, length=0)",
@@ -183,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "tail-past-the-block",
-        "The rest of a long append runs past the end of a block that was partly full.",
+        "A long append writes past the end of a partial block.",
         _PLAN,
         "_extend_rows",
         "info.length += min(count, block_size - begin)",
@@ -191,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "only-row-0-validated",
-        "Only the first row's block is checked to be this layer's and held.",
+        "Only the first row's block is checked to be held and of this layer.",
         _PLAN,
         "_analyze_rows",
         """
@@ -205,8 +204,8 @@ MUTANTS = (
         rows=("35",),
     ),
     Mutant(
-        "one-list-in-two-rows",
-        "A list that occurs twice in a batch is not noticed: both rows write one slot.",
+        "one-table-in-two-rows",
+        "A table that occurs twice in a batch is accepted: both rows write one slot.",
         _PLAN,
         "_analyze_rows",
         "_check_rows_are_distinct(seen)",
@@ -215,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "subset-takes-the-first-positions",
-        "Rows left in the batch take the positions of as many rows from its beginning.",
+        "Rows of a subset get the positions of the batch's first rows.",
         _PLAN,
         "commit",
         "plan.positions = [seen.positions[row] for row in plan.rows]",
@@ -225,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "constant-by-first-and-last-row",
-        "All rows are taken to write one position when the first and last do.",
+        "All rows are written at one position if the first and last row have the same.",
         _PLAN,
         "AppendPlan.constant_position",
         "return positions.count(positions[0]) == len(positions)",
@@ -233,8 +232,8 @@ MUTANTS = (
         rows=("32",),
     ),
     Mutant(
-        "constant-by-first-neighbours",
-        "All rows are taken to write one position when the first two do.",
+        "constant-by-first-two-rows",
+        "All rows are written at one position if the first two rows have the same.",
         _PLAN,
         "AppendPlan.constant_position",
         "return positions.count(positions[0]) == len(positions)",
@@ -243,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding-writes-a-real-block",
-        "Padding rows write to the block that was taken last instead of the scratch block.",
+        "Padding rows write to the block taken last instead of the scratch block.",
         _PLAN,
         "_allocate_row_blocks",
         "new = KVBlockInfo(pool.layer, SCRATCH, 0, 0)",
@@ -252,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding-needs-a-block",
-        "Padding rows are counted as needing a block, so that a batch that fits is refused.",
+        "Padding rows count as needing a block, so that a batch that fits is refused.",
         _PLAN,
         "AppendAnalysis.blocks_needed",
         "return len(self.new_block_rows) - self.num_padding_rows + self.tail_blocks",
@@ -260,8 +259,8 @@ MUTANTS = (
         rows=("6",),
     ),
     Mutant(
-        "padding-moves-the-others",
-        "In a padded batch every row goes to the position of the first real one.",
+        "padding-moves-other-rows",
+        "In a padded batch every row is written at the position of the first real one.",
         _PLAN,
         "_analyze_rows",
         """
@@ -276,7 +275,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared-rollover-counted-as-plain",
-        "A rollover after a shared block is counted as one after a block of its own.",
+        "A rollover after a shared block is counted as one after an unshared block.",
         _PLAN,
         "_analyze_rows",
         "seen.new_block_rows[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER",
@@ -284,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "in-place-counted-for-all",
-        "Every row is counted as written in place, whatever it met besides.",
+        "Every row is counted as written in place, including rows with a new block.",
         _MANAGER,
         "KVBlockManager._commit",
         "in_place = len(seen.positions) - len(seen.new_block_rows)",

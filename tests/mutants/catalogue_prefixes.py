@@ -1,4 +1,4 @@
-"""Bugs in the prefix cache that need no engine: they show where it is driven on its own."""
+"""Bugs in the prefix cache that are found without an engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PREFIXES = "roseinfer.engine.prefix_cache"
 
 MUTANTS = (
     Mutant(
-        "tokens-with-one-hash-taken-for-equal",
-        "A block is found by its hash, and its tokens are not compared.",
+        "hash-collision-taken-for-equal",
+        "A block is found by its hash, without a comparison of tokens.",
         _PREFIXES,
         "PrefixEntry.continues",
         "return self.parent is parent and self.tokens == tokens",
@@ -23,23 +23,23 @@ MUTANTS = (
         "A prefix may be as long as the prompt, which leaves no token to compute.",
         _PREFIXES,
         "PrefixCache.match",
-        "most = len(tokens) - 1",
-        "most = len(tokens)",
+        "max_tokens = len(tokens) - 1",
+        "max_tokens = len(tokens)",
         rows=("S4",),
         targets=(PREFIXED,),
     ),
     Mutant(
-        "tail-in-use-for-ever",
-        "A tail that a sequence has copied still counts as used by it.",
+        "tail-in-use-forever",
+        "A tail that a sequence has copied still counts as in use.",
         _PREFIXES,
         "PrefixCache.insert",
-        "self._release_entry(held.tail)",
+        "self._release_entry(held_prefix.tail)",
         "",
         targets=(PREFIXED,),
     ),
     Mutant(
-        "tail-that-outlives-its-parent",
-        "What is below a block stays in the cache when that is taken out.",
+        "tail-outlives-its-parent",
+        "Children of an evicted block stay in the prefix cache.",
         _PREFIXES,
         "PrefixCache._remove_subtree",
         "leaving += each.children",

@@ -1,4 +1,4 @@
-"""Bugs in storing short prompts as rows that decode."""
+"""Bugs in storing short prompts as rows of decode steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def _mutant(name: str, wrong: str, module: str, function: str, find: str, replac
 
 MUTANTS = (
     _mutant(
-        "prompt-told-by-its-first-row",
-        "What follows a prompt in rows is what its first token is followed by.",
+        "next-token-from-the-first-row",
+        "A prompt in rows gets its next token from the logits of its first token.",
         _PROMPTS,
         "PromptRows.launch",
         "rows.append(end - 1)",
         "rows.append(end - count)",
     ),
     _mutant(
-        "half-a-prompt-in-rows-is-whole",
-        "A chunk of a prompt in rows chooses a token, though more of the prompt is to come.",
+        "partial-prompt-in-rows-samples",
+        "A chunk of a prompt in rows chooses a token, though the prompt is incomplete.",
         _PROMPTS,
         "PromptRows.launch",
         """
@@ -36,16 +36,19 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "prompt-in-rows-from-its-beginning",
-        "Of a prompt whose beginning is stored, rows store the beginning again behind it.",
+        "prefix-in-rows-stored-again",
+        "Rows store the prefix of a prompt again, after the stored one.",
         _PROMPTS,
         "PromptRows.launch",
-        "tokens = session.token_ids[session.stored : session.stored + count]",
-        "tokens = session.token_ids[:count]",
+        "spans.append(_span_of(request, count))",
+        """
+        own = request.sequence.token_ids[:count]
+        spans.append(_span_of(request, count)._replace(tokens=own))
+        """,
     ),
     _mutant(
         "rows-as-wide-as-the-shortest",
-        "Rows are given as many blocks as the shortest sequence has.",
+        "Rows have as many blocks as the shortest sequence.",
         _ROWS,
         "MultiTokenDecode._table_width",
         "return max(len(each.session.block_lists[0]) for each in spans)",
@@ -53,7 +56,7 @@ MUTANTS = (
     ),
     _mutant(
         "rows-of-several-groups-as-wide-as-one",
-        "Rows are given no blocks of the second group of layers.",
+        "Rows have no blocks of the second group of layers.",
         _ROWS,
         "MultiTokenDecode._table_width",
         """
@@ -67,7 +70,7 @@ MUTANTS = (
     ),
     _mutant(
         "penalties-forgotten-in-rows",
-        "Prompts whose tokens count for penalties are stored as rows, which know of none.",
+        "Prompts with penalties are stored as rows, which apply none.",
         _PROMPTS,
         "PromptRows.fit",
         """

@@ -1,4 +1,4 @@
-"""Bugs in storing drafts, choosing what a request gets at their places, and rolling back."""
+"""Bugs in storing, verifying and rolling back drafts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _mutant(name: str, wrong: str, module: str, function: str, find: str, replac
 
 MUTANTS = (
     _mutant(
-        "last-draft-taken-unseen",
-        "Of drafts of which all others are right the last is accepted, whatever it is.",
+        "last-draft-accepted-unverified",
+        "The last draft is accepted without verification if all others are right.",
         _FLIGHT,
         "TokensInFlight._verify",
         "wrong = (at for at, draft in enumerate(drafts) if tokens[first + at] != draft)",
@@ -26,27 +26,27 @@ MUTANTS = (
     ),
     _mutant(
         "rolled-back-one-short",
-        "The cache keeps one token of those that are rolled back.",
+        "A rollback keeps one token too many in the cache.",
         _SEQUENCE,
         "CachedSequence.roll_back",
         "self.cut(kv, most)",
         """
-        kept, self.stored = min(self.stored, most), min(self.stored, most + 1)
-        self.cut(kv, self.stored)
-        self.stored = kept
+        kept, self.num_stored = min(self.num_stored, most), min(self.num_stored, most + 1)
+        self.cut(kv, self.num_stored)
+        self.num_stored = kept
         """,
     ),
     _mutant(
         "row-of-another-draft",
-        "Tokens are read as if each request had one row, though some have one for each draft too.",
+        "Tokens are read as if each request had one row, though drafts have their own.",
         _RUNNER,
         "StepRunner._choose",
         "rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]",
         "rows = [*range(len(sizes))]",
     ),
     _mutant(
-        "slot-left-with-its-room",
-        "What a slot reserved counts as stored when drafts are stored behind it.",
+        "reserved-room-counted-as-stored",
+        "Reserved room of a slot counts as stored when drafts are appended.",
         _SPECULATION,
         "Speculation._leave_slot",
         "session.roll_back(self._kv, session.stored)",
@@ -54,15 +54,15 @@ MUTANTS = (
     ),
     _mutant(
         "drafts-at-one-position",
-        "All rows of a request's drafts have the position of the first.",
+        "All drafts of a request have the position of the first.",
         _ROWS,
         "MultiTokenDecode._upload",
         "flat += [len(tokens) + length - session.stored, *fields._replace(length=length)]",
         "flat += [len(tokens) + length - session.stored, *fields._replace(length=session.stored)]",
     ),
     _mutant(
-        "rows-of-the-step-before",
-        "Rows that a step does not need keep the drafts of the step before, and store them again.",
+        "rows-of-the-previous-step",
+        "Unused rows keep the drafts of the previous step, and store them again.",
         _ROWS,
         "MultiTokenDecode._upload",
         """
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     _mutant(
         "drafts-in-one-groups-blocks",
-        "Drafts go to the blocks of the first group of layers in every group.",
+        "Every group of layers stores drafts in the blocks of the first group.",
         _ROWS,
         "MultiTokenDecode._upload",
         "table = rows.padded_block_table(session, width)",

@@ -1,10 +1,10 @@
-"""Bugs in rolling sequences back: what is given back, copied, and still counted as stored."""
+"""Bugs in truncating sequences: blocks freed, copied, and counted."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_TRUNCATION = "roseinfer.kv.truncation"
+_TRUNCATION = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"
 _DROP = "                    pool.drop(block_id - pool.first_id)\n"
 _SHARED = "    if pool.refcounts[last.block_index] == 1:\n"
@@ -12,7 +12,7 @@ _SHARED = "    if pool.refcounts[last.block_index] == 1:\n"
 MUTANTS = (
     Mutant(
         "truncated-and-still-held",
-        "Blocks that are cut off leave the list and are never free.",
+        "Truncated blocks leave the table and are never freed.",
         _TRUNCATION,
         "TruncationBatch.commit",
         "pool.drop(block_id - pool.first_id)",
@@ -20,8 +20,8 @@ MUTANTS = (
         ("S11",),
     ),
     Mutant(
-        "truncated-under-others",
-        "A block that is cut off a list is free, whoever else holds it.",
+        "truncated-block-freed-while-shared",
+        "A truncated block is freed even if others hold it.",
         _TRUNCATION,
         "TruncationBatch.commit",
         "pool.drop(block_id - pool.first_id)",
@@ -31,8 +31,8 @@ MUTANTS = (
         """,
     ),
     Mutant(
-        "truncated-and-still-counted",
-        "The fill count of the last block stays as it was.",
+        "truncated-length-kept",
+        "The length of the last block is not reduced.",
         _TRUNCATION,
         "_truncate_last_block",
         "last.length = cut",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "truncated-a-block-short",
-        "A block of which a part is kept is given back, and the tokens in it are lost.",
+        "A partly kept block is freed, and its tokens are lost.",
         _TRUNCATION,
         "split_length",
         "return -(-length // pool.block_size), length % pool.block_size",
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "truncated-a-block-long",
-        "A cut at the end of a block keeps the one behind it.",
+        "A truncation at the end of a block keeps the next one.",
         _TRUNCATION,
         "split_length",
         "return -(-length // pool.block_size), length % pool.block_size",
@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "truncated-in-place-though-shared",
-        "A shared block is cut in place: others lose its end, and the list writes into it.",
+        "A shared block is truncated in place: others lose its end, and it is written to.",
         _TRUNCATION,
         "_truncate_last_block",
         """
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "truncated-into-an-empty-block",
-        "Of a shared block that is cut, nothing is copied to the list's own.",
+        "The copy of a truncated shared block stays empty.",
         _MANAGER,
         "KVBlockManager.truncate_batch",
         """
@@ -84,15 +84,15 @@ MUTANTS = (
     ),
     Mutant(
         "truncated-with-both-references",
-        "The list keeps its reference on the shared block that it has a copy of.",
+        "The sequence keeps its reference on the shared block that it has copied.",
         _TRUNCATION,
         "_truncate_last_block",
         "pool.drop(last.block_index)",
         "",
     ),
     Mutant(
-        "truncated-without-a-look-for-blocks",
-        "A batch is cut without a look at whether there is a block for every copy.",
+        "truncated-without-a-capacity-check",
+        "A batch is truncated without a check for the blocks of its copies.",
         _TRUNCATION,
         "TruncationBatch.require_copy_blocks",
         """
@@ -106,8 +106,8 @@ MUTANTS = (
         rows=("26",),
     ),
     Mutant(
-        "refused-though-room-is-given-back",
-        "Blocks that are cut off do not count as room for the copies.",
+        "freed-room-not-counted",
+        "Blocks that a truncation frees are not counted as room for its copies.",
         _TRUNCATION,
         "TruncationBatch.require_copy_blocks",
         "free += leaving[info.block_index] == pool.refcounts[info.block_index]",

@@ -1,12 +1,13 @@
-"""Bugs in layers that see a part of what is stored, or weigh it by traits of their own."""
+"""Bugs in layers with windows, and with other traits of attention."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, WINDOWED, WINDOWED_PREFIXES, Mutant
 
 _GROUPS = "roseinfer.kv.groups"
-_GROUP_CALLS = "roseinfer.kv.calls"
-_TRUNCATION = "roseinfer.kv.truncation"
+_POOL = "roseinfer.kv.pool"
+_MANAGER = "roseinfer.kv.manager"
+_PLAN = "roseinfer.kv.plan"
 _SUPPLY = "roseinfer.engine.request"
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _REFERENCE = "roseinfer.attention.reference"
@@ -36,17 +37,17 @@ def _of_attention(
 MUTANTS = (
     _of_a_cache(
         "window-a-token-short",
-        "A window is taken to begin one token later: the block with its first one is given back.",
+        "A window starts one token late: the block with its first token is freed.",
         _GROUPS,
         "LayerGroup.first_seen",
         "return 0 if self.window is None else max(0, stored - self.window + 1)",
         "return 0 if self.window is None else max(0, stored - self.window + 2)",
     ),
     _of_a_cache(
-        "nothing-kept-taken-for-all",
-        "A list of which every block was given back counts as one of which none was.",
-        _GROUPS,
-        "given_back",
+        "fully-freed-table-taken-for-whole",
+        "A table whose blocks were all freed counts as one with none freed.",
+        _POOL,
+        "count_out_of_window",
         """
         return next(
             (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
@@ -59,10 +60,10 @@ MUTANTS = (
         """,
     ),
     _of_a_cache(
-        "given-back-and-still-listed",
-        "Blocks are given back, and the scratch block takes their places in a copy of the list.",
-        _GROUP_CALLS,
-        "LayerGroupMixin.give_back",
+        "freed-and-still-in-the-table",
+        "Freed blocks are replaced by the scratch block in a copy of the table only.",
+        _MANAGER,
+        "KVBlockManager.free_out_of_window",
         "at = group.first_seen(stored) // self.block_size - 1",
         """
         at = group.first_seen(stored) // self.block_size - 1
@@ -70,18 +71,18 @@ MUTANTS = (
         """,
     ),
     _of_a_cache(
-        "need-of-the-neediest-group",
-        "A pool that groups share is asked for the blocks of the group that needs most.",
-        _GROUP_CALLS,
-        "LayerGroupMixin.plan_groups",
+        "capacity-of-the-largest-group-only",
+        "The capacity check of a shared pool counts the group with the largest need only.",
+        _MANAGER,
+        "KVBlockManager.plan_groups",
         "self._pools[0].require_free_blocks(sum(seen.blocks_needed for seen in surveys))",
         "self._pools[0].require_free_blocks(max(seen.blocks_needed for seen in surveys))",
     ),
     _of_a_cache(
-        "cut-to-what-was-given-back",
-        "A sequence may be cut to where the next token sees a block that was given back.",
-        _TRUNCATION,
-        "check",
+        "truncated-into-freed-blocks",
+        "A sequence may be truncated to a length whose window has a freed block.",
+        _PLAN,
+        "check_truncation",
         """
         if length and group.first_seen(length) // pool.block_size < gone:
             ...
@@ -92,8 +93,8 @@ MUTANTS = (
         """,
     ),
     _of_a_supply(
-        "given-back-of-the-wrong-group",
-        "Lists are counted by windows, not by groups: another list's blocks are given back.",
+        "freed-blocks-of-the-wrong-group",
+        "Groups are numbered by windows only: blocks of another group are freed.",
         _SUPPLY,
         "RequestBlockAllocator.publish_stored_blocks",
         """
@@ -107,7 +108,7 @@ MUTANTS = (
     ),
     _of_a_supply(
         "hit-with-a-gap",
-        "A prefix is found though the first block that the next token sees in it is gone.",
+        "A prefix is found though the first block of its window is gone.",
         _PREFIXES,
         "PrefixCache._longest_complete_prefix",
         """
@@ -120,16 +121,16 @@ MUTANTS = (
         """,
     ),
     _of_a_supply(
-        "lent-and-counted-as-unused",
-        "A block that completes a prefix can be evicted while the sequence that has it lives.",
+        "borrowed-block-evictable",
+        "A block that completes a prefix can be evicted while its sequence is live.",
         _PREFIXES,
         "PrefixCache._fill_missing_blocks",
-        "self._borrowed_blocks.add(own[group])",
+        "self._borrowed_blocks.add(new_block_ids[group])",
         "",
     ),
     _of_attention(
-        "chunk-begins-where-its-last-token-sees",
-        "A tile of a chunk starts at what its last token sees, and its first one sees more.",
+        "chunk-starts-at-its-last-window",
+        "A tile of a chunk starts at its last token's window, though its first sees more.",
         _CHUNK,
         "_chunk_kernel",
         "first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0",
@@ -137,15 +138,15 @@ MUTANTS = (
     ),
     _of_attention(
         "new-token-outside-its-window",
-        "A kernel that stores the new token lets it see a window of tokens, and itself.",
+        "A kernel that stores the new token attends to W tokens and to itself.",
         _DECODE,
         "_decode_kernel",
         "first = tl.maximum(own - WINDOW + 1, 0) if WINDOW else 0",
         "first = tl.maximum(length - WINDOW, 0) if WINDOW else 0",
     ),
     _of_attention(
-        "sink-lost-where-tokens-are-stored",
-        "The sinks take no weight in a kernel that stores the new token.",
+        "sinks-ignored-by-storing-kernels",
+        "Kernels that store the new token ignore attention sinks.",
         _DECODE,
         "_append_own_token",
         """
@@ -163,45 +164,45 @@ MUTANTS = (
     ),
     _of_attention(
         "cap-in-powers-of-e",
-        "Scores are made for powers of two, and the cap that keeps them in bounds for those of e.",
+        "Scores are in base 2, and their soft cap in base e.",
         _SCORES,
         "score_arguments",
         """
-        return ScoreArguments(
-            traits.scale * _LOG2_E if cap is None else traits.scale / cap,
-            0.0 if cap is None else cap * _LOG2_E,
-            unused if traits.sinks is None else traits.sinks,
-            unused if traits.slopes is None else traits.slopes,
-            traits.window or 0,
-            cap is not None,
-            traits.sinks is not None,
-            traits.slopes is not None,
-        )
+        return {
+            "scale": traits.scale * _LOG2_E if cap is None else traits.scale / cap,
+            "cap": 0.0 if cap is None else cap * _LOG2_E,
+            "sinks": unused if traits.sinks is None else traits.sinks,
+            "slopes": unused if traits.slopes is None else traits.slopes,
+            "WINDOW": traits.window or 0,
+            "CAPPED": cap is not None,
+            "SINKING": traits.sinks is not None,
+            "SLOPED": traits.slopes is not None,
+        }
         """,
         """
-        return ScoreArguments(
-            traits.scale * _LOG2_E if cap is None else traits.scale / cap,
-            0.0 if cap is None else cap,
-            unused if traits.sinks is None else traits.sinks,
-            unused if traits.slopes is None else traits.slopes,
-            traits.window or 0,
-            cap is not None,
-            traits.sinks is not None,
-            traits.slopes is not None,
-        )
+        return {
+            "scale": traits.scale * _LOG2_E if cap is None else traits.scale / cap,
+            "cap": 0.0 if cap is None else cap,
+            "sinks": unused if traits.sinks is None else traits.sinks,
+            "slopes": unused if traits.slopes is None else traits.slopes,
+            "WINDOW": traits.window or 0,
+            "CAPPED": cap is not None,
+            "SINKING": traits.sinks is not None,
+            "SLOPED": traits.slopes is not None,
+        }
         """,
     ),
     _of_attention(
         "slopes-in-powers-of-e",
-        "Scores are made for powers of two, and what distance takes off them for those of e.",
+        "Scores are in base 2, and ALiBi slopes in base e.",
         _SCORES,
         "transform_scores",
         "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS",
         "slope = tl.load(slopes + heads, real, other=0.0).to(tl.float32)",
     ),
     _of_attention(
-        "masked-within-the-cap",
-        "Scores are capped behind the mask: what is not seen gets the least score, and a weight.",
+        "masked-before-the-cap",
+        "Scores are capped after masking, so that masked tokens keep a weight.",
         _REFERENCE,
         "_attend",
         """
@@ -212,8 +213,8 @@ MUTANTS = (
         """,
     ),
     _of_attention(
-        "scratch-block-weighed-by-zero",
-        "Of what left a window only the weights are zero, and zero times NaN is NaN.",
+        "freed-values-weighed-by-zero",
+        "Only the weights of freed tokens are zero, and zero times NaN is NaN.",
         _REFERENCE,
         "append_and_attend_reference",
         "unused = _attention_mask(distance, traits)[:, None, :, None]",

@@ -1,4 +1,4 @@
-"""A copy of the page of results, to write to."""
+"""Copy of the page of results, which tests write to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.mutants.planted import DOCS
+from tests.mutants.planted import RESULTS_PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     copy = tmp_path / "mutants.md"
-    shutil.copy(DOCS, copy)
+    shutil.copy(RESULTS_PAGE, copy)
     return copy

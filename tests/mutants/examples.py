@@ -1,7 +1,7 @@
-"""What the search is compared with: the tests one would write by example.
+"""Baseline of the search: tests by example, as people write them.
 
-One for every feature of the cache and its kernels, with the usual shapes and the default
-policy. They are meant to be what a careful person writes in an hour, no straw man.
+One for every feature of the cache and its kernels, with the usual shapes and the default policy,
+as a careful person writes them in an hour.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from roseinfer import AppendPolicy, KVBlockManager, OutOfBlocks
 from roseinfer.kernels.triton.append import kv_append_triton
 from roseinfer.kernels.triton.clone import kv_clone_triton
-from tests.mutants.hunt import Found, Stop, guarded
+from tests.mutants.hunt import Failure, Stop, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 HEADS, DIMS, SIZE = 4, 64, 16
 
 
-def run(tally: Tally) -> Found | None:
-    """The first example that fails."""
+def run(tally: Tally) -> Failure | None:
+    """Return the first example that fails."""
     return first_to_fail(EXAMPLES, tally)
 
 
-def first_to_fail(examples: Iterable[Callable[[], None]], tally: Tally) -> Found | None:
+def first_to_fail(examples: Iterable[Callable[[], None]], tally: Tally) -> Failure | None:
     torch.manual_seed(0)
     for test in examples:
         tally.check = test.__name__
         try:
             with guarded(tally, 1):
                 test()
-        except Stop as stopped:
-            return Found(test.__name__, stopped.what)
+        except Stop as stop:
+            return Failure(test.__name__, stop.message)
     return None
 
 
@@ -59,7 +59,7 @@ def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _expect(kv: KVBlockManager, layer: int, block_ids: list[int], *stored: torch.Tensor) -> None:
-    """Keys and values, ``[tokens, heads, head_dim]``, of one sequence."""
+    """Compare a sequence with keys and values, ``[tokens, heads, head_dim]``."""
     for want, got in zip(stored, kv.gather_sequence(layer, block_ids), strict=True):
         assert torch.equal(want.transpose(0, 1), got), "a sequence reads back wrong"
 
@@ -92,11 +92,11 @@ def batches_of_different_lengths() -> None:
         key, value = _tokens(2)
         kv.append_token_batch(0, lists, key, value)
         for row, (keys, values) in enumerate((first, second)):
-            wanted = (
+            expected = (
                 torch.cat([keys, key[row : row + 1]]),
                 torch.cat([values, value[row : row + 1]]),
             )
-            _expect(kv, 0, lists[row], *wanted)
+            _expect(kv, 0, lists[row], *expected)
 
 
 def _prefill(kv: KVBlockManager, key: torch.Tensor, value: torch.Tensor) -> list[int]:
@@ -123,15 +123,15 @@ def fork_and_append_to_both() -> None:
         more_keys, more_values = _tokens(2)
         kv.append_token_batch(0, [parent, child], more_keys, more_values)
         for row, block_ids in enumerate((parent, child)):
-            wanted = (
+            expected = (
                 torch.cat([key, more_keys[row][None]]),
                 torch.cat([value, more_values[row][None]]),
             )
-            _expect(kv, 0, block_ids, *wanted)
+            _expect(kv, 0, block_ids, *expected)
         assert parent[0] != child[0]
 
 
-def free_gives_the_blocks_back() -> None:
+def freed_blocks_return_to_the_pool() -> None:
     kv = _manager()
     before = kv.num_free_blocks(0)
     block_ids = _prefill(kv, *_tokens(40))
@@ -150,7 +150,7 @@ def a_shared_block_outlives_one_holder() -> None:
     _expect(kv, 0, parent, key, value)
 
 
-def a_full_pool_refuses() -> None:
+def a_full_pool_refuses_a_sequence() -> None:
     kv = _manager(blocks=3)
     _prefill(kv, *_tokens(2 * SIZE))
     try:
@@ -172,7 +172,7 @@ def a_group_of_layers_shares_a_plan() -> None:
         _expect(kv, layer, lists[1], key[5:], value[5:])
 
 
-def padding_goes_nowhere() -> None:
+def padding_is_not_stored() -> None:
     kv = _manager()
     key, value = _tokens(10)
     block_ids = _prefill(kv, key, value)
@@ -181,7 +181,7 @@ def padding_goes_nowhere() -> None:
     _expect(kv, 0, block_ids, torch.cat([key, more_keys[:1]]), torch.cat([value, more_values[:1]]))
 
 
-def half_precision_takes_single() -> None:
+def half_precision_converts_single() -> None:
     kv = KVBlockManager(1, HEADS, DIMS, SIZE, 8, "cpu", torch.float16)
     key, value = _tokens(1)
     block_ids: list[int] = []
@@ -223,12 +223,12 @@ EXAMPLES: tuple[Callable[[], None], ...] = (
     batches_of_different_lengths,
     prefill_a_prompt_and_read_it,
     fork_and_append_to_both,
-    free_gives_the_blocks_back,
+    freed_blocks_return_to_the_pool,
     a_shared_block_outlives_one_holder,
-    a_full_pool_refuses,
+    a_full_pool_refuses_a_sequence,
     a_group_of_layers_shares_a_plan,
-    padding_goes_nowhere,
-    half_precision_takes_single,
+    padding_is_not_stored,
+    half_precision_converts_single,
     the_append_kernel_writes_its_slots,
     the_clone_kernel_copies_a_block,
 )

@@ -1,6 +1,6 @@
-"""Says which planted bugs of the cache are found by running every short history.
+"""Search for planted bugs of the cache by running every short history.
 
-``python -m tests.mutants.exhaustive STEPS [NAME ...]``; without names, all that are in the cache.
+``python -m tests.mutants.exhaustive STEPS [NAME ...]``; without names, all bugs in the cache.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ KERNELS_OFF = {"triton": False}
 SHORTEST = 3
 
 
-def in_the_cache() -> list[Mutant]:
-    """List the bugs in what the walk runs: kernels are left out of it."""
-    left_out = ("roseinfer.kernels.", "roseinfer.attention.")
+def bugs_in_the_cache() -> list[Mutant]:
+    """Return the bugs in code that the walk runs, which excludes kernels."""
+    excluded = ("roseinfer.kernels.", "roseinfer.attention.")
     return [
         mutant
         for mutant in CATALOGUE
-        if set(mutant.targets) & set(MANAGERS) and not mutant.module.startswith(left_out)
+        if set(mutant.targets) & set(MANAGERS) and not mutant.module.startswith(excluded)
     ]
 
 
 def walk_on(mutant: Mutant | None, most: int) -> str:
-    """Return how many steps it takes to find a bug, "" if ``most`` do not."""
+    """Return the number of steps that find a bug; "" if ``most`` steps do not."""
     with tempfile.TemporaryDirectory() as folder:
         plant(mutant, Path(folder))
         ended = in_child(lambda: _steps_to_find(mutant, Path(folder), most))
@@ -48,24 +48,24 @@ def _steps_to_find(mutant: Mutant | None, copy: Path, most: int) -> str:
         for name in targets:
             adapter = load_target(name)
             assert issubclass(adapter, KVCacheAdapter)
-            for beginning in empty_histories(adapter, KERNELS_OFF):
+            for first_history in empty_histories(adapter, KERNELS_OFF):
                 try:
-                    for _ in walk(adapter, beginning, steps, WalkCounts()):
+                    for _ in walk(adapter, first_history, steps, WalkCounts()):
                         pass
-                except Divergence as found:
-                    return str(found.history.size)
+                except Divergence as divergence:
+                    return str(divergence.history.size)
     return ""
 
 
 def main() -> None:
     most, *names = sys.argv[1:]
-    for mutant in in_the_cache():
+    for mutant in bugs_in_the_cache():
         if not names or mutant.name in names:
-            found = walk_on(mutant, int(most))
-            print(f"{mutant.name}: {f'{found} steps' if found else 'not found'}", flush=True)
+            steps = walk_on(mutant, int(most))
+            print(f"{mutant.name}: {f'{steps} steps' if steps else 'not found'}", flush=True)
 
 
 if __name__ == "__main__":
-    import pytest_roseinfer.suite.exhaustive  # noqa: F401  (once, for all children)
+    import pytest_roseinfer.suite.exhaustive  # noqa: F401  (imported once, for all children)
 
     main()

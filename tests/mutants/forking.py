@@ -1,4 +1,4 @@
-"""Running something in a child process that may crash."""
+"""Work in a child process that may crash."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended."""
+    """Result of a child process."""
 
     answer: str
-    """What it returned."""
+    """Return value of the work; empty if a signal ended the process."""
     ended_by: str = ""
-    """The signal that ended it; empty when it ended by itself."""
+    """Name of the signal that ended the process; empty if it exited."""
 
 
 class Child:
-    """A fork of this process that does some work and says what came of it."""
+    """Fork of this process that does some work and returns its result."""
 
     def __init__(self, work: Callable[[], str], *, watch: int | None = None) -> None:
-        """Start it. With ``watch``, it ends itself when that process is gone."""
+        """Start it. With ``watch``, it exits when that process is gone."""
         self._reader, writer = os.pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -37,26 +37,26 @@ class Child:
         os.close(writer)
 
     def fileno(self) -> int:
-        """Return what becomes readable when the child has something to say, or has ended."""
+        """Return a descriptor that becomes readable when the child has a result, or has ended."""
         return self._reader
 
     def ended(self) -> Ended:
-        """Wait for its end. An error there is raised here."""
+        """Wait for its end; raise its error here."""
         with os.fdopen(self._reader) as pipe:
-            said = pipe.read()
+            answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
         if os.WIFSIGNALED(status):
             return Ended("", signal.Signals(os.WTERMSIG(status)).name)
         if status:
-            raise RuntimeError(said or f"a process ended with status {status} and said nothing")
-        return Ended(said)
+            raise RuntimeError(answer or f"a process ended with status {status} and no message")
+        return Ended(answer)
 
 
 def in_child(work: Callable[[], str], *, watch: int | None = None) -> Ended:
-    """Do the work in a fork of this process and return what it returns.
+    """Do the work in a fork of this process and return its result.
 
-    An error there is raised here. With ``watch``, the child ends itself when that process
-    is gone, for then nobody waits for its answer any more.
+    An error is raised here. With ``watch``, the child exits when that process is gone, because
+    its result has no reader then.
     """
     return Child(work, watch=watch).ended()
 

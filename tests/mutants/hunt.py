@@ -1,8 +1,7 @@
-"""Search one cache until something shows that it is wrong, as a user's run would.
+"""Search of one cache for a failure, as in a user's run.
 
-The tests are those of ``conformance``, in their order and with the examples of the profile.
-All that differs is that a search ends at the first example that fails: finding the bug is
-measured here, not making the example small.
+The tests are those of ``conformance``, in their order and with the examples of the profile. Only,
+a search ends at the first example that fails: the search is measured here, not the shrinking.
 """
 
 from __future__ import annotations
@@ -28,28 +27,30 @@ if TYPE_CHECKING:
     from tests.mutants.tally import Tally
 
 _HANGS_AFTER = 60
-"""Seconds for one example, after which SIGALRM ends the process."""
+"""Seconds for one example; SIGALRM ends the process afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Which check failed, and what it said."""
+class Failure:
+    """Check that failed, and its message."""
 
     check: str
-    what: str
+    message: str
 
 
 class Stop(BaseException):
-    """Leaves a search, which would go on to make the example smaller."""
+    """Ends a search before it shrinks the example."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
-def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Found | None:
-    """Search every target as asked; None when all of them pass."""
-    settings.set_current(asked)
+def hunt(
+    targets: Sequence[type[Adapter]], search_settings: Settings, tally: Tally
+) -> Failure | None:
+    """Search every target with these settings; return None if all pass."""
+    settings.set_current(search_settings)
     coverage.set_current(coverage.Coverage())
     counted = counting(Search[Any].check_once, tally)
     with fast_interpreter(), patch.object(Search, "check_once", counted):
@@ -59,11 +60,11 @@ def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Fou
                 tally.check = name.removeprefix("test_")
                 try:
                     _run(getattr(tests, name))
-                except Stop as stopped:
-                    return Found(tally.check, stopped.what)
-    problems = problems_of(coverage.current(), require_paths=asked.require_paths)
+                except Stop as stop:
+                    return Failure(tally.check, stop.message)
+    problems = problems_of(coverage.current(), require_paths=search_settings.require_paths)
     for lines in problems.values():
-        return Found("coverage", lines[0])
+        return Failure("coverage", lines[0])
     return None
 
 
@@ -77,7 +78,7 @@ def _run(test: Callable[[], None]) -> None:
 
 
 def counting(check_once: Callable[..., None], tally: Tally) -> Callable[..., None]:
-    """Have a search count its examples, and stop at the first failure."""
+    """Wrap a search's check to count its examples and to stop at the first failure."""
 
     def counted(search: Search[Any], example: Any) -> None:
         with guarded(tally, example.size):
@@ -88,7 +89,7 @@ def counting(check_once: Callable[..., None], tally: Tally) -> Callable[..., Non
 
 @contextmanager
 def guarded(tally: Tally, operations: int) -> Iterator[None]:
-    """Count the example that runs inside, end it when it hangs, and stop where it fails."""
+    """Count the example of the context, end it if it hangs, and stop if it fails."""
     tally.count(operations)
     signal.alarm(_HANGS_AFTER)
     try:

@@ -1,4 +1,4 @@
-"""Broken copies of the package under test, and importing one in place of the real one.
+"""Broken copies of the package under test, and their import in place of the original.
 
 Copies are whole trees of files because Triton's interpreter reads the source of its kernels.
 """
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
 _PACKAGE = "roseinfer"
-_BUILT_ON_IT = ("pytest_roseinfer.targets", "tests.mutants.kernel_caches")
+_DEPENDENTS = ("pytest_roseinfer.targets", "tests.mutants.kernel_caches")
 
 
 def source_of(module: str) -> Path:
-    """The file of a module of the package, found without importing it."""
+    """Return the file of a module of the package, without importing it."""
     return _package_folder().parent / Path(*module.split(".")).with_suffix(".py")
 
 
@@ -33,16 +33,16 @@ def plant(mutant: Mutant | None, folder: Path) -> None:
 
 
 def import_from(folder: Path) -> None:
-    """From here on this process means the copy in ``folder`` when it says the package's name."""
+    """Import the copy in ``folder`` under the package's name, for the rest of this process."""
     for name in list(sys.modules):
-        if name.split(".")[0] == _PACKAGE or name.startswith(_BUILT_ON_IT):
+        if name.split(".")[0] == _PACKAGE or name.startswith(_DEPENDENTS):
             del sys.modules[name]
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     package = importlib.import_module(_PACKAGE)
-    found = Path(str(package.__file__)).parent
-    if found != folder / _PACKAGE:
-        raise ImportError(f"{_PACKAGE} was imported from {found}, not from the copy in {folder}")
+    imported = Path(str(package.__file__)).parent
+    if imported != folder / _PACKAGE:
+        raise ImportError(f"{_PACKAGE} was imported from {imported}, not from the copy in {folder}")
 
 
 def _package_folder() -> Path:

@@ -1,4 +1,4 @@
-"""What the runner asks of a worker process and what it hears back, as lines of JSON."""
+"""Jobs for worker processes and their outcomes, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pytest_roseinfer.settings import PROFILES
 from tests.mutants.mutant import Mutant
 
 PROFILE = "ci"
-"""How hard the search for a planted bug looks, unless said otherwise."""
+"""Default profile of searches for planted bugs."""
 HUNT = "hunt"
-"""The search that users get."""
+"""The search of a user's run."""
 SHRINK = "shrink"
-"""The same, which goes on to make what failed as small as it goes."""
+"""The same search, with shrinking."""
 RANDOM = "random"
 """Random operations, as many as the hunt with the same seed needed."""
 EXAMPLES = "examples"
-"""Tests made of examples."""
+"""Tests by example."""
 DIRECTED = "directed"
-"""The check made for what no history can reach; all of them on an unbroken copy."""
+"""Check of code that no history can reach; all checks on an unbroken copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One attempt at showing the bug, made in a process of its own."""
+    """One attempt at finding the bug, in a process of its own."""
 
     kind: str
     seed: int = 0
@@ -59,16 +59,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one task."""
+    """Result of one task."""
 
     mutant: str | None
     kind: str
     seed: int
     killed: bool = False
     check: str = ""
-    """Which check failed."""
-    what: str = ""
-    """What it said, or how the process ended."""
+    """Name of the check that failed."""
+    message: str = ""
+    """Message of the check, or the end of the process."""
     examples: int = 0
     operations: int = 0
     seconds: float = 0.0

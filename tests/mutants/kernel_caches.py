@@ -1,8 +1,8 @@
-"""This distribution's Triton kernels on their own, on caches laid out as other engines do.
+"""This distribution's Triton kernels alone, on caches with memory layouts of other engines.
 
-The block manager always hands its kernels one contiguous cache; whoever calls the checked
-wrappers may not. Here they move the data of a cache that keeps its books in plain Python and
-whose keys and values lie in memory differently from history to history, and from each other.
+The block manager always passes one contiguous cache to its kernels; callers of the checked wrappers
+may pass others. Here the kernels move the data of a cache with block tables in plain Python, whose
+keys and values have layouts that differ between histories, and from each other.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _clone = importlib.import_module("roseinfer.kernels.triton." + "clone")
 
 LAYOUTS = ("plain", "pairs", "tokens_first", "gaps", "slow_dims")
 _GUARD = 7.0
-"""Stands in the gaps of a layout, where no write may reach."""
+"""Value of the gaps in a layout, which no write may change."""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def lay_out_cache(layout: str, spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of a cache, and the ``[layers, blocks, heads, tokens, head_dim]`` view of it."""
+    """Return a cache's memory, and its ``[layers, blocks, heads, tokens, head_dim]`` view."""
     layers, blocks, heads = spec.num_layers, spec.num_blocks, spec.num_heads
     tokens, dims = spec.block_size, spec.head_dim
     like = {"dtype": getattr(torch, spec.dtype), "device": spec.device}
-    if layout == "pairs":  # every block's other half belongs to somebody else
+    if layout == "pairs":  # the other half of every block is not the cache's
         memory = torch.full((layers, blocks, 2, heads, tokens, dims), _GUARD, **like)
         return memory, memory[:, :, 1]
-    if layout == "tokens_first":  # a token's heads side by side
+    if layout == "tokens_first":  # the heads of a token are adjacent
         memory = torch.full((layers, blocks, tokens, heads, dims), _GUARD, **like)
         return memory, memory.transpose(2, 3)
-    if layout == "gaps":  # something else after every token and every block
+    if layout == "gaps":  # gaps after every token and block
         memory = torch.full((layers, blocks + 1, heads, tokens, dims + 3), _GUARD, **like)
         return memory, memory[:, 1:, ..., :dims]
-    if layout == "slow_dims":  # the last dimension far apart
+    if layout == "slow_dims":  # a last dimension with a large stride
         memory = torch.full((layers, blocks, heads, dims, tokens), _GUARD, **like)
         return memory, memory.transpose(3, 4)
     memory = torch.full((layers, blocks, heads, tokens, dims), _GUARD, **like)
@@ -52,7 +52,7 @@ def lay_out_cache(layout: str, spec: CacheSpec) -> tuple[torch.Tensor, torch.Ten
 
 
 class _Kernels(KVCacheAdapter):
-    """What both arrangements share: the caches, the books and the calls."""
+    """Common part of both caches: memory, block tables and calls."""
 
     fast_interpreter = True
 
@@ -94,7 +94,7 @@ class _Kernels(KVCacheAdapter):
             self._write(name, slots, layer, (key[layer], value[layer]))
 
     def _write(self, name: str, slots: list[tuple[int, int]], layer: int, new: _Pair) -> None:
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "k_cache_layer": self.caches[0][layer],
             "v_cache_layer": self.caches[1][layer],
             "key_new": new[0],
@@ -102,17 +102,17 @@ class _Kernels(KVCacheAdapter):
         }
         if name == "triton_full_batch":
             blocks = self._index([block for block, _ in slots])
-            _append.kv_append_triton_full_batch(**given, block_idx=blocks, pos=slots[0][1])
+            _append.kv_append_triton_full_batch(**arguments, block_idx=blocks, pos=slots[0][1])
             return
         rows = list(range(len(slots)))
-        if name == "triton_gather":  # in an order of its own, which must not matter
+        if name == "triton_gather":  # in another order, which must not matter
             rows = rows[1::2] + rows[::2]
-        given["block_idx"] = self._index([slots[row][0] for row in rows])
-        given["pos"] = self._index([slots[row][1] for row in rows])
+        arguments["block_idx"] = self._index([slots[row][0] for row in rows])
+        arguments["pos"] = self._index([slots[row][1] for row in rows])
         if name == "triton_gather":
-            _append.kv_append_triton(**given, batch_idx=self._index(rows))
+            _append.kv_append_triton(**arguments, batch_idx=self._index(rows))
         else:
-            _append.kv_append_triton_identity_pos(**given)
+            _append.kv_append_triton_identity_pos(**arguments)
 
     def _clone(self, copies: list[tuple[int, int]]) -> None:
         self.counts["clone_triton"] += 1
@@ -128,10 +128,10 @@ class _Kernels(KVCacheAdapter):
         dtype = getattr(torch, self.spec.options["index"])
         return torch.tensor(numbers, dtype=dtype, device=self.spec.device)
 
-    # -------------------------------------------------------------------------- the books
+    # ---------------------------------------------------------------------- block tables
 
     def _make_room(self, seqs: Sequence[int]) -> tuple[list[tuple[int, int]], list[_Move]]:
-        """A slot for each sequence's next token, and the blocks to copy first."""
+        """Return a slot for each sequence's next token, and the blocks to copy first."""
         before = self.free_blocks.copy(), self.holders.copy()
         tables = {seq: list(self.tables.get(seq, ())) for seq in seqs}
         copies = []
@@ -219,7 +219,7 @@ class StridedKernels(_Kernels):
         return self.counts
 
     def bad_calls(self) -> Iterator[BadCall]:
-        """Indices that are wrong in their last row only, and tensors that do not fit."""
+        """Yield calls with a wrong index in the last row only, or a tensor that does not fit."""
         spec = self.spec
         right: dict[str, Any] = {
             "k_cache_layer": self.caches[0][0],
@@ -239,7 +239,7 @@ class StridedKernels(_Kernels):
         for name, value in wrong.items():
             yield BadCall(
                 f"kv_append_triton with a wrong {name}",
-                lambda given={**right, name: value}: _append.kv_append_triton(**given),  # type: ignore[misc]
+                lambda arguments={**right, name: value}: _append.kv_append_triton(**arguments),  # type: ignore[misc]
                 (BadArgument,),
             )
         yield BadCall(
@@ -255,17 +255,17 @@ class StridedKernels(_Kernels):
 
 
 class CompactedKernels(_Kernels):
-    """The same, moved together after every free: most blocks are a copy's source and target."""
+    """The same, compacted after every free: most blocks are source and target of a copy."""
 
     def free(self, seq: int) -> None:
         super().free(seq)
-        held = sorted(self.holders)
-        moved = {old: new for new, old in enumerate(held)}
-        # Last block first: done in turn instead of at once, this would lose all but one.
-        copies = [(old, new) for old, new in moved.items() if old != new][::-1]
+        used = sorted(self.holders)
+        new_ids = {old: new for new, old in enumerate(used)}
+        # Last block first: copied one by one instead of at once, all but one would be lost.
+        copies = [(old, new) for old, new in new_ids.items() if old != new][::-1]
         if not copies:
             return
         self._clone(copies)
-        self.holders = Counter({moved[old]: count for old, count in self.holders.items()})
-        self.tables = {seq: [moved[old] for old in own] for seq, own in self.tables.items()}
-        self.free_blocks = list(range(len(held), self.spec.num_blocks))[::-1]
+        self.holders = Counter({new_ids[old]: count for old, count in self.holders.items()})
+        self.tables = {seq: [new_ids[old] for old in table] for seq, table in self.tables.items()}
+        self.free_blocks = list(range(len(used), self.spec.num_blocks))[::-1]

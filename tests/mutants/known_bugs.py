@@ -1,15 +1,14 @@
-"""Bugs that paged KV caches really had, as far as planted bugs stand for them.
+"""Bugs of real paged KV caches that planted bugs stand for.
 
-The rows are those of the project's lists of known bugs: numbers alone are of the first, and those
-with an S of the second, of the last year's. A row is left out where neither our engine nor a small
-cache of the tests has the part that could have the bug.
+Rows with a plain number are of the first list of known bugs, rows with an S of that of the last
+year. Bugs in parts that neither the engine nor a small cache of the tests has are left out.
 """
 
 from __future__ import annotations
 
 KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "1": ("vLLM #3347", "a fork or copy-on-write counts a shared block wrong"),
-    "2": ("vLLM #4764", "an evicted block stays in the prefix map and is handed out after reuse"),
+    "2": ("vLLM #4764", "an evicted block stays in the prefix map, and is found after its reuse"),
     "3": (
         "vLLM #11565 review",
         "the capacity check forgets that cached hits are among the free blocks",
@@ -20,13 +19,13 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "7": ("vLLM #44701", "two kinds of cache key share one key space"),
     "8": ("vLLM #15603", "block copy assumes another cache layout"),
     "9": ("vLLM #4127", "head size must be a power of two"),
-    "10": ("vLLM-gaudi #329", "a chain of block copies done one by one"),
+    "10": ("vLLM-gaudi #329", "a chain of block copies is done one by one"),
     "11": ("SGLang #10637", "a prompt shorter than a page; size counted by key, not by value"),
     "12": ("SGLang #12224", "two paths free the same slot"),
-    "13": ("mini-sglang #52, #46", "a matched prefix can be evicted under its user"),
-    "14": ("mini-sglang 94fe255", "what is remembered is a view of a table that is later reused"),
+    "13": ("mini-sglang #52, #46", "a matched prefix can be evicted while in use"),
+    "14": ("mini-sglang 94fe255", "a cached entry is a view of a table that is later reused"),
     "15": ("nano-vllm 25794a1", "chunked prefill attends past the chunk's end"),
-    "16": ("FlashInfer #527", "append ignores the strides of the cache it is given"),
+    "16": ("FlashInfer #527", "append ignores the strides of the cache"),
     "17": ("FlashInfer 288e143", "grid computed from heads runs out of bounds"),
     "18": ("FlashInfer #2255", "64-bit positions read as 32-bit"),
     "19": ("TRT-LLM #12648", "the tree's block is held in place of the sequence's own"),
@@ -40,16 +39,16 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "28": ("several", "the scalar path casts a dtype, the batch path raises half-way"),
     "29": ("several", "gather leaves stale values past the stored length"),
     "30": ("several", "warm-up of a CUDA graph runs real forwards and writes over live blocks"),
-    "31": ("several", "identity check looks at first and last row only"),
+    "31": ("several", "identity check compares first and last row only"),
     "32": ("several", "constant-position check compares a sample of the rows"),
     "33": ("several", "rollover copies or shares the wrong block when the full one is shared"),
     "34": ("several", "K and V swapped, or V taken at K's stride"),
     "35": ("tt-mlir #8479", "only row 0 of a batch was ever validated"),
-    "S1": ("vllm #37076", "a found block is handed to another before it is taken"),
-    "S2": ("vllm PR 38715, #38606", "a block is found whose tokens are not written yet"),
+    "S1": ("vllm #37076", "a matched block goes to another request before it is referenced"),
+    "S2": ("vllm PR 38715, #38606", "a block is found before its tokens are written"),
     "S3": (
         "vllm #44701, #30931; LMCache #4086",
-        "two different contents have one key",
+        "different contents have one key",
     ),
     "S4": ("sglang #22819", "a prefix that is exactly as long as a block, or as the prompt"),
     "S5": ("sglang #38319", "a prompt is cancelled between its chunks"),
@@ -63,7 +62,7 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     ),
     "S8": (
         "sglang #38031; TensorRT-LLM #8813",
-        "what was swapped out comes back to the wrong place, or is read before it is back",
+        "swapped-out blocks return to the wrong place, or are read before they return",
     ),
     "S9": ("vllm #57661; sglang PR 35049", "a transfer between two pools is aborted half way"),
     "S10": ("LMCache #4463, #4247", "packed or interleaved K and V are read in another layout"),
@@ -71,16 +70,16 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "mlx-lm PR 1109; openvino.genai #4190",
         "rejected draft tokens are not rolled back, or too many are",
     ),
-    "S12": ("vllm #53912, #39273", "state that cannot be trimmed is trimmed"),
+    "S12": ("vllm #53912, #39273", "state that cannot be truncated is truncated"),
     "S13": (
         "kvcached #446; TensorRT-LLM PR 10183",
-        "what left a window is freed too early, late, or twice across groups",
+        "a block out of a window is freed too early, too late, or twice across groups",
     ),
     "S14": ("vllm #50702, #57716", "a quantised key is read with another scale"),
-    "S15": ("vllm #43810, PR 41834", "padding rows of a replayed graph write somewhere"),
+    "S15": ("vllm #43810, PR 41834", "padding rows of a replayed graph write to real blocks"),
     "S16": ("vllm PR 47671, #50427", "a 32-bit offset wraps"),
-    "S17": ("nano-vllm #187, PR 275", "ranks disagree about how many blocks there are"),
-    "S18": ("vllm #51187", "what a request gets depends on its batch"),
+    "S17": ("nano-vllm #187, PR 275", "ranks disagree about the number of blocks"),
+    "S18": ("vllm #51187", "the output of a request depends on its batch"),
     "S19": (
         "open fix in a small engine",
         "of two equal texts, the duplicate's blocks are freed under one of them",

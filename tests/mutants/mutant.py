@@ -1,4 +1,4 @@
-"""A planted bug: one edit of one module of the cache, or a cache of its own that is broken."""
+"""Planted bug: an edit of one module, or a broken cache of the tests."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ MANAGERS = (GROUPED, PER_LAYER)
 
 
 class StaleMutant(Exception):
-    """The code a mutant was made for is no longer there, so it plants nothing."""
+    """The statements that a mutant replaces do not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Replace the statements of a module that match ``find`` (``syntax.replaced``) by ``replace``.
+    """Replacement of a module's statements that match ``find`` (``syntax.replaced``).
 
-    Without a module nothing is replaced: its only target is itself broken.
+    Without a module nothing is replaced: the only target is a broken cache.
     """
 
     name: str
     wrong: str
-    """What is wrong then, in one sentence."""
+    """Description of the bug in one sentence."""
     module: str = ""
     function: str = ""
-    """Qualified name of the function or class that has the statements."""
+    """Qualified name of the function or class with the statements."""
     find: str = ""
     replace: str = ""
     rows: tuple[str, ...] = ()
-    """Rows of the lists of bugs that real caches had (docs/mutants.md) that it stands for."""
+    """Rows of known bugs of real caches (docs/lab/mutants.md) that it stands for."""
     targets: tuple[str, ...] = MANAGERS
-    """The adapters that can show it, searched in this order."""
+    """Adapters that can reveal the bug, searched in this order."""
     directed: str = ""
-    """The directed check that shows it, when no history can."""
+    """Name of the directed check for it; empty if histories can reveal it."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Mutant:

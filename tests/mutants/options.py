@@ -28,9 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--profile",
         choices=("dev", PROFILE),
         default=PROFILE,
-        help=f"how hard to look (default: {PROFILE})",
+        help=f"search effort (default: {PROFILE})",
     )
-    parser.add_argument("--quick", action="store_true", help="one seed each, compared with nothing")
+    parser.add_argument("--quick", action="store_true", help="one seed each, without comparisons")
     parser.add_argument(
         "--jobs",
         type=int_at_least(1),
@@ -40,24 +40,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-docs",
         metavar="FILE",
-        help="put the result into this page and, of a hunt for all bugs with "
-        "all seeds, into what roseinfer verify says of itself",
+        help="write the results into this page and, for all bugs with all seeds, the "
+        "strength that roseinfer verify reports",
     )
     parser.add_argument(
         "--false-alarms",
         type=int_at_least(1),
         metavar="SEEDS",
-        help="instead, run the dev profile with so many seeds on targets without a planted bug",
+        help="instead, run the dev profile with this number of seeds on targets without a bug",
     )
     parser.add_argument(
         "--smallest",
         action="store_true",
-        help="instead, make what fails as small as it goes, of the bugs whose smallest example is "
-        "known, and say which are made that small",
+        help="instead, shrink failures on bugs whose smallest example is known, and report "
+        "which are shrunk to that size",
     )
     parser.add_argument(
         "--targets",
         nargs="+",
         metavar="TARGET",
-        help="which ones, as package.module:Class (default: those that are shipped and required)",
+        help="targets of --false-alarms, as package.module:Class (default: those shipped)",
     )

@@ -1,4 +1,4 @@
-"""Bugs that tests of the runner plant, what one of them comes to, and the page of results."""
+"""Bugs that tests of the runner plant, an outcome of one, and the pages about planted bugs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 from tests.mutants.jobs import HUNT, Outcome
 from tests.mutants.mutant import Mutant
 
-DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+RESULTS_PAGE = _DOCS / "lab" / "mutants.md"
+"""Page of all results, which the command writes."""
+SUMMARY_PAGE = _DOCS / "mutants.md"
+"""Page of the figures and the options, for users."""
 POOL = "roseinfer.kv.pool"
 RELEASE = "self.refcounts[index] -= 1"
 _HERE = (POOL, "BlockPool.drop", RELEASE)

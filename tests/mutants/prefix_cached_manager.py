@@ -1,8 +1,7 @@
-"""This distribution's prefix cache on its block manager, driven without a model.
+"""This distribution's prefix cache on its block manager, without a model.
 
-It does what the scheduler and the runner do with a ``RequestBlockAllocator``, so that bugs there
-show in histories of milliseconds. These are internals of the engine: users have them through
-``LLM``.
+It calls a ``RequestBlockAllocator`` as the scheduler and the runner do, so that bugs are found in
+histories that take milliseconds. These are internals of the engine, which users reach by ``LLM``.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 _KERNELS_OFF = {"triton": False}
 _CHUNK = 3
-"""So many tokens of a prompt are stored in a step: blocks of 4 or 5 take more than one."""
+"""Tokens of a prompt stored in one step; blocks of 4 or 5 take more than one step."""
 
 
 class PrefixCachedManager(KVCacheAdapter):
-    """Sequences are requests without a model: what they store is handed over."""
+    """Cache whose sequences are requests without a model; keys and values are inputs."""
 
     full_errors = (OutOfBlocks,)
     scratch_blocks = frozenset({0})
@@ -54,7 +53,7 @@ class PrefixCachedManager(KVCacheAdapter):
         "name_used_again",
         "last_position",
     )
-    # How the manager moves what is stored is looked at elsewhere.
+    # Other targets test how the manager moves keys and values.
     dtypes = ("float32",)
     head_counts = (1, 2)
     head_dims = (4, 1)
@@ -64,9 +63,9 @@ class PrefixCachedManager(KVCacheAdapter):
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
-        self.shown = self.manager()
-        self.shown.make(replace(spec, options=_KERNELS_OFF))
-        self.kv = self.shown.manager
+        self.reader = self.manager()
+        self.reader.make(replace(spec, options=_KERNELS_OFF))
+        self.kv = self.reader.manager
         self.prefix_cache = prefix_cache.PrefixCache(self.kv)
         self.block_allocator = RequestBlockAllocator(
             self.kv, self.prefix_cache, withdraw=lambda _: None
@@ -76,28 +75,28 @@ class PrefixCachedManager(KVCacheAdapter):
 
     # ------------------------------------------------------------------------------ texts
 
-    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
-        self.row_tokens = said
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = token_ids
 
     def hashing(self) -> AbstractContextManager[object]:
-        """Return a context in which the prefix cache hashes as it is to."""
+        """Return a context that sets the hash function of the prefix cache."""
         return nullcontext()
 
-    def match_prefix(self, said: Sequence[int]) -> int:
-        """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
+        """Start a request and release it, as the scheduler does with a prompt that has no room."""
         unused = [*self.prefix_cache.evictable_entries]
-        request = self.started(said)
-        self.give_back(request)
-        for entry in unused:  # nothing was used
+        request = self.start_request(token_ids)
+        self.release(request)
+        for entry in unused:  # a lookup is no use of entries
             self.prefix_cache.evictable_entries.move_to_end(entry)
         return request.num_cached_tokens
 
-    def look_up(self, said: Sequence[int]) -> object:
-        return list(said)
+    def look_up(self, token_ids: Sequence[int]) -> object:
+        return list(token_ids)
 
     def begin_with(self, found: Any, seq: int) -> int:
-        self.requests[seq] = request = self.started(found)
-        self.count_found(request)
+        self.requests[seq] = request = self.start_request(found)
+        self.count_hits(request)
         del request.sequence.token_ids[request.num_cached_tokens :]
         return request.num_cached_tokens
 
@@ -106,25 +105,25 @@ class PrefixCachedManager(KVCacheAdapter):
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Append as a step does that has sequences which decode, or chunks of prompts."""
-        requests = [self.requests.get(seq) or self.started([]) for seq in seqs]
+        """Append as a step with decoding sequences or chunks of prompts."""
+        requests = [self.requests.get(seq) or self.start_request([]) for seq in seqs]
         self.take_blocks(requests, counts)
-        for request, said in zip(requests, self.row_tokens, strict=True):
-            request.sequence.token_ids += said
+        for request, token_ids in zip(requests, self.row_tokens, strict=True):
+            request.sequence.token_ids += token_ids
         self.requests.update(zip(seqs, requests, strict=True))
         self.store(requests, counts, key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        (said,) = self.row_tokens
-        self.requests[seq] = self.store_prompt(self.request(said), key, value)
+        (token_ids,) = self.row_tokens
+        self.requests[seq] = self.store_prompt(self.request(token_ids), key, value)
 
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.store_prompt(self.requests[seq], key, value)
 
     def store_prompt(self, request: Request, key: torch.Tensor, value: torch.Tensor) -> Request:
-        """Store what is not found of a prompt, chunk by chunk."""
+        """Store the tokens of a prompt that are not cached, chunk by chunk."""
         self.admit(request)
-        self.count_found(request)
+        self.count_hits(request)
         while request.num_unstored:
             stored = request.sequence.num_stored
             count = min(request.num_unstored, _CHUNK)
@@ -134,27 +133,27 @@ class PrefixCachedManager(KVCacheAdapter):
         return request
 
     def admit(self, request: Request) -> None:
-        """Begin a prompt if there is room for all of it.
+        """Admit a prompt if there is room for all of it.
 
-        Where all but the copy of a tail that was found has room, nothing is to be found.
+        If there is room for all but the copy of a cached tail, the prefix cache is cleared first.
         """
         before = self.block_allocator.available
         whole = self.block_allocator.count_needed_blocks(request.sequence, request.num_unstored)
         self.start(request)
-        held = before - self.block_allocator.available
+        used = before - self.block_allocator.available
         if (
-            held + self.block_allocator.count_needed_blocks(request.sequence, request.num_unstored)
+            used + self.block_allocator.count_needed_blocks(request.sequence, request.num_unstored)
             <= before
         ):
             return
-        self.give_back(request)
+        self.release(request)
         if whole > before:
-            raise OutOfBlocks(needed=whole, free=before, where="the cache")
+            raise OutOfBlocks(needed=whole, free=before, owner="the cache")
         self.block_allocator.clear_prefix_cache()
         self.start(request)
 
     def take_blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Make sure that there are blocks for a step."""
+        """Evict enough cached blocks for a step, or raise."""
         needed = sum(
             map(
                 self.block_allocator.count_needed_blocks,
@@ -163,7 +162,7 @@ class PrefixCachedManager(KVCacheAdapter):
             )
         )
         if needed > self.block_allocator.available:
-            raise OutOfBlocks(needed=needed, free=self.block_allocator.available, where="the cache")
+            raise OutOfBlocks(needed=needed, free=self.block_allocator.available, owner="the cache")
         self.block_allocator.ensure(needed)
 
     def store(
@@ -173,7 +172,7 @@ class PrefixCachedManager(KVCacheAdapter):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """Store the next tokens of requests, and offer what they filled to the prefix cache."""
+        """Store the next tokens of requests, and publish filled blocks to the prefix cache."""
         lists = [request.sequence.block_lists for request in requests]
         plans = self.kv.plan_groups(lists, counts)
         for layer in range(self.spec.num_layers):
@@ -188,7 +187,7 @@ class PrefixCachedManager(KVCacheAdapter):
     # --------------------------------------------------------------------------- requests
 
     def request(self, token_ids: Sequence[int]) -> Request:
-        session = CachedSequence([[] for _ in self.shown.first_layers], list(token_ids))
+        session = CachedSequence([[] for _ in self.reader.first_layers], list(token_ids))
         return Request(
             id=0,
             params=SamplingParams(),
@@ -199,7 +198,7 @@ class PrefixCachedManager(KVCacheAdapter):
             text=None,
         )
 
-    def started(self, token_ids: Sequence[int]) -> Request:
+    def start_request(self, token_ids: Sequence[int]) -> Request:
         request = self.request(token_ids)
         self.start(request)
         return request
@@ -208,19 +207,19 @@ class PrefixCachedManager(KVCacheAdapter):
         with self.hashing():
             self.block_allocator.reuse_prefix(request)
 
-    def give_back(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         with self.hashing():
             self.block_allocator.release_blocks(request)
 
     def preempt(self, seq: int) -> None:
-        self.give_back(self.requests[seq])
+        self.release(self.requests[seq])
 
     def free(self, seq: int) -> None:
-        self.give_back(self.requests.pop(seq))
+        self.release(self.requests.pop(seq))
 
-    # ------------------------------------------------------------------------ looking on
+    # ------------------------------------------------------------------------ inspection
 
-    def count_found(self, request: Request) -> None:
+    def count_hits(self, request: Request) -> None:
         full, tail = divmod(request.num_cached_tokens, self.kv.block_size)
         self.counts["block_found"] += bool(full)
         self.counts["tail_found"] += bool(tail)
@@ -231,8 +230,8 @@ class PrefixCachedManager(KVCacheAdapter):
     def lists(self) -> ReadManager:
         """Return the manager with the block lists as they are now."""
         sessions = {seq: request.sequence for seq, request in self.requests.items()}
-        self.shown.lists = {seq: session.block_lists for seq, session in sessions.items()}
-        return self.shown
+        self.reader.lists = {seq: session.block_lists for seq, session in sessions.items()}
+        return self.reader
 
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return self.lists().table(seq, layer)
@@ -244,30 +243,30 @@ class PrefixCachedManager(KVCacheAdapter):
         return self.lists().gather(seq, layer)
 
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.shown.arena()
+        return self.reader.arena()
 
     def ledger(self, layer: int) -> Ledger:
-        """Show the manager's books without what the prefix cache holds for itself."""
-        books = self.shown.ledger(layer)
-        group, first = self.kv.group_of(layer), self.shown.first_id(layer)
-        held = Counter(books.refcounts)
-        held.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
+        """Return the manager's ledger without the references of the prefix cache."""
+        books = self.reader.ledger(layer)
+        group, first = self.kv.group_of(layer), self.reader.first_id(layer)
+        used = Counter(books.refcounts)
+        used.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
         unused = [entry.block_ids[group] - first for entry in self.prefix_cache.evictable_entries]
-        refcounts = {block: count for block, count in held.items() if count}
+        refcounts = {block: count for block, count in used.items() if count}
         free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
 
 
 class WindowedPrefixes(PrefixCachedManager):
-    """Each group keeps of a prefix what its window needs, all of them in one pool.
+    """Cache whose groups keep the blocks of a prefix that their windows need, in one pool.
 
-    No tail is kept: what ends within a block cannot be judged with windows yet.
+    Tails are not cached: the harness cannot check partial blocks with windows yet.
     """
 
     manager = WindowedManager
     windows = PrefixCachedManager.windows.but(groups=3, pools="shared")
     arena: Any = KVCacheAdapter.arena  # not offered
-    look_up: Any = KVCacheAdapter.look_up  # cannot be judged with windows yet
+    look_up: Any = KVCacheAdapter.look_up  # cannot be checked with windows yet
     begin_with: Any = KVCacheAdapter.begin_with
     prefixes = PrefixCachedManager.prefixes.but(granularity="block")
     conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
@@ -277,29 +276,29 @@ class WindowedPrefixes(PrefixCachedManager):
         patch.object(self.prefix_cache, "_add_tail").start()
 
     def lists(self) -> ReadManager:
-        shown = super().lists()
-        assert isinstance(shown, WindowedManager)
-        shown.lengths = Counter(
+        reader = super().lists()
+        assert isinstance(reader, WindowedManager)
+        reader.lengths = Counter(
             {seq: own.sequence.num_stored for seq, own in self.requests.items()}
         )
-        return shown
+        return reader
 
     def ledger(self, layer: int) -> Ledger:
-        books, kept, unused = self.shown.ledger(layer), Counter[int](), []
+        books, cached, unused = self.reader.ledger(layer), Counter[int](), []
         for entry in self.prefix_cache._entries.values():
-            kept.update(entry.block_ids)
+            cached.update(entry.block_ids)
             if entry in self.prefix_cache.evictable_entries:
-                lent = self.prefix_cache._borrowed_blocks
-                unused += [each for each in entry.block_ids if each and each not in lent]
+                borrowed = self.prefix_cache._borrowed_blocks
+                unused += [each for each in entry.block_ids if each and each not in borrowed]
         unused += [entry.block_ids[group] for entry, group in self.prefix_cache._evictable_blocks]
-        held = {block: count - kept[block] for block, count in books.refcounts.items()}
-        refcounts = {block: count for block, count in held.items() if count}
+        used = {block: count - cached[block] for block, count in books.refcounts.items()}
+        refcounts = {block: count for block, count in used.items() if count}
         num_free = self.kv.num_free_blocks(layer) + self.prefix_cache.num_evictable_blocks
         return Ledger(refcounts, [*books.free, *unused], books.total, unused, num_free=num_free)
 
 
 class HashedPrefixes(PrefixCachedManager):
-    """What differs often has one hash, and is told apart all the same."""
+    """Cache with many hash collisions, which it must resolve."""
 
     def use_hash(self, hashed: Callable[[object], int]) -> None:
         self.hashed = hashed

@@ -1,4 +1,4 @@
-"""This distribution's engine on a simulated device, which is late."""
+"""This distribution's engine on a simulated device that runs late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import FastPath, RequestMix
 
 _RING = 16
-"""Buffers for indices: so few are soon used again, and a step needs no more at a time."""
+"""Number of index buffers: enough for a step, and few enough for frequent reuse."""
 _KERNELS = {
     AttentionPath.DECODE_TRITON.value,
     AttentionPath.APPEND_AND_ATTEND.value,
@@ -29,7 +29,7 @@ _CALLS = "calls_a_step"
 
 
 class QueuedEngine(RoseinferEngine):
-    """It runs by torch operations, since kernels are not held back."""
+    """Engine with torch operations only, because the simulation does not delay kernels."""
 
     paths: ClassVar[Mapping[str, FastPath]] = {
         name: replace(path, device="cuda") if name in _KERNELS else path
@@ -40,7 +40,7 @@ class QueuedEngine(RoseinferEngine):
         "resident_decode": (True, False),
         "run_ahead": (3, 0, 1),
         "per_layer_kv": (False,),
-        # What the device does from one step to the next, where nobody waits for it.
+        # Calls that the device runs between steps in which the host does not wait.
         _CALLS: (0, 10, 300),
     }
 

@@ -1,4 +1,4 @@
-"""This distribution's block manager on a simulated device, which is late."""
+"""This distribution's block manager on a simulated device that runs late."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pytest_roseinfer import DeviceQueue, FastPath
 
 _RING = 4
-"""Buffers for indices: so few are soon used again."""
+"""Number of index buffers, few enough for frequent reuse."""
 
 
 class QueuedManager(PerLayerManager):
-    """It writes by torch operations, since kernels are not held back."""
+    """Manager that writes by torch operations, because the simulation does not delay kernels."""
 
     paths: ClassVar[dict[str, FastPath]] = {
         name: path
@@ -38,7 +38,7 @@ class QueuedManager(PerLayerManager):
         queue.on_device(self.manager.keys, self.manager.values)
 
     def path_counts(self) -> Mapping[str, int]:
-        """Attention has one path here, so there is none to compare it with."""
+        """Return counts without attention, which has only one path here."""
         counts = dict(super().path_counts())
         counts.pop(AttentionPath.REFERENCE.value, None)
         return counts

@@ -1,8 +1,8 @@
-"""What the search is compared with: random operations, drawn without its shaping.
+"""Baseline of the search: random operations without its shaping.
 
-They come from the same kinds, on caches of the same range, and are followed
-by the same checks. What they lack is the shaping: every choice is uniform and independent of
-what was drawn before, lengths have nothing to do with blocks, and no history is aimed.
+They are of the same kinds, on caches of the same sizes, with the same checks after them. They have
+no shaping: every choice is uniform and independent of earlier ones, lengths do not depend on block
+sizes, and no history aims at a path.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.texts import Branch
-    from tests.mutants.hunt import Found
+    from tests.mutants.hunt import Failure
     from tests.mutants.tally import Tally
 
 _STEPS = 20
-_MOST_HEADS = 4
-_MOST_DIMS = 96
-_MOST_TOKENS = 16
-"""Of a block."""
-_MOST_BLOCKS = 64
+_MAX_HEADS = 4
+_MAX_DIMS = 96
+_MAX_TOKENS = 16
+"""Most tokens of a block."""
+_MAX_BLOCKS = 64
 
 
 def run(
     targets: Sequence[type[KVCacheAdapter]], seed: int, operations: int, tally: Tally
-) -> Found | None:
-    """Histories of random operations until something fails or there were so many."""
+) -> Failure | None:
+    """Run histories of random operations until one fails or the number of operations is reached."""
     tally.check = "random operations"
     return search_at_random(
         targets, random_history, run_history, seed=seed, operations=operations, tally=tally
@@ -59,13 +59,13 @@ def run(
 
 
 def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
-    """Operations drawn one by one, whatever came before; only names must make sense."""
+    """Draw operations one by one, independently; only sequence names must be valid."""
     spec = CacheSpec(
         num_layers=rng.randint(1, 3),
-        num_heads=rng.randint(1, _MOST_HEADS),
-        head_dim=rng.randint(1, _MOST_DIMS),
-        block_size=rng.randint(1, _MOST_TOKENS),
-        num_blocks=rng.randint(1, _MOST_BLOCKS),
+        num_heads=rng.randint(1, _MAX_HEADS),
+        head_dim=rng.randint(1, _MAX_DIMS),
+        block_size=rng.randint(1, _MAX_TOKENS),
+        num_blocks=rng.randint(1, _MAX_BLOCKS),
         dtype=rng.choice(target.dtypes),
         options=_options(rng, target),
     )
@@ -80,7 +80,7 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
 
 def _texts(rng: random.Random) -> tuple[Branch, ...]:
     more = range(1, rng.randint(1, 4))
-    return ((0, 0), *((rng.randrange(text), rng.randint(0, 2 * _MOST_TOKENS)) for text in more))
+    return ((0, 0), *((rng.randrange(text), rng.randint(0, 2 * _MAX_TOKENS)) for text in more))
 
 
 def _options(rng: random.Random, target: type[KVCacheAdapter]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _options(rng: random.Random, target: type[KVCacheAdapter]) -> dict[str, Any]
 
 @dataclass(slots=True)
 class _Writer:
-    """Draws operations; the oracle only says which sequences there are."""
+    """Draws operations; the oracle only provides the sequences."""
 
     rng: random.Random
     target: type[KVCacheAdapter]
@@ -126,7 +126,7 @@ class _Writer:
     def take(self, step: Operation) -> None:
         fits = step.fits(self.oracle)
         if not fits and "ledger" not in self.target.abilities:
-            return  # it may hold more than the oracle knows
+            return  # the cache may use more blocks than the oracle knows
         step.apply(self.oracle)
         if isinstance(step, Reserve) and fits:
             self.waiting.append(set(step.seqs))
@@ -146,7 +146,7 @@ class _Writer:
         return tuple(self.rng.sample(names, self.rng.randint(1, len(names))))
 
     def _count(self) -> int:
-        return self.rng.randint(1, 2 * _MOST_TOKENS)
+        return self.rng.randint(1, 2 * _MAX_TOKENS)
 
     def _layout(self) -> str:
         return self.rng.choice(LAYOUTS)

@@ -1,4 +1,4 @@
-"""What the search over mixes of requests is compared with: everything drawn independently."""
+"""Baseline of the search over mixes: requests with independent random parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from tests.mutants.hunt import Found
+    from tests.mutants.hunt import Failure
     from tests.mutants.tally import Tally
 
-_MOST_REQUESTS = 6
-_MOST_NEW = 12
-_MOST_STEPS = 10
+_MAX_REQUESTS = 6
+_MAX_NEW_TOKENS = 12
+_MAX_STEPS = 10
 
 
 def run(
     targets: Sequence[type[EngineAdapter]], seed: int, requests: int, tally: Tally
-) -> Found | None:
-    """Random mixes until something fails or there were so many requests."""
+) -> Failure | None:
+    """Run random mixes until one fails or the number of requests is reached."""
     tally.check = "random requests"
     return search_at_random(
         targets, random_mix, run_mix, seed=seed, operations=requests, tally=tally
@@ -32,27 +32,27 @@ def run(
 
 
 def random_mix(rng: random.Random, target: type[EngineAdapter]) -> RequestMix:
-    asked = tuple(_request(rng, target) for _ in range(rng.randint(1, _MOST_REQUESTS)))
-    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    specs = tuple(_request(rng, target) for _ in range(rng.randint(1, _MAX_REQUESTS)))
+    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in specs]
     options: dict[str, Any] = {
         name: rng.choice(values) for name, values in target.option_choices.items()
     }
     return RequestMix(
-        asked, rng.randint(1, 16), rng.randint(max(sizes), sum(sizes)), options=options
+        specs, rng.randint(1, 16), rng.randint(max(sizes), sum(sizes)), options=options
     )
 
 
 def _request(rng: random.Random, target: type[EngineAdapter]) -> RequestSpec:
-    length = rng.randint(1, target.most_tokens - _MOST_NEW)
+    length = rng.randint(1, target.max_tokens - _MAX_NEW_TOKENS)
     return RequestSpec(
         tuple(rng.randrange(target.vocabulary) for _ in range(length)),
         Sampling(
-            rng.randint(1, _MOST_NEW),
+            rng.randint(1, _MAX_NEW_TOKENS),
             rng.choice((0.0, rng.uniform(0.1, 3.0))),
             top_k=rng.choice((0, rng.randint(1, target.vocabulary))),
             seed=rng.randrange(1000),
             ignore_eos=rng.random() < 0.5,
         ),
-        rng.randint(0, _MOST_STEPS),
-        cancel_after=rng.randint(0, _MOST_STEPS) if rng.random() < 0.2 else None,
+        rng.randint(0, _MAX_STEPS),
+        cancel_after=rng.randint(0, _MAX_STEPS) if rng.random() < 0.2 else None,
     )

@@ -1,11 +1,11 @@
-"""The loop of the baselines: examples drawn at random until one fails."""
+"""Search loop of the random baselines."""
 
 from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any
 
-from tests.mutants.hunt import Found, Stop, guarded
+from tests.mutants.hunt import Failure, Stop, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ def search_at_random(
     seed: int,
     operations: int,
     tally: Tally,
-) -> Found | None:
-    """Examples of any of the targets until one fails or they came to so many operations."""
+) -> Failure | None:
+    """Check random examples of the targets until one fails or ``operations`` are reached."""
     rng = random.Random(seed)
     try:
         while tally.operations < operations:
@@ -30,6 +30,6 @@ def search_at_random(
             example = draw(rng, target)
             with guarded(tally, example.size):
                 check(target, example)
-    except Stop as stopped:
-        return Found(tally.check, stopped.what)
+    except Stop as stop:
+        return Failure(tally.check, stop.message)
     return None

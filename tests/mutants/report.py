@@ -1,15 +1,16 @@
-"""The results as a table, for the terminal and for the documentation."""
+"""Results of a hunt: tables for the terminal, and lists for the documentation."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 from importlib.metadata import version
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.plugin.reference import put_section, read_section
+from pytest_roseinfer.plugin.reference import entry, put_section, read_section
 from pytest_roseinfer.report.verdict import Strength
 from tests.mutants.catalogue import NOT_PLANTED
 from tests.mutants.known_bugs import KNOWN_BUGS
@@ -19,35 +20,56 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.mutants.jobs import Outcome
+    from tests.mutants.mutant import Mutant
     from tests.mutants.results import Result
-    from tests.mutants.shortest import Made
+    from tests.mutants.shortest import Shortest, Shrunk
 
-_RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
+_RESULTS, _ALARMS, _KNOWN, _NOT_PLANTED = "results", "false-alarms", "known-bugs", "not-planted"
 _SMALLEST = "smallest"
 
 
-def table(results: Sequence[Result], *, style: str = "simple", words: bool = False) -> str:
+def table(results: Sequence[Result]) -> str:
+    """Return a row of figures for each bug."""
     headers = ["bug", "row", "killed", "by", "examples", "most", "s", "random", "by example"]
-    rows = []
-    for result in results:
-        mutant = result.mutant
-        row: list[object] = [
-            mutant.name,
-            ", ".join(map(str, mutant.rows)),
+    rows = [
+        (
+            result.mutant.name,
+            ", ".join(map(str, result.mutant.rows)),
             result.killed,
             result.checks,
             f"{result.median_examples:g}",
-            result.most_examples,
+            result.max_examples,
             f"{result.median_seconds:.2f}",
             result.killed_by_random,
             result.killed_by_examples,
-        ]
-        if words:
-            row.insert(1, mutant.wrong)
-        rows.append(row)
-    if words:
-        headers.insert(1, "what is wrong")
-    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
+        )
+        for result in results
+    ]
+    return tabulate(rows, headers, disable_numparse=True)
+
+
+def listing(results: Sequence[Result]) -> str:
+    """Return a list entry for each bug: what is wrong, and its figures."""
+    return "".join(f"{bug(result.mutant)}\n  {_figures(result)}\n" for result in results)
+
+
+def bug(mutant: Mutant) -> str:
+    """Return the first lines of a bug's entry: its name and what is wrong."""
+    return entry(f"`{mutant.name}`", mutant.wrong)
+
+
+def _figures(result: Result) -> str:
+    figures = [
+        f"{result.killed} by {result.checks}" if result.checks else result.killed,
+        f"examples {result.median_examples:g}, most {result.max_examples}",
+        f"{result.median_seconds:.2f} s",
+    ]
+    optional = {
+        "random": result.killed_by_random,
+        "by example": result.killed_by_examples,
+        "row": ", ".join(map(str, result.mutant.rows)),
+    }
+    return "; ".join(figures + [f"{name} {value}" for name, value in optional.items() if value])
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
@@ -74,29 +96,30 @@ def alarms(outcomes: Sequence[Outcome], targets: Sequence[str], seconds: float) 
         f"{len(failed)} failed ({seconds:.0f} s)",
         *(f"- {name}" for name in targets),
     ]
-    lines += [f"seed {alarm.seed}: {alarm.check}: {alarm.what}" for alarm in failed]
+    lines += [f"seed {alarm.seed}: {alarm.check}: {alarm.message}" for alarm in failed]
     return "\n".join(lines)
 
 
 def write_results(file: Path, results: Sequence[Result], seconds: float, command: str) -> None:
     body = [
-        _how(command),
+        _provenance(command),
         summary(results, seconds) + ".\n",
-        table(results, style="github", words=True) + "\n",
+        listing(results),
     ]
     put_section(file, _RESULTS, "\n".join(body))
     put_section(file, _KNOWN, known_bugs())
-    put_section(file, _LEFT_OUT, left_out())
+    put_section(file, _NOT_PLANTED, not_planted())
 
 
 def write_profile(
     file: Path, results: Sequence[Result], strength: Strength, seconds: float, command: str
 ) -> None:
-    """Put into the page what a profile other than the usual one finds, and what it misses."""
-    body = f"{_how(command)}\n{_sentence(str(strength))} The hunt took {seconds:.0f} s.\n"
+    """Put the results of a profile other than the default one into the page."""
+    summed_up = f"{_sentence(str(strength))} The hunt took {seconds:.0f} s."
+    body = f"{_provenance(command)}\n{fill(summed_up, 100, break_on_hyphens=False)}\n"
     if missed := [result for result in results if result.survived]:
         body += "\nMissed by some of the seeds:\n\n"
-        body += table(missed, style="github", words=True) + "\n"
+        body += listing(missed)
     put_section(file, strength.profile, body)
 
 
@@ -105,7 +128,7 @@ def _sentence(words: str) -> str:
 
 
 def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
-    """What these results, of every planted bug, say of the search."""
+    """Return the strength of the search by the results of every planted bug."""
     return Strength(
         profile=profile,
         planted=len(results),
@@ -120,40 +143,46 @@ def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
     )
 
 
-def write_alarms(file: Path, said: str, command: str) -> None:
-    """Put what ``alarms`` said into the page."""
-    put_section(file, _ALARMS, f"{_how(command)}\n{said}\n")
+def write_alarms(file: Path, text: str, command: str) -> None:
+    """Put the text of ``alarms`` into the page."""
+    put_section(file, _ALARMS, f"{_provenance(command)}\n{text}\n")
 
 
-def smallest(made: Made, *, style: str = "simple") -> str:
-    """Say of each bug how small an example can be, and how many seeds made it that small."""
-    rows = [
-        (
-            each.bug,
-            each.example,
-            *each.size,
-            f"{sum(map(made.small_enough, made.of(each.bug)))}/{len(made.of(each.bug))}",
-        )
-        for each in made.known
+def smallest(shrunk: Shrunk) -> str:
+    """Return each bug's smallest example, and how many seeds shrank a failure to its size."""
+    rows = [(each.bug, each.example, *each.size, _seeds(shrunk, each)) for each in shrunk.counted]
+    headers = ["bug", "smallest example, by hand", "steps", "tokens", "seeds"]
+    return f"{_summary(shrunk)}\n\n" + tabulate(rows, headers, disable_numparse=True)
+
+
+def _summary(shrunk: Shrunk) -> str:
+    num_smallest, num_counted = len(shrunk.smallest), len(shrunk.counted)
+    return f"{num_smallest} of {num_counted} are shrunk to the smallest size by every seed."
+
+
+def _seeds(shrunk: Shrunk, counted: Shortest) -> str:
+    """Return how many seeds shrank it to the smallest size: ``9/10``."""
+    outcomes = shrunk.of(counted.bug)
+    return f"{sum(map(shrunk.small_enough, outcomes))}/{len(outcomes)}"
+
+
+def write_smallest(file: Path, shrunk: Shrunk, command: str) -> None:
+    """Put the smallest examples into the page, and how many seeds shrank to their size."""
+    entries = [
+        entry(f"`{each.bug}`", each.example, f"{each.size}; {_seeds(shrunk, each)}")
+        for each in shrunk.counted
     ]
-    headers = ["bug", "smallest example, by hand", "steps", "tokens", "made as small"]
-    return (
-        f"{len(made.as_small)} of {len(rows)} are made as small as can be by every seed.\n\n"
-        + tabulate(rows, headers, tablefmt=style, disable_numparse=True)
-    )
+    body = "\n".join([_provenance(command), f"{_summary(shrunk)}\n", *entries])
+    put_section(file, _SMALLEST, f"{body}\n")
 
 
-def write_smallest(file: Path, made: Made, command: str) -> None:
-    """Put what ``smallest`` says into the page."""
-    put_section(file, _SMALLEST, f"{_how(command)}\n{smallest(made, style='github')}\n")
-
-
-def _how(command: str) -> str:
+def _provenance(command: str) -> str:
     packages = ("roseinfer", "torch", "triton", "hypothesis")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
-        f"`{command}` on {_today()}, Python {platform.python_version()}, {versions}, "
-        f"{platform.machine()}, Triton's interpreter.\n"
+        f"`{command}` on {_today()},\n"
+        f"Python {platform.python_version()}, {versions}, {platform.machine()}, "
+        "Triton's interpreter.\n"
     )
 
 
@@ -162,15 +191,15 @@ def _today() -> datetime.date:
 
 
 def require_page(file: Path) -> None:
-    """Raise unless the file has every section that is written into it."""
-    for section in (_RESULTS, _ALARMS, _KNOWN, _LEFT_OUT):
+    """Raise unless the file has every section that the command writes."""
+    for section in (_RESULTS, _ALARMS, _KNOWN, _NOT_PLANTED):
         read_section(file, section)
 
 
 def known_bugs() -> str:
-    rows = [(row, *bug) for row, bug in KNOWN_BUGS.items()]
-    return tabulate(rows, ["row", "where it was", "what was wrong"], tablefmt="github") + "\n"
+    """Return a list entry for each row: where the bug was, and what was wrong."""
+    return "".join(f"{entry(row, wrong, where)}\n" for row, (where, wrong) in KNOWN_BUGS.items())
 
 
-def left_out() -> str:
-    return "".join(f"- {what}: {why}\n" for what, why in NOT_PLANTED.items())
+def not_planted() -> str:
+    return "".join(f"{entry(change, reason)}\n" for change, reason in NOT_PLANTED.items())

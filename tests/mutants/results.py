@@ -1,4 +1,4 @@
-"""What became of each planted bug, summed up over its seeds."""
+"""Results of each planted bug, over all its seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Result:
 
     @property
     def survived(self) -> bool:
-        """Whether any search missed it; also when there was none."""
+        """True if a search missed the bug, or if there was no search."""
         return not self.searches or not all(outcome.killed for outcome in self.searches)
 
     @property
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def checks(self) -> str:
-        """The checks that failed, the most frequent first."""
+        """Checks that failed, the most frequent first."""
         counted = Counter(outcome.check for outcome in self.searches if outcome.killed)
         return ", ".join(check.replace("_", " ") for check, _ in counted.most_common())
 
@@ -63,7 +63,7 @@ class Result:
         return median(outcome.examples for outcome in self.searches)
 
     @property
-    def most_examples(self) -> int:
+    def max_examples(self) -> int:
         return max(outcome.examples for outcome in self.searches)
 
     @property
@@ -72,7 +72,7 @@ class Result:
 
 
 def _of(outcomes: list[Outcome]) -> str:
-    """How many of them showed the bug: ``9/10``."""
+    """Return how many outcomes found the bug: ``9/10``."""
     if not outcomes:
         return ""
     return f"{sum(outcome.killed for outcome in outcomes)}/{len(outcomes)}"

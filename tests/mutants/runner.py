@@ -1,4 +1,4 @@
-"""Hands jobs to worker processes and collects what they find."""
+"""Distribution of jobs to worker processes, and collection of their outcomes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from tests.mutants.jobs import Job
 
 DONE = "done"
-"""The line that ends a job's outcomes; a line of JSON with an error in it ends them early."""
+"""Line after a job's outcomes; a line of JSON with an error ends them early."""
 _Answer = Outcome | Exception | None
 _ROOT = Path(__file__).parents[2]
-"""The worker is found from here, as ``tests.mutants.worker``."""
+"""Folder in which the worker runs, as ``tests.mutants.worker``."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker could not do a job, which says nothing about the bug."""
+    """A worker failed to run a job, so that there is no result for the bug."""
 
 
 def run(jobs: Sequence[Job], *, processes: int) -> Iterator[Outcome]:
     """Do the jobs in parallel and yield outcomes as they come."""
-    todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    jobs_left: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
-        todo.put(job)
+        jobs_left.put(job)
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="roseinfer-mutants-") as folder:
-        workers = [_Worker(folder, todo, answers) for _ in range(min(processes, len(jobs)))]
+        workers = [_Worker(folder, jobs_left, answers) for _ in range(min(processes, len(jobs)))]
         try:
             busy = len(workers)
             while busy:
@@ -60,16 +60,16 @@ class _Worker:
     def __init__(
         self,
         folder: str,
-        todo: queue.SimpleQueue[Job],
+        jobs_left: queue.SimpleQueue[Job],
         answers: queue.SimpleQueue[_Answer],
     ) -> None:
-        self._todo, self._answers = todo, answers
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in end)
+        self._jobs, self._answers = jobs_left, answers
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in end)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.worker", str(os.getpid()), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             cwd=_ROOT,
             text=True,
             # More threads than one would only wait for each other on tensors this small.
@@ -81,7 +81,7 @@ class _Worker:
     def _work(self) -> None:
         try:
             while True:
-                self._do(self._todo.get_nowait())
+                self._do(self._jobs.get_nowait())
         except queue.Empty:
             self._answers.put(None)
         except Exception as error:
@@ -91,7 +91,7 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        with suppress(BrokenPipeError):  # what it said is read below
+        with suppress(BrokenPipeError):  # its messages are read below
             stdin.write(job.to_line() + "\n")
             stdin.flush()
         for line in stdout:
@@ -101,13 +101,13 @@ class _Worker:
             if "error" in answer:
                 raise self._failed(job, answer["error"])
             self._answers.put(Outcome(**answer))
-        raise self._failed(job, f"it ended with status {self._process.wait()}")
+        raise self._failed(job, f"exit status {self._process.wait()}")
 
-    def _failed(self, job: Job, why: str) -> WorkerFailed:
-        self._complaints.seek(0)
-        said = self._complaints.read()[-4000:]
+    def _failed(self, job: Job, reason: str) -> WorkerFailed:
+        self._stderr.seek(0)
+        messages = self._stderr.read()[-4000:]
         name = job.name or "the unbroken copy"
-        return WorkerFailed(f"the worker could not do {name}: {why}\n{said}")
+        return WorkerFailed(f"worker failed on {name}: {reason}\n{messages}")
 
     def end(self) -> None:
         self._process.kill()
@@ -117,4 +117,4 @@ class _Worker:
             with suppress(BrokenPipeError):
                 if pipe is not None:
                     pipe.close()
-        self._complaints.close()
+        self._stderr.close()

@@ -1,4 +1,4 @@
-"""Searches one broken copy as a user's run would, and says how small what failed was made."""
+"""Search of one broken copy as in a user's run, and the size of the shrunk failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.interpreter import fast_interpreter
 from pytest_roseinfer.search import shrink as shrinking
 from pytest_roseinfer.suite.conformance import conformance
-from tests.mutants.hunt import Found
+from tests.mutants.hunt import Failure
 from tests.mutants.shortest import Size
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from tests.mutants.tally import Tally
 
 _SECONDS = 300.0
-"""The time for making one example smaller: a machine that others use is no measure."""
+"""Time limit for shrinking one example, generous because the machine may be busy."""
 
 
-def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Found | None:
-    """Search every target until a test fails; return how small its example was made, and that."""
-    settings.set_current(asked)
+def shrink(
+    targets: Sequence[type[Adapter]], search_settings: Settings, tally: Tally
+) -> Failure | None:
+    """Search every target until a test fails; return its shrunk example with its size."""
+    settings.set_current(search_settings)
     coverage.set_current(coverage.Coverage())
     with fast_interpreter(), patch.object(shrinking, "SHRINK_SECONDS", _SECONDS):
         for target in targets:
@@ -37,7 +39,7 @@ def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> F
             for name in tests.shipped():
                 tally.check = name.removeprefix("test_")
                 if example := _failing(getattr(tests, name)):
-                    return Found(tally.check, f"{size_of(example)}\n{example.describe()}")
+                    return Failure(tally.check, f"{size_of(example)}\n{example.describe()}")
     return None
 
 
@@ -54,8 +56,8 @@ def _failing(test: Any) -> History | RequestMix | None:
 
 
 def size_of(example: History | RequestMix) -> Size:
-    """Count the steps or requests, and the tokens that are written or asked for."""
+    """Return the number of steps or requests, and of tokens written or requested."""
     if isinstance(example, RequestMix):
-        return Size(example.size, sum(each.most_tokens for each in example.requests))
+        return Size(example.size, sum(each.max_tokens for each in example.requests))
     rows = [row for step in example.operations for row in step.rows()]
     return Size(example.size, sum(count for _, count in rows))

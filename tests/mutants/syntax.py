@@ -1,10 +1,10 @@
-"""Replacing statements of a module by their syntax tree, whatever their names are by now.
+"""Replacement of a module's statements by their syntax tree, independent of names.
 
-A pattern is Python: statements, whose compound ones may have ``...`` for a body that is kept as it
-is, with an ``else`` that is not written. It matches statements of the same shape. Names and texts
-may differ as long as each of the pattern stands for one of the source, and the replacement is
-written with those of the source. Of several matches the one in the named function is meant, then
-the one with the most names that are as in the pattern.
+A pattern consists of Python statements. Compound ones may have ``...`` for a body that is kept as
+it is, with an ``else`` that the pattern leaves out. It matches statements of the same shape. Names
+and texts may differ as long as each of the pattern stands for one of the source, and the
+replacement uses those of the source. Of several matches, that in the named function is preferred,
+then that with the most names in common with the pattern.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _Key = tuple[str, str]
-"""The kind of a name of a pattern, and the name."""
+"""Kind of a name in a pattern, and the name."""
 _NAMES = {
     ast.Name: "id",
     ast.Attribute: "attr",
@@ -27,9 +27,9 @@ _NAMES = {
     ast.FunctionDef: "name",
     ast.ClassDef: "name",
 }
-"""The field of each kind of node that holds an identifier."""
+"""Field with the identifier, by type of node."""
 _KINDS = {ast.Attribute: "attribute", ast.keyword: "keyword", ast.Constant: "text"}
-"""The kinds of names that are not those of variables and functions."""
+"""Kinds of names other than those of variables and functions, by type of node."""
 _BODY = "body"
 
 
@@ -40,15 +40,15 @@ class NoMatch(Exception):
 @dataclass(slots=True)
 class _Match:
     block: list[ast.stmt]
-    """The list of statements that has those that match."""
+    """List of statements with the matching ones."""
     begin: int
     end: int
     function: str
-    """Qualified name of the function that they are in; empty at the top of the module."""
+    """Qualified name of their function; empty at the top of the module."""
     names: dict[_Key, str] = field(default_factory=dict)
     """Names of the source, by those of the pattern."""
     bodies: list[ast.stmt] = field(default_factory=list)
-    """The statements of the source whose bodies are kept, in the order of the pattern's."""
+    """Statements of the source whose bodies are kept, in the order of the pattern."""
 
     def rank(self, function: str) -> tuple[bool, int]:
         return self.function == function, sum(old == new for (_, old), new in self.names.items())
@@ -69,10 +69,10 @@ def replaced(source: str, function: str, find: str, replace: str) -> str:
     module, pattern = ast.parse(source), ast.parse(dedent(find)).body
     matches = list(_matches(module, pattern))
     best = max((match.rank(function) for match in matches), default=None)
-    meant = [match for match in matches if match.rank(function) == best]
-    if len(meant) != 1:
-        raise NoMatch(f"{len(meant)} places match equally well")
-    (match,) = meant
+    best_matches = [match for match in matches if match.rank(function) == best]
+    if len(best_matches) != 1:
+        raise NoMatch(f"{len(best_matches)} places match equally well")
+    (match,) = best_matches
     new = _Rewritten(match).rewritten(ast.parse(dedent(replace)).body)
     match.block[match.begin : match.end] = new
     match.block[:] = match.block or [ast.Pass()]
@@ -88,7 +88,7 @@ def _matches(module: ast.Module, pattern: list[ast.stmt]) -> Iterator[_Match]:
 
 
 def _blocks(node: ast.AST, function: str) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """Yield every list of statements below a node, with the function that it is in."""
+    """Yield every list of statements below a node, with its function."""
     for value in (value for _, value in ast.iter_fields(node) if isinstance(value, list)):
         if value and isinstance(value[0], ast.stmt):
             yield function, value
@@ -100,7 +100,7 @@ def _blocks(node: ast.AST, function: str) -> Iterator[tuple[str, list[ast.stmt]]
 
 
 def _same(pattern: Any, source: Any, match: _Match) -> bool:
-    """Compare two trees, and note in ``match`` what the names of the pattern stand for."""
+    """Compare two trees, and record in ``match`` the names that those of the pattern stand for."""
     if isinstance(pattern, list):
         return (
             isinstance(source, list)

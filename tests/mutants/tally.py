@@ -1,4 +1,4 @@
-"""Counters of what was tried that outlive the process that tried it."""
+"""Counters of a search that outlive its process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _CHECK = 128
 
 
 class Tally:
-    """Shared with the processes forked after it was made: a planted bug may end them."""
+    """Counters in memory shared with later forks, because a planted bug may end those."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _COUNTERS.size + _CHECK)
 
     def count(self, operations: int) -> None:
-        """One more example, of so many operations."""
+        """Count one more example with its operations."""
         examples, done = _COUNTERS.unpack_from(self._memory)
         _COUNTERS.pack_into(self._memory, 0, examples + 1, done + operations)
 
@@ -30,7 +30,7 @@ class Tally:
 
     @property
     def check(self) -> str:
-        """The check that is running."""
+        """Name of the running check."""
         return self._memory[_COUNTERS.size :].rstrip(b"\0").decode()
 
     @check.setter

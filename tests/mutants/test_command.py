@@ -1,4 +1,4 @@
-"""The command lists the planted bugs, and looks for false alarms on what it is told to."""
+"""The command: its list of bugs, false alarms, and usage errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [mutant.name for mutant in CATALOGUE]
 
 
-@pytest.mark.parametrize("names", [(), (CATALOGUE[0].name,)])  # more than a buffer, and less
-def test_the_list_may_be_read_in_part(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "names", [(), (CATALOGUE[0].name,)]
+)  # more than a buffer of output, and less
+def test_list_can_be_read_in_part(names: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
-    os.close(reading)  # as head does, only earlier
+    os.close(reading)  # as head does, but before the first line
     command_line = [sys.executable, "-m", "tests.mutants", "--list", *names]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
@@ -39,13 +41,13 @@ def test_the_list_may_be_read_in_part(names: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["no-such-bug"]) == 2
     assert "no mutant is called 'no-such-bug'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seeds", [1, 4, 9])
-def test_every_seed_is_looked_at_for_false_alarms(seeds: int) -> None:
+def test_every_seed_is_searched_for_false_alarms(seeds: int) -> None:
     jobs = command.alarm_jobs(seeds, ("one:Target",))
     assert [task for job in jobs for task in job.tasks] == [Task(HUNT, n) for n in range(seeds)]
     assert {(job.mutant, job.targets) for job in jobs} == {(None, ("one:Target",))}
@@ -55,41 +57,41 @@ def test_every_seed_is_looked_at_for_false_alarms(seeds: int) -> None:
     ("arguments", "targets"),
     [((), SHIPPED_TARGETS), (("--targets", *MANAGERS), MANAGERS)],
 )
-def test_false_alarms_are_looked_for_on_the_targets_named(
+def test_false_alarms_are_searched_on_the_named_targets(
     arguments: tuple[str, ...],
     targets: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     page: Path,
 ) -> None:
-    def pretend(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+    def stub_run(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
         assert processes == 1
         assert {job.targets for job in jobs} == {targets}
         return (Outcome(None, HUNT, task.seed) for job in jobs for task in job.tasks)
 
-    monkeypatch.setattr(command, "run", pretend)
-    asked = ["--false-alarms", "6", "--jobs", "1", "--write-docs", str(page), *arguments]
-    assert command.main(asked) == 0
-    written = page.read_text().partition("## No false alarms")[2].partition("<!-- end -->")[0]
-    assert " ".join(("--false-alarms 6", *arguments, "--write-docs")) in written
-    assert "6 seeds of the dev profile on each" in written
-    assert [line[2:] for line in written.splitlines() if line.startswith("- ")] == [*targets]
+    monkeypatch.setattr(command, "run", stub_run)
+    options = ["--false-alarms", "6", "--jobs", "1", "--write-docs", str(page), *arguments]
+    assert command.main(options) == 0
+    section = page.read_text().partition("## No false alarms")[2].partition("<!-- end -->")[0]
+    assert " ".join(("--false-alarms 6", *arguments, "--write-docs")) in section
+    assert "6 seeds of the dev profile on each" in section
+    assert [line[2:] for line in section.splitlines() if line.startswith("- ")] == [*targets]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--targets", MANAGERS[0]), "--targets: planted bugs have their own"),
         (("--false-alarms", "1", "--targets", "no.such:Cache"), "--targets: no.such:Cache: "),
     ],
 )
-def test_targets_that_make_no_sense_are_a_usage_error(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_targets_are_a_usage_error(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_job_survives_the_trip_to_the_worker() -> None:
+def test_job_survives_serialisation() -> None:
     job = command.jobs_for(CATALOGUE[:1], seeds=2, compare=True)[0]
     assert Job.from_line(job.to_line()) == job
     assert [task.kind for task in job.tasks] == [HUNT, RANDOM, HUNT, RANDOM, EXAMPLES]

@@ -1,4 +1,4 @@
-"""The planted bugs are found, and the runner would say so if they were not."""
+"""Searches for planted bugs, and reports of bugs that are not found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutants import command, hunt
 from tests.mutants.catalogue import CATALOGUE
-from tests.mutants.exhaustive import in_the_cache, walk_on
+from tests.mutants.exhaustive import bugs_in_the_cache, walk_on
 from tests.mutants.forking import in_child
 from tests.mutants.install import plant, source_of
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
@@ -20,7 +20,7 @@ from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
 from tests.mutants.planted import BROKEN, CRASH, EQUIVALENT, POOL, RELEASE
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.tally import Tally
-from tests.sampled import sampled
+from tests.sampled import sample_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,43 +32,43 @@ def small_job(mutant: Mutant | None, *tasks: Task, targets: Sequence[str] = (COM
 
 
 @pytest.mark.parametrize(("source", "places"), [("x = 1", 0), (f"{RELEASE}\n" * 2, 2)])
-def test_a_stale_mutant_is_an_error(source: str, places: int) -> None:
+def test_stale_mutant_is_an_error(source: str, places: int) -> None:
     with pytest.raises(StaleMutant, match=f"'equivalent' replaces .* {places} places match"):
         EQUIVALENT.applied_to(source)
 
 
 def test_planting_a_stale_mutant_is_an_error(tmp_path: Path) -> None:
-    stale = Mutant("stale", "Nothing.", POOL, "BlockPool.drop", "no_such.call(for_nobody, 3)", "")
+    stale = Mutant("stale", "Nothing.", POOL, "BlockPool.drop", "no_such.call(argument, 3)", "")
     with pytest.raises(StaleMutant, match="0 places match"):
         plant(stale, tmp_path)
 
 
-def test_a_bug_is_planted_in_the_copy_alone(tmp_path: Path) -> None:
+def test_bug_is_planted_only_in_the_copy(tmp_path: Path) -> None:
     before = source_of(POOL).read_text()
     plant(CRASH, tmp_path)
     assert "SIGSEGV" in (tmp_path / "roseinfer" / "kv" / "pool.py").read_text()
     assert source_of(POOL).read_text() == before
 
 
-def one_for_each_row() -> list[Mutant]:
+def one_bug_for_each_row() -> list[Mutant]:
     return [next(m for m in CATALOGUE if row in m.rows) for row in KNOWN_BUGS]
 
 
-def test_a_bug_of_every_known_kind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """All kinds take two minutes: where no test is named, a fourth of them is tried."""
-    names = sampled(sorted({mutant.name for mutant in one_for_each_row()}))
+def test_bugs_of_every_known_row_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows take two minutes; a quarter of them if the command line names no test."""
+    names = sample_names(sorted({mutant.name for mutant in one_bug_for_each_row()}))
     assert command.main([*names, "--quick", "--jobs", "2"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in names)
-    assert f"{len(names)} of {len(names)} planted bugs found" in said
+    output = capsys.readouterr().out
+    assert all(name in output for name in names)
+    assert f"{len(names)} of {len(names)} planted bugs found" in output
 
 
 KINDS = (HUNT, RANDOM, EXAMPLES, DIRECTED)
 
 
 @pytest.fixture(scope="module")
-def done() -> Done:
-    """What a worker made of some jobs: it takes longer to start than it takes for all of them."""
+def finished() -> FinishedJobs:
+    """Run some jobs in one worker, because its start takes longer than all of them."""
     jobs = [
         small_job(None, *map(Task, KINDS)),
         small_job(EQUIVALENT, Task(HUNT)),
@@ -78,50 +78,50 @@ def done() -> Done:
     outcomes: list[Outcome] = []
     with pytest.raises(WorkerFailed) as failure:
         outcomes.extend(run(jobs, processes=1))
-    return Done(outcomes, str(failure.value))
+    return FinishedJobs(outcomes, str(failure.value))
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedJobs:
     outcomes: list[Outcome]
-    said: str
-    """How the last job failed."""
+    failure: str
+    """Message of the last job's failure."""
 
     def of(self, mutant: Mutant | None) -> list[Outcome]:
         name = mutant.name if mutant else None
         return [outcome for outcome in self.outcomes if outcome.mutant == name]
 
 
-def test_a_change_that_breaks_nothing_survives(
-    done: Done, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_equivalent_change_survives(
+    finished: FinishedJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
-    monkeypatch.setattr(command, "run", lambda *_, **__: iter(done.of(EQUIVALENT)))
+    monkeypatch.setattr(command, "run", lambda *_, **__: iter(finished.of(EQUIVALENT)))
     assert command.main([]) == 1
     assert "SURVIVED: equivalent" in capsys.readouterr().out
 
 
-def test_nothing_is_found_where_nothing_is_planted(done: Done) -> None:
-    outcomes = done.of(None)
+def test_unbroken_copy_has_no_failures(finished: FinishedJobs) -> None:
+    outcomes = finished.of(None)
     assert tuple(outcome.kind for outcome in outcomes) == KINDS
-    assert [(outcome.check, outcome.what) for outcome in outcomes if outcome.killed] == []
+    assert [(outcome.check, outcome.message) for outcome in outcomes if outcome.killed] == []
     assert outcomes[0].examples > 10
     assert outcomes[1].operations >= outcomes[0].operations
 
 
-def test_a_crash_is_a_kill_and_the_next_seed_is_tried(done: Done) -> None:
-    outcomes = done.of(CRASH)
-    assert [outcome.what for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2
+def test_crash_counts_as_found_and_the_next_seed_runs(finished: FinishedJobs) -> None:
+    outcomes = finished.of(CRASH)
+    assert [outcome.message for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2
     assert all(outcome.killed and outcome.check == "histories" for outcome in outcomes)
     assert all(outcome.examples for outcome in outcomes)
 
 
-def test_a_copy_that_cannot_be_imported_is_no_kill(done: Done) -> None:
-    assert done.of(BROKEN) == []
-    assert re.search(r"could not do broken: [\s\S]*SyntaxError", done.said)
+def test_copy_that_cannot_be_imported_is_an_error(finished: FinishedJobs) -> None:
+    assert finished.of(BROKEN) == []
+    assert re.search(r"worker failed on broken: [\s\S]*SyntaxError", finished.failure)
 
 
-def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_example_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunt, "_HANGS_AFTER", 1)
     tally = Tally()
 
@@ -134,7 +134,7 @@ def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert (tally.examples, tally.operations) == (1, 7)
 
 
-def test_short_histories_find_a_bug_and_nothing_where_there_is_none() -> None:
-    (bug,) = (each for each in in_the_cache() if each.name == "truncated-a-block-long")
+def test_short_histories_find_a_bug_only_where_one_is_planted() -> None:
+    (bug,) = (each for each in bugs_in_the_cache() if each.name == "truncated-a-block-long")
     assert walk_on(bug, 2) == "2"
     assert walk_on(None, 2) == ""

@@ -1,4 +1,4 @@
-"""The prefix cache is driven as the engine drives it, and is right."""
+"""The prefix cache without a model: right histories, hits, evictions and tails."""
 
 from __future__ import annotations
 
@@ -26,61 +26,61 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.operation import Operation
 
 SPEC = CacheSpec(block_size=4, num_blocks=2)
-ALIKE = ((0, 0), (0, WHOLE), (0, 0))
-KEPT = (Prefill(0, 3), Free(0))
-"""Of sequence 0 a tail of three tokens is kept."""
+TEXTS = ((0, 0), (0, WHOLE), (0, 0))
+CACHE_A_TAIL = (Prefill(0, 3), Free(0))
+"""Steps after which a tail of three tokens is cached."""
 
 
-def ran(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
-    return dict(run_history(PrefixCachedManager, History(spec, steps, texts=ALIKE)))
+def run_steps(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
+    return dict(run_history(PrefixCachedManager, History(spec, steps, texts=TEXTS)))
 
 
 @pytest.mark.parametrize("cache", [PrefixCachedManager, HashedPrefixes, WindowedPrefixes])
-def test_any_history_is_right(cache: type[PrefixCachedManager]) -> None:
+def test_histories_are_right(cache: type[PrefixCachedManager]) -> None:
     @hypothesis_settings(max_examples=20, database=None, phases=[Phase.generate], deadline=None)
     @seed(1)
     @given(histories(cache))
-    def look(history: History) -> None:
+    def check(history: History) -> None:
         run_history(cache, history)
 
-    look()
+    check()
 
 
-def test_a_prompt_begins_with_what_is_found() -> None:
-    found = ran(Prefill(0, 6), Prefill(1, 6), spec=replace(SPEC, num_blocks=3))
-    assert found["block_found"] == 1
-    assert "tail_found" not in found
-    assert ran(*KEPT, Prefill(1, 4))["tail_found"] == 1
+def test_prompt_begins_with_cached_blocks_and_tails() -> None:
+    counts = run_steps(Prefill(0, 6), Prefill(1, 6), spec=replace(SPEC, num_blocks=3))
+    assert counts["block_found"] == 1
+    assert "tail_found" not in counts
+    assert run_steps(*CACHE_A_TAIL, Prefill(1, 4))["tail_found"] == 1
 
 
-def test_a_prompt_that_has_no_room_beside_a_tail_begins_without_it() -> None:
-    assert "tail_found" not in ran(*KEPT, Prefill(1, 8))
+def test_prompt_without_room_for_a_tail_copy_starts_without_it() -> None:
+    assert "tail_found" not in run_steps(*CACHE_A_TAIL, Prefill(1, 8))
 
 
-def test_a_prompt_comes_in_chunks() -> None:
-    assert ran(Prefill(0, 8), Free(0), Prefill(1, 8))["block_found"] == 1
+def test_prompt_is_stored_in_chunks() -> None:
+    assert run_steps(Prefill(0, 8), Free(0), Prefill(1, 8))["block_found"] == 1
 
 
-def test_a_preempted_sequence_begins_with_what_is_left_of_it() -> None:
-    found = ran(Prefill(0, 7), Preempt(0), Resume(0, 7))
-    assert found["block_found"] == 1
+def test_preempted_sequence_resumes_with_its_cached_blocks() -> None:
+    counts = run_steps(Prefill(0, 7), Preempt(0), Resume(0, 7))
+    assert counts["block_found"] == 1
 
 
-def test_room_is_made_by_evicting() -> None:
-    assert ran(*KEPT, Prefill(2, 8))["evicted"] == 1
+def test_prompt_evicts_cached_blocks() -> None:
+    assert run_steps(*CACHE_A_TAIL, Prefill(2, 8))["evicted"] == 1
 
 
-def test_a_tail_that_was_found_is_copied_or_the_append_refused() -> None:
-    taken = (*KEPT, LookUp(1, 4), BeginWith(1))
-    assert ran(*taken, AppendMany((1,), (2,)), Append((1,)))["tail_found"] == 1
-    ran(*taken, Prefill(2, 4), Append((1,)))
+def test_cached_tail_is_copied_or_the_append_is_refused() -> None:
+    steps = (*CACHE_A_TAIL, LookUp(1, 4), BeginWith(1))
+    assert run_steps(*steps, AppendMany((1,), (2,)), Append((1,)))["tail_found"] == 1
+    run_steps(*steps, Prefill(2, 4), Append((1,)))
 
 
-class SaysNothingOfTails(PrefixCachedManager):
+class WithoutTailCopies(PrefixCachedManager):
     prefixes = PrefixCachedManager.prefixes.but(keeps_prefix=False)
 
 
-def test_that_it_copies_must_be_said() -> None:
-    steps = (*KEPT, LookUp(1, 4), BeginWith(1), Prefill(2, 4), Append((1,)))
+def test_undeclared_copy_of_a_tail_is_found() -> None:
+    steps = (*CACHE_A_TAIL, LookUp(1, 4), BeginWith(1), Prefill(2, 4), Append((1,)))
     with pytest.raises(Divergence, match="refused a write that fits"):
-        run_history(SaysNothingOfTails, History(SPEC, steps, texts=ALIKE))
+        run_history(WithoutTailCopies, History(SPEC, steps, texts=TEXTS))

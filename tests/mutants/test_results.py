@@ -1,7 +1,8 @@
-"""What the searches found is summed up, and the page and the wheel say the same of it."""
+"""Results of searches: sums, the pages, and the strength in the wheel."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from tests.mutants import command, report
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.jobs import RANDOM, Job, Outcome
 from tests.mutants.known_bugs import KNOWN_BUGS
-from tests.mutants.planted import DOCS, EQUIVALENT, outcome
+from tests.mutants.planted import EQUIVALENT, RESULTS_PAGE, SUMMARY_PAGE, outcome
 from tests.mutants.results import sum_up
 
 if TYPE_CHECKING:
@@ -20,45 +21,60 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_one_seed_that_misses_makes_a_survivor() -> None:
+def test_bug_that_one_seed_misses_survives() -> None:
     (result,) = sum_up([EQUIVALENT], [outcome(0, killed=True), outcome(1, killed=False)])
     assert result.survived
     assert result.killed == "1/2"
 
 
-def test_a_bug_that_nobody_looked_for_survives() -> None:
+def test_bug_without_a_search_survives() -> None:
     (result,) = sum_up([EQUIVALENT], [outcome(0, killed=True, kind=RANDOM)])
     assert result.survived
 
 
-def test_medians_are_over_the_searches_alone() -> None:
+def test_medians_are_over_searches_only() -> None:
     searches = [
         outcome(seed, killed=True, examples=examples) for seed, examples in enumerate((1, 9, 2))
     ]
     (result,) = sum_up(
         [EQUIVALENT], [*searches, outcome(0, killed=False, kind=RANDOM, examples=99)]
     )
-    assert (result.median_examples, result.most_examples) == (2, 9)
+    assert (result.median_examples, result.max_examples) == (2, 9)
     assert (result.killed_by_random, result.survived) == ("0/1", False)
 
 
-def test_the_wheel_says_of_its_strength_what_the_page_says() -> None:
-    """Else: ``python -m tests.mutants --write-docs docs/mutants.md``."""
-    said = Strength.of("ci")
-    assert said is not None
-    results = DOCS.read_text().partition("<!-- results -->")[2]
-    assert f" on {said.date}, " in results
-    assert f", roseinfer {said.version}, " in results
-    assert f"\n{said.found} of {said.planted} planted bugs found in " in results
-    assert said.planted <= len(CATALOGUE)  # bugs may have been planted since
-    assert f"| {said.seeds}/{said.seeds} " in results
+def test_strength_in_the_wheel_equals_the_page() -> None:
+    """Else: ``python -m tests.mutants --write-docs docs/lab/mutants.md``."""
+    strength = Strength.of("ci")
+    assert strength is not None
+    results = RESULTS_PAGE.read_text().partition("<!-- results -->")[2]
+    assert f" on {strength.date},\n" in results
+    assert f", roseinfer {strength.version}, " in results
+    assert f"\n{strength.num_found} of {strength.planted} planted bugs found in " in results
+    assert strength.planted <= len(CATALOGUE)  # bugs may have been planted since
+    assert f"\n  {strength.seeds}/{strength.seeds} by " in results
+
+
+@pytest.mark.parametrize("profile", ["ci", "dev"])
+def test_summary_has_the_measured_strength(profile: str) -> None:
+    """Else update the figures of docs/mutants.md from docs/lab/mutants.md."""
+    strength = Strength.of(profile)
+    assert strength is not None
+    page = " ".join(SUMMARY_PAGE.read_text().split())
+    assert re.search(
+        rf"\| profile `{profile}`, [^|]* \| {strength.planted} \| {strength.num_found} \| \d+ \|",
+        page,
+    )
+    not_found = page.partition("## Not found")[2].partition("## ")[0]
+    for name, seeds in strength.unreliable.items():
+        assert re.search(rf"`{name}` is found by {seeds}\b|`{name}` by {seeds}\b", not_found)
 
 
 @pytest.mark.parametrize(
     ("names", "profile", "written"),
     [((), "ci", True), ((), "dev", True), ((EQUIVALENT.name,), "ci", False)],
 )
-def test_the_strength_is_that_of_a_hunt_for_every_bug(
+def test_only_a_hunt_for_every_bug_writes_the_strength(
     names: tuple[str, ...],
     profile: str,
     written: bool,
@@ -66,7 +82,7 @@ def test_the_strength_is_that_of_a_hunt_for_every_bug(
     page: Path,
     tmp_path: Path,
 ) -> None:
-    def pretend(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+    def stub_run(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
         assert processes
         return (
             outcome(task.seed, killed=task.seed < 2, kind=task.kind)
@@ -76,22 +92,22 @@ def test_the_strength_is_that_of_a_hunt_for_every_bug(
 
     monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
     monkeypatch.setattr(command, "find", lambda _: EQUIVALENT)
-    monkeypatch.setattr(command, "run", pretend)
+    monkeypatch.setattr(command, "run", stub_run)
     monkeypatch.setattr(verdict, "FILE", tmp_path / "strength.json")
     verdict.FILE.write_text("{}")
-    hunt = [*names, "--seeds", "3", "--profile", profile, "--write-docs", str(page)]
-    assert command.main(hunt) == 1
-    said = Strength.of(profile)
+    options = [*names, "--seeds", "3", "--profile", profile, "--write-docs", str(page)]
+    assert command.main(options) == 1
+    strength = Strength.of(profile)
     if not written:
-        assert said is None
+        assert strength is None
         return
-    assert said is not None
-    assert (said.planted, said.found, said.seeds) == (1, 0, 3)
-    assert said.missed == {EQUIVALENT.name: 2}
-    assert f"roseinfer {said.version}" in page.read_text()
+    assert strength is not None
+    assert (strength.planted, strength.num_found, strength.seeds) == (1, 0, 3)
+    assert strength.missed == {EQUIVALENT.name: 2}
+    assert f"roseinfer {strength.version}" in page.read_text()
 
 
-def test_a_section_of_the_page_is_replaced_and_the_rest_kept(page: Path) -> None:
+def test_writing_a_section_keeps_the_others(page: Path) -> None:
     results = sum_up([EQUIVALENT], [outcome(0, killed=True)])
     report.write_results(page, results, 1.0, "first command")
     alarms = report.alarms([outcome(0, killed=False)], ["one:Target", "another:Target"], 2.0)
@@ -104,12 +120,12 @@ def test_a_section_of_the_page_is_replaced_and_the_rest_kept(page: Path) -> None
         "1 seeds of the dev profile on each of these, without a planted bug: 0 failed (2 s)\n"
         "- one:Target\n- another:Target\n"
     ) in text
-    assert all(f"| {row:5} |" in text for row in KNOWN_BUGS)
+    assert all(f"\n- {row} (" in text for row in KNOWN_BUGS)
 
 
-def test_a_page_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_page_without_sections_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    page.write_text("mine")
+    page.write_text("other")
     with pytest.raises(ValueError, match="no section"):
         report.write_alarms(page, "", "")
-    assert page.read_text() == "mine"
+    assert page.read_text() == "other"

@@ -1,4 +1,4 @@
-"""Planted bugs are put where statements of their shape are, whatever these are called by now."""
+"""Replacement of statements by their shape, independent of names."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class Pool:
 HEADER = "if not self.refcounts[index]:\n    ..."
 
 
-def planted(source: str, find: str, by: str, function: str = "Pool.drop") -> str:
-    return replaced(dedent(source), function, find, by)
+def planted(source: str, find: str, replacement: str, function: str = "Pool.drop") -> str:
+    return replaced(dedent(source), function, find, replacement)
 
 
-def test_a_statement_is_replaced() -> None:
+def test_statement_is_replaced() -> None:
     broken = planted(SOURCE, "self.refcounts[index] -= 1", "self.refcounts[index] -= 2")
     assert broken == ast.unparse(ast.parse(SOURCE.replace("-= 1", "-= 2")))
 
 
-def test_a_body_that_is_left_out_is_kept_with_its_else() -> None:
+def test_omitted_body_is_kept_with_its_else() -> None:
     broken = planted(SOURCE, HEADER, HEADER.replace("not ", ""))
     assert broken == ast.unparse(ast.parse(SOURCE.replace("if not ", "if ")))
 
 
-def test_names_and_texts_may_have_changed() -> None:
+def test_renamed_names_match() -> None:
     renamed = SOURCE.replace("index", "block").replace("refcounts", "holders")
     broken = planted(renamed, "self.refcounts[index] -= 1", "self.refcounts[index] -= 2")
     assert broken == ast.unparse(ast.parse(renamed.replace("-= 1", "-= 2")))
 
 
-def test_what_was_moved_to_another_function_is_found() -> None:
+def test_statement_moved_to_another_function_matches() -> None:
     moved = SOURCE.replace("def drop", "def release")
     assert "-= 2" in planted(moved, "self.refcounts[index] -= 1", "self.refcounts[index] -= 2")
 
 
-def test_a_name_stands_for_one_name() -> None:
+def test_pattern_name_stands_for_one_name() -> None:
     assert "x - y" not in planted("def drop(x, y):\n    x = x + y\n", "a = a + b", "a = b", "drop")
     with pytest.raises(NoMatch, match="0 places"):
         planted("def drop(x, y):\n    x = x + y\n", "a = a + a", "a = 0", "drop")
@@ -65,14 +65,14 @@ def test_a_name_stands_for_one_name() -> None:
         planted("def drop(x):\n    x = x + x\n", "a = a + b", "a = 0", "drop")
 
 
-def test_the_named_function_is_preferred_and_a_choice_refused() -> None:
+def test_named_function_is_preferred_and_ambiguity_refused() -> None:
     twice = "def one(x):\n    x += 1\ndef two(x):\n    x += 1\n"
     assert planted(twice, "x += 1", "x += 2", "two").endswith("x += 2")
     with pytest.raises(NoMatch, match="2 places"):
         planted(twice, "x += 1", "x += 2", "three")
 
 
-def test_nothing_is_left_of_a_statement_that_is_dropped() -> None:
+def test_empty_replacement_leaves_pass() -> None:
     assert planted("def drop(x):\n    x += 1\n", "x += 1", "", "drop").endswith("pass")
 
 
@@ -80,7 +80,7 @@ _SUFFIX = "_renamed"
 
 
 class _Renamed(ast.NodeTransformer):
-    """Gives every other function, argument and variable of a module another name."""
+    """Renames every other function, argument and variable of a module."""
 
     def __init__(self, module: ast.Module, first: int) -> None:
         nodes = list(ast.walk(module))
@@ -104,7 +104,7 @@ class _Renamed(ast.NodeTransformer):
 @pytest.mark.parametrize(
     "mutant", [each for each in CATALOGUE if each.module], ids=lambda mutant: mutant.name
 )
-def test_a_planted_bug_outlives_other_names(mutant: Mutant, first: int) -> None:
+def test_planted_bug_applies_after_renames(mutant: Mutant, first: int) -> None:
     source = source_of(mutant.module).read_text()
     module = ast.parse(source)
     names = _Renamed(module, first)

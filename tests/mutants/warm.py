@@ -1,4 +1,4 @@
-"""Doing once, before forking, what is slow the first time: half a second for every process."""
+"""Slow first calls, made once before forking, which saves half a second for every process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import hypothesis
-import pytest  # noqa: F401  (the tests of conformance skip with it)
+import pytest  # noqa: F401  (conformance tests skip with it)
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401  (engines under test run them)
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def warm_up() -> None:
-    """Import and run everything that does not belong to the package under test."""
+    """Import and run everything outside of the package under test."""
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("roseinfer_mutants", database=None)
     hypothesis.settings.load_profile("roseinfer_mutants")
@@ -46,7 +46,7 @@ def _increment(numbers, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # 
 
 
 class _Rows(KVCacheAdapter):
-    """A cache of lists, right and slow."""
+    """Right and slow cache of lists."""
 
     def make(self, spec: CacheSpec) -> None:
         self.dtype = getattr(torch, spec.dtype)

@@ -1,11 +1,11 @@
-"""The process that plants bugs and looks for them: reads jobs, writes outcomes.
+"""Process that plants bugs and searches for them: reads jobs, writes outcomes.
 
-Importing torch, Triton and Hypothesis takes seconds, so that is done once, here. Every broken
-copy is then imported in a fork of this process, and every task on it runs in a fork of that
-one: a bug that corrupts memory, hangs or crashes takes nobody with it.
+Importing torch, Triton and Hypothesis takes seconds, so this process does it once. Every broken
+copy is imported in a fork of it, and every task on the copy runs in a fork of that one: a bug that
+corrupts memory, hangs or crashes affects no other task.
 
-Its arguments are the process that started it, which it must not outlive, and a folder to put
-the copies in.
+Its arguments are the id of the process that started it, which it must not outlive, and a folder for
+the copies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.mutants.tally import Tally
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from tests.mutants.hunt import Found
+    from tests.mutants.hunt import Failure
 
 _LEAST_OPERATIONS = 40
-"""Random operations tried where the search needed fewer."""
+"""Least number of random operations, if the search needed fewer."""
 
 
 def main() -> None:
     runner, folder = int(sys.argv[1]), sys.argv[2]
-    # Whatever anyone prints must not come between the outcomes.
+    # Keep other output out of the stream of outcomes.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from tests.mutants.warm import warm_up
@@ -72,13 +72,13 @@ def _try_all(job: Job, folder: Path, answers: TextIO, runner: int) -> str:
 
 @dataclass(slots=True)
 class _Bench:
-    """One imported copy and what is tried on it."""
+    """One imported copy and its tasks."""
 
     job: Job
     targets: list[type[Any]]
     runner: int
-    needed: int = 0
-    """Operations of the last hunt."""
+    operations_needed: int = 0
+    """Operations of the last hunt, and at least the minimum."""
 
     def outcome(self, task: Task) -> Outcome:
         tally = Tally()
@@ -87,56 +87,56 @@ class _Bench:
         if ended.ended_by:
             outcome = Outcome(
                 self.job.name, task.kind, task.seed, killed=True, check=tally.check,
-                what=f"the process was ended by {ended.ended_by}",
+                message=f"the process was ended by {ended.ended_by}",
                 seconds=time.perf_counter() - start,
             )  # fmt: skip
         else:
             outcome = Outcome.from_line(ended.answer)
         outcome = replace(outcome, examples=tally.examples, operations=tally.operations)
         if task.kind == HUNT:
-            self.needed = max(outcome.operations, _LEAST_OPERATIONS)
+            self.operations_needed = max(outcome.operations, _LEAST_OPERATIONS)
         return outcome
 
     def _attempt(self, task: Task, tally: Tally) -> Outcome:
         start = time.perf_counter()
-        found = self._found(task, tally)
+        failure = self._failure(task, tally)
         outcome = Outcome(self.job.name, task.kind, task.seed, seconds=time.perf_counter() - start)
-        if found is None:
+        if failure is None:
             return outcome
-        return replace(outcome, killed=True, check=found.check, what=found.what[:500])
+        return replace(outcome, killed=True, check=failure.check, message=failure.message[:500])
 
-    def _found(self, task: Task, tally: Tally) -> Found | None:
+    def _failure(self, task: Task, tally: Tally) -> Failure | None:
         from pytest_roseinfer.adapters.engine import EngineAdapter
         from tests.mutants import directed, hunt
 
         job = self.job
         engines = [target for target in self.targets if issubclass(target, EngineAdapter)]
-        asked = Settings(
+        search_settings = Settings(
             examples=job.examples,
             steps=job.steps,
-            search_seconds=0,  # examples are what is compared, on a busy machine too
+            search_seconds=0,  # results count examples, also on a busy machine
             seed=task.seed,
             targets=job.targets,
         )
         if task.kind == HUNT:
-            return hunt.hunt(self.targets, asked, tally)
+            return hunt.hunt(self.targets, search_settings, tally)
         if task.kind == SHRINK:
             from tests.mutants import shrinking
 
-            return shrinking.shrink(self.targets, asked, tally)
+            return shrinking.shrink(self.targets, search_settings, tally)
         if task.kind == DIRECTED:
             return directed.run(job.mutant.directed if job.mutant else None, tally)
         if task.kind == RANDOM:
             from tests.mutants import random_operations, random_requests
 
             if engines:
-                return random_requests.run(engines, task.seed, self.needed, tally)
-            return random_operations.run(self.targets, task.seed, self.needed, tally)
+                return random_requests.run(engines, task.seed, self.operations_needed, tally)
+            return random_operations.run(self.targets, task.seed, self.operations_needed, tally)
         if task.kind == EXAMPLES:
             from tests.mutants import engine_examples, examples
 
             return engine_examples.run(tally) if engines else examples.run(tally)
-        raise ValueError(f"no task is called {task.kind!r}")
+        raise ValueError(f"unknown kind of task: {task.kind!r}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Caches and engines of other projects, held to the harness; ``fetch`` brings the projects here."""
+"""Caches and engines of other projects under the harness; ``fetch`` downloads the projects."""

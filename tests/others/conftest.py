@@ -1,4 +1,4 @@
-"""What the tests of other projects share."""
+"""Fixture of the tests of other projects."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def searching() -> Iterator[None]:
-    """Search with a fixed seed, count apart, and let what is imported warn."""
-    asked, seen = settings.current(), coverage.current()
+def seeded_search() -> Iterator[None]:
+    """Search with a fixed seed and a coverage of its own, and ignore warnings of imports."""
+    saved_settings, saved_coverage = settings.current(), coverage.current()
     settings.set_current(settings.Settings(examples=500, steps=20, seed=1))
     coverage.set_current(coverage.Coverage())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
+    settings.set_current(saved_settings)
+    coverage.set_current(saved_coverage)

@@ -1,4 +1,4 @@
-"""Searches an engine for a request that gets something else than it gets alone."""
+"""Search of an engine for requests whose output depends on other requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verdicts_of(adapter: type[EngineAdapter], *, examples: int, steps: int = 8) -> list[str]:
-    """Return what a search says of each path; raise where it finds a difference."""
+    """Return a search's verdict on each path; raise where it finds a difference."""
     with fresh_run(settings.Settings(examples=examples, steps=steps, seed=1)):
         tests = conformance(adapter)()
         assert isinstance(tests, EngineTests)

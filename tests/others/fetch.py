@@ -1,7 +1,7 @@
-"""Fetches projects to hold to the harness: ``python -m tests.others.fetch nano-vllm``.
+"""Download a project to test with the harness: ``python -m tests.others.fetch nano-vllm``.
 
-They come into ``.others/`` and are imported from there; nothing is installed. One that was there is
-replaced, as by another ``--release``.
+It is unpacked into ``.others/`` and imported from there; nothing is installed. An earlier copy is
+replaced, for example by another ``--release``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FOLDER = Path(__file__).parents[2] / ".others"
 @dataclass(frozen=True, slots=True)
 class Origin:
     repository: str | None = None
-    """None where it comes as one of ``wheels``."""
+    """URL of the git repository; None for a project that is published as a wheel."""
     revision: str = ""
-    """A commit; or the release of a wheel, which has the project's name."""
+    """Commit, or release of the wheel that has the project's name."""
     wheels: tuple[str, ...] = ()
-    """What it imports that this project has not; all come without their own dependencies."""
+    """Further packages that the project imports, each without its own dependencies."""
     python_only: bool = False
-    """Unpack the Python files and the metadata of its own wheel alone: its kernels are large."""
+    """Unpack only Python files and metadata of the project's own wheel: its kernels are large."""
 
 
 PROJECTS = {
@@ -61,23 +61,23 @@ PROJECTS = {
 
 
 def fetch(name: str, source: str | None = None, release: str | None = None) -> Path:
-    """Bring a project from ``source``, or from where it is published, and return its folder."""
+    """Download a project, from ``source`` or its public origin, and return its folder."""
     project, folder = PROJECTS[name], FOLDER / name
     revision, wheels = release or project.revision, project.wheels
-    more: tuple[str, ...] = ()
+    pip_options: tuple[str, ...] = ()
     shutil.rmtree(folder, ignore_errors=True)
     if project.repository:
         _run("git", "clone", "--quiet", source or project.repository, str(folder))
         _run("git", "-C", str(folder), "checkout", "--quiet", revision)
     else:
         wheels = (f"{name}=={revision}", *wheels)
-        more = ("--find-links", source) if source else ()
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *more)
-    with TemporaryDirectory() as there:
-        _run(*pip, "--only-binary", ":all:", "--dest", there, *wheels)
-        for wheel in Path(there).iterdir():
-            own = wheel.name.startswith(f"{name}-")
-            _unpack(wheel, folder, python_only=own and project.python_only)
+        pip_options = ("--find-links", source) if source else ()
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *pip_options)
+    with TemporaryDirectory() as downloads:
+        _run(*pip, "--only-binary", ":all:", "--dest", downloads, *wheels)
+        for wheel in Path(downloads).iterdir():
+            is_project = wheel.name.startswith(f"{name}-")
+            _unpack(wheel, folder, python_only=is_project and project.python_only)
     return folder
 
 
@@ -95,9 +95,7 @@ def _run(*command: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("project", choices=PROJECTS)
-    parser.add_argument("--release", help="another one than the newest: a commit, or a version")
-    parser.add_argument(
-        "--source", metavar="FOLDER", help="a clone, or wheels, that are there already"
-    )
-    asked = parser.parse_args()
-    print(fetch(asked.project, asked.source, asked.release))
+    parser.add_argument("--release", help="a commit or version other than the default one")
+    parser.add_argument("--source", metavar="FOLDER", help="an existing clone, or folder of wheels")
+    args = parser.parse_args()
+    print(fetch(args.project, args.source, args.release))

@@ -1,27 +1,27 @@
-"""The scripts of docs/found.md and what they print, by the project that they are about."""
+"""Scripts of docs/lab/found-details.md with their output, by project."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "found.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lab" / "found-details.md"
 
 
 def scripts_about(project: str) -> list[tuple[str, str]]:
     """Return each script below the heading that begins with ``project``, and its output."""
-    found = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", _section(project), re.DOTALL)
-    if not found:
+    scripts = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", _section(project), re.DOTALL)
+    if not scripts:
         raise LookupError(f"{PAGE} has no scripts about {project}")
-    return found
+    return scripts
 
 
-def beginning_about(project: str) -> str:
-    """Return what all scripts about a project begin with, which is fenced as ``python begin``."""
-    found = re.search(r"```python begin\n(.*?)```", _section(project), re.DOTALL)
-    if not found:
-        raise LookupError(f"{PAGE} has nothing that scripts about {project} begin with")
-    return found[1]
+def preamble_about(project: str) -> str:
+    """Return the common first lines of all scripts about a project, fenced as ``python begin``."""
+    preamble = re.search(r"```python begin\n(.*?)```", _section(project), re.DOTALL)
+    if not preamble:
+        raise LookupError(f"{PAGE} has no preamble for scripts about {project}")
+    return preamble[1]
 
 
 def _section(project: str) -> str:

@@ -1,4 +1,4 @@
-"""Bugs that are planted into a project's own classes."""
+"""Bugs planted into classes of other projects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, package: str, where: str, name: str, bug: Any) -> None:
-    """Put in place of a class's method, ``module:class``, what ``bug`` makes of the right one."""
+    """Replace a method of a class, ``module:class``, by the result of ``bug`` for that method."""
     module, _, kind = where.partition(":")
     owner = getattr(import_part(package, module, ""), kind)
     monkeypatch.setattr(owner, name, bug(getattr(owner, name)))

@@ -1,11 +1,11 @@
-"""Search caches and engines that are right: no run of them may be red.
+"""Search correct caches and engines: no run may fail.
 
 ``python -m tests.others.right_caches --runs 30`` searches each with 30 seeds of the profile
-``dev``, and ends with status 1 if one was red. They are those of the docs, this project's own,
-those of transformers, and those of nano-vllm and vLLM where ``python -m tests.others.fetch`` has
-fetched them. Some declare conditions that the harness counts. The tutorial's paged cache comes with
-fast paths as well, of the kind that users write: no ``runs_with`` aims at them, and few histories
-reach them.
+``dev``, and exits with status 1 if a run failed. The targets are those of the docs, of this
+project, of transformers, and of nano-vllm and vLLM if ``python -m tests.others.fetch`` has
+downloaded them. Some declare conditions that the harness counts. The tutorial's paged cache is also
+searched with fast paths as users write them: no ``runs_with`` aims at them, and few histories reach
+them.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
-_OF_TRANSFORMERS = ("last_position", "name_used_again")
+_TRANSFORMERS_CONDITIONS = ("last_position", "name_used_again")
 
 
-def _printed(code: str, name: str, **modules: ModuleType) -> type[Any]:
-    """Return a class of a listing of the docs."""
-    there = ModuleType(f"docs_{name}")
-    with patch.dict(sys.modules, {**modules, there.__name__: there}):
-        exec(code, vars(there))
-    found: type[Any] = vars(there)[name]
-    return found
+def _listed_class(code: str, name: str, **modules: ModuleType) -> type[Any]:
+    """Return a class that a listing of the docs defines."""
+    module = ModuleType(f"docs_{name}")
+    with patch.dict(sys.modules, {**modules, module.__name__: module}):
+        exec(code, vars(module))
+    listed: type[Any] = vars(module)[name]
+    return listed
 
 
-def _meeting(adapter: type[Any], *conditions: str) -> type[Any]:
-    """Return an adapter that declares these conditions too."""
+def _with_conditions(adapter: type[Any], *conditions: str) -> type[Any]:
+    """Return a subclass of an adapter that declares further conditions."""
     declared = dict.fromkeys((*adapter.conditions, *conditions))
     return type(adapter.__name__, (adapter,), {"conditions": tuple(declared)})
 
 
 def _paged() -> type[Any]:
-    return _printed(adapter_of_paged_kv(), "Paged", paged_kv=paged_kv)
+    return _listed_class(adapter_of_paged_kv(), "Paged", paged_kv=paged_kv)
 
 
 def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
-    """Return the tutorial's paged cache with one write for rows that all begin another block.
+    """Return the tutorial's paged cache with one batched write for rows that all begin a new block.
 
-    That takes at least so many rows, all of sequences that hold tokens.
+    The path needs at least ``least_rows`` rows, all of sequences that have tokens.
     """
 
     class FastPaged(_paged()):  # type: ignore[misc]
@@ -82,18 +82,20 @@ def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
 
         def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
             cache = self.cache
-            held = [self.seqs[seq] for seq in seqs if seq in self.seqs and self.seqs[seq].length]
-            begin = len(held) == len(seqs) and all(not each.length % cache.size for each in held)
-            if not begin or len(seqs) < least_rows:
+            rows = [self.seqs[seq] for seq in seqs if seq in self.seqs and self.seqs[seq].length]
+            roll_over = len(rows) == len(seqs) and all(
+                not each.length % cache.size for each in rows
+            )
+            if not roll_over or len(seqs) < least_rows:
                 super().append(seqs, key, value)
                 self.counts["row_by_row"] += 1
                 return
-            if len(held) > len(cache.spare):
+            if len(rows) > len(cache.spare):
                 raise paged_kv.NoBlocks
-            for each in held:
+            for each in rows:
                 each.blocks.append(cache._take())
                 each.length += 1
-            new = [each.blocks[-1] for each in held]
+            new = [each.blocks[-1] for each in rows]
             cache.k[:, new, 0] = key.to(cache.k.dtype)
             cache.v[:, new, 0] = value.to(cache.v.dtype)
             self.counts["new_blocks"] += 1
@@ -104,39 +106,41 @@ def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
 
 def _how_to_engine() -> type[Any]:
     section = page("how-to.md").partition("### Test a whole engine\n")[2].partition("\n## ")[0]
-    return _printed(blocks(section, language="python")[0], "MyEngine")
+    return _listed_class(blocks(section, language="python")[0], "MyEngine")
 
 
 def _tutorial_engine() -> type[Any]:
     code = "\n\n\n".join(blocks(page("tutorial-engine.md"), language="python"))
-    return _printed(code, "MyEngine")
+    return _listed_class(code, "MyEngine")
 
 
 def _shipped(name: str, *conditions: str) -> type[Any]:
-    return _meeting(load_target(f"pytest_roseinfer.targets.{name}"), *conditions)
+    return _with_conditions(load_target(f"pytest_roseinfer.targets.{name}"), *conditions)
 
 
 def _fetched(project: str, name: str, *conditions: str) -> type[Any]:
-    there = str(FOLDER / project)
-    if there not in sys.path:
-        sys.path.insert(0, there)
+    folder = str(FOLDER / project)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     return _shipped(name, *conditions)
 
 
 def _nano_vllm() -> type[Any]:
-    own = _fetched("nano-vllm", "nano_vllm:NanoVllmAdapter", "name_used_again")
-    # That it forgets a text which stays is known, and no matter of chance.
-    own.prefixes = own.prefixes.but(finds="some")
-    return own
+    adapter = _fetched("nano-vllm", "nano_vllm:NanoVllmAdapter", "name_used_again")
+    # It is known to miss stored prefixes, in every search.
+    adapter.prefixes = adapter.prefixes.but(finds="some")
+    return adapter
 
 
 RIGHT: Mapping[str, Callable[[], type[Any]]] = {
-    "tutorial: list": lambda: _meeting(_printed(list_cache(), "ListCache"), "last_position"),
-    "tutorial: paged": lambda: _meeting(_paged(), *HARNESS_CONDITIONS),
+    "tutorial: list": lambda: _with_conditions(
+        _listed_class(list_cache(), "ListCache"), "last_position"
+    ),
+    "tutorial: paged": lambda: _with_conditions(_paged(), *HARNESS_CONDITIONS),
     "tutorial: engine": _tutorial_engine,
     "how-to: engine": _how_to_engine,
     "transformers: DynamicCache": partial(
-        _shipped, "dynamic_cache:DynamicCacheAdapter", *_OF_TRANSFORMERS
+        _shipped, "dynamic_cache:DynamicCacheAdapter", *_TRANSFORMERS_CONDITIONS
     ),
     "transformers: PagedAttentionCache": partial(
         _shipped, "paged_attention_cache:PagedAttentionCacheAdapter", *HARNESS_CONDITIONS
@@ -148,8 +152,8 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "roseinfer: PerLayerManager": partial(_shipped, "roseinfer_kv:PerLayerManager"),
     "roseinfer: GroupedManager": partial(_shipped, "roseinfer_kv:GroupedManager"),
     "roseinfer: WindowedManager": partial(_shipped, "roseinfer_kv:WindowedManager"),
-    "fast path, of few": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
-    "fast path, of hardly any": partial(with_fast_path, 5, (4, 5, 8, 16)),
+    "fast path: 4 rows": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
+    "fast path: 5 rows": partial(with_fast_path, 5, (4, 5, 8, 16)),
     "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *HARNESS_CONDITIONS),
     "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *HARNESS_CONDITIONS),
 }
@@ -159,10 +163,10 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
 class Outcome:
     """The verdict of one run."""
 
-    red: Sequence[str]
-    warned: Sequence[str]
-    fewest: str
-    """What was reached the fewest times."""
+    failures: Sequence[str]
+    warnings: Sequence[str]
+    rarest: str
+    """Path or condition reached the fewest times, with that number."""
     examples: int
     seconds: float
     """Processor time."""
@@ -170,7 +174,7 @@ class Outcome:
 
 def run(adapter: type[Adapter], seed: int) -> Outcome:
     """Run the shipped tests of one target as ``dev`` does."""
-    began, red = process_time(), []
+    start, failures = process_time(), []
     with fresh_run(settings.Settings(seed=seed)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tests = conformance(adapter)()
@@ -180,18 +184,18 @@ def run(adapter: type[Adapter], seed: int) -> Outcome:
             except pytest.skip.Exception:
                 continue
             except Exception as failure:
-                red.append(f"{name}: {failure}".partition("\n")[0])
+                failures.append(f"{name}: {failure}".partition("\n")[0])
         (target,) = coverage.current().targets.values()
-        red += TargetVerdict(target).problems(require_paths=True)
+        failures += TargetVerdict(target).problems(require_paths=True)
         fewest = min(TargetVerdict(target).rows(), key=lambda row: row.times, default=None)
         rarest = f"{fewest.name} {fewest.times}" if fewest else "nothing declared"
         examples = target.histories
-        warned = TargetVerdict(target).warnings()
-    return Outcome(red, warned, rarest, examples, process_time() - began)
+        notes = TargetVerdict(target).warnings()
+    return Outcome(failures, notes, rarest, examples, process_time() - start)
 
 
 def runs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int, Outcome]]:
-    """Run each target whose name begins as one of ``names``, or each that is there."""
+    """Run each target whose name begins with one of ``names``, or all without names."""
     for name, make in RIGHT.items():
         if names and not any(map(name.startswith, names)):
             continue
@@ -205,21 +209,26 @@ def runs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="how a target's name begins")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="first letters of target names (default: all targets)",
+    )
     parser.add_argument("--runs", type=int, default=30, help="seeds for each (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="the first of them (default: 0)")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
+    args = parser.parse_args(arguments)
     settings.choose_kernel_runtime()
-    done, red = 0, 0
-    for name, seed, outcome in runs(asked.names, range(asked.seed, asked.seed + asked.runs)):
-        done, red = done + 1, red + bool(outcome.red)
-        word = "red" if outcome.red else "warned" if outcome.warned else "green"
-        what = f"{outcome.examples} examples, fewest: {outcome.fewest}, {outcome.seconds:.1f} s"
-        print(f"{name}, seed {seed}: {word} ({what})", flush=True)
-        for line in (*outcome.red, *outcome.warned):
+    num_runs, num_failed = 0, 0
+    for name, seed, outcome in runs(args.names, range(args.seed, args.seed + args.runs)):
+        num_runs, num_failed = num_runs + 1, num_failed + bool(outcome.failures)
+        word = "failed" if outcome.failures else "warned" if outcome.warnings else "passed"
+        figures = f"{outcome.examples} examples, rarest: {outcome.rarest}, {outcome.seconds:.1f} s"
+        print(f"{name}, seed {seed}: {word} ({figures})", flush=True)
+        for line in (*outcome.failures, *outcome.warnings):
             print(f"  {line}", flush=True)
-    print(f"{done} runs, {red} of them red")
-    return int(red > 0)
+    print(f"{num_runs} runs, {num_failed} failed")
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A project is fetched with what it imports; its own kernels stay packed where they are large."""
+"""Downloads of other projects: their packages, and large kernels left out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PYTHON = {"own/__init__.py", "own/part/code.py", "own-1.0.dist-info/METADATA", *
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
-    """Have ``pip download`` bring these two wheels; return the commands that were run."""
+    """Replace ``pip download`` by writing two wheels; return the commands."""
     commands = []
 
     def run(*command: str) -> None:
         commands.append(command)
-        there = Path(command[command.index("--dest") + 1])
+        folder = Path(command[command.index("--dest") + 1])
         for name, members in MEMBERS.items():
-            with ZipFile(there / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            with ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
                 for member in members:
                     wheel.writestr(member, "")
 
@@ -37,7 +37,7 @@ def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, .
 @pytest.mark.parametrize(
     ("python_only", "unpacked"), [(True, PYTHON), (False, PYTHON | {"own/kernels.so"})]
 )
-def test_a_wheel_is_downloaded_and_unpacked(
+def test_wheels_are_downloaded_and_unpacked(
     monkeypatch: pytest.MonkeyPatch,
     wheels: list[tuple[str, ...]],
     python_only: bool,
@@ -53,7 +53,7 @@ def test_a_wheel_is_downloaded_and_unpacked(
     assert command[-2:] == ("own==1.0", "needed")
 
 
-def test_what_was_there_is_replaced(
+def test_fetch_replaces_an_earlier_copy(
     monkeypatch: pytest.MonkeyPatch, wheels: list[tuple[str, ...]]
 ) -> None:
     monkeypatch.setattr(fetch, "PROJECTS", {"own": fetch.Origin(revision="1.0")})

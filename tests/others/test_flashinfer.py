@@ -1,4 +1,4 @@
-"""FlashInfer's append and decode conform, and do what docs/found.md says of them, on a GPU."""
+"""FlashInfer's append and decode on a GPU: conformance, and the findings of docs/found.md."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = [
     pytest.mark.roseinfer_gpu,
     pytest.mark.skipif(
         find_spec("flashinfer") is None,
-        reason="FlashInfer is not there: pip install flashinfer-python ninja",
+        reason="FlashInfer is not installed: pip install flashinfer-python ninja",
     ),
 ]
 
 
-def test_it_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = coverage.current()
+def test_flashinfer_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_coverage = coverage.current()
     coverage.set_current(coverage.Coverage())
     monkeypatch.setenv("FLASHINFER_LOGGING_LEVEL", "warning")
     try:
@@ -35,11 +35,11 @@ def test_it_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
         tests.test_fork_then_append_equals_copy_then_append()
         tests.test_every_option_ends_in_the_same_bits()
     finally:
-        coverage.set_current(seen)
+        coverage.set_current(saved_coverage)
 
 
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+def test_documented_script_prints_its_output(script: str, printed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )

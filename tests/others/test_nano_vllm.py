@@ -1,4 +1,4 @@
-"""nano-vllm's block manager fits the harness, which finds what docs/found.md says of it."""
+"""nano-vllm's block manager: conformance, and the findings of docs/found.md."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ from tests import warm_process
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import scripts_about
 
-THERE = FOLDER / "nano-vllm"
+SOURCES = FOLDER / "nano-vllm"
 SCRIPTS = scripts_about("nano-vllm 0.2.0")
 
-needs_it = pytest.mark.skipif(
-    not THERE.exists(), reason="nano-vllm is not there: python -m tests.others.fetch nano-vllm"
+needs_nano_vllm = pytest.mark.skipif(
+    not SOURCES.exists(),
+    reason="nano-vllm is not downloaded: python -m tests.others.fetch nano-vllm",
 )
 
 
 @pytest.fixture(autouse=True)
-def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    monkeypatch.syspath_prepend(THERE)
+def import_path(seeded_search: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    monkeypatch.syspath_prepend(SOURCES)
 
 
-class MissesSome(NanoVllmAdapter):
-    """That it forgets a text which stays is no finding."""
+class FindsSome(NanoVllmAdapter):
+    """Declares that lookups may miss stored prefixes, which is a known finding."""
 
     prefixes = NanoVllmAdapter.prefixes.but(finds="some")
 
 
-class MissesSomeAndCollides(WeaklyHashedNanoVllmAdapter):
+class FindsSomeAndCollides(WeaklyHashedNanoVllmAdapter):
     prefixes = WeaklyHashedNanoVllmAdapter.prefixes.but(finds="some")
 
 
-@needs_it
-def test_it_conforms_but_for_what_it_does_not_find() -> None:
-    tests = conformance(MissesSome)()
+@needs_nano_vllm
+def test_block_manager_conforms_apart_from_missed_prefixes() -> None:
+    tests = conformance(FindsSome)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
 
 
-@needs_it
-def test_a_text_that_stays_is_not_found_any_more() -> None:
+@needs_nano_vllm
+def test_lookup_misses_a_stored_prefix() -> None:
     with pytest.raises(
         Divergence, match=r"match_prefix\(\) of text .* found .*, though .* are stored"
     ):
         conformance(NanoVllmAdapter)().test_histories()
 
 
-@needs_it
-def test_equal_tokens_behind_other_ones_are_taken_for_a_hit() -> None:
+@needs_nano_vllm
+def test_weak_hash_matches_blocks_after_different_prefixes() -> None:
     with pytest.raises(Divergence, match=r"found text \d+, token|only \d+ of them may be found"):
-        conformance(MissesSomeAndCollides)().test_histories()
+        conformance(FindsSomeAndCollides)().test_histories()
 
 
-@needs_it
+@needs_nano_vllm
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
-    done = warm_process.run(["-c", script], cwd=THERE, environment=os.environ, timeout=60)
+def test_documented_script_prints_its_output(script: str, printed: str) -> None:
+    done = warm_process.run(["-c", script], cwd=SOURCES, environment=os.environ, timeout=60)
     assert done.stdout == printed, done.stderr
 
 
-def test_where_it_is_missing_the_adapter_says_how_to_get_it(
+def test_missing_package_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "nanovllm", raising=False)

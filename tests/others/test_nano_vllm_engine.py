@@ -1,4 +1,4 @@
-"""nano-vllm's engine gives each request what its text asks for, and a broken one does not."""
+"""nano-vllm's engine: output that does not depend on the batch, and planted bugs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 from pytest_roseinfer import MixDivergence
 from pytest_roseinfer.targets.nano_vllm_engine import NanoVllmEngine
 from tests.others.engine_search import verdicts_of
-from tests.others.test_nano_vllm import THERE, needs_it
+from tests.others.test_nano_vllm import SOURCES, needs_nano_vllm
 
 if TYPE_CHECKING:
     from pytest_roseinfer import RequestMix
 
 pytestmark = [
-    needs_it,
-    # What torch says of itself when the runner is imported.
+    needs_nano_vllm,
+    # A warning of torch when the runner is imported.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
 WRONG_TOKEN = r"request \d, token \d+: \d+; alone it (gets \d+|has ended by then)"
 
 
 @pytest.fixture(autouse=True)
-def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(THERE)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SOURCES)
 
 
-class ForgetsWhatCameBefore(NanoVllmEngine):
-    """Blocks are found by their own tokens alone, whatever precedes them."""
+class HashesBlocksWithoutPrefix(NanoVllmEngine):
+    """Hashes a block's own tokens without its prefix."""
 
     def make(self, mix: RequestMix) -> None:
         super().make(mix)
@@ -36,8 +36,8 @@ class ForgetsWhatCameBefore(NanoVllmEngine):
         manager.compute_hash = lambda tokens, _=-1: hash(tuple(tokens))
 
 
-class StoresATokenTooEarly(NanoVllmEngine):
-    """A step that decodes writes over the token before, at the end of a block."""
+class WritesOneSlotTooEarly(NanoVllmEngine):
+    """Overwrites the previous token in decode steps that write the last slot of a block."""
 
     def make(self, mix: RequestMix) -> None:
         super().make(mix)
@@ -53,8 +53,8 @@ class StoresATokenTooEarly(NanoVllmEngine):
         runner.prepare_decode = wrong
 
 
-class KeepsABlock(NanoVllmEngine):
-    """Who is preempted leaves a block behind that is held for ever."""
+class LeaksABlockOnPreemption(NanoVllmEngine):
+    """Keeps a block in use forever after each preemption."""
 
     def make(self, mix: RequestMix) -> None:
         super().make(mix)
@@ -69,18 +69,18 @@ class KeepsABlock(NanoVllmEngine):
         manager.deallocate = wrong
 
 
-def test_it_conforms() -> None:
+def test_engine_conforms() -> None:
     assert verdicts_of(NanoVllmEngine, examples=30) == ["equal"] * 3
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
-        (ForgetsWhatCameBefore, WRONG_TOKEN),
-        (StoresATokenTooEarly, WRONG_TOKEN),
-        (KeepsABlock, "every request has ended, and the engine still holds 1 blocks"),
+        (HashesBlocksWithoutPrefix, WRONG_TOKEN),
+        (WritesOneSlotTooEarly, WRONG_TOKEN),
+        (LeaksABlockOnPreemption, "every request has ended, and the engine still holds 1 blocks"),
     ],
 )
-def test_a_planted_bug_is_caught(broken: type[NanoVllmEngine], said: str) -> None:
-    with pytest.raises(MixDivergence, match=said):
+def test_planted_bug_is_caught(broken: type[NanoVllmEngine], message: str) -> None:
+    with pytest.raises(MixDivergence, match=message):
         verdicts_of(broken, examples=60)

@@ -1,4 +1,4 @@
-"""SGLang's radix cache fits the harness, which finds what docs/found.md says of it."""
+"""SGLang's radix cache: conformance, and the findings of docs/found.md."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
 from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter, sglang
 from tests.others.fetch import FOLDER
-from tests.others.found_scripts import beginning_about, scripts_about
+from tests.others.found_scripts import preamble_about, scripts_about
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-THERE = FOLDER / "sglang"
+SOURCES = FOLDER / "sglang"
 PROJECT = "SGLang 0.5.23"
 SCRIPTS = scripts_about(PROJECT)
 
-# What it imports warns of this and that.
+# SGLang's imports emit warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
-needs_it = pytest.mark.skipif(
-    not THERE.exists(), reason="SGLang is not there: python -m tests.others.fetch sglang"
+needs_sglang = pytest.mark.skipif(
+    not SOURCES.exists(), reason="SGLang is not downloaded: python -m tests.others.fetch sglang"
 )
 
 
 @pytest.fixture(autouse=True)
-def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def import_path(seeded_search: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     settings.set_current(replace(settings.current(), examples=150))
-    monkeypatch.syspath_prepend(THERE)
+    monkeypatch.syspath_prepend(SOURCES)
 
 
-class EntersAtOnce(SglangAdapter):
-    """What is decoded is in the tree when it is stored, so that all of it must be found."""
+class InsertsAtOnce(SglangAdapter):
+    """Inserts decoded tokens into the tree as they are stored: lookups must find all of them."""
 
     prefixes = SglangAdapter.prefixes.but(finds="all")
 
@@ -53,8 +53,8 @@ class EntersAtOnce(SglangAdapter):
             self.tree.checkpoint(request, up_to=request.kv.kv_committed_len)
 
 
-class ForgetsWindowsEarly(SlidingSglangAdapter):
-    """A page of a window is given back while the next token still sees it."""
+class EvictsWindowsEarly(SlidingSglangAdapter):
+    """Evicts a page of a window while the next token still attends to it."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         for request in (self.requests[seq] for seq in seqs if seq in self.requests):
@@ -62,8 +62,8 @@ class ForgetsWindowsEarly(SlidingSglangAdapter):
         super().append(seqs, key, value)
 
 
-class Reasons(SglangAdapter):
-    """All that is decoded is reasoning, which is not kept."""
+class DecodesReasoning(SglangAdapter):
+    """Marks all decoded tokens as reasoning, which the cache does not keep."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value)
@@ -71,9 +71,9 @@ class Reasons(SglangAdapter):
             request.reasoning_tokens = len(request.output_ids)
 
 
-@needs_it
-@pytest.mark.parametrize("adapter", [SglangAdapter, EntersAtOnce, SlidingSglangAdapter])
-def test_it_conforms(adapter: type[SglangAdapter]) -> None:
+@needs_sglang
+@pytest.mark.parametrize("adapter", [SglangAdapter, InsertsAtOnce, SlidingSglangAdapter])
+def test_radix_cache_conforms(adapter: type[SglangAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
@@ -81,29 +81,29 @@ def test_it_conforms(adapter: type[SglangAdapter]) -> None:
     tests.test_every_option_ends_in_the_same_bits()
 
 
-@needs_it
-def test_a_window_that_is_forgotten_early_is_found() -> None:
+@needs_sglang
+def test_window_evicted_early_is_found() -> None:
     with pytest.raises(Divergence, match=r"tokens in a window have the slots \[0"):
-        conformance(ForgetsWindowsEarly)().test_histories()
+        conformance(EvictsWindowsEarly)().test_histories()
 
 
-@needs_it
-def test_reasoning_that_is_stripped_after_a_retraction_breaks_the_books() -> None:
+@needs_sglang
+def test_stripping_reasoning_after_a_retraction_corrupts_the_ledger() -> None:
     sglang()
     serving = import_module("sglang.srt.runtime_context").get_serving()
-    found = "the free list names a block twice|AssertionError: req.kv.cache_protected_len"
-    with serving.override(strip_thinking_cache=True), pytest.raises(Divergence, match=found):
-        conformance(Reasons)().test_histories()
+    messages = "the free list names a block twice|AssertionError: req.kv.cache_protected_len"
+    with serving.override(strip_thinking_cache=True), pytest.raises(Divergence, match=messages):
+        conformance(DecodesReasoning)().test_histories()
 
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
-    """Run all scripts of the page in one process, since to import SGLang takes seconds."""
+    """Run all scripts of the page in one process, because importing SGLang takes seconds."""
     between = 'print("----")\n'
-    text = beginning_about(PROJECT) + between.join(script for script, _ in SCRIPTS)
+    text = preamble_about(PROJECT) + between.join(script for script, _ in SCRIPTS)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", text],
-        cwd=THERE,
+        cwd=SOURCES,
         capture_output=True,
         text=True,
         check=False,
@@ -112,13 +112,13 @@ def printed() -> list[str]:
     return done.stdout.split("----\n")
 
 
-@needs_it
+@needs_sglang
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(number: int, printed: list[str]) -> None:
+def test_documented_script_prints_its_output(number: int, printed: list[str]) -> None:
     assert printed[number] == SCRIPTS[number][1]
 
 
-def test_where_it_is_missing_the_adapter_says_how_to_get_it(
+def test_missing_package_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "sglang", raising=False)

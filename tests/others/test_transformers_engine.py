@@ -1,4 +1,4 @@
-"""transformers' engine fits the harness, which finds in it what docs/found.md says."""
+"""transformers' engine: conformance, and the findings of docs/found.md."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ VERSION = "5.23.0"
 """The version that docs/found.md is about."""
 SCRIPTS = scripts_about(f"`generate_batch` of transformers {VERSION}")
 WRONG_TOKEN = r"request \d, token \d+: \d+(; alone it gets \d+|, which its parameters rule out)"
-USUAL = {name: values[0] for name, values in TransformersEngine.option_choices.items()}
+DEFAULT_OPTIONS = {name: values[0] for name, values in TransformersEngine.option_choices.items()}
 
-only_that_version = pytest.mark.skipif(
+only_documented_version = pytest.mark.skipif(
     transformers.__version__ != VERSION, reason=f"docs/found.md is about transformers {VERSION}"
 )
 
 
-class GoesOn(TransformersEngine):
-    """That nobody goes on after the last is cancelled is known."""
+class ResumesAdmission(TransformersEngine):
+    """Admits requests again when none is active, to pass over a known finding."""
 
     def step(self) -> None:
         scheduler = self.processor.scheduler
@@ -48,9 +48,9 @@ class GoesOn(TransformersEngine):
         super().step()
 
 
-class ReadsAWindowTooFarBack(GoesOn):
+class ReadsBeforeTheWindow(ResumesAdmission):
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **GoesOn.option_choices,
+        **ResumesAdmission.option_choices,
         "model": shapes.WITH_WINDOWS_ALONE,
     }
 
@@ -67,45 +67,47 @@ class ReadsAWindowTooFarBack(GoesOn):
 
 
 def mix(*requests: RequestSpec, room: int) -> RequestMix:
-    return RequestMix(requests, cache_tokens=room, options=USUAL)
+    return RequestMix(requests, cache_tokens=room, options=DEFAULT_OPTIONS)
 
 
-def test_it_conforms_but_for_what_is_known() -> None:
-    assert verdicts_of(GoesOn, examples=12) == ["equal"] * 4
+def test_engine_conforms_apart_from_known_findings() -> None:
+    assert verdicts_of(ResumesAdmission, examples=12) == ["equal"] * 4
 
 
-def test_a_window_that_is_read_too_far_back_is_caught() -> None:
+def test_reading_before_the_window_is_caught() -> None:
     with pytest.raises(MixDivergence, match=WRONG_TOKEN):
-        verdicts_of(ReadsAWindowTooFarBack, examples=12)
+        verdicts_of(ReadsBeforeTheWindow, examples=12)
 
 
-def test_a_hash_that_forgets_what_came_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hash_without_the_prefix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cache_allocator.compute_block_hash
     monkeypatch.setattr(cache_allocator, "compute_block_hash", lambda _, own: right(None, own))
-    behind_others = RequestSpec((1, 2, 3, 4, 9, 17, 26, 11, 5), Sampling(2))
-    at_the_beginning = RequestSpec((9, 17, 26, 11, 7), Sampling(8), arrival=3)
+    after_a_prefix = RequestSpec((1, 2, 3, 4, 9, 17, 26, 11, 5), Sampling(2))
+    at_position_0 = RequestSpec((9, 17, 26, 11, 7), Sampling(8), arrival=3)
     with pytest.raises(MixDivergence, match=WRONG_TOKEN):
-        run_mix(GoesOn, mix(behind_others, at_the_beginning, room=64))
+        run_mix(ResumesAdmission, mix(after_a_prefix, at_position_0, room=64))
 
 
-@only_that_version
-def test_who_made_room_waits_for_ever_once_the_others_are_cancelled() -> None:
-    leaves = RequestSpec((5,), Sampling(6), cancel_after=5)
-    crowd = mix(leaves, RequestSpec((1,), Sampling(5)), room=7)
+@only_documented_version
+def test_preempted_request_waits_forever_once_the_others_are_cancelled() -> None:
+    cancelled = RequestSpec((5,), Sampling(6), cancel_after=5)
+    full_cache = mix(cancelled, RequestSpec((1,), Sampling(5)), room=7)
     with pytest.raises(MixDivergence, match=r"requests \[1\] have not ended after \d+ steps"):
-        run_mix(TransformersEngine, crowd)
-    run_mix(GoesOn, crowd)
+        run_mix(TransformersEngine, full_cache)
+    run_mix(ResumesAdmission, full_cache)
 
 
-@only_that_version
-def test_two_answers_for_one_token_end_it() -> None:
-    one, two = (mix(*[RequestSpec(prompt, Sampling(3))] * 2, room=16) for prompt in ((1,), (1, 2)))
-    run_forks(ForkingTransformersEngine, two)
+@only_documented_version
+def test_forking_a_prompt_of_one_token_fails() -> None:
+    one_token, two_tokens = (
+        mix(*[RequestSpec(prompt, Sampling(3))] * 2, room=16) for prompt in ((1,), (1, 2))
+    )
+    run_forks(ForkingTransformersEngine, two_tokens)
     with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
-        run_forks(ForkingTransformersEngine, one)
+        run_forks(ForkingTransformersEngine, one_token)
 
 
-@only_that_version
+@only_documented_version
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+def test_documented_script_prints_its_output(script: str, printed: str) -> None:
     assert run_python(script, warm=True) == printed

@@ -1,4 +1,4 @@
-"""vLLM's block manager conforms, with and without windows; bugs planted into it are found."""
+"""vLLM's block manager, with and without windows: conformance, and planted bugs."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import pytest
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
 from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.vllm_kv import VllmAdapter, WindowsVllmAdapter
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 from tests.others.fetch import FOLDER
 from tests.others.planted import plant
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
-THERE = FOLDER / "vllm"
+SOURCES = FOLDER / "vllm"
 MANAGER = "single_type_kv_cache_manager:SingleTypeKVCacheManager"
 WINDOWS = "single_type_kv_cache_manager:SlidingWindowManager"
 
-pytestmark = pytest.mark.usefixtures("searching")
-needs_it = pytest.mark.skipif(
-    not THERE.exists(), reason="vLLM is not there: python -m tests.others.fetch vllm"
+pytestmark = pytest.mark.usefixtures("seeded_search")
+needs_vllm = pytest.mark.skipif(
+    not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
 )
 
 
 @pytest.fixture(autouse=True)
-def path_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(THERE)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SOURCES)
 
 
-@needs_it
+@needs_vllm
 @pytest.mark.parametrize("adapter", [VllmAdapter, WindowsVllmAdapter])
-def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
+def test_block_manager_conforms(adapter: type[KVCacheAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
 
 
-@needs_it
+@needs_vllm
 @pytest.mark.parametrize(
     ("adapter", "where", "name", "bug"),
     [
@@ -51,39 +51,39 @@ def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
             MANAGER,
             "_get_num_evictable_blocks",
             lambda _: classmethod(lambda *_: 0),
-            id="found blocks that are free are not counted",
+            id="free cached blocks are not counted",
         ),
         pytest.param(
             VllmAdapter,
             "block_pool:BlockPool",
             "_maybe_evict_cached_block",
             lambda _: lambda *_: False,
-            id="a block is found after it was handed out again",
+            id="reused block is still found",
         ),
         pytest.param(
             VllmAdapter,
             "block_pool:BlockPool",
             "free_blocks",
             lambda right: lambda pool, blocks: right(pool, list(blocks)[::-1]),
-            id="the head of a sequence is evicted before its tail",
+            id="first blocks of a sequence are evicted before its last",
         ),
         pytest.param(
             WindowsVllmAdapter,
             WINDOWS,
             "_contiguous_blocks_for_hit",
             lambda right: classmethod(lambda _, *sizes: max(1, right(*sizes) - 1)),
-            id="a block of the window is missing from what is found",
+            id="prefix hit lacks a block of the window",
         ),
         pytest.param(
             WindowsVllmAdapter,
             WINDOWS,
             "get_num_skipped_tokens",
             lambda right: lambda manager, tokens: right(manager, tokens + 1),
-            id="a block is given back a token early",
+            id="block is freed a token early",
         ),
     ],
 )
-def test_a_bug_that_is_planted_in_it_is_found(
+def test_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch,
     adapter: type[KVCacheAdapter],
     where: str,
@@ -92,10 +92,10 @@ def test_a_bug_that_is_planted_in_it_is_found(
 ) -> None:
     plant(monkeypatch, "vllm", f"v1.core.{where}", name, bug)
     with pytest.raises(Divergence):
-        drawn(adapter, 500, 1, partial(run_history, adapter))
+        check_drawn_histories(adapter, 500, 1, partial(run_history, adapter))
 
 
-def test_where_it_is_missing_the_adapter_says_how_to_get_it(
+def test_missing_package_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "vllm", raising=False)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler gives each request what it gets alone; bugs planted under it are found."""
+"""vLLM's scheduler: output that does not depend on the batch, and planted bugs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pytest_roseinfer import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
 from tests.others.fetch import FOLDER
-from tests.others.found_scripts import beginning_about, scripts_about
+from tests.others.found_scripts import preamble_about, scripts_about
 from tests.others.planted import plant
 
 if TYPE_CHECKING:
     from pytest_roseinfer import RequestMix
 
-THERE = FOLDER / "vllm"
+SOURCES = FOLDER / "vllm"
 PROJECT = "vLLM 0.33.0"
 SCRIPTS = scripts_about(PROJECT)
 pytestmark = [
-    pytest.mark.usefixtures("searching"),
+    pytest.mark.usefixtures("seeded_search"),
     pytest.mark.skipif(
-        not THERE.exists(), reason="vLLM is not there: python -m tests.others.fetch vllm"
+        not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
     ),
 ]
 
 
 @pytest.fixture(autouse=True)
-def path_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(THERE)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SOURCES)
 
 
 def serve(mixes: int) -> None:
@@ -51,24 +51,24 @@ def serve(mixes: int) -> None:
     attempt()
 
 
-def test_each_request_gets_what_it_gets_alone() -> None:
+def test_output_does_not_depend_on_the_batch() -> None:
     serve(300)
 
 
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+def test_documented_script_prints_its_output(script: str, printed: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", beginning_about(PROJECT) + script],
-        cwd=THERE,
+        [sys.executable, "-W", "ignore", "-c", preamble_about(PROJECT) + script],
+        cwd=SOURCES,
         capture_output=True,
         text=True,
         check=False,
     )
-    said = [line for line in done.stdout.splitlines() if " vllm." not in line and line]
-    assert "\n".join(said) == printed.strip(), done.stderr
+    printed_lines = [line for line in done.stdout.splitlines() if " vllm." not in line and line]
+    assert "\n".join(printed_lines) == printed.strip(), done.stderr
 
 
-def counts_a_token(right: Any) -> Any:
+def counts_a_token_as_stored(right: Any) -> Any:
     def preempt(scheduler: Any, request: Any, *rest: Any) -> None:
         right(scheduler, request, *rest)
         request.num_computed_tokens = 1
@@ -83,23 +83,23 @@ def counts_a_token(right: Any) -> Any:
             "block_pool:BlockPool",
             "_maybe_evict_cached_block",
             lambda _: lambda *_: False,
-            id="a block is found after it was handed out again",
+            id="reused block is still found",
         ),
         pytest.param(
             "single_type_kv_cache_manager:SlidingWindowManager",
             "get_num_skipped_tokens",
             lambda right: lambda manager, tokens: right(manager, tokens + 1),
-            id="a block is given back a token early",
+            id="block is freed a token early",
         ),
         pytest.param(
             "sched.scheduler:Scheduler",
             "_preempt_request",
-            counts_a_token,
-            id="a preempted request counts a token as stored",
+            counts_a_token_as_stored,
+            id="preempted request counts a token as stored",
         ),
     ],
 )
-def test_a_bug_that_is_planted_under_it_is_found(
+def test_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch, where: str, name: str, bug: Any
 ) -> None:
     plant(monkeypatch, "vllm", f"v1.core.{where}", name, bug)

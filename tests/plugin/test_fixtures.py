@@ -1,4 +1,4 @@
-"""The fixtures that other tests may use, used as other tests would."""
+"""The plugin's fixtures for other tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPTS = ("The quick brown fox", "a", "KV cache", "ü" * 30, "0123456789" * 12,
 
 @pytest.fixture(scope="session")
 def roseinfer_device(device: str) -> str:
-    """Return the device of all tests; the plugin's own would choose the interpreter for them."""
+    """Return the device of all tests, as the plugin's own fixture would choose the interpreter."""
     return device
 
 
-def test_they_are_documented(project: Project) -> None:
-    shown = project.pytest("--fixtures").stdout.str()
+def test_fixtures_are_documented(project: Project) -> None:
+    output = project.pytest("--fixtures").stdout.str()
     for name, words in {
         "roseinfer_device [session scope]": "Device of the caches under test",
         "roseinfer_spec": "Shape of the fixtures' caches",
@@ -32,12 +32,12 @@ def test_they_are_documented(project: Project) -> None:
         "roseinfer_reference": "token by token",
         "roseinfer_tiny_gpt2 [session scope]": "Small random GPT-2 and its byte-level tokenizer",
     }.items():
-        heading, _, text = shown.partition(f"{name} -- ")[2].partition("\n")
+        heading, _, text = output.partition(f"{name} -- ")[2].partition("\n")
         assert "fixtures.py" in heading, name
         assert words in text.partition("\n\n")[0], name
 
 
-def test_the_manager_equals_the_reference_and_is_faster_about_it(
+def test_manager_fixture_equals_the_reference_on_a_fast_path(
     roseinfer_spec: CacheSpec,
     roseinfer_manager: KVBlockManager,
     roseinfer_reference: KVBlockManager,
@@ -58,7 +58,7 @@ def test_the_manager_equals_the_reference_and_is_faster_about_it(
     assert set(+roseinfer_reference.path_counts) & set(Path) == {Path.PER_TOKEN}
 
 
-def test_the_spec_can_be_overridden(project: Project) -> None:
+def test_spec_fixture_can_be_overridden(project: Project) -> None:
     project.write(
         conftest="""
             import pytest
@@ -87,15 +87,15 @@ def test_the_spec_can_be_overridden(project: Project) -> None:
 
 
 @pytest.mark.parametrize("text", ["hello", "Grüße, 世界\n\t☃", "  two  spaces ", "\x00\x7f"])
-def test_tokens_are_the_bytes_of_a_text(roseinfer_tiny_gpt2: TinyGPT2, text: str) -> None:
+def test_tiny_tokenizer_encodes_bytes(roseinfer_tiny_gpt2: TinyGPT2, text: str) -> None:
     tokenizer = roseinfer_tiny_gpt2.tokenizer
     tokens = tokenizer(text)["input_ids"]
     assert tokens == list(text.encode())
     assert tokenizer.decode(tokens) == text
 
 
-def test_any_tokens_decode(roseinfer_tiny_gpt2: TinyGPT2) -> None:
-    """The bytes that a random model generates are mostly no UTF-8."""
+def test_tiny_tokenizer_decodes_any_tokens(roseinfer_tiny_gpt2: TinyGPT2) -> None:
+    """A random model generates bytes that are mostly not UTF-8."""
     assert (
         roseinfer_tiny_gpt2.tokenizer.decode([0xC3, 0x28, 0xFF, 256]).count(
             "\N{REPLACEMENT CHARACTER}"
@@ -105,7 +105,7 @@ def test_any_tokens_decode(roseinfer_tiny_gpt2: TinyGPT2) -> None:
 
 
 def greedy(tiny: TinyGPT2, prompt: str, count: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens without any cache, and by how much each beat the next likeliest."""
+    """Return greedy tokens computed without a cache, and each one's margin over the next logit."""
     tokens = tiny.tokenizer(prompt, return_tensors="pt")["input_ids"].to(tiny.model.device)
     margins: list[float] = []
     for _ in range(count):
@@ -115,44 +115,44 @@ def greedy(tiny: TinyGPT2, prompt: str, count: int) -> tuple[list[int], list[flo
     return tokens[0, -count:].tolist(), margins
 
 
-def test_no_greedy_token_is_a_tie(roseinfer_tiny_gpt2: TinyGPT2) -> None:
-    """Another order of additions moves a logit by less than 1e-4; no choice hangs on that."""
+def test_greedy_tokens_of_the_tiny_model_are_no_ties(roseinfer_tiny_gpt2: TinyGPT2) -> None:
+    """Another order of additions changes a logit by less than 1e-4, which changes no token."""
     runs = [greedy(roseinfer_tiny_gpt2, prompt, 24) for prompt in PROMPTS]
     assert min(margin for _, margins in runs for margin in margins) > 1e-3
-    # Nor does it say one thing over and over, whatever it is told.
+    # Completions are neither repetitive nor equal for different prompts.
     assert all(len(set(tokens)) > 5 for tokens, _ in runs)
     assert len({tuple(tokens) for tokens, _ in runs}) == len(PROMPTS)
 
 
-def test_every_token_of_the_prompt_matters(roseinfer_tiny_gpt2: TinyGPT2) -> None:
-    """A cache that loses the first token, or shows it twice, does not go unnoticed."""
+def test_logits_of_the_tiny_model_depend_on_every_token(roseinfer_tiny_gpt2: TinyGPT2) -> None:
+    """A cache that loses or repeats the first token changes the logits."""
     model = roseinfer_tiny_gpt2.model
     tokens = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(model.device)
-    usual = model(tokens).logits[0, -1]
+    expected = model(tokens).logits[0, -1]
     for at in (0, 1, 20, 38):
-        other = tokens.clone()
-        other[0, at] = (other[0, at] + 1) % 256
-        assert (model(other).logits[0, -1] - usual).abs().max() > 1e-3
+        changed = tokens.clone()
+        changed[0, at] = (changed[0, at] + 1) % 256
+        assert (model(changed).logits[0, -1] - expected).abs().max() > 1e-3
 
 
-def test_it_is_the_same_every_time_and_leaves_the_random_state_alone(
+def test_tiny_model_is_deterministic_and_keeps_the_random_state(
     roseinfer_tiny_gpt2: TinyGPT2, roseinfer_device: str
 ) -> None:
     from roseinfer import tiny_gpt2
 
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
-    again = tiny_gpt2(roseinfer_device).model
+    second_model = tiny_gpt2(roseinfer_device).model
     assert torch.equal(torch.random.get_rng_state(), before)
-    weights = zip(roseinfer_tiny_gpt2.model.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in weights)
+    weights = zip(roseinfer_tiny_gpt2.model.parameters(), second_model.parameters(), strict=True)
+    assert all(torch.equal(parameter, other_parameter) for parameter, other_parameter in weights)
 
 
-def test_it_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs no cache of earlier downloads either: the home folder of this run is empty."""
+def test_tiny_model_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no cache of earlier downloads either, as the home folder is empty."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    project.from_cold = True  # what is imported counts
+    project.cold_start = True  # imports must run
     project.write(
         test_tiny="""
             import socket

@@ -1,4 +1,4 @@
-"""The markers: known to --strict-markers, and strict about their own arguments."""
+"""Markers: their registration, their effects and their arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MARKED = """
     @pytest.mark.{mark}
     def test_marked():
         from pytest_roseinfer import settings
-        asked = settings.current()
-        print("SEEN", asked.examples, asked.steps)
+        current = settings.current()
+        print("SEEN", current.examples, current.steps)
 """
 
 
@@ -25,7 +25,7 @@ def run(project: Project, mark: str, *arguments: str) -> pytest.RunResult:
     return project.pytest("--strict-markers", "-rs", "-s", *arguments)
 
 
-def test_they_are_registered_and_listed(project: Project) -> None:
+def test_markers_are_registered_and_listed(project: Project) -> None:
     result = project.pytest("--markers")
     result.stdout.fnmatch_lines(
         [
@@ -35,24 +35,24 @@ def test_they_are_registered_and_listed(project: Project) -> None:
     )
 
 
-def test_a_gpu_test_is_skipped_with_the_reason(project: Project) -> None:
+def test_gpu_test_is_skipped_with_a_reason(project: Project) -> None:
     result = run(project, "roseinfer_gpu")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED * needs a GPU: run with --roseinfer-gpu"])
 
 
-def test_a_gpu_test_runs_with_the_flag(project: Project) -> None:
+def test_gpu_test_runs_with_the_option(project: Project) -> None:
     gpu = project.pretend_gpus(count=1)
     run(project, "roseinfer_gpu", *gpu).assert_outcomes(passed=1)
 
 
-def test_a_budget_holds_where_the_command_line_says_nothing(project: Project) -> None:
+def test_marker_sets_examples_unless_the_command_line_does(project: Project) -> None:
     mark = "roseinfer(examples=7, steps=3)"
     run(project, mark).stdout.fnmatch_lines(["*SEEN 7 3"])
     run(project, mark, "--roseinfer-steps=4").stdout.fnmatch_lines(["*SEEN 7 4"])
 
 
-def test_the_closest_budget_holds(project: Project) -> None:
+def test_closest_marker_applies(project: Project) -> None:
     project.write(
         test_marked="""
             import pytest
@@ -82,14 +82,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mark", MISTAKES)
-def test_an_argument_it_does_not_have_is_a_usage_error(project: Project, mark: str) -> None:
+def test_invalid_argument_of_a_marker_is_a_usage_error(project: Project, mark: str) -> None:
     result = run(project, mark)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: test_marked.py::test_marked: {MISTAKES[mark]}"])
 
 
-def test_it_is_one_with_the_flag_and_with_workers_too(project: Project) -> None:
-    for more in (project.pretend_gpus(count=1), ["-n", "2"]):
-        result = run(project, "roseinfer_gpu(count=2)", *more)
+def test_invalid_argument_is_a_usage_error_with_gpus_and_workers(project: Project) -> None:
+    for options in (project.pretend_gpus(count=1), ["-n", "2"]):
+        result = run(project, "roseinfer_gpu(count=2)", *options)
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         assert "the marker roseinfer_gpu takes no arguments" in str(result.stderr)

@@ -1,4 +1,4 @@
-"""Options, their twins in the ini file, and what is said about both."""
+"""Options on the command line and in the ini file, and their errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ SHOW = """
     from pytest_roseinfer import settings
 
     def test_show():
-        asked = settings.current()
-        print("\\nSEEN", asked.profile, asked.examples, asked.steps, asked.step_seconds,
-              asked.search_seconds, asked.seed, asked.require_paths, asked.targets, asked.reports)
+        current = settings.current()
+        print("\\nSEEN", current.profile, current.examples, current.steps, current.step_seconds,
+              current.search_seconds, current.seed, current.require_paths, current.targets,
+              current.reports)
 """
 SUITE = ("--pyargs", "pytest_roseinfer.suite")
 
 
-def seen(project: Project, *arguments: str) -> str:
-    """Return the settings that a test of the project finds."""
+def settings_in_project(project: Project, *arguments: str) -> str:
+    """Return the settings in a test of the project."""
     project.write(test_show=SHOW)
     result = project.pytest("-s", *arguments)
     result.assert_outcomes(passed=1)
@@ -35,11 +36,11 @@ def test_every_option_has_an_effect(project: Project) -> None:
     arguments += ["--roseinfer-seed=5", "--roseinfer-required-paths=off"]
     arguments += ["--roseinfer-step-seconds=0.5", "--roseinfer-search-seconds=9"]
     arguments += ["--roseinfer-report=a.json", "--roseinfer-report=b.html"]
-    assert seen(project, *arguments).startswith("ci 7 3 0.5 9.0 5 False ")
+    assert settings_in_project(project, *arguments).startswith("ci 7 3 0.5 9.0 5 False ")
     assert {file.name for file in project.path.iterdir()} >= {"a.json", "b.html"}
 
 
-def test_the_ini_file_has_the_same_effect(project: Project) -> None:
+def test_ini_options_have_the_same_effect(project: Project) -> None:
     project.ini(
         "roseinfer_profile = nightly",
         "roseinfer_examples = 8",
@@ -53,25 +54,30 @@ def test_the_ini_file_has_the_same_effect(project: Project) -> None:
         "    two:Cache",
         "roseinfer_report = c.json",
     )
-    assert seen(project) == "nightly 8 4 0.0 4.5 6 False ('one:Cache', 'two:Cache') ('c.json',)"
-    said = [
+    assert (
+        settings_in_project(project)
+        == "nightly 8 4 0.0 4.5 6 False ('one:Cache', 'two:Cache') ('c.json',)"
+    )
+    options = [
         "--roseinfer-step-seconds=2",
         "--roseinfer-search-seconds=3",
         "--roseinfer-profile=dev",
         "--roseinfer-examples=9",
         "--roseinfer-steps=5",
     ]
-    said += ["--roseinfer-seed=7", "--roseinfer-required-paths=on", "--roseinfer-report=d.json"]
-    assert seen(project, *said).startswith("dev 9 5 2.0 3.0 7 True ")
+    options += ["--roseinfer-seed=7", "--roseinfer-required-paths=on", "--roseinfer-report=d.json"]
+    assert settings_in_project(project, *options).startswith("dev 9 5 2.0 3.0 7 True ")
 
 
-def test_a_profile_brings_its_examples_steps_and_seconds(project: Project) -> None:
-    assert seen(project, "--roseinfer-profile=ci").startswith("ci 500 20 60.0 600.0 ")
+def test_profile_sets_examples_steps_and_seconds(project: Project) -> None:
+    assert settings_in_project(project, "--roseinfer-profile=ci").startswith(
+        "ci 500 20 60.0 600.0 "
+    )
 
 
-def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) -> None:
-    assert " 12 " in seen(project, "--hypothesis-seed=12")
-    assert " 13 " in seen(project, "--hypothesis-seed=12", "--roseinfer-seed=13")
+def test_seed_of_hypothesis_is_the_default_seed(project: Project) -> None:
+    assert " 12 " in settings_in_project(project, "--hypothesis-seed=12")
+    assert " 13 " in settings_in_project(project, "--hypothesis-seed=12", "--roseinfer-seed=13")
 
 
 MISTAKES = {
@@ -102,7 +108,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("argument", MISTAKES)
-def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
+def test_invalid_option_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
     mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"
     project.write(broken="1 / 0\nclass Cache: pass", empty="", mine=mine)
     steps = {"old": '{"format": 0}', "cut": '{"format": 1,\n "steps": '}
@@ -130,46 +136,44 @@ INI_MISTAKES = {
 
 
 @pytest.mark.parametrize("line", INI_MISTAKES)
-def test_a_mistake_in_the_ini_file_is_a_usage_error_too(project: Project, line: str) -> None:
+def test_invalid_ini_option_is_a_usage_error(project: Project, line: str) -> None:
     project.ini(line)
     result = project.pytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {INI_MISTAKES[line]}*"])
 
 
-def test_a_target_of_the_ini_file_that_cannot_be_imported(project: Project) -> None:
+def test_missing_target_of_the_ini_file_is_a_usage_error(project: Project) -> None:
     project.ini("roseinfer_targets = no.where:Cache")
     result = project.pytest(*SUITE)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: roseinfer_targets: no.where:Cache: there is no module no.where"]
     )
-    # Other tests of the project have nothing to do with it.
+    # Other tests of the project do not need the target.
     project.write(test_plain="def test_plain(): pass")
     project.pytest().assert_outcomes(passed=1)
 
 
-def test_an_unknown_name_in_the_ini_file_is_warned_about(project: Project) -> None:
+def test_unknown_ini_option_is_warned_about(project: Project) -> None:
     project.ini("roseinfer_target = one:Cache")
     result = project.pytest()
     result.stdout.fnmatch_lines(["*PytestConfigWarning: Unknown config option: roseinfer_target*"])
     assert project.pytest("--strict-config").ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_a_gpu_is_asked_for_where_there_is_none(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This is no skip: who gives --roseinfer-gpu wants to know that the GPU was not tested."""
+def test_missing_gpu_is_a_usage_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test is not skipped, as the option asks for a test on a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for more in ([], ["-n", "2"]):
-        result = project.pytest("--roseinfer-gpu", *more)
+    for workers in ([], ["-n", "2"]):
+        result = project.pytest("--roseinfer-gpu", *workers)
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         assert [line for line in result.errlines if line] == [
             "ERROR: --roseinfer-gpu: torch finds no CUDA device on this machine"
         ]
 
 
-def test_a_gpu_is_asked_for_and_kernels_would_be_interpreted(
+def test_interpreter_with_a_gpu_is_a_usage_error(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = project.pretend_gpus(count=1)
@@ -181,7 +185,7 @@ def test_a_gpu_is_asked_for_and_kernels_would_be_interpreted(
     assert project.pytest(*gpus).ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_the_header_says_what_changes_the_run(
+def test_header_lists_targets_and_settings(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.copy_caches()
@@ -207,12 +211,12 @@ def test_the_header_says_what_changes_the_run(
     assert len([line for line in result.outlines if line.startswith("roseinfer: ")]) == 4
 
 
-def test_other_runs_have_no_header(project: Project) -> None:
+def test_runs_without_the_suite_have_no_header(project: Project) -> None:
     project.write(test_plain="def test_plain(): pass")
     assert "roseinfer: " not in project.pytest().stdout.str()
 
 
-def test_a_drawn_seed_is_shown_and_the_same_in_every_worker(project: Project) -> None:
+def test_drawn_seed_is_shown_and_equal_in_every_worker(project: Project) -> None:
     project.write(
         test_seed="""
             import pathlib, pytest
@@ -225,7 +229,7 @@ def test_a_drawn_seed_is_shown_and_the_same_in_every_worker(project: Project) ->
     )
     for workers in ([], ["-n", "2"]):
         result = project.pytest("--roseinfer-profile=ci", *workers)
-        (shown,) = re.findall(r"seed (\d+), required", result.stdout.str())
+        (seed_shown,) = re.findall(r"seed (\d+), required", result.stdout.str())
         (file,) = project.path.glob("seed *")
-        assert file.name == f"seed {shown}"
+        assert file.name == f"seed {seed_shown}"
         file.unlink()

@@ -47,9 +47,9 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
 def section(heading: str) -> str:
     """Return the text under a heading, up to the next one."""
-    found = re.search(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", REFERENCE, re.M | re.S)
-    assert found, f"no heading {heading!r}"
-    return found[1]
+    match = re.search(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", REFERENCE, re.M | re.S)
+    assert match, f"no heading {heading!r}"
+    return match[1]
 
 
 def table(heading: str) -> list[list[str]]:
@@ -60,18 +60,18 @@ def table(heading: str) -> list[list[str]]:
 
 
 def notes(heading: str) -> dict[str, str]:
-    """Return the names of the list under a heading, each with what stands in brackets after it.
+    """Return the names of the list under a heading, each with its note in brackets.
 
     An entry is "- `name`: text" or "- `name` (note): text".
     """
     entries = [
         " ".join(each.split()) for each in re.split(r"^- (?=`)", section(heading), flags=re.M)
     ]
-    found = [re.match(r"`([^`]+)`(?: \((.*?)\))?: \S", each) for each in entries[1:]]
-    assert all(found), entries
-    named = [(each[1], each[2] or "") for each in found if each]
-    assert len(dict(named)) == len(named), f"a name twice under {heading!r}"
-    return dict(named)
+    matches = [re.match(r"`([^`]+)`(?: \((.*?)\))?: \S", each) for each in entries[1:]]
+    assert all(matches), entries
+    notes_by_name = [(each[1], each[2] or "") for each in matches if each]
+    assert len(dict(notes_by_name)) == len(notes_by_name), f"a name twice under {heading!r}"
+    return dict(notes_by_name)
 
 
 def names(heading: str) -> list[str]:
@@ -80,7 +80,7 @@ def names(heading: str) -> list[str]:
 
 @dataclass
 class Recorder:
-    """This stands for pytest's parser and notes what is added to it."""
+    """Stands in for pytest's parser, and records the options added to it."""
 
     options: list[str] = field(default_factory=list)
     ini: dict[str, str] = field(default_factory=dict)
@@ -96,91 +96,93 @@ class Recorder:
 
 
 @pytest.fixture
-def added() -> Recorder:
+def recorded_options() -> Recorder:
     recorder = Recorder()
     options.add(recorder)  # type: ignore[arg-type]
     return recorder
 
 
 @pytest.mark.parametrize("name", reference.shipped_sections())
-def test_generated_lists_are_those_of_the_code(name: str) -> None:
+def test_generated_lists_equal_the_code(name: str) -> None:
     page = ROOT / "docs" / ("architecture.md" if "capabilities" in name else "reference.md")
     stale = f"{page.name} is stale in its {name}: run {reference.COMMAND}"
     assert read_section(page, name) == reference.shipped_sections()[name], stale
 
 
-def test_every_entry_says_what_it_is() -> None:
+def test_every_entry_has_a_description() -> None:
     for name, entries in reference.shipped_sections().items():
         for entry in re.split(r"^ *- ", entries, flags=re.M)[1:]:
             assert re.search(r":\s\S", entry), f"no description among the {name}: {entry}"
 
 
-def test_ini_options_do_what_options_do(added: Recorder) -> None:
+def test_ini_options_equal_command_line_options(recorded_options: Recorder) -> None:
     assert {each.usage.split()[0]: each.ini for each in options.entries()} == {
-        name: added.ini.get(name, "") for name in added.options
+        name: recorded_options.ini.get(name, "") for name in recorded_options.options
     }
-    assert set(added.ini) <= set(added.options)
+    assert set(recorded_options.ini) <= set(recorded_options.options)
 
 
-def test_profiles() -> None:
+def test_profiles_are_documented() -> None:
     documented = {name: tuple(numbers) for name, *numbers, _ in table("Profiles")}
-    real = {
+    expected = {
         name: (str(each.examples), str(each.steps), f"{each.search_seconds:g}")
         for name, each in PROFILES.items()
     }
-    assert documented == real
+    assert documented == expected
 
 
-def test_markers() -> None:
+def test_markers_are_documented() -> None:
     assert names("Markers") == [line.partition(": ")[0] for line in markers.LINES]
 
 
-def test_fixtures() -> None:
+def test_fixtures_are_documented() -> None:
     documented = notes("Fixtures")
-    found = re.findall(r"@pytest\.fixture(.*)\ndef (\w+)", inspect.getsource(fixtures))
-    real = {name: "session" if "session" in scope else "function" for scope, name in found}
-    assert documented == real
+    definitions = re.findall(r"@pytest\.fixture(.*)\ndef (\w+)", inspect.getsource(fixtures))
+    expected = {
+        name: "session" if "session" in scope else "function" for scope, name in definitions
+    }
+    assert documented == expected
 
 
 @pytest.mark.parametrize(
     ("heading", "module"), [("Strategies", strategies), ("Engine strategies", engine_strategies)]
 )
-def test_strategies(heading: str, module: Any) -> None:
+def test_strategies_are_documented(heading: str, module: Any) -> None:
     assert set(names(heading)) == {*module.__all__}
 
 
-def test_public_names() -> None:
+def test_public_names_are_documented() -> None:
     assert sorted(names("Public names")) == pytest_roseinfer.__all__
 
 
-def test_standard_bad_calls() -> None:
+def test_standard_bad_calls_are_documented() -> None:
     assert names("Standard bad calls") == list(catalogue(KVCacheAdapter))
 
 
 @pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall, Tolerance])
-def test_fields(kind: Any) -> None:
+def test_fields_are_documented(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
 
 
-def test_what_a_block_manager_adapter_says() -> None:
+def test_block_manager_adapter_is_documented() -> None:
     (attribute, *methods) = names("BlockManagerAdapter")
     assert attribute == "spare_blocks"
     assert BlockManagerAdapter.spare_blocks == 0
     check_signatures(BlockManagerAdapter, methods)
 
 
-def test_what_an_adapter_of_kernels_says() -> None:
+def test_paged_kernels_adapter_is_documented() -> None:
     check_signatures(PagedKernelsAdapter, names("PagedKernelsAdapter"))
 
 
 def check_signatures(kind: type, methods: list[str]) -> None:
     for method in methods:
-        name, _, rest = method.partition("(")
-        own = inspect.signature(getattr(kind, name)).parameters
-        assert ["self", *rest.rstrip(")").split(", ")] == list(own)
+        name, _, signature = method.partition("(")
+        parameters = inspect.signature(getattr(kind, name)).parameters
+        assert ["self", *signature.rstrip(")").split(", ")] == list(parameters)
 
 
-def test_what_a_sharded_adapter_says() -> None:
+def test_sharded_adapter_is_documented() -> None:
     assert names("ShardedAdapter") == [*inspect.get_annotations(ShardedAdapter), "rank(at)"]
     assert list(inspect.signature(ShardedAdapter.rank).parameters) == ["self", "at"]
 
@@ -195,58 +197,66 @@ def test_what_a_sharded_adapter_says() -> None:
         ("JSON target", Target),
     ],
 )
-def test_reports(heading: str, kind: Any) -> None:
+def test_json_reports_are_documented(heading: str, kind: Any) -> None:
     assert names(heading) == list(inspect.get_annotations(kind))
     assert f"\n- `format`: {FORMAT}; " in REFERENCE
 
 
-def test_comparisons() -> None:
+def test_comparison_records_are_documented() -> None:
     comparison = compare(quiet(), 1.0)
-    found = entry_of(TimedComparison("test", "there", comparison, 0.02))
-    assert names("Kept comparison") == list(found)
-    assert names("Kept side") == list(found["here"])
+    record = entry_of(TimedComparison("test", "there", comparison, 0.02))
+    assert names("Kept comparison") == list(record)
+    assert names("Kept side") == list(record["here"])
 
 
-def test_kept_runs() -> None:
+def test_recorded_runs_are_documented() -> None:
     assert names("Kept run") == [each.name for each in fields(RunFigures)]
     assert f"\n- `format`: {history.FORMAT}.\n" in REFERENCE
     assert names("Kept work") == list(run(1).work[0])
 
 
-def test_the_kinds_of_gates() -> None:
+def test_gates_command_is_documented() -> None:
     parser = argparse.ArgumentParser()
     gates_command.add_options(parser)
     assert re.findall(r"^    (\w+) ", parser.format_help(), re.M) == names("roseinfer gates")
 
 
-def test_what_a_timed_function_returns() -> None:
+def test_return_value_of_a_timed_function_is_documented() -> None:
     assert set(names("What a timed function returns")) == TARGET_KEYS
 
 
-def test_the_options_of_verify() -> None:
+def test_options_of_verify_are_documented() -> None:
     parser = argparse.ArgumentParser()
     verify.add_options(parser)
-    real = re.findall(r"^  (?:-\w, )?(--[\w-]+)", parser.format_help(), re.M)
-    assert sorted(names("roseinfer verify")) == sorted(set(real) - {"--help"})
+    expected = re.findall(r"^  (?:-\w, )?(--[\w-]+)", parser.format_help(), re.M)
+    assert sorted(names("roseinfer verify")) == sorted(set(expected) - {"--help"})
 
 
-def test_groups_of_counts_and_what_decides_about_them() -> None:
+def test_groups_of_counts_are_documented() -> None:
     versions = {PYTHON: "Python's minor version", TORCH: "torch", NOTHING: "any version"}
     documented = list(notes("Baselines of work").items())
     assert documented == [(name, versions[group.depends_on]) for name, group in GROUPS.items()]
 
 
-def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
+def test_pages_name_only_existing_options_and_fixtures(recorded_options: Recorder) -> None:
     modules = {file.stem for file in (ROOT / "pytest_roseinfer" / "targets").glob("*.py")}
-    known = {*added.options, *added.ini.values(), *names("Fixtures"), *names("Markers"), *modules}
+    known_names = {
+        *recorded_options.options,
+        *recorded_options.ini.values(),
+        *names("Fixtures"),
+        *names("Markers"),
+        *modules,
+    }
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    pages = {*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "changelog.md"}  # with old names
+    pages = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "changelog.md"}  # has old names
     for page in [ROOT / "README.md", *sorted(pages), *workflows]:
-        named = re.findall(r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8"))
-        assert set(named) <= known, page.name
+        names_on_page = re.findall(
+            r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8")
+        )
+        assert set(names_on_page) <= known_names, page.name
 
 
-def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_of_a_page_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Mine\n\n<!-- conditions -->\nold\n<!-- end -->\n\nThe end.\n")
     monkeypatch.setattr("sys.argv", ["reference", str(page)])
@@ -257,19 +267,19 @@ def test_a_page_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_lists_are_printed_for_another_adapter(
+def test_lists_of_another_adapter_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "tests.capabilities.test_capability:PinningCache"
     monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
     assert reference.main() == ""
-    printed = capsys.readouterr().out
-    assert "- `pin(seq, pin)` (needs `free`, `table`): " in printed
+    output = capsys.readouterr().out
+    assert "- `pin(seq, pin)` (needs `free`, `table`): " in output
     name = "tests.engine_capabilities.test_capability:BiasedEngine"
     monkeypatch.setattr("sys.argv", ["reference", "--adapter", name])
     assert reference.main() == ""
-    printed = capsys.readouterr().out
-    assert "- `logit_bias` (default `()`): Pairs of a token and" in printed
+    output = capsys.readouterr().out
+    assert "- `logit_bias` (default `()`): Pairs of a token and" in output
 
 
 @pytest.mark.parametrize(
@@ -283,7 +293,7 @@ def test_lists_are_printed_for_another_adapter(
         (["--adapter", "nowhere:Cache"], "nowhere"),
     ],
 )
-def test_what_cannot_be_written_is_said(
+def test_errors_of_the_reference_command_are_reported(
     arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

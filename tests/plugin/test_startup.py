@@ -1,4 +1,4 @@
-"""The plugin is in every pytest run, so where nothing uses it, it costs next to nothing."""
+"""Startup: the plugin costs little in pytest runs that do not use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALLOWED = {
     "pytest_roseinfer.words",
     "pytest_roseinfer.settings",
 }
-# Hypothesis's own plugin imports Hypothesis at the end of every run; ours must not.
+# Hypothesis's own plugin imports Hypothesis at the end of every run; roseinfer's must not.
 WITHOUT_HYPOTHESIS = ("-p", "no:hypothesispytest")
 PROBE = """
     import json, sys
@@ -53,65 +53,67 @@ ended = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", sys
 sys.setprofile(None)
 print(int(ended), calls)
 """
-MOST_CALLS = 20_000
+MAX_CALLS = 20_000
 
 
-def loaded(project: Project, *arguments: str) -> set[str]:
+def loaded_modules(project: Project, *arguments: str) -> set[str]:
     result = project.pytest("-p", "probe", *WITHOUT_HYPOTHESIS, *arguments)
     assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     return set(json.loads((project.path / "modules.json").read_text()))
 
 
 @pytest.fixture
-def probed(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def probed_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     project.write(probe=PROBE)
-    project.from_cold = True
+    project.cold_start = True
     monkeypatch.setenv("PYTHONPATH", str(project.path), prepend=os.pathsep)
     return project
 
 
-def test_it_imports_nothing_but_itself(probed: Project) -> None:
-    """No more modules are imported than without it, in an empty project and in one with a test."""
+def test_plugin_imports_only_its_own_modules(probed_project: Project) -> None:
+    """The plugin adds only its own modules, in an empty project and in one with a test."""
     for arguments in [("--collect-only",), ("test_plain.py",)]:
-        extra = loaded(probed, *arguments) - loaded(probed, *arguments, "-p", "no:roseinfer")
+        extra = loaded_modules(probed_project, *arguments) - loaded_modules(
+            probed_project, *arguments, "-p", "no:roseinfer"
+        )
         assert extra == ALLOWED
-        probed.write(test_plain="def test_plain(tmp_path): pass")
+        probed_project.write(test_plain="def test_plain(tmp_path): pass")
 
 
-def test_its_help_and_fixtures_import_nothing_heavy(probed: Project) -> None:
-    assert not HEAVY & loaded(probed, "--fixtures")
+def test_list_of_fixtures_imports_nothing_heavy(probed_project: Project) -> None:
+    assert not HEAVY & loaded_modules(probed_project, "--fixtures")
 
 
-def test_a_project_that_is_configured_for_it_imports_nothing_heavy(probed: Project) -> None:
-    """Every run has its ini file, and most runs are about other tests."""
-    probed.ini("roseinfer_targets = mine:Cache", "roseinfer_profile = ci")
-    probed.write(test_plain="def test_plain(): pass")
-    assert not HEAVY & loaded(probed)
+def test_configured_project_imports_nothing_heavy(probed_project: Project) -> None:
+    """Every run reads the ini file, and most runs are for other tests."""
+    probed_project.ini("roseinfer_targets = mine:Cache", "roseinfer_profile = ci")
+    probed_project.write(test_plain="def test_plain(): pass")
+    assert not HEAVY & loaded_modules(probed_project)
 
 
-def test_it_adds_at_most_20000_calls(project: Project, tmp_path: Path) -> None:
-    """Calls are counted, since seconds of a busy machine say little: these took it 10 ms alone."""
+def test_plugin_adds_at_most_20000_calls(project: Project, tmp_path: Path) -> None:
+    """Calls are counted, as times of a busy machine vary: on an idle one they took 10 ms."""
     project.write(no_plugin="")
     calls = Collection(project.path, tmp_path / "bytecode").calls
-    for _ in range(2):  # the first time compiles the modules
-        without, with_it = calls("no_plugin"), calls("pytest_roseinfer.plugin")
-    assert 0 < with_it - without <= MOST_CALLS
+    for _ in range(2):  # the first run compiles the modules
+        calls_without, calls_with = calls("no_plugin"), calls("pytest_roseinfer.plugin")
+    assert 0 < calls_with - calls_without <= MAX_CALLS
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Run ``pytest --collect-only`` where there is no test, only with the plugin it is given.
+    """A run of ``pytest --collect-only`` without tests, with one given plugin.
 
-    It is always given one: for ``-p`` pytest reads what every installed distribution offers, and
-    that takes longer than some plugins.
+    A plugin is always given: for ``-p`` pytest reads the entry points of every installed
+    distribution, which takes longer than some plugins.
     """
 
     folder: Path
     bytecode: Path
-    """Where this run compiles to, as an installation has its modules compiled."""
+    """Folder of compiled modules, as an installation has them."""
 
     def calls(self, plugin: str) -> int:
-        """Return how many functions were called, those that are written in C too."""
+        """Return the number of called functions, including those in C."""
         environment = os.environ | {
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "",
@@ -119,7 +121,7 @@ class Collection:
             "PYTHONPATH": str(self.folder),
             "PYTHONPYCACHEPREFIX": str(self.bytecode),
         }
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", COUNTING, plugin],
             cwd=self.folder,
             env=environment,
@@ -127,6 +129,6 @@ class Collection:
             text=True,
             check=True,
         )
-        ended, calls = map(int, ran.stdout.split()[-2:])
-        assert ended == pytest.ExitCode.NO_TESTS_COLLECTED
+        status, calls = map(int, process.stdout.split()[-2:])
+        assert status == pytest.ExitCode.NO_TESTS_COLLECTED
         return calls

@@ -1,4 +1,4 @@
-"""The process that listens, before replicas that a test plays: what it says when one is lost."""
+"""The listening process with replicas played by a test: responses, and loss of a replica."""
 
 from __future__ import annotations
 
@@ -31,48 +31,50 @@ CHUNK = {"id": "1", "object": "text_completion", "created": 1, "model": "tiny"}
 
 
 @dataclass
-class Played:
-    """Replicas that answer as they are told, and keep what they were asked."""
+class FakeReplicas:
+    """Replicas that respond as configured, and record their requests."""
 
     parts: list[Part] = field(default_factory=list)
-    asked: list[ForwardedRequest] = field(default_factory=list)
-    left: list[bool] = field(default_factory=list)
-    were_cut: bool = False
+    requests: list[ForwardedRequest] = field(default_factory=list)
+    cancellations: list[bool] = field(default_factory=list)
+    aborted: bool = False
 
     async def answer(
-        self, asked: ForwardedRequest
+        self, forwarded: ForwardedRequest
     ) -> AsyncGenerator[list[Message] | RequestLogEntry, None]:
-        self.asked.append(asked)
-        whole = False
+        self.requests.append(forwarded)
+        complete = False
         try:
             for part in self.parts:
                 if isinstance(part, Exception):
                     raise part
                 yield part
                 await asyncio.sleep(0.01)
-            whole = True
+            complete = True
         finally:
-            self.left.append(not whole)
+            self.cancellations.append(not complete)
 
     async def metrics(self) -> list[bytes]:
         head = b"# HELP vllm:a A.\n# TYPE vllm:a gauge\n"
         return [head + b'vllm:a{engine="0"} 1.0\n', head + b'vllm:a{engine="1"} 2.0\n']
 
     async def ready(self) -> bool:
-        return not self.were_cut
+        return not self.aborted
 
     def abort(self) -> None:
-        self.were_cut = True
+        self.aborted = True
 
 
 @dataclass
-class Listening:
-    played: Played
+class ProxyServer:
+    replicas: FakeReplicas
     front: ReplicaProxy
     port: int
     lines: list[str]
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, bytes]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             data = None if body is None else json.dumps(body)
@@ -83,7 +85,7 @@ class Listening:
             connection.close()
 
     def line(self) -> dict[str, Any]:
-        """Return the line of the only request, once it is there."""
+        """Return the log line of the only request, once it is written."""
         end = threading.Event()
         for _ in range(PATIENCE * 100):
             if self.lines:
@@ -94,19 +96,19 @@ class Listening:
 
 
 @contextmanager
-def on_listening(*parts: Part, **config: Any) -> Iterator[Listening]:
-    played, lines = Played([*parts]), list[str]()
+def on_listening(*parts: Part, **config: Any) -> Iterator[ProxyServer]:
+    replicas, lines = FakeReplicas([*parts]), list[str]()
     front = ReplicaProxy(
-        played, ServerConfig(**{"port": 0, "api_key": None} | config), lines.append
+        replicas, ServerConfig(**{"port": 0, "api_key": None} | config), lines.append
     )
-    begun = threading.Event()
+    listening = threading.Event()
     with open_listener("127.0.0.1", 0) as listener:
-        server = HttpServer(front.app, front, begun.set)
+        server = HttpServer(front.app, front, listening.set)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        assert begun.wait(PATIENCE)
+        assert listening.wait(PATIENCE)
         try:
-            yield Listening(played, front, listener.getsockname()[1], lines)
+            yield ProxyServer(replicas, front, listener.getsockname()[1], lines)
         finally:
             server.end()
             thread.join(PATIENCE)
@@ -131,7 +133,7 @@ STREAM = b"text/event-stream; charset=utf-8"
 REQUEST_LOG_KEY = RequestLogEntry("of-the-replica", usage=Usage(3, 2, 1))
 
 
-def test_an_answer_is_that_of_the_replica_and_its_tokens_are_logged() -> None:
+def test_response_of_a_replica_is_forwarded_and_logged() -> None:
     parts: list[Part] = [
         head(b"application/json"),
         [*body(b'{"a":'), *body(b"1}"), *body(b"", False)],
@@ -142,22 +144,22 @@ def test_an_answer_is_that_of_the_replica_and_its_tokens_are_logged() -> None:
         connection.request("POST", "/v1/completions?x=1", b'{"b": 2}')
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (200, b'{"a":1}')
-        name = answer.headers.get_all("x-request-id")
+        request_ids = answer.headers.get_all("x-request-id")
         connection.close()
         line = server.line()
-        (asked,) = server.played.asked
-    assert name == [asked.id] == [line["id"]]
-    assert asked.body == b'{"b": 2}'
-    assert (asked.scope["method"], asked.scope["path"]) == ("POST", "/v1/completions")
-    assert asked.scope["query_string"] == b"x=1"
+        (forwarded,) = server.replicas.requests
+    assert request_ids == [forwarded.id] == [line["id"]]
+    assert forwarded.body == b'{"b": 2}'
+    assert (forwarded.scope["method"], forwarded.scope["path"]) == ("POST", "/v1/completions")
+    assert forwarded.scope["query_string"] == b"x=1"
     assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == (200, 3, 2)
-    assert "left" not in line
-    assert server.played.left == [False]
+    assert "client_disconnected" not in line
+    assert server.replicas.cancellations == [False]
 
 
-def test_one_that_had_not_begun_is_told_to_come_again() -> None:
+def test_request_of_a_lost_replica_gets_503_before_its_response() -> None:
     with on_listening(ReplicaLost()) as server:
-        status, data = server.ask("POST", "/v1/completions", {})
+        status, data = server.request("POST", "/v1/completions", {})
         line = server.line()
     assert status == 503
     assert json.loads(data)["error"]["code"] == "replica_lost"
@@ -165,20 +167,20 @@ def test_one_that_had_not_begun_is_told_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
-def test_a_stream_that_breaks_off_says_so_and_has_no_end(path: str) -> None:
+def test_stream_of_a_lost_replica_has_an_error_and_no_end(path: str) -> None:
     with on_listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
-        with pytest.raises(IncompleteRead) as broken:
-            server.ask("POST", f"/v1/{path}", {})
+        with pytest.raises(IncompleteRead) as failure:
+            server.request("POST", f"/v1/{path}", {})
         line = server.line()
-    said = broken.value.partial
-    assert said.startswith(chunk("so far"))
-    assert b"[DONE]" not in said
-    error = json.loads(said.rpartition(b"event: error\ndata: ")[2])["error"]
+    received = failure.value.partial
+    assert received.startswith(chunk("so far"))
+    assert b"[DONE]" not in received
+    error = json.loads(received.rpartition(b"event: error\ndata: ")[2])["error"]
     assert error["code"] == "replica_lost"
     assert line["error"] == "ReplicaLost"
 
 
-def test_openais_client_raises_where_a_stream_breaks_off() -> None:
+def test_openai_client_raises_for_a_stream_of_a_lost_replica() -> None:
     with on_listening(head(STREAM), body(chunk("so far")), ReplicaLost()) as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -188,14 +190,14 @@ def test_openais_client_raises_where_a_stream_breaks_off() -> None:
                 next(stream)
 
 
-def test_an_answer_in_parts_that_breaks_off_has_no_end_either() -> None:
+def test_chunked_response_of_a_lost_replica_has_no_end() -> None:
     parts: list[Part] = [head(b"application/json"), body(b'{"a":'), ReplicaLost()]
-    with on_listening(*parts) as server, pytest.raises(IncompleteRead) as broken:
-        server.ask("POST", "/v1/completions", {})
-    assert broken.value.partial == b'{"a":'
+    with on_listening(*parts) as server, pytest.raises(IncompleteRead) as failure:
+        server.request("POST", "/v1/completions", {})
+    assert failure.value.partial == b'{"a":'
 
 
-def test_who_leaves_cancels_what_the_replica_does() -> None:
+def test_disconnect_cancels_the_request_of_the_replica() -> None:
     parts = [head(STREAM), *(body(chunk("x")) for _ in range(1000))]
     with on_listening(*parts) as server:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
@@ -203,44 +205,48 @@ def test_who_leaves_cancels_what_the_replica_does() -> None:
         connection.getresponse().read(10)
         connection.close()
         line = server.line()
-    assert server.played.left == [True]
+    assert server.replicas.cancellations == [True]
     assert line["client_disconnected"] is True
 
 
-def test_the_key_and_the_limit_are_looked_at_before_a_replica_is_asked() -> None:
+def test_auth_and_body_limit_are_checked_before_forwarding() -> None:
     with on_listening(
         head(b"text/plain"), body(b"", False), api_key="rose", max_body_bytes=9
     ) as server:
-        assert server.ask("GET", "/v1/models")[0] == 401
-        right = {"authorization": "Bearer rose"}
-        assert server.ask("POST", "/v1/completions", {"a": "long" * 9}, **right)[0] == 413
-        assert not server.played.asked
-        assert server.ask("GET", "/v1/models", **right)[0] == 200
-        assert server.ask("GET", "/health") == (200, b'{"alive":true}')
-        assert len(server.played.asked) == 1
+        assert server.request("GET", "/v1/models")[0] == 401
+        authorization = {"authorization": "Bearer rose"}
+        assert (
+            server.request("POST", "/v1/completions", {"a": "long" * 9}, **authorization)[0] == 413
+        )
+        assert not server.replicas.requests
+        assert server.request("GET", "/v1/models", **authorization)[0] == 200
+        assert server.request("GET", "/health") == (200, b'{"alive":true}')
+        assert len(server.replicas.requests) == 1
 
 
-def test_metrics_are_those_of_all_and_one_that_is_ready_is_enough() -> None:
+def test_metrics_are_merged_and_one_ready_replica_suffices() -> None:
     with on_listening() as server:
-        assert server.ask("GET", "/metrics")[1].decode().splitlines()[2:] == [
+        assert server.request("GET", "/metrics")[1].decode().splitlines()[2:] == [
             'vllm:a{engine="0"} 1.0',
             'vllm:a{engine="1"} 2.0',
         ]
-        assert server.ask("GET", "/ready") == (200, b'{"ready":true}')
+        assert server.request("GET", "/ready") == (200, b'{"ready":true}')
         server.front.admission.draining = True
-        assert server.ask("GET", "/ready")[0] == 503
-        assert server.ask("GET", "/health")[0] == 200
-        status, data = server.ask("POST", "/v1/completions", {})
+        assert server.request("GET", "/ready")[0] == 503
+        assert server.request("GET", "/health")[0] == 200
+        status, data = server.request("POST", "/v1/completions", {})
         assert (status, json.loads(data)["error"]["code"]) == (503, "draining")
-        assert not server.played.asked
+        assert not server.replicas.requests
 
 
-def test_when_the_time_is_up_the_replicas_are_told_to_cut() -> None:
+def test_replicas_are_aborted_after_drain_seconds() -> None:
     parts = [head(STREAM), *(body(chunk("x")) for _ in range(300)), body(b"", False)]
     with on_listening(*parts, drain_seconds=0.1) as server:
-        asking = threading.Thread(target=server.ask, args=("POST", "/v1/completions", {}))
-        asking.start()
-        while not server.played.asked:
+        client_thread = threading.Thread(
+            target=server.request, args=("POST", "/v1/completions", {})
+        )
+        client_thread.start()
+        while not server.replicas.requests:
             pass
-    asking.join(PATIENCE)
-    assert server.played.were_cut
+    client_thread.join(PATIENCE)
+    assert server.replicas.aborted

@@ -1,4 +1,4 @@
-"""Two replicas under Ray, one of which is killed while it serves."""
+"""Two replicas under Ray, one of which is killed while serving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from roseinfer import tiny_gpt2
 from tests.python_process import ROOT
-from tests.replicas.replica_processes import below, replicas_of, runs
+from tests.replicas.replica_processes import descendants_of, is_running, replicas_of
 from tests.server.serve_process import CODE, serving
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 pytest.importorskip("ray.serve", reason="replicas run under Ray: pip install '.[scale]'")
 
-PATIENCE = 120
-"""Seconds: two processes import torch meanwhile, on a machine that may be busy."""
-AT_ONCE = 3
+TIMEOUT_S = 120
+"""Seconds; two processes import torch meanwhile, on a machine that may be busy."""
+BATCH_SIZE = 3
 OPTIONS = (
-    *("--replicas", "2", "--dtype", "float32", "--max-batch-size", str(AT_ONCE)),
+    *("--replicas", "2", "--dtype", "float32", "--max-batch-size", str(BATCH_SIZE)),
     *("--kv-cache-tokens", "16384"),
 )
 LONG, SHORT = 800, 12
@@ -43,21 +43,21 @@ LENGTHS = (LONG, SHORT)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving(*OPTIONS, patience=PATIENCE) as started:
+    with serving(*OPTIONS, timeout=TIMEOUT_S) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def alone(server: Serving) -> dict[tuple[int, int], str]:
-    """Return the text that each prompt gets with no other there, by its number and length."""
-    asked = [(number, length) for length in LENGTHS for number in range(4 * AT_ONCE)]
+    """Return the completion of each prompt served alone, by its number and length."""
+    request_body = [(number, length) for length in LENGTHS for number in range(4 * BATCH_SIZE)]
     with client_of(server) as client:
-        return {each: "".join(texts_of(client, *each)) for each in asked}
+        return {each: "".join(texts_of(client, *each)) for each in request_body}
 
 
 def client_of(server: Serving, retries: int = 0) -> Any:
     return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=retries, timeout=PATIENCE
+        base_url=f"{server.url}/v1", api_key="none", max_retries=retries, timeout=TIMEOUT_S
     )
 
 
@@ -72,17 +72,17 @@ def texts_of(client: Any, number: int, length: int) -> Iterator[str]:
         yield chunk.choices[0].text
 
 
-class Told:
-    """What came of one stream."""
+class StreamOutcome:
+    """Outcome of one stream."""
 
     def __init__(self, client: Any, number: int) -> None:
         self.number = number
         self.text = ""
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._listen, args=(client,))
+        self.thread = threading.Thread(target=self._read, args=(client,))
         self.thread.start()
 
-    def _listen(self, client: Any) -> None:
+    def _read(self, client: Any) -> None:
         try:
             for text in texts_of(client, self.number, LONG):
                 self.text += text
@@ -90,17 +90,19 @@ class Told:
             self.error = error
 
 
-def numbers_of(server: Serving, name: str, label: str = "") -> dict[str, float]:
-    """Return a metric of each replica, the one with a label if it has several."""
-    _, page = ask(server, "GET", "/metrics")
-    found = re.findall(rf'^{name}{{engine="(\d+)".*{label}.*}} (\S+)$', page.decode(), re.MULTILINE)
-    return {engine: float(value) for engine, value in found}
+def metric_by_replica(server: Serving, name: str, label: str = "") -> dict[str, float]:
+    """Return a metric of each replica, with a label if it has several."""
+    _, page = request(server, "GET", "/metrics")
+    samples = re.findall(
+        rf'^{name}{{engine="(\d+)".*{label}.*}} (\S+)$', page.decode(), re.MULTILINE
+    )
+    return {engine: float(value) for engine, value in samples}
 
 
-def ask(server: Serving, method: str, path: str, asked: Any = None) -> tuple[int, bytes]:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+def request(server: Serving, method: str, path: str, request_body: Any = None) -> tuple[int, bytes]:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
     try:
-        data = None if asked is None else json.dumps(asked)
+        data = None if request_body is None else json.dumps(request_body)
         connection.request(method, path, data, {"content-type": "application/json"})
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -108,41 +110,41 @@ def ask(server: Serving, method: str, path: str, asked: Any = None) -> tuple[int
         connection.close()
 
 
-def await_that(what: str, holds: Any) -> None:
-    end = time.monotonic() + PATIENCE / 2
-    while not holds():
-        assert time.monotonic() < end, f"never: {what}"
+def await_condition(description: str, condition: Any) -> None:
+    end = time.monotonic() + TIMEOUT_S / 2
+    while not condition():
+        assert time.monotonic() < end, f"timed out: expected {description}"
         time.sleep(0.05)
 
 
 def is_closed(server: Serving) -> bool:
     try:
-        ask(server, "GET", "/ready")
+        request(server, "GET", "/ready")
     except ConnectionRefusedError:
         return True
     return False
 
 
-def test_why_no_replica_can_serve_is_said_in_a_line(tmp_path: Path) -> None:
+def test_startup_failure_of_replicas_is_reported_in_one_line(tmp_path: Path) -> None:
     tiny_gpt2().model.save_pretrained(tmp_path)
     words = ("--replicas", "1", "--device", "cpu", "--port", "0", "--model", str(tmp_path))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CODE, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
         check=False,
     )
-    lines = done.stderr.splitlines()
-    assert done.returncode == 2
+    lines = process.stderr.splitlines()
+    assert process.returncode == 2
     assert f"roseinfer serve: {tmp_path}: the model has no tokenizer; serve one that has" in lines
     assert not any("Traceback" in line for line in lines)
 
 
-def test_who_leaves_cancels_what_a_replica_does(server: Serving) -> None:
+def test_disconnect_cancels_the_request_of_a_replica(server: Serving) -> None:
     def cancelled() -> float:
-        ends = numbers_of(server, "vllm:request_success_total", 'finished_reason="abort"')
+        ends = metric_by_replica(server, "vllm:request_success_total", 'finished_reason="abort"')
         return sum(ends.values())
 
     before = cancelled()
@@ -150,33 +152,40 @@ def test_who_leaves_cancels_what_a_replica_does(server: Serving) -> None:
         stream = client.completions.create(**body(0, LONG), stream=True, n=8)
         next(iter(stream))
         stream.close()
-    await_that("its texts are cancelled", lambda: cancelled() > before)
-    assert sum(numbers_of(server, "vllm:num_requests_running").values()) == 0
+    await_condition("cancelled requests", lambda: cancelled() > before)
+    assert sum(metric_by_replica(server, "vllm:num_requests_running").values()) == 0
 
 
-def test_a_killed_replica_takes_only_its_own_streams_with_it(
+def test_killed_replica_ends_only_its_own_streams(
     server: Serving, alone: dict[tuple[int, int], str]
 ) -> None:
-    """More texts are asked for than run at once, so some have not begun when it is killed."""
+    """More requests are made than run at once, so some have not started when it is killed."""
     with client_of(server) as client:
-        told = [Told(client, number) for number in range(4 * AT_ONCE)]
-        await_that(
-            "both replicas are busy",
-            lambda: [*numbers_of(server, "vllm:num_requests_running").values()] == [AT_ONCE] * 2,
+        outcomes = [StreamOutcome(client, number) for number in range(4 * BATCH_SIZE)]
+        await_condition(
+            "both replicas busy",
+            lambda: (
+                [*metric_by_replica(server, "vllm:num_requests_running").values()]
+                == [BATCH_SIZE] * 2
+            ),
         )
-        await_that("texts have begun", lambda: sum(bool(each.text) for each in told) >= 2 * AT_ONCE)
+        await_condition(
+            "texts have begun", lambda: sum(bool(each.text) for each in outcomes) >= 2 * BATCH_SIZE
+        )
         victim, other = replicas_of(server.process.pid)
         os.kill(victim, signal.SIGKILL)
-        with client_of(server, retries=3) as patient, ThreadPoolExecutor(4) as pool:
-            soon = [*pool.map(lambda n: "".join(texts_of(patient, n, SHORT)), range(8))]
-        for each in told:
-            each.thread.join(PATIENCE)
-    assert soon == [alone[number, SHORT] for number in range(8)]
+        with client_of(server, retries=3) as retrying_client, ThreadPoolExecutor(4) as pool:
+            short_texts = [
+                *pool.map(lambda n: "".join(texts_of(retrying_client, n, SHORT)), range(8))
+            ]
+        for each in outcomes:
+            each.thread.join(TIMEOUT_S)
+    assert short_texts == [alone[number, SHORT] for number in range(8)]
 
-    lost = [each for each in told if each.error is not None]
-    begun = [each for each in lost if each.text]
-    assert 1 <= len(begun) <= AT_ONCE
-    assert len(begun) < len(lost) < len(told)
+    lost = [each for each in outcomes if each.error is not None]
+    lost_after_start = [each for each in lost if each.text]
+    assert 1 <= len(lost_after_start) <= BATCH_SIZE
+    assert len(lost_after_start) < len(lost) < len(outcomes)
     for each in lost:
         assert alone[each.number, LONG].startswith(each.text)
         assert isinstance(each.error, openai.APIError)
@@ -184,68 +193,76 @@ def test_a_killed_replica_takes_only_its_own_streams_with_it(
         if not each.text:
             assert isinstance(each.error, openai.InternalServerError)
             assert each.error.status_code == 503
-    for each in told:
+    for each in outcomes:
         assert each.error is not None or each.text == alone[each.number, LONG]
-    assert runs(other)
-    assert not runs(victim)
+    assert is_running(other)
+    assert not is_running(victim)
 
-    await_that(
-        "another comes in its place",
-        lambda: numbers_of(server, "vllm:num_requests_running").keys() == {"0", "1"},
+    await_condition(
+        "a replacement replica",
+        lambda: metric_by_replica(server, "vllm:num_requests_running").keys() == {"0", "1"},
     )
-    assert ask(server, "GET", "/ready")[0] == 200
+    assert request(server, "GET", "/ready")[0] == 200
 
     def both_serve() -> bool:
         with client_of(server) as client:
             assert "".join(texts_of(client, 0, SHORT)) == alone[0, SHORT]
-        return min(numbers_of(server, "vllm:generation_tokens_total").values()) > 0
+        return min(metric_by_replica(server, "vllm:generation_tokens_total").values()) > 0
 
-    await_that("both serve", both_serve)
+    await_condition("both replicas serving", both_serve)
 
 
-def test_the_bytes_of_a_stream_that_breaks_off_are_not_those_of_one_that_ended(
+def test_stream_of_a_killed_replica_is_visibly_incomplete(
     server: Serving,
 ) -> None:
-    asked = body(0, LONG) | {"stream": True, "ignore_eos": True}
-    await_that("two are there", lambda: len(replicas_of(server.process.pid)) == 2)
+    request_body = body(0, LONG) | {"stream": True, "ignore_eos": True}
+    await_condition("two replicas", lambda: len(replicas_of(server.process.pid)) == 2)
     with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask, server, "POST", "/v1/completions", asked) for _ in range(2)]
-        await_that(
-            "both run",
-            lambda: sum(numbers_of(server, "vllm:num_requests_running").values()) == 2,
+        futures = [
+            pool.submit(request, server, "POST", "/v1/completions", request_body) for _ in range(2)
+        ]
+        await_condition(
+            "both requests running",
+            lambda: sum(metric_by_replica(server, "vllm:num_requests_running").values()) == 2,
         )
         time.sleep(0.2)
         for replica in replicas_of(server.process.pid):
             os.kill(replica, signal.SIGKILL)
-        for each in asking:
-            broken = each.exception(PATIENCE)
-            assert isinstance(broken, IncompleteRead)
-            assert b"data: " in broken.partial
-            assert b'"code":"replica_lost"' in broken.partial
-            assert b"[DONE]" not in broken.partial
-    status, said = ask(server, "POST", "/v1/completions", body(1, SHORT))
-    assert status in (200, 503), said
-    await_that("one is there again", lambda: ask(server, "GET", "/ready")[0] == 200)
+        for each in futures:
+            failure = each.exception(TIMEOUT_S)
+            assert isinstance(failure, IncompleteRead)
+            assert b"data: " in failure.partial
+            assert b'"code":"replica_lost"' in failure.partial
+            assert b"[DONE]" not in failure.partial
+    status, data = request(server, "POST", "/v1/completions", body(1, SHORT))
+    assert status in (200, 503), data
+    await_condition("a ready replica", lambda: request(server, "GET", "/ready")[0] == 200)
 
 
-def test_sigterm_lets_texts_end_and_leaves_no_process(
+def test_sigterm_drains_and_leaves_no_process(
     server: Serving, alone: dict[tuple[int, int], str]
 ) -> None:
-    await_that("two are there", lambda: len(numbers_of(server, "roseinfer:kv_blocks")) == 2)
-    processes = below(server.process.pid)
+    await_condition(
+        "two replicas", lambda: len(metric_by_replica(server, "roseinfer:kv_blocks")) == 2
+    )
+    processes = descendants_of(server.process.pid)
     assert len(processes) > 4
     with client_of(server) as client:
         stream = texts_of(client, 2, LONG)
         text = next(stream)
         server.process.send_signal(signal.SIGTERM)
-        await_that("nobody is let in any more", lambda: is_closed(server))
+        await_condition("a closed listener", lambda: is_closed(server))
         text += "".join(stream)
     assert text == alone[2, LONG]
-    assert server.process.wait(PATIENCE) == 0
-    await_that("the last line is read", lambda: any(str(LONG) in line for line in server.logged))
-    await_that("all have ended", lambda: not any(runs(each) for each in processes))
-    logged = [json.loads(line) for line in server.logged if line.startswith("{")]
-    assert {line["status"] for line in logged} <= {200, 499, 503}
-    texts = [line for line in logged if "completion_tokens" in line]
+    assert server.process.wait(TIMEOUT_S) == 0
+    await_condition(
+        "the last log line", lambda: any(str(LONG) in line for line in server.stdout_lines)
+    )
+    await_condition(
+        "the end of all processes", lambda: not any(is_running(each) for each in processes)
+    )
+    log_lines = [json.loads(line) for line in server.stdout_lines if line.startswith("{")]
+    assert {line["status"] for line in log_lines} <= {200, 499, 503}
+    texts = [line for line in log_lines if "completion_tokens" in line]
     assert texts[-1]["completion_tokens"] == LONG
-    assert "left" not in texts[-1]
+    assert "client_disconnected" not in texts[-1]

@@ -1,4 +1,4 @@
-"""The metrics of several replicas are one page that Prometheus can read."""
+"""Metrics of several replicas, merged into one page that Prometheus can read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ vllm:new{engine="1"} 1.0
 )
 
 
-def test_what_a_name_means_is_said_once() -> None:
+def test_metric_descriptions_are_merged() -> None:
     assert merge_metrics_pages([FIRST, SECOND]).decode().splitlines() == [
         "# HELP vllm:tokens_total Tokens.",
         "# TYPE vllm:tokens_total counter",
@@ -38,18 +38,18 @@ def test_what_a_name_means_is_said_once() -> None:
     assert merge_metrics_pages([]) == b""
 
 
-def test_two_pages_of_servers_are_read_back_whole() -> None:
+def test_merged_pages_of_servers_are_complete() -> None:
     with running() as server:
         server.post("completions", prompt="x", max_tokens=4)
-        page = server.ask("GET", "/metrics").data
+        page = server.request("GET", "/metrics").data
     second = page.replace(b'engine="0"', b'engine="1"')
-    alone = _samples(page)
-    found = _samples(merge_metrics_pages([page, second]))
-    assert {labels["engine"] for _, labels, _ in found} == {"0", "1"}
-    assert [each for each in found if each[1]["engine"] == "0"] == [
-        each for each in alone if "engine" in each[1]
+    samples_of_one = _samples(page)
+    samples_of_both = _samples(merge_metrics_pages([page, second]))
+    assert {labels["engine"] for _, labels, _ in samples_of_both} == {"0", "1"}
+    assert [each for each in samples_of_both if each[1]["engine"] == "0"] == [
+        each for each in samples_of_one if "engine" in each[1]
     ]
-    assert len(found) > 100
+    assert len(samples_of_both) > 100
 
 
 def _samples(page: bytes) -> list[tuple[str, dict[str, str], float]]:

@@ -1,4 +1,4 @@
-"""Opens a page in a headless Chromium, and returns what that makes of it."""
+"""Opens a page in a headless Chromium, and returns the result of a script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _OPTIONS = (
     "--headless",
-    "--no-sandbox",  # root may start none with it
+    "--no-sandbox",  # root cannot start a sandboxed browser
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-extensions",
@@ -32,30 +32,32 @@ addEventListener("load", () => {{
   parent.document.body.append(answer);
 }});
 </script>"""
-_AROUND = '<!doctype html><iframe width="{width}" height="900" style="border:0" srcdoc="{page}">'
-"""A window cannot be as narrow as a phone, and a frame in it can."""
+_FRAME = '<!doctype html><iframe width="{width}" height="900" style="border:0" srcdoc="{page}">'
+"""A page with a frame, since a window cannot be as narrow as a phone."""
 
 
 def require_browser() -> str:
-    """Return the browser's path; skip a test where there is none."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    if found is None:
+    """Return the browser's path; skip the test where there is none."""
+    browser = next(filter(None, map(shutil.which, _NAMES)), None)
+    if browser is None:
         pytest.skip("needs a headless Chromium, as Debian's package chromium is")
-    return found
+    return browser
 
 
-def asked(page: str, script: str, folder: Path, *, width: int = 1100, dark: bool = False) -> Any:
-    """Open a page in a frame so wide, run a script in it, and return what that returns."""
+def run_in_page(
+    page: str, script: str, folder: Path, *, width: int = 1100, dark: bool = False
+) -> Any:
+    """Open a page in a frame of this width, run a script in it, and return its result."""
     file = folder / "page.html"
-    asking = page.replace("</body>", f"{_ANSWER.format(script=script)}</body>")
-    file.write_text(_AROUND.format(width=width, page=escape(asking)))
+    page_with_script = page.replace("</body>", f"{_ANSWER.format(script=script)}</body>")
+    file.write_text(_FRAME.format(width=width, page=escape(page_with_script)))
     colours = ["--blink-settings=preferredColorScheme=0"] * dark
     return answer_in(file.as_uri(), folder, *colours)
 
 
 def answer_in(url: str, folder: Path, *options: str) -> Any:
-    """Open a page that writes an answer of its own, as JSON, and return that."""
-    done = subprocess.run(
+    """Open a page that writes its own answer, as JSON, and return it."""
+    process = subprocess.run(
         [
             require_browser(),
             *_OPTIONS,
@@ -70,6 +72,6 @@ def answer_in(url: str, folder: Path, *options: str) -> Any:
         timeout=120,
         check=True,
     )
-    answer = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.S)
-    assert answer, done.stdout[-2000:]
+    answer = re.search(r'<pre id="answer">(.*?)</pre>', process.stdout, re.S)
+    assert answer, process.stdout[-2000:]
     return json.loads(unescape(answer[1]))

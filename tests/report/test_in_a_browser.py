@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: what it shows, and that one can step through what was found."""
+"""The HTML report in a headless Chromium: its contents, and stepping through a finding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer.report.html import page
-from tests.findings.recorded_findings import FORKED, of_never_copies
-from tests.report.browser import asked, require_browser
+from tests.findings.recorded_findings import FORKED, finding_of_never_copies
+from tests.report.browser import require_browser, run_in_page
 from tests.report.test_reports import example
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOOK = """
+READ_PAGE = """
   const shown = (part) => part.getClientRects().length > 0;
   const strip = document.querySelector(".strip");
   const step = () => [
@@ -42,70 +42,68 @@ LOOK = """
 
 
 def failed_page() -> str:
-    found = {**of_never_copies(), "tests": ["test_kv.py::test_a", "test_kv.py::test_b"]}
+    finding = {**finding_of_never_copies(), "tests": ["test_kv.py::test_a", "test_kv.py::test_b"]}
     files = {"trace": "kv/it.json", "script": "kv/it.py", "drawing": "kv/it.svg"}
-    saved = {path: f"<{name}>" for name, path in files.items()}
-    return page({**example(), "findings": [{**found, **files}]}, saved, {})  # type: ignore[typeddict-item]
+    file_contents = {path: f"<{name}>" for name, path in files.items()}
+    return page({**example(), "findings": [{**finding, **files}]}, file_contents, {})  # type: ignore[typeddict-item]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what a phone shows, in dark colours."""
+def page_state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the page's state on a phone, with dark colours."""
     require_browser()
     folder = tmp_path_factory.mktemp("browser")
-    found: dict[str, Any] = asked(failed_page(), LOOK, folder, width=360, dark=True)
-    return found
+    state: dict[str, Any] = run_in_page(failed_page(), READ_PAGE, folder, width=360, dark=True)
+    return state
 
 
-def test_it_says_what_was_found_and_who_met_it(seen: dict[str, Any]) -> None:
-    for said in (
+def test_page_shows_the_finding_and_its_tests(page_state: dict[str, Any]) -> None:
+    for text in (
         "sequence 0, token 1",
         "sequence 3, token 1",
         "test_kv.py::test_a",
         "test_kv.py::test_b",
         "refused: no room (3 blocks needed, 2 free)",
     ):
-        assert said in seen["text"]
+        assert text in page_state["text"]
 
 
-def test_one_steps_through_the_history_by_buttons_keys_and_picks(seen: dict[str, Any]) -> None:
-    """It begins with the last step, where something is wrong."""
+def test_history_is_stepped_by_buttons_keys_and_list(page_state: dict[str, Any]) -> None:
+    """The page begins with the last step, which has the error."""
     words = [step.describe() for step in FORKED]
-    for name, at in (("first", 5), ("clicked", 4), ("pressed", 3), ("picked", 1)):
-        said, frames = seen[name]
-        assert said == f"step {at} of 5"
+    for name, step_number in (("first", 5), ("clicked", 4), ("pressed", 3), ("picked", 1)):
+        position, frames = page_state[name]
+        assert position == f"step {step_number} of 5"
         (frame,) = frames
-        assert words[at - 1] in frame
+        assert words[step_number - 1] in frame
         assert "before" in frame
         assert "after" in frame
-    assert seen["back_is_off"]
+    assert page_state["back_is_off"]
 
 
-def test_no_request_leaves_the_page(seen: dict[str, Any]) -> None:
-    assert seen["requests"] == []
+def test_page_sends_no_request(page_state: dict[str, Any]) -> None:
+    assert page_state["requests"] == []
 
 
-def test_a_phone_scrolls_inside_figures_alone(seen: dict[str, Any]) -> None:
-    assert seen["too_wide"] == 0
+def test_page_fits_the_width_of_a_phone(page_state: dict[str, Any]) -> None:
+    assert page_state["too_wide"] == 0
 
 
-def test_files_are_downloaded_from_the_page_itself(seen: dict[str, Any]) -> None:
-    assert seen["downloads"] == [
+def test_files_are_downloaded_from_the_page(page_state: dict[str, Any]) -> None:
+    assert page_state["downloads"] == [
         ["it.json", "<trace>"],
         ["it.py", "<script>"],
         ["it.svg", "<drawing>"],
     ]
 
 
-def test_all_that_is_drawn_or_pressed_has_a_name(seen: dict[str, Any]) -> None:
-    assert seen["nameless"] == 0
+def test_graphics_and_controls_have_accessible_names(page_state: dict[str, Any]) -> None:
+    assert page_state["nameless"] == 0
 
 
-def test_in_light_and_without_a_script_all_steps_are_shown(
-    tmp_path: Path, seen: dict[str, Any]
-) -> None:
-    whole = failed_page()
-    begin, end = whole.index("<script>"), whole.index("</script>")
+def test_page_without_script_shows_all_steps(tmp_path: Path, page_state: dict[str, Any]) -> None:
+    full_page = failed_page()
+    begin, end = full_page.index("<script>"), full_page.index("</script>")
     script = """
       const frames = [...document.querySelectorAll(".frame")];
       return {
@@ -115,10 +113,10 @@ def test_in_light_and_without_a_script_all_steps_are_shown(
         paper: getComputedStyle(document.body).backgroundColor,
       };
     """
-    found = asked(whole[:begin] + whole[end:], script, tmp_path, width=360)
-    assert found == {
+    state = run_in_page(full_page[:begin] + full_page[end:], script, tmp_path, width=360)
+    assert state == {
         "shown": len(FORKED),
         "buttons": 0,
         "paper": "rgb(255, 255, 255)",
     }
-    assert seen["paper"] == "rgb(20, 24, 31)"
+    assert page_state["paper"] == "rgb(20, 24, 31)"

@@ -1,4 +1,4 @@
-"""The verdict in files: JSON, HTML, JUnit, and what GitHub shows."""
+"""Reports: JSON, HTML, JUnit, and the summary on GitHub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.project import Project
 
-NEVER = (
+NEVER_REACHED = (
     f"path 'faster' was never reached, by none of {CONCLUSIVE_EXAMPLES} histories that could reach "
     "it: "
     "a check that did not run is not a pass"
@@ -36,21 +36,21 @@ NEVER = (
 
 
 def example() -> Verdict:
-    """Two paths, one of which was never reached, on a cache with an awkward name."""
+    """Return a verdict with one path never reached, of a cache with a name to escape."""
     target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["a<b", "rare"], searched=True)
     for _ in range(40):
         target.note({"fast": 1, "a<b": 2})
     target.note({"slow": 3, "rare": 1})
     target.histories, target.seconds = 41, 2.4
     target.eligible_examples["faster"] = CONCLUSIVE_EXAMPLES
-    seen = Coverage()
-    seen._targets["mine.caches:Box<int>"] = target
-    asked = Settings(seed=9)
-    problems = problems_of(seen, require_paths=True)
-    return verdict(seen, asked, problems, passed=False)
+    search_coverage = Coverage()
+    search_coverage._targets["mine.caches:Box<int>"] = target
+    run_settings = Settings(seed=9)
+    problems = problems_of(search_coverage, require_paths=True)
+    return verdict(search_coverage, run_settings, problems, passed=False)
 
 
-def test_the_summary_of_a_red_run_says_what_failed(
+def test_summary_of_a_failed_run_names_the_failure(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.copy_caches()
@@ -64,7 +64,7 @@ def test_the_summary_of_a_red_run_says_what_failed(
     assert "- **failed**: peek: sequence 0, layer 0, K: " in summary
 
 
-def test_every_file_that_was_asked_for_is_written(
+def test_every_requested_report_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.copy_caches()
@@ -103,10 +103,10 @@ def test_every_file_that_was_asked_for_is_written(
     }
     summary = (project.path / "summary.md").read_text()
     assert summary.startswith("# from an earlier step\n### roseinfer: `caches.paged_cache:Paged")
-    told = ", ".join(f"{name} {count}" for name, count in checked.items() if count)
-    assert f"\nchecked: {told}\n" in summary
-    assert told in (project.path / "out/reached.html").read_text()
-    result.stdout.fnmatch_lines([f"checked: {told}"])
+    checked_words = ", ".join(f"{name} {count}" for name, count in checked.items() if count)
+    assert f"\nchecked: {checked_words}\n" in summary
+    assert checked_words in (project.path / "out/reached.html").read_text()
+    result.stdout.fnmatch_lines([f"checked: {checked_words}"])
     batches = ", ".join(f"{kind} {count}" for kind, count in target["batches"].items())
     assert target["batches"].keys() == {*possible_batches(PagedCache)}
     assert min(target["batches"].values()) > 3
@@ -120,11 +120,11 @@ def test_every_file_that_was_asked_for_is_written(
 
 def junit_properties(project: Project) -> dict[str, str]:
     tree = ElementTree.parse(project.path / "junit.xml")
-    found = {node.attrib["name"]: node.attrib["value"] for node in tree.iter("property")}
-    return {name: value for name, value in found.items() if name.startswith("roseinfer.")}
+    properties = {node.attrib["name"]: node.attrib["value"] for node in tree.iter("property")}
+    return {name: value for name, value in properties.items() if name.startswith("roseinfer.")}
 
 
-def test_a_report_that_cannot_be_written_fails_the_run(project: Project) -> None:
+def test_unwritable_report_fails_the_run(project: Project) -> None:
     project.write(test_plain="def test_plain(): pass")
     (project.path / "taken").write_text("")
     result = project.pytest("--roseinfer-report=taken/out.json")
@@ -132,11 +132,11 @@ def test_a_report_that_cannot_be_written_fails_the_run(project: Project) -> None
     result.stdout.fnmatch_lines(["FAILED: --roseinfer-report *taken/out.json: *"])
 
 
-def test_the_json_says_why_a_run_is_no_pass() -> None:
+def test_json_report_gives_the_reason_of_a_failed_run() -> None:
     data: dict[str, Any] = json.loads(json.dumps(example()))
     (target,) = data["targets"]
     assert not data["passed"]
-    assert target["problems"][0] == NEVER
+    assert target["problems"][0] == NEVER_REACHED
     assert "condition 'rare' was reached 1 time" in target["warnings"][0]
     assert [row["verdict"] for row in target["rows"]] == [
         "equal",
@@ -150,7 +150,7 @@ def test_the_json_says_why_a_run_is_no_pass() -> None:
 
 
 class Reader(HTMLParser):
-    """This notes what a page would make a browser do, and checks that tags are closed in order."""
+    """Records requests and tags of a page, and checks that tags are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_html_report_is_self_contained() -> None:
     reader = Reader()
     text = page(example(), {}, {})
     reader.feed(text)
@@ -179,20 +179,20 @@ def test_the_page_needs_nothing_else() -> None:
     assert "@import" not in text
 
 
-def test_the_page_says_where_a_check_failed() -> None:
+def test_html_report_names_a_failed_check() -> None:
     data = example()
     assert "a check failed" not in page(data, {}, {})
     data["targets"][0]["failed"] = True
     assert "41 histories in 2 s; a check failed, see above" in page(data, {}, {})
 
 
-def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> None:
+def test_html_report_lists_methods_of_an_engine_once() -> None:
     target = TargetCoverage({}, [], ["make", "step"], ["forked"], "engine", searched=True)
     target.method_calls.update(make=3, step=40)
     target.histories = 3
-    seen = Coverage()
-    seen._targets["mine:Engine"] = target
-    data = verdict(seen, Settings(seed=9), {}, passed=True)
+    search_coverage = Coverage()
+    search_coverage._targets["mine:Engine"] = target
+    data = verdict(search_coverage, Settings(seed=9), {}, passed=True)
     assert data["targets"][0]["tested"] == {"make": 3, "step": 40}
     text = page(data, {}, {})
     assert "<td>3 mixes of requests in 0 s</td>" in text
@@ -200,46 +200,46 @@ def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> Non
     assert searches_of(target.kind) == "mixes of requests"
 
 
-def test_figures_of_gates_stand_on_the_page() -> None:
+def test_html_report_includes_figures_of_gates() -> None:
     text = page(example(), {}, {"steps < 1 ms": "<svg></svg>"})
     assert "<h2>steps &lt; 1 ms</h2><figure><svg></svg></figure>" in text
 
 
-def test_the_page_says_what_the_data_says() -> None:
+def test_html_report_shows_and_escapes_the_data() -> None:
     text = page(example(), {}, {})
     assert "Box&lt;int&gt;" in text
     assert "Box<int>" not in text
-    assert f"FAILED: {NEVER}" in unescape(text)
+    assert f"FAILED: {NEVER_REACHED}" in unescape(text)
     assert 'class="badge bad">failed' in text
     passed = page({**example(), "passed": True, "targets": []}, {}, {})
     assert 'class="badge good">passed' in passed
     assert "No cache or engine was tested in this run." in passed
 
 
-def test_the_plot_has_a_cell_for_every_path_and_condition() -> None:
+def test_plot_has_a_cell_for_every_path_and_condition() -> None:
     (target,) = example()["targets"]
     cells = re.findall(
         r"<title>([^<]*)</title><rect[^>]*class=\"(\w+)\" fill-opacity=\"([\d.]+)\"", plot(target)
     )
-    shown = {title: (kind, float(shade)) for title, kind, shade in cells}
-    assert len(cells) == len(shown) == 3 * 3  # times run and two conditions, for slow as well
-    assert shown["fast ran 40"] == ("cell", 1.0)
-    assert shown["fast while a&lt;b: steps 40"] == ("cell", 1.0)
-    assert shown["faster ran 0"] == ("empty", 0.0)
-    assert shown["fast while rare: steps 0"] == ("empty", 0.0)
-    # On a logarithmic scale, so that what was met once can still be seen.
-    assert 0.2 < shown["slow while rare: steps 1"][1] < shown["slow ran 3"][1] < 1
+    shades = {title: (kind, float(shade)) for title, kind, shade in cells}
+    assert len(cells) == len(shades) == 3 * 3  # for each path its count and two conditions
+    assert shades["fast ran 40"] == ("cell", 1.0)
+    assert shades["fast while a&lt;b: steps 40"] == ("cell", 1.0)
+    assert shades["faster ran 0"] == ("empty", 0.0)
+    assert shades["fast while rare: steps 0"] == ("empty", 0.0)
+    # The scale is logarithmic, so that a single step is visible.
+    assert 0.2 < shades["slow while rare: steps 1"][1] < shades["slow ran 3"][1] < 1
 
 
-def test_the_plot_is_well_formed() -> None:
+def test_plot_is_well_formed() -> None:
     (target,) = example()["targets"]
     ElementTree.fromstring(plot(target))
 
 
-def test_a_target_is_of_the_distribution_whose_list_names_its_package(
+def test_distribution_of_a_target_is_found_by_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be called otherwise; what lies in a folder of its own is of none."""
+    """A distribution's name may differ; a module of no distribution has none."""
     (tmp_path / "lonely_cache.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert re.fullmatch(r"PyYAML [\d.]+", distribution_of("yaml:Loader"))

@@ -1,4 +1,4 @@
-"""What a run says of how much its search is known to find."""
+"""The measured strength of a search, as runs report it."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ def measure(profile: str = "dev", missed: Mapping[str, int] | None = None) -> No
     Strength(profile, 40, 10, missed or {}, "1.2", "2026-01-31").write()
 
 
-def asked(profile: str) -> Settings:
+def settings_of(profile: str) -> Settings:
     return Settings(profile, PROFILES[profile].examples, PROFILES[profile].steps)
 
 
-def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
+def test_bug_counts_as_found_with_nine_of_ten_seeds() -> None:
     measure(missed={"mostly-found": 9, "luck": 8, "too-rare": 0})
-    assert describe_strength(asked("dev"), cut_short=False) == (
+    assert describe_strength(settings_of("dev"), cut_short=False) == (
         "when it was last measured (roseinfer 1.2, 2026-01-31), on roseinfer's own engine and "
         "caches, dev found 38 of 40 planted bugs with at least 90% of 10 seeds; luck with 8 of "
         "them; too-rare with 0 of them"
     )
 
 
-def test_every_bug_with_every_seed() -> None:
+def test_strength_with_every_bug_found_by_every_seed() -> None:
     measure()
-    assert describe_strength(asked("dev"), cut_short=False).endswith(
+    assert describe_strength(settings_of("dev"), cut_short=False).endswith(
         "dev found 40 of 40 planted bugs with each of 10 seeds"
     )
 
 
-def test_what_was_not_measured_is_not_said() -> None:
+def test_unmeasured_strength_is_not_reported() -> None:
     measure("ci")
     assert (
-        describe_strength(asked("nightly"), cut_short=False)
+        describe_strength(settings_of("nightly"), cut_short=False)
         == "not measured for the profile nightly"
     )
     fewer = Settings("ci", examples=7, steps=PROFILES["ci"].steps)
     assert describe_strength(fewer, cut_short=False) == "not measured: 7 examples in place of 500"
     measure("dev")
-    assert describe_strength(asked("dev"), cut_short=True).startswith(
+    assert describe_strength(settings_of("dev"), cut_short=True).startswith(
         "not measured: some searches ended"
     )
 
 
-def test_profiles_are_measured_one_by_one(file: Path) -> None:
+def test_profiles_are_measured_separately(file: Path) -> None:
     measure("ci")
     measure("dev", {"luck": 8})
     measure("ci", {"mostly-found": 9})
-    said = json.loads(file.read_text())
-    assert {profile: each["missed"] for profile, each in said.items()} == {
+    records = json.loads(file.read_text())
+    assert {profile: record["missed"] for profile, record in records.items()} == {
         "ci": {"mostly-found": 9},
         "dev": {"luck": 8},
     }

@@ -1,4 +1,4 @@
-"""A run says how many kernels it compiled."""
+"""The number of kernels that a run compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_what_is_compiled_counts_and_what_is_read_from_a_cache_does_not(
+def test_compilations_are_counted_without_cache_hits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from triton import knobs
 
-    heard: list[dict[str, Any]] = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **said: heard.append(said))
+    forwarded: list[dict[str, Any]] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **call: forwarded.append(call))
     assert compiled_so_far() == 0
     for cache_hit in (False, True, False):
         assert knobs.compilation.listener is not None
@@ -24,5 +24,5 @@ def test_what_is_compiled_counts_and_what_is_read_from_a_cache_does_not(
             src="a kernel", metadata={}, metadata_group={}, times=None, cache_hit=cache_hit
         )
     assert compiled_so_far() == 2
-    assert [said["cache_hit"] for said in heard] == [False, True, False]  # others hear it too
-    assert heard[0]["src"] == "a kernel"
+    assert [call["cache_hit"] for call in forwarded] == [False, True, False]  # other listeners too
+    assert forwarded[0]["src"] == "a kernel"

@@ -1,4 +1,4 @@
-"""What was reached decides the run: added up, judged where it was searched, and only there."""
+"""Coverage of paths and conditions: summed over workers, and judged where it was searched."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TWO_CACHES = """
     TestPaged = conformance(PagedCache)
     TestNeverFast = conformance(NeverTakesItsFastPath)
 """
-FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
+SHORT_SEARCH = ("--roseinfer-examples=25", "--roseinfer-seed=4")
 
 
-def reached(**counts: int) -> TargetCoverage:
+def coverage_with(**counts: int) -> TargetCoverage:
     target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["rare"], searched=True)
     target.counts.update(counts)
     target.histories = 10
@@ -47,21 +47,21 @@ def reached(**counts: int) -> TargetCoverage:
     return target
 
 
-def test_a_path_without_a_share_is_a_mistake() -> None:
+def test_path_share_of_zero_is_refused() -> None:
     with pytest.raises(TypeError, match="share=0: expected a number above 0"):
         FastPath("slow", share=0)
 
 
 @pytest.fixture
 def dev() -> Iterator[None]:
-    """Have the settings of a run without options."""
+    """Use the settings of a run without options."""
     with fresh_run(settings.Settings()):
         yield
 
 
 @pytest.mark.usefixtures("dev")
-def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
-    target = reached(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
+def test_condition_unreached_by_enough_histories_is_a_problem() -> None:
+    target = coverage_with(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
     assert TargetVerdict(target).problems(require_paths=True) == [
         f"condition 'rare' was never reached, by none of {CONCLUSIVE_EXAMPLES} histories that "
         "could reach "
@@ -76,8 +76,8 @@ def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
 
 
 @pytest.mark.usefixtures("dev")
-def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
-    target = reached(fast=REQUIRED_TIMES - 1)
+def test_rarely_reached_path_is_a_warning_with_a_remedy() -> None:
+    target = coverage_with(fast=REQUIRED_TIMES - 1)
     target.aimed_paths = ["faster"]
     target.eligible_examples.update(faster=-1, rare=-CONCLUSIVE_EXAMPLES + 70)
     target.large_counts["rare"] = 4
@@ -97,38 +97,38 @@ def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
     target.large_counts["faster"], target.eligible_examples["faster"] = 1, 10 * CONCLUSIVE_EXAMPLES
     assert (
         TargetVerdict(target).problems(require_paths=True) == []
-    )  # however many small ones did not
+    )  # however many small histories did not
 
 
 @pytest.mark.parametrize(
-    ("profile", "harder"),
+    ("profile", "remedy"),
     [
         ("dev", "--roseinfer-profile=ci"),
         ("ci", "--roseinfer-profile=nightly"),
         ("nightly", "more --roseinfer-examples"),
     ],
 )
-def test_each_profile_names_what_searches_harder(profile: str, harder: str) -> None:
+def test_warning_suggests_the_next_profile(profile: str, remedy: str) -> None:
     with fresh_run(settings.Settings(profile=profile)):
-        (fast, *_) = TargetVerdict(reached(fast=1)).warnings()
-    assert fast.endswith(f"or search harder: {harder}")
+        (fast, *_) = TargetVerdict(coverage_with(fast=1)).warnings()
+    assert fast.endswith(f"or search harder: {remedy}")
 
 
-def test_nothing_is_warned_of_where_nothing_is_required() -> None:
+def test_unrequired_paths_cause_no_warning() -> None:
     with fresh_run(settings.Settings(require_paths=False)):
-        assert TargetVerdict(reached(fast=1)).warnings() == []
+        assert TargetVerdict(coverage_with(fast=1)).warnings() == []
 
 
 @pytest.mark.parametrize(
-    ("options", "tried"),
+    ("options", "eligible"),
     [
         ({"fused": True, "wide": False}, {"plain", "wide_off", "rare"}),
         ({"fused": False, "wide": False}, {"plain", "wide_off", "unfused", "rare"}),
         ({"fused": False, "wide": True}, {"plain", "unfused", "rare"}),
     ],
 )
-def test_an_example_counts_for_what_its_switches_allow(
-    options: dict[str, bool], tried: set[str]
+def test_example_is_eligible_for_paths_its_options_allow(
+    options: dict[str, bool], eligible: set[str]
 ) -> None:
     class Switched(ListCache):
         paths: ClassVar[Mapping[str, FastPath]] = {
@@ -140,33 +140,33 @@ def test_an_example_counts_for_what_its_switches_allow(
 
     target = TargetCoverage(dict.fromkeys(Switched.paths, "slow"), ["rare"])
     target.note_tried(Switched, options)
-    assert {*target.eligible_examples} == tried
+    assert {*target.eligible_examples} == eligible
 
 
-def test_what_was_not_searched_is_not_judged() -> None:
-    target = reached()
+def test_coverage_without_a_search_is_not_judged() -> None:
+    target = coverage_with()
     target.searched = False
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert {row.verdict for row in TargetVerdict(target).rows()} == {"not searched"}
 
 
-def test_a_search_that_ended_in_a_failure_is_not_judged_by_what_it_reached() -> None:
-    target = reached()
+def test_coverage_of_a_failed_search_is_not_judged() -> None:
+    target = coverage_with()
     target.failed = True
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert {row.verdict for row in TargetVerdict(target).rows()} == {"see failures"}
 
 
-def test_a_search_without_histories_is_a_problem_whatever_is_required() -> None:
-    target = reached(fast=5, faster=5, rare=5)
+def test_search_without_histories_is_always_a_problem() -> None:
+    target = coverage_with(fast=5, faster=5, rare=5)
     target.histories = 0
     for required in (True, False):
         (problem,) = TargetVerdict(target).problems(require_paths=required)
         assert "ran no history" in problem
 
 
-def test_paths_are_counted_with_the_conditions_met_in_the_same_step() -> None:
-    target = reached()
+def test_paths_are_counted_with_conditions_of_the_same_step() -> None:
+    target = coverage_with()
     target.note({"fast": 2, "rare": 5})
     target.note({"slow": 1})
     target.note({"fast": 1})
@@ -175,11 +175,11 @@ def test_paths_are_counted_with_the_conditions_met_in_the_same_step() -> None:
     assert target.conditions_by_path["slow"] == {}
 
 
-def test_workers_add_up() -> None:
+def test_coverage_of_workers_is_summed() -> None:
     whole = Coverage()
     for counts in ({"fast": 2}, {"fast": 1, "rare": 4}):
         part = Coverage()
-        part._targets["mine:Cache"] = reached(**counts)
+        part._targets["mine:Cache"] = coverage_with(**counts)
         part._targets["mine:Cache"].invariant_checks.update(read_back=4, attention=0)
         part._targets["mine:Cache"].batches.update(boundary=2, shared=0)
         whole.add(part.to_json())
@@ -192,27 +192,27 @@ def test_workers_add_up() -> None:
 
 
 @pytest.mark.takes_long
-def test_the_same_verdict_with_workers_as_without(project: Project) -> None:
+def test_verdict_with_workers_equals_that_without(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
-    project.judge_after(40)
-    alone = project.pytest(*FEW)
-    together = project.pytest(*FEW, "-n", "2")
-    assert alone.ret == together.ret == pytest.ExitCode.TESTS_FAILED
-    assert alone.parseoutcomes() == together.parseoutcomes() == {"passed": 6, "skipped": 4}
-    assert summary(alone) == summary(together)
-    (problem,) = [line for line in summary(alone) if "FAILED" in line]
+    project.set_conclusive_examples(40)
+    single = project.pytest(*SHORT_SEARCH)
+    parallel = project.pytest(*SHORT_SEARCH, "-n", "2")
+    assert single.ret == parallel.ret == pytest.ExitCode.TESTS_FAILED
+    assert single.parseoutcomes() == parallel.parseoutcomes() == {"passed": 6, "skipped": 4}
+    assert summary(single) == summary(parallel)
+    (problem,) = [line for line in summary(single) if "FAILED" in line]
     assert problem.startswith("FAILED: path 'all_rows' was never reached")
 
 
 def summary(result: pytest.RunResult) -> list[str]:
-    """Return the lines from the first table to the last one before the count of tests."""
+    """Return the lines from the first table to the last line before the count of tests."""
     lines = result.outlines
-    first = next(at for at, line in enumerate(lines) if "= roseinfer: caches." in line)
-    return [re.sub(r" in \d+ s,", ",", line) for line in lines[first:-1] if line]
+    first_line = next(at for at, line in enumerate(lines) if "= roseinfer: caches." in line)
+    return [re.sub(r" in \d+ s,", ",", line) for line in lines[first_line:-1] if line]
 
 
-def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None:
+def test_nested_run_does_not_change_the_outer_one(project: Project) -> None:
     outer = (settings.current(), coverage.current())
     project.write(
         test_inner="""
@@ -231,10 +231,10 @@ def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None
     assert (settings.current(), coverage.current()) == outer
 
 
-def test_a_deselected_search_is_not_missed(project: Project) -> None:
+def test_deselected_search_is_not_a_problem(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
-    result = project.pytest(*FEW, "-k", "split")
+    result = project.pytest(*SHORT_SEARCH, "-k", "split")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(
         [
@@ -244,8 +244,8 @@ def test_a_deselected_search_is_not_missed(project: Project) -> None:
     )
 
 
-def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
-    """It is easy to give the option without the suite that it is for."""
+def test_requested_target_must_be_tested(project: Project) -> None:
+    """The option is easily given without the suite that uses it."""
     project.write(
         mine="""
             from pytest_roseinfer import KVCacheAdapter
@@ -266,7 +266,7 @@ def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
         ]
     )
     assert project.pytest(target, "--collect-only").ret == pytest.ExitCode.OK
-    # A run that failed for another reason may have been on the way there.
+    # A run that failed for another reason may not have come to the target.
     project.write(test_plain="def test_plain(): assert 0")
     assert "no test of this run" not in project.pytest(target, "-x").stdout.str()
 
@@ -278,39 +278,39 @@ SHOW_DEVICES = """
     def test_device(at, roseinfer_device):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         pathlib.Path(f"{worker} {roseinfer_device}").touch()
-        time.sleep(0.2)  # so that every worker gets some
+        time.sleep(0.2)  # so that every worker gets some tests
 """
 
 
-def test_workers_spread_over_the_gpus(project: Project) -> None:
+def test_workers_are_spread_over_gpus(project: Project) -> None:
     project.write(test_device=SHOW_DEVICES)
     gpu = project.pretend_gpus(count=2)
     project.pytest(*gpu, "-n", "3").assert_outcomes(passed=6)
-    alone = project.pytest(*gpu)
-    alone.assert_outcomes(passed=6)
-    alone.stdout.fnmatch_lines(["roseinfer: device cuda (2 x Imaginary GPU), *"])
-    seen = {file.name for file in project.path.iterdir() if " " in file.name}
-    assert seen == {"gw0 cuda:0", "gw1 cuda:1", "gw2 cuda:0", "alone cuda"}
+    single = project.pytest(*gpu)
+    single.assert_outcomes(passed=6)
+    single.stdout.fnmatch_lines(["roseinfer: device cuda (2 x Imaginary GPU), *"])
+    devices = {file.name for file in project.path.iterdir() if " " in file.name}
+    assert devices == {"gw0 cuda:0", "gw1 cuda:1", "gw2 cuda:0", "alone cuda"}
 
 
-def test_calls_are_counted_and_a_cache_is_gone_with_its_last_user() -> None:
+def test_calls_are_counted_without_keeping_the_cache_alive() -> None:
     class Counted(ListCache):
         @staticmethod
-        def match_prefix(said: Sequence[int]) -> int:
-            return len(said)
+        def match_prefix(token_ids: Sequence[int]) -> int:
+            return len(token_ids)
 
-    seen = Coverage()
+    call_coverage = Coverage()
     cache = Counted()
-    seen.count_calls(cache)
+    call_coverage.count_calls(cache)
     cache.make(CacheSpec())
     assert cache.match_prefix((1, 2)) == 2
     assert cache.match_prefix((1,)) == 1
-    abilities = seen.of(Counted).abilities
+    abilities = call_coverage.of(Counted).abilities
     assert (abilities["make"], abilities["match_prefix"], abilities["append"]) == (1, 2, 0)
-    gone = weakref.ref(cache)
+    reference = weakref.ref(cache)
     gc.disable()
     try:
         del cache
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Triton's interpreter computes the same when it remembers, and then looks for nothing twice."""
+"""The fast interpreter: equal results to Triton's own, with cached lookups."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.skipif(not is_interpreted(), reason="kernels are compil
 
 @pytest.fixture(autouse=True)
 def _fast_interpreter() -> None:
-    """Leave the interpreter as it is, which it is in no other test."""
+    """Keep Triton's own interpreter; other tests use the fast one."""
 
 
 @pytest.fixture
-def looked_through() -> Iterator[mock.Mock]:
-    """Count how often the interpreter looks through a part of Triton's language."""
-    with mock.patch("inspect.getmembers", autospec=True, side_effect=getmembers) as counted:
-        yield counted
+def member_scans() -> Iterator[mock.Mock]:
+    """Count the scans of Triton's language modules by the interpreter."""
+    with mock.patch("inspect.getmembers", autospec=True, side_effect=getmembers) as mock_scans:
+        yield mock_scans
 
 
 def attend() -> torch.Tensor:
@@ -49,43 +49,43 @@ def attend() -> torch.Tensor:
     return paged_attention_decode(query, cache, -cache, tables, lengths, LayerTraits(0.5))
 
 
-def test_the_same_comes_out_of_fewer_looks(looked_through: mock.Mock) -> None:
+def test_fast_interpreter_gives_equal_results_with_fewer_scans(member_scans: mock.Mock) -> None:
     expected = attend()
-    by_itself = looked_through.call_count
+    uncached_calls = member_scans.call_count
     with fast_interpreter():
         assert torch.equal(attend(), expected)
-        looked_through.reset_mock()
+        member_scans.reset_mock()
         assert torch.equal(attend(), expected)
-        again = looked_through.call_count
-    assert again == 0 < by_itself
+        cached_calls = member_scans.call_count
+    assert cached_calls == 0 < uncached_calls
     assert torch.equal(attend(), expected)
-    assert looked_through.call_count >= by_itself
+    assert member_scans.call_count >= uncached_calls
 
 
-def test_what_a_kernel_replaced_is_not_replaced_again_in_its_functions() -> None:
+def test_language_is_patched_once_per_kernel() -> None:
     from triton.runtime import interpreter
 
     with mock.patch.object(
         interpreter, "_patch_lang_core", side_effect=interpreter._patch_lang_core
-    ) as counted:
+    ) as patches:
         attend()
-        by_itself = counted.call_count
-        counted.reset_mock()
+        uncached_calls = patches.call_count
+        patches.reset_mock()
         with fast_interpreter():
             attend()
-            once = counted.call_count
+            calls_per_launch = patches.call_count
             attend()
-            assert counted.call_count == 2 * once < by_itself
+            assert patches.call_count == 2 * calls_per_launch < uncached_calls
     assert interpreter.tl.core.is_builtin(interpreter.tl.load)
 
 
-def test_types_and_shapes_are_those_of_triton_itself() -> None:
+def test_types_and_shapes_equal_those_of_triton() -> None:
     from triton import language as tl
 
-    def built() -> list[object]:
+    def build_types() -> list[object]:
         blocks = [
-            tl.block_type(of, shape)
-            for of in (tl.float32, tl.int64, tl.pointer_type(tl.float32))
+            tl.block_type(dtype, shape)
+            for dtype in (tl.float32, tl.int64, tl.pointer_type(tl.float32))
             for shape in ([4], [4, 2], [tl.constexpr(4), 2])
         ]
         tensors = [tl.tensor(object(), each) for each in (*blocks, tl.float32)]
@@ -94,38 +94,38 @@ def test_types_and_shapes_are_those_of_triton_itself() -> None:
             *[(each.dtype.name, each.numel.value, str(each.shape)) for each in tensors],
         ]
 
-    expected = built()
+    expected = build_types()
     with fast_interpreter():
-        assert built() == built() == expected
+        assert build_types() == build_types() == expected
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.float32, [3])
 
 
 def operands() -> list[Any]:
-    """Return tensors of many types and shapes, and Python's numbers."""
+    """Return tensors of many types and shapes, and Python numbers."""
     from triton import language as tl
     from triton.runtime import interpreter
 
-    def tensor(of: Any, shape: tuple[int, ...]) -> Any:
+    def tensor_of(dtype: Any, shape: tuple[int, ...]) -> Any:
         numbers = np.arange(prod(shape)).reshape(shape or 1) % 2 + 1
-        handle = interpreter.TensorHandle(numbers.astype(interpreter._get_np_dtype(of)), of)
-        return tl.tensor(handle, tl.block_type(of, list(shape)) if shape else of)
+        handle = interpreter.TensorHandle(numbers.astype(interpreter._get_np_dtype(dtype)), dtype)
+        return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
 
     types = [
         *(tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64),
         *(tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.pointer_type(tl.float32)),
     ]
-    tensors = [tensor(of, shape) for of in types for shape in ((), (4,), (1, 4), (2, 2))]
+    tensors = [tensor_of(dtype, shape) for dtype in types for shape in ((), (4,), (1, 4), (2, 2))]
     return [*tensors, True, 0, 1, -1, 200, 2**31, 2**40, 2**63, 0.0, 1.5, -2.0, 1e300, "text"]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return types and bits of what comes, or the error."""
+    """Return the types and bits of a call's result, or its error."""
     try:
-        found = call()
+        result = call()
     except Exception as error:
         return type(error), str(error)
-    tensors = found if isinstance(found, tuple) else (found,)
+    tensors = result if isinstance(result, tuple) else (result,)
     return [
         (str(each.type), each.handle.data.dtype, each.handle.data.shape, each.handle.data.tobytes())
         for each in tensors
@@ -134,65 +134,67 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def semantic() -> Iterator[Any]:
-    """What operations on operands mean, as in a kernel that runs."""
+    """Return the semantics of operations, as in a running kernel."""
     from triton.runtime import interpreter
 
-    scope = interpreter._patch_lang(_decode_kernel.fn)
+    scope = interpreter._patch_lang(_decode_kernel.jit.fn)
     yield interpreter.interpreter_semantic
     scope.restore()
 
 
 @pytest.mark.parametrize("arithmetic", [True, False])
 @pytest.mark.parametrize("division", [True, False])
-def test_any_two_operands_are_matched_as_by_triton_itself(
+def test_operand_type_checks_equal_those_of_triton(
     semantic: Any, arithmetic: bool, division: bool
 ) -> None:
-    def matched() -> list[Any]:
+    def match_all() -> list[Any]:
         match = semantic.binary_op_type_checking_impl
         return [
-            outcome(partial(match, one, other, True, True, arithmetic, division))
-            for one, other in product(operands(), repeat=2)
+            outcome(partial(match, left, right, True, True, arithmetic, division))
+            for left, right in product(operands(), repeat=2)
         ]
 
-    expected = matched()
+    expected = match_all()
     with fast_interpreter():
-        found = matched()
-    assert found == expected
-    assert {type(each) for each in found} == {list, tuple}
+        result = match_all()
+    assert result == expected
+    assert {type(each) for each in result} == {list, tuple}
 
 
-def test_any_operand_is_cast_as_by_triton_itself(semantic: Any) -> None:
-    def cast() -> list[Any]:
+def test_casts_equal_those_of_triton(semantic: Any) -> None:
+    def cast_all() -> list[Any]:
         tensors = [each for each in operands() if hasattr(each, "handle")]
         types = list({str(each.dtype): each.dtype for each in tensors}.values())
-        return [outcome(partial(semantic.cast, one, to)) for one, to in product(tensors, types)]
+        return [
+            outcome(partial(semantic.cast, left, dtype)) for left, dtype in product(tensors, types)
+        ]
 
-    expected = cast()
+    expected = cast_all()
     with fast_interpreter():
-        assert cast() == expected
+        assert cast_all() == expected
 
 
 @pytest.mark.parametrize("debug", [True, False])
-def test_what_overflows_is_told_where_triton_tells_it(
+def test_overflow_is_detected_as_by_triton(
     semantic: Any, debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import language as tl
 
     monkeypatch.setattr(semantic.builder, "options", replace(semantic.builder.options, debug=debug))
 
-    def added() -> Any:
+    def add_one() -> Any:
         return outcome(lambda: semantic.add(tl.tensor(largest, tl.int32), 1, True))
 
     largest = semantic.builder.get_int32(2**31 - 1)
     with np.errstate(over="ignore"):
-        expected = added()
+        expected = add_one()
         with fast_interpreter():
-            assert added() == expected
+            assert add_one() == expected
     assert (expected[0] is AssertionError) == debug
 
 
 @pytest.mark.parametrize("name", ["_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"])
-def test_a_triton_of_other_names_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_triton_version_is_not_patched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     monkeypatch.delattr(interpreter, name)
@@ -220,25 +222,25 @@ CACHES = """
     def test_without_an_adapter():
         print("\\nINTERPRETER none", interpreter._get_np_dtype.__module__)
 """
-OURS, TRITONS = "pytest_roseinfer.run.interpreter", "triton.runtime.interpreter"
+FAST_MODULE, TRITON_MODULE = "pytest_roseinfer.run.interpreter", "triton.runtime.interpreter"
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_nothing_of_triton_is_replaced_unless_that_is_asked_for(
-    everywhere: bool, project: Project
-) -> None:
+@pytest.mark.parametrize("by_option", [False, True])
+def test_triton_is_patched_only_on_request(by_option: bool, project: Project) -> None:
     project.write(test_caches=CACHES)
-    option = ["--roseinfer-fast-interpreter"] * everywhere
+    option = ["--roseinfer-fast-interpreter"] * by_option
     result = project.pytest("-s", "-k", "histories or without", "--roseinfer-examples=2", *option)
-    found = {tuple(line.split()[1:]) for line in result.outlines if line.startswith("INTERPRETER")}
-    assert found == {
-        ("Cache", OURS if everywhere else TRITONS),
-        ("Fast", OURS),
-        ("none", TRITONS),
+    modules = {
+        tuple(line.split()[1:]) for line in result.outlines if line.startswith("INTERPRETER")
+    }
+    assert modules == {
+        ("Cache", FAST_MODULE if by_option else TRITON_MODULE),
+        ("Fast", FAST_MODULE),
+        ("none", TRITON_MODULE),
     }
 
 
-def test_what_an_adapter_says_of_it_is_true_or_false() -> None:
+def test_non_boolean_fast_interpreter_is_refused() -> None:
     adapter = type("Quick", (ListCache,), {"fast_interpreter": "very"})
     with pytest.raises(TypeError, match=r"Quick\.fast_interpreter is 'very': write True or False"):
         conformance(adapter)

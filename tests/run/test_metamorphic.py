@@ -1,4 +1,4 @@
-"""Two histories that must end alike are two runs; one history that has no twin is one."""
+"""Metamorphic checks: they run a history's counterpart only where the two can differ."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ FORKED = (Append((0,)), Fork(0, 1))
         (check_copied, FORKED, 2),
     ],
 )
-def test_a_history_is_run_again_if_there_is_something_to_compare(
+def test_counterpart_runs_only_if_it_can_differ(
     check: Callable[[type[KVCacheAdapter], History], None],
     steps: tuple[Operation, ...],
     runs: int,
 ) -> None:
-    made: list[CacheSpec] = []
+    specs: list[CacheSpec] = []
 
-    class Watched(GroupedManager):
+    class Recording(GroupedManager):
         def make(self, spec: CacheSpec) -> None:
             super().make(spec)
-            made.append(spec)
+            specs.append(spec)
 
-    check(Watched, History(CacheSpec(options={"triton": False}), steps))
-    assert len(made) == runs
+    check(Recording, History(CacheSpec(options={"triton": False}), steps))
+    assert len(specs) == runs
 
 
-def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
-    """The first tokens of texts 0 and 4 have one hash, and the cache keeps one block for it."""
+def test_found_prefix_may_depend_on_order_with_equal_hashes() -> None:
+    """The first tokens of texts 0 and 4 have one hash, for which the cache stores one block."""
     steps = (Append((4, 0)), LookUp(5, 1), BeginWith(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     check_permuted(HashedTextCache, history)
 
 
-class FindsNothingOutOfOrder(HashedTextCache):
-    """A text that was written in a batch out of order is not found when a sequence begins."""
+class MissesUnorderedBatches(HashedTextCache):
+    """Does not find a text that was written in a batch out of order."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.in_order = [*seqs] == sorted(seqs)
@@ -74,17 +74,17 @@ class FindsNothingOutOfOrder(HashedTextCache):
         return super().begin_with(found if self.in_order else [], seq)
 
 
-def test_what_is_found_may_not_depend_on_the_order_where_no_hashes_are_equal() -> None:
+def test_found_prefix_must_not_depend_on_order_without_equal_hashes() -> None:
     steps = (Append((0, 1)), LookUp(5, 1), BeginWith(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     with pytest.raises(Divergence, match="differs from the run without its batches in reverse"):
-        check_permuted(FindsNothingOutOfOrder, history)
+        check_permuted(MissesUnorderedBatches, history)
 
 
-@pytest.mark.parametrize("times", [1, 2, 5])
-def test_a_copy_has_as_many_tokens_as_were_found(times: int) -> None:
-    """How many that is nobody knows before the run, and a copy shares no block."""
-    begun = (LookUp(0, times), BeginWith(0), Append((0,)), Fork(0, 1), Append((0, 1)))
-    steps = (*(Append((0,)),) * times, Free(0), *begun)
-    same = (0, 0), (0, 1 << 16)
-    check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=same))
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_copy_has_as_many_tokens_as_were_found(num_tokens: int) -> None:
+    """The number of found tokens is unknown before the run, and a copy shares no block."""
+    reuse_steps = (LookUp(0, num_tokens), BeginWith(0), Append((0,)), Fork(0, 1), Append((0, 1)))
+    steps = (*(Append((0,)),) * num_tokens, Free(0), *reuse_steps)
+    equal_texts = (0, 0), (0, 1 << 16)
+    check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=equal_texts))

@@ -1,4 +1,4 @@
-"""What CPython and torch do by themselves does not slow a search, and goes on after it."""
+"""Isolated runs: CPython's and torch's settings do not slow a search, and are restored."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def call_often() -> None:
         nothing()
 
 
-def test_no_depth_of_calls_maps_memory_for_every_call() -> None:
-    """So many depths are more than fit a chunk: at one of them a call is the first in the next."""
+def test_calls_at_any_depth_map_no_memory_each() -> None:
+    """So many depths exceed a stack chunk, so that a call at one of them begins the next."""
 
     def work() -> None:
         for depth in range(DEPTHS):
             call_at_depth(depth, call_often)
 
-    def counted() -> None:
+    def count_faults() -> None:
         before = page_faults()
         work()
         faults.append(page_faults() - before)
 
     faults: list[int] = []
-    run_isolated(counted)
+    run_isolated(count_faults)
     assert faults[0] < CALLS / 2
 
 
-def test_threads_and_collections_are_few_inside_and_as_they_were_after() -> None:
+def test_threads_and_garbage_collection_are_limited_and_restored() -> None:
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     inside: list[object] = []
 
-    def look() -> None:
+    def record() -> None:
         inside.extend([torch.get_num_threads(), gc.get_threshold()[0] > thresholds[0]])
         raise KeyError
 
     torch.set_num_threads(3)
     try:
         with pytest.raises(KeyError):
-            run_isolated(look)
+            run_isolated(record)
         assert inside == [1, True]
         assert (torch.get_num_threads(), gc.get_threshold()) == (3, thresholds)
     finally:

@@ -1,4 +1,4 @@
-"""A step that does not come back is reported like any other failure, or ends the process."""
+"""The watchdog: a hanging step is reported as a failure, or ends the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pytest_roseinfer.run.watchdog import (
 from pytest_roseinfer.search.trace import ImportPolicy, replay
 from tests.capabilities.caches.hanging_caches import HangsOnTheThirdBlock
 from tests.capabilities.caches.paged_cache import PagedCache
-from tests.engine_capabilities.engines.small_mixes import asked, mix
+from tests.engine_capabilities.engines.small_mixes import mix, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyForks
 
 if TYPE_CHECKING:
@@ -51,50 +51,50 @@ HISTORY = History(CacheSpec(), (Append((0,)), Append((1, 2)), Append((3,))))
 HUNG = "did not return within 0.2 s"
 
 
-def hang() -> None:
+def spin() -> None:
     while True:
         pass
 
 
-def sleep_on() -> None:
+def sleep_forever() -> None:
     while True:
         sleep(0.001)
 
 
 @pytest.fixture
-def watched() -> Iterator[None]:
-    """An example begins under a watchdog, as in a search."""
+def watchdog() -> Iterator[None]:
+    """Begin an example under a watchdog, as in a search."""
     with limit_steps(SECONDS):
-        CURRENT_EXAMPLE.began = process_time()
+        CURRENT_EXAMPLE.step_began_at = process_time()
         yield
-        CURRENT_EXAMPLE.began = None
+        CURRENT_EXAMPLE.step_began_at = None
 
 
 class HangsInMake(PagedCache):
     def make(self, spec: CacheSpec) -> None:  # noqa: ARG002
-        hang()
+        spin()
 
 
 class HangsWhenRead(PagedCache):
     def peek(self, seq: int, layer: int) -> tuple[object, object]:  # type: ignore[override]
         if seq == 3:
-            hang()
+            spin()
         return super().peek(seq, layer)
 
 
 class Sleeps(PagedCache):
     def append(self, *_: object) -> None:
-        sleep_on()
+        sleep_forever()
 
 
 class HangsInABadCall(PagedCache):
     def bad_calls(self) -> Iterable[BadCall]:
-        yield BadCall("free of an unknown sequence", hang, (KeyError,))
+        yield BadCall("free of an unknown sequence", spin, (KeyError,))
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("watchdog")
 @pytest.mark.parametrize(
-    ("cache", "said", "steps"),
+    ("cache", "message", "steps"),
     [
         (HangsOnTheThirdBlock, f"the step {HUNG}", 2),
         (HangsInMake, rf"make\(\) {HUNG}", 0),
@@ -103,10 +103,10 @@ class HangsInABadCall(PagedCache):
         (HangsInABadCall, f"free of an unknown sequence {HUNG}", 3),
     ],
 )
-def test_the_history_ends_with_the_step_that_hangs(
-    cache: type[PagedCache], said: str, steps: int
+def test_history_ends_with_the_hanging_step(
+    cache: type[PagedCache], message: str, steps: int
 ) -> None:
-    with pytest.raises(Divergence, match=said) as caught:
+    with pytest.raises(Divergence, match=message) as caught:
         run_history(cache, HISTORY)
     assert caught.value.history.operations == HISTORY.operations[:steps]
     assert isinstance(caught.value.__cause__, StepHung)
@@ -115,31 +115,31 @@ def test_the_history_ends_with_the_step_that_hangs(
 
 class EngineHangs(ToyAdapter):
     def step(self) -> None:
-        hang()
+        spin()
 
 
 class TwinHangs(ToyForks):
     def generate_alone(self, *_: object) -> list[int]:
-        hang()
+        spin()
         return []
 
 
 class ForksHang(ToyForks):
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:  # noqa: ARG002
-        hang()
+        spin()
         return []
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("watchdog")
 @pytest.mark.parametrize("engine", [EngineHangs, TwinHangs, ForksHang])
-def test_an_engine_that_hangs_fails_with_its_mix(engine: type[ToyAdapter]) -> None:
-    requests: RequestMix = mix(asked(1))
+def test_hanging_engine_fails_with_its_mix(engine: type[ToyAdapter]) -> None:
+    requests: RequestMix = mix(request_spec(1))
     with pytest.raises(MixDivergence, match=f"a step {HUNG}") as caught:
         (run_forks if engine is ForksHang else run_mix)(engine, requests)
     assert caught.value.mix.requests == requests.requests
 
 
-def test_many_steps_may_together_take_longer_than_one() -> None:
+def test_time_limit_is_per_step() -> None:
     class Slow(PagedCache):
         def ledger(self, layer: int) -> object:  # type: ignore[override]
             begin = process_time()
@@ -149,93 +149,93 @@ def test_many_steps_may_together_take_longer_than_one() -> None:
 
     begin = process_time()
     with limit_steps(SECONDS):
-        CURRENT_EXAMPLE.began = process_time()
+        CURRENT_EXAMPLE.step_began_at = process_time()
         run_history(Slow, History(CacheSpec(), (Append((0,)),) * 5))
-        CURRENT_EXAMPLE.began = None
+        CURRENT_EXAMPLE.step_began_at = None
     assert process_time() - begin > SECONDS
 
 
-STOPPED = """
+STOPPED_PROCESS = """
 from time import process_time
 from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, limit_steps
 
 with limit_steps(0.1):
-    CURRENT_EXAMPLE.began = process_time()
+    CURRENT_EXAMPLE.step_began_at = process_time()
     print("in a step", flush=True)
     input()
 print("came back", flush=True)
 """
 
 
-def test_a_process_that_is_stopped_does_not_hang() -> None:
-    """It is stopped for four times as long as a step may sleep, and goes on where it was."""
-    command = [sys.executable, "-c", STOPPED]
+def test_stopped_process_is_not_reported_as_hanging() -> None:
+    """It is stopped for four times as long as a step may sleep, and then continued."""
+    command = [sys.executable, "-c", STOPPED_PROCESS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "in a step\n"
-        sleep(0.3)  # the watchdog has seen the step begin
+        sleep(0.3)  # the watchdog saw the step begin
         os.kill(process.pid, signal.SIGSTOP)
         sleep(4)
         os.kill(process.pid, signal.SIGCONT)
-        sleep(0.3)  # and looks again before it is over
+        sleep(0.3)  # the watchdog looks again before the step ends
         out, err = process.communicate("\n", timeout=60)
     assert (out, process.returncode) == ("came back\n", 0), err
 
 
-def test_the_alarm_of_another_is_left_to_it() -> None:
-    """Also when the latest step began long ago, and nobody watched it."""
-    heard: list[int] = []
-    CURRENT_EXAMPLE.began = process_time() - 60
-    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+def test_alarms_of_other_code_reach_their_handler() -> None:
+    """The latest step may have begun long ago, without a watchdog."""
+    signals: list[int] = []
+    CURRENT_EXAMPLE.step_began_at = process_time() - 60
+    previous_handler = signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
     try:
         with limit_steps(SECONDS):
             signal.raise_signal(signal.SIGALRM)
         signal.raise_signal(signal.SIGALRM)
     finally:
-        signal.signal(signal.SIGALRM, before)
-    assert heard == [signal.SIGALRM] * 2
+        signal.signal(signal.SIGALRM, previous_handler)
+    assert signals == [signal.SIGALRM] * 2
 
 
-def test_other_threads_do_without() -> None:
-    seen: list[float] = []
+def test_watchdog_is_off_in_other_threads() -> None:
+    seconds: list[float] = []
 
-    def watch() -> None:
+    def record_seconds() -> None:
         with limit_steps(SECONDS):
-            seen.append(CURRENT_EXAMPLE.seconds)
+            seconds.append(CURRENT_EXAMPLE.seconds)
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=record_seconds)
     thread.start()
     thread.join()
-    assert seen == [0.0]
+    assert seconds == [0.0]
 
 
 @pytest.fixture
-def asked_before() -> Iterator[None]:
-    before, seen = settings.current(), coverage.current()
+def restored_settings() -> Iterator[None]:
+    previous_settings, previous_coverage = settings.current(), coverage.current()
     coverage.set_current(coverage.Coverage())
     yield
-    settings.set_current(before)
-    coverage.set_current(seen)
+    settings.set_current(previous_settings)
+    coverage.set_current(previous_coverage)
 
 
-@pytest.mark.usefixtures("asked_before")
+@pytest.mark.usefixtures("restored_settings")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_search_ends_with_the_history_that_hangs(
+def test_search_ends_with_the_hanging_history(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings.set_current(settings.Settings(seed=seed, failures_dir=str(tmp_path)))
     begin = process_time()
     with limit_steps(SECONDS), pytest.raises(Divergence, match=f"the step {HUNG}") as caught:
         conformance(HangsOnTheThirdBlock)().test_histories()
-    assert process_time() - begin < 20 * SECONDS  # smaller examples were not tried
+    assert process_time() - begin < 20 * SECONDS  # no shrinking
     assert "It was not shrunk" in str(caught.value)
-    (trace,) = tmp_path.glob("*.json")  # that of the step that was tried is gone
+    (trace,) = tmp_path.glob("*.json")  # the trace of the interrupted step is deleted
     with limit_steps(SECONDS):
         assert replay(str(trace), ImportPolicy((), tmp_path, trusted=True)) == 1
     assert f"FAILED: the step {HUNG}" in capsys.readouterr().out
 
 
-TESTED = """
+TEST_OF_A_CACHE = """
     from caches.hanging_caches import {name}
     from pytest_roseinfer import conformance
 
@@ -245,12 +245,12 @@ TESTED = """
 
 def run(project: Project, name: str) -> pytest.RunResult:
     project.copy_caches()
-    project.write(test_it=TESTED.format(name=name))
+    project.write(test_it=TEST_OF_A_CACHE.format(name=name))
     limit = f"--roseinfer-step-seconds={SECONDS}"
     return project.pytest("-k", "histories", "--roseinfer-seed=1", limit)
 
 
-def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
+def test_uninterruptible_process_ends_with_its_history(
     project: Project,
 ) -> None:
     result = run(project, "CatchesEverything")
@@ -260,16 +260,17 @@ def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
             f"a step {HUNG}, nor could it be interrupted: *",
             "a cache with num_layers=*",
             "  1. append one token to *",
-            f"replay with: pytest --roseinfer-replay {project.shown('.json')} *:CatchesEverything",
+            f"replay with: pytest --roseinfer-replay {project.failure_name('.json')} "
+            "*:CatchesEverything",
             "*hanging_caches.py*in spin",
         ]
     )
 
 
-def test_native_code_that_keeps_the_lock_leaves_its_history(project: Project) -> None:
-    result = run(project, "KeepsTheInterpretersLock")
+def test_native_code_that_holds_the_lock_leaves_a_trace(project: Project) -> None:
+    result = run(project, "HoldsTheInterpreterLock")
     assert result.ret == -signal.SIGPROF
     result.stderr.fnmatch_lines(["*most recent call first*", "*hanging_caches.py*in spin"])
-    trace = json.loads(project.saved(".json").read_text())
+    trace = json.loads(project.failure_file(".json").read_text())
     assert trace["check"] == "run_history"
     assert History.from_json(trace["example"]).size

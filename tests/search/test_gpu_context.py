@@ -1,4 +1,4 @@
-"""What breaks the GPU's context is told with the steps that did, and not made smaller after it."""
+"""A lost GPU context is reported with the steps that caused it, and without shrinking."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gpu:
 
 
 class BreaksTheContext(ListCache):
-    """A batch of two sequences does; after that not even a new cache can be built."""
+    """Loses the context with a batch of two sequences; then not even a new cache can be built."""
 
     def make(self, spec: CacheSpec) -> None:
         if Gpu.lost:
@@ -39,15 +39,15 @@ class BreaksTheContext(ListCache):
 
 
 @pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(search, "gpu_is_lost", lambda: Gpu.lost)
     Gpu.lost = False
     yield
     Gpu.lost = False
 
 
-@pytest.mark.usefixtures("short_run", "a_gpu")
-def test_the_history_that_broke_it_is_told_as_it_was() -> None:
+@pytest.mark.usefixtures("short_run", "simulated_gpu")
+def test_history_that_lost_the_context_is_reported_unchanged() -> None:
     settings.set_current(settings.Settings(examples=50, steps=12, seed=1))
     tests = conformance(BreaksTheContext)()
     with pytest.raises(Divergence, match="raised RuntimeError: CUDA error") as caught:
@@ -59,7 +59,7 @@ def test_the_history_that_broke_it_is_told_as_it_was() -> None:
         tests.test_permuting_a_batch_permutes_the_result()
 
 
-def test_a_context_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_with_a_failing_synchronise_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def synchronize() -> None:
         raise RuntimeError("CUDA error: misaligned address")
 

@@ -1,4 +1,4 @@
-"""What fails is made as small as it goes, within a time."""
+"""Shrinking: failing examples become as small as possible, within a time limit."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def searching() -> Iterator[None]:
-    asked, seen = settings.current(), coverage.current()
+def short_search() -> Iterator[None]:
+    previous_settings, previous_coverage = settings.current(), coverage.current()
     settings.set_current(settings.Settings(examples=60, seed=1))
     coverage.set_current(coverage.Coverage())
     try:
         yield
     finally:
-        settings.set_current(asked)
-        coverage.set_current(seen)
+        settings.set_current(previous_settings)
+        coverage.set_current(previous_coverage)
 
 
-class TakesTwoRows(PagedCache):
+class LimitedToTwoRows(PagedCache):
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         if len(seqs) > 2:
             raise RuntimeError("at most two rows")
         super().append(seqs, key, value)
 
 
-def found(adapter: type[Adapter]) -> Difference:
-    """Return how the first test fails that a target's searches make fail."""
+def first_failure(adapter: type[Adapter]) -> Difference:
+    """Return the failure of the first test that fails for a target."""
     tests = conformance(adapter)()
     name = next(iter(tests.shipped()))
     with pytest.raises(Difference) as caught:
@@ -108,58 +108,56 @@ def found(adapter: type[Adapter]) -> Difference:
         ),
     ],
 )
-def test_a_history_is_the_one_that_one_would_write(
-    adapter: type[Adapter], steps: list[str]
-) -> None:
-    failure = found(adapter)
+def test_history_is_shrunk_to_the_minimal_one(adapter: type[Adapter], steps: list[str]) -> None:
+    failure = first_failure(adapter)
     assert isinstance(failure, Divergence)
     assert [step.describe() for step in failure.history.operations] == steps
 
 
-def test_an_error_of_a_step_that_fits_stays_one() -> None:
-    """With fewer blocks it would be said that there is no room, which is not the reason."""
-    failure = found(TakesTwoRows)
+def test_shrinking_keeps_an_error_of_a_step_that_fits() -> None:
+    """With fewer blocks the message would be that there is no room, which is not the cause."""
+    failure = first_failure(LimitedToTwoRows)
     assert isinstance(failure, Divergence)
-    said = "the write raised RuntimeError: at most two rows (3 blocks needed, 3 free)"
-    assert failure.what == said
+    message = "the write raised RuntimeError: at most two rows (3 blocks needed, 3 free)"
+    assert failure.summary == message
     assert failure.history.spec.num_blocks == 3
 
 
 @pytest.mark.parametrize(
-    ("adapter", "prompts", "new"),
+    ("adapter", "prompts", "new_tokens"),
     [
-        (broken_engines.ANeighboursTokenLeaksIn, [1, 1], [1, 1]),
-        (broken_engines.TakesAnothersPrefix, [2, 2], [1, 1]),
+        (broken_engines.ReturnsANeighboursToken, [1, 1], [1, 1]),
+        (broken_engines.UsesAnotherPrefix, [2, 2], [1, 1]),
         (broken_engines.LosesTheLastToken, [1], [1]),
-        (broken_engines.EndsOthersWithTheCancelled, [1, 1], [2, 1]),
+        (broken_engines.EndsOthersOnCancel, [1, 1], [2, 1]),
         (broken_engines.RaisesInAStep, [1, 1, 1], [1, 1, 1]),
         (broken_engines.KeepsALease, [1, 1], [1, 2]),
     ],
 )
-def test_a_mix_has_no_request_and_no_token_too_many(
-    adapter: type[EngineAdapter], prompts: list[int], new: list[int]
+def test_mix_is_shrunk_to_the_minimal_requests(
+    adapter: type[EngineAdapter], prompts: list[int], new_tokens: list[int]
 ) -> None:
-    failure = found(adapter)
+    failure = first_failure(adapter)
     assert isinstance(failure, MixDivergence)
-    asked = failure.mix.requests
-    assert [len(each.prompt) for each in asked] == prompts
-    assert [each.sampling.max_new_tokens for each in asked] == new
+    requests = failure.mix.requests
+    sizes = [(len(each.prompt), each.sampling.max_new_tokens) for each in requests]
+    assert sorted(sizes) == sorted(zip(prompts, new_tokens, strict=True))
 
 
-# --------------------------------------------------------------------------- what is tried
+# ------------------------------------------------------------------------ shrinking passes
 
 STEPS: tuple[Operation, ...] = (Append((0,)), Append((0,)), Fork(0, 1), Free(0), Append((1, 2)))
-USUAL, UNUSUAL = (
+USUAL_OPTIONS, UNUSUAL_OPTIONS = (
     {name: values[at] for name, values in GroupedManager.option_choices.items()} for at in (0, -1)
 )
 
 
-def shrunk(
+def shrink_history(
     history: History,
     fails: Callable[[History], bool],
     adapter: type[KVCacheAdapter] = GroupedManager,
 ) -> History:
-    """Make a history smaller whose check fails for another reason than a cache's."""
+    """Shrink a history with a check that fails for a given reason."""
 
     def check(case: History) -> None:
         if fails(case):
@@ -186,20 +184,22 @@ def oracle_before_the_end(case: History) -> Oracle:
     return oracle
 
 
-def test_no_step_is_left_that_is_not_needed() -> None:
-    small = shrunk(History(CacheSpec(options=UNUSUAL), STEPS, finite=False), has(Fork))
+def test_unneeded_steps_are_removed() -> None:
+    small = shrink_history(
+        History(CacheSpec(options=UNUSUAL_OPTIONS), STEPS, finite=False), has(Fork)
+    )
     assert small.operations == (Append((0,)), Fork(0, 1))
-    assert (small.spec.num_blocks, small.spec.options, small.finite) == (2, USUAL, True)
+    assert (small.spec.num_blocks, small.spec.options, small.finite) == (2, USUAL_OPTIONS, True)
 
 
-def test_one_sequence_is_enough_where_two_are_not_needed() -> None:
+def test_sequences_are_merged_where_one_is_enough() -> None:
     steps = (Append((3,)), Fork(3, 1), Truncate(1, 0))
-    small = shrunk(History(CacheSpec(options=USUAL), steps), has(Truncate))
+    small = shrink_history(History(CacheSpec(options=USUAL_OPTIONS), steps), has(Truncate))
     assert small.operations == (Append((0,)), Truncate(0, 0))
 
 
-def test_a_parent_that_is_freed_goes_with_one_of_its_forks() -> None:
-    """The last two who share a block write to it at once."""
+def test_freed_parent_is_merged_with_a_fork() -> None:
+    """The last two holders of a block write to it at once."""
 
     def fails(case: History) -> bool:
         oracle, last = oracle_before_the_end(case), case.operations[-1]
@@ -208,12 +208,12 @@ def test_a_parent_that_is_freed_goes_with_one_of_its_forks() -> None:
         return len(writing) == 2 == [*ends.values()].count(writing[0] or 0) and len({*writing}) == 1
 
     steps = (Append((0,)), Fork(0, 1), Fork(0, 2), Free(0), Append((1, 2)))
-    small = shrunk(History(CacheSpec(options=USUAL), steps), fails)
+    small = shrink_history(History(CacheSpec(options=USUAL_OPTIONS), steps), fails)
     assert small.operations == (Append((0,)), Fork(0, 1), Append((0, 1)))
 
 
-def test_what_takes_room_goes_with_the_room() -> None:
-    """A batch takes all that is left."""
+def test_steps_that_take_room_are_removed_with_the_blocks() -> None:
+    """The failing batch takes all free blocks."""
 
     def fails(case: History) -> bool:
         oracle, last = oracle_before_the_end(case), case.operations[-1]
@@ -223,59 +223,64 @@ def test_what_takes_room_goes_with_the_room() -> None:
         return not oracle.pages_free()
 
     steps = (*(Append((seq,)) for seq in (0, 1, 2)), Append((3, 4)))
-    small = shrunk(History(CacheSpec(num_blocks=5, options=USUAL), steps), fails)
+    small = shrink_history(History(CacheSpec(num_blocks=5, options=USUAL_OPTIONS), steps), fails)
     assert (small.operations, small.spec.num_blocks) == ((Append((0, 1)),), 2)
 
 
-def test_what_is_written_in_two_steps_is_written_in_one() -> None:
-    small = shrunk(History(CacheSpec(options=USUAL), STEPS), has(Fork, tokens=2))
+def test_writes_of_one_sequence_are_merged() -> None:
+    small = shrink_history(History(CacheSpec(options=USUAL_OPTIONS), STEPS), has(Fork, tokens=2))
     assert small.operations == (Prefill(0, 2), Fork(0, 1))
 
 
-def test_switches_are_set_from_the_beginning() -> None:
+def test_option_steps_become_initial_options() -> None:
     def fails(case: History) -> bool:
-        sets = [step.options for step in case.operations if isinstance(step, SetOptions)]
-        off = [case.spec.options, *sets][-1]["triton"] is False
+        options_set = [step.options for step in case.operations if isinstance(step, SetOptions)]
+        off = [case.spec.options, *options_set][-1]["triton"] is False
         return off and has(Append)(case)
 
-    steps = (Append((0,)), SetOptions(UNUSUAL), Append((0,)))
-    small = shrunk(History(CacheSpec(options=USUAL), steps), fails)
-    assert (small.operations, small.spec.options) == (STEPS[:1], {**USUAL, "triton": False})
+    steps = (Append((0,)), SetOptions(UNUSUAL_OPTIONS), Append((0,)))
+    small = shrink_history(History(CacheSpec(options=USUAL_OPTIONS), steps), fails)
+    assert (small.operations, small.spec.options) == (STEPS[:1], {**USUAL_OPTIONS, "triton": False})
 
 
-def test_windows_and_layers_are_no_more_than_need_be() -> None:
+def test_windows_and_layers_are_reduced() -> None:
     spec = CacheSpec(num_layers=3, windows=(9, None, 5))
-    small = shrunk(History(spec, STEPS), has(Append), WindowCache)
+    small = shrink_history(History(spec, STEPS), has(Append), WindowCache)
     assert (small.spec.num_layers, small.spec.windows) == (1, (1,))
 
 
-def test_what_makes_no_sense_without_a_step_goes_with_it() -> None:
-    def sensible(*steps: Operation) -> list[Operation]:
+def test_steps_that_depend_on_a_removed_step_are_removed() -> None:
+    def valid_steps(*steps: Operation) -> list[Operation]:
         history = History(CacheSpec(), steps)
         return [*keep_valid_steps(SwapCache, history).operations]
 
-    assert sensible(Fork(0, 1), Append((1,)), Fork(1, 2)) == [Append((1,)), Fork(1, 2)]
-    assert sensible(Append((0,)), Prefill(0, 3), Free(1)) == [Append((0,))]
-    away: list[Operation] = [Append((0,)), Preempt(0), Resume(0, 5)]
-    assert sensible(*away, Append((0,))) == [*away[:2], Resume(0, 1), Append((0,))]
-    assert sensible(*away[:2], Append((0,))) == away[:2]
+    assert valid_steps(Fork(0, 1), Append((1,)), Fork(1, 2)) == [Append((1,)), Fork(1, 2)]
+    assert valid_steps(Append((0,)), Prefill(0, 3), Free(1)) == [Append((0,))]
+    preempted: list[Operation] = [Append((0,)), Preempt(0), Resume(0, 5)]
+    assert valid_steps(*preempted, Append((0,))) == [*preempted[:2], Resume(0, 1), Append((0,))]
+    assert valid_steps(*preempted[:2], Append((0,))) == preempted[:2]
 
 
-def test_what_is_begun_is_ended() -> None:
+def test_reservation_keeps_its_fill() -> None:
     history = History(CacheSpec(), (Reserve((0,), (2,)), Append((0,)), Truncate(0, 1)))
-    kept = keep_valid_steps(GroupedManager, history).operations
-    assert [type(step).__name__ for step in kept] == ["Reserve", "Fill"]
+    valid = keep_valid_steps(GroupedManager, history).operations
+    assert [type(step).__name__ for step in valid] == ["Reserve", "Fill"]
 
 
-def test_every_part_of_a_request_is_left_out_that_can_be() -> None:
+def test_request_is_reduced_to_its_defaults() -> None:
     sampling = Sampling(9, 3.0, 5, 0.8, 1.5, 3, ignore_eos=True, min_p=0.4, logprobs=True)
-    busy = RequestSpec((1, 2, 3), sampling, 3, cancel_after=2, ends_early=True)
-    busy = change(busy, stop_spans=((0, 1), (2, 1)))
-    mix = RequestMix((busy, busy, busy), block_size=8, cache_tokens=99, options={"batch_size": 3})
+    full_request = RequestSpec((1, 2, 3), sampling, 3, cancel_after=2, ends_early=True)
+    full_request = change(full_request, stop_spans=((0, 1), (2, 1)))
+    mix = RequestMix(
+        (full_request, full_request, full_request),
+        block_size=8,
+        cache_tokens=99,
+        options={"batch_size": 3},
+    )
     small = Shrinker(mix, Difference("it fails", str), fail_always)
     small.shrink(passes_of_mixes(ToyAdapter))
-    (asked,) = small.example.requests
-    assert asked == RequestSpec((1,), Sampling())
+    (request,) = small.example.requests
+    assert request == RequestSpec((1,), Sampling())
     assert (small.example.block_size, small.example.cache_tokens) == (1, 2)
 
 
@@ -283,20 +288,20 @@ def fail_always(_: object) -> None:
     raise Difference("it fails", str)
 
 
-# ------------------------------------------------------------------------------- its time
+# ---------------------------------------------------------------------------- time limit
 
 
-def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrinking_ends_in_time_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(SwapsRows):
         def write(self, *arguments: object) -> None:
             time.sleep(0.002)
             super().write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shrink, "SHRINK_SECONDS", 0.0)
-    assert "There may be a smaller example: shrinking ended after 0 s." in str(found(Slow))
+    assert "There may be a smaller example: shrinking ended after 0 s." in str(first_failure(Slow))
 
 
-def test_what_fails_in_another_way_is_no_smaller_example() -> None:
+def test_example_that_fails_differently_is_not_accepted() -> None:
     def check(case: History) -> None:
         if len(case.operations) < len(STEPS):
             raise ZeroDivisionError
@@ -307,28 +312,30 @@ def test_what_fails_in_another_way_is_no_smaller_example() -> None:
     assert small.example.size == len(STEPS)
 
 
-@pytest.mark.parametrize(("large", "small", "left"), [(KeyError, None, 1), (None, KeyError, 5)])
-def test_an_error_may_come_of_what_a_smaller_example_shows(
-    large: type[Exception] | None, small: type[Exception] | None, left: int
+@pytest.mark.parametrize(
+    ("large", "small", "expected_size"), [(KeyError, None, 1), (None, KeyError, 5)]
+)
+def test_smaller_example_without_the_error_is_accepted(
+    large: type[Exception] | None, small: type[Exception] | None, expected_size: int
 ) -> None:
-    """What is held is wrong in one, and an error is raised in the other."""
+    """The wrong contents of one example cause the error of the other."""
 
     def failure(case: History) -> Difference:
-        failed = Difference("it fails", str)
-        raised = large if case.size == len(STEPS) else small
-        failed.__cause__ = raised() if raised else None
-        return failed
+        difference = Difference("it fails", str)
+        error_type = large if case.size == len(STEPS) else small
+        difference.__cause__ = error_type() if error_type else None
+        return difference
 
     def check(case: History) -> None:
         raise failure(case)
 
-    history = History(CacheSpec(options=USUAL), STEPS)
-    shrunken = Shrinker(history, failure(history), check)
-    shrunken.shrink(passes_of_histories(GroupedManager))
-    assert shrunken.example.size == left
+    history = History(CacheSpec(options=USUAL_OPTIONS), STEPS)
+    shrinker = Shrinker(history, failure(history), check)
+    shrinker.shrink(passes_of_histories(GroupedManager))
+    assert shrinker.example.size == expected_size
 
 
-def test_many_steps_that_are_alike_are_said_in_one_line() -> None:
+def test_equal_steps_are_described_in_one_line() -> None:
     steps = [Append((0,))] * 300 + [Free(0)] * 3 + [Append((1,))]
     words = History(CacheSpec(), tuple(steps)).describe({300: "refused: no room"})
     assert words.splitlines()[1:] == [
@@ -341,20 +348,20 @@ def test_many_steps_that_are_alike_are_said_in_one_line() -> None:
     ]
 
 
-def test_making_a_long_history_smaller_ends_in_time_though_many_come_to_the_same() -> None:
+def test_shrinking_ends_in_time_with_repeated_candidates() -> None:
     history = History(CacheSpec(), (Append((0,)),) * 300)
-    listed: list[History] = []
+    candidates: list[History] = []
 
-    def the_same(tried: History) -> Iterator[History]:
-        while len(listed) < 1000:
+    def repeat(example: History) -> Iterator[History]:
+        while len(candidates) < 1000:
             time.sleep(0.001)
-            listed.append(tried)
-            yield tried
+            candidates.append(example)
+            yield example
 
     def check(_: History) -> None:
         raise ValueError
 
-    shrinking = Shrinker(history, ValueError(), check, ends=time.monotonic() + 0.1)
-    shrinking.shrink([the_same])
-    assert shrinking.cut_short
-    assert 0 < len(listed) < 200
+    shrinker = Shrinker(history, ValueError(), check, ends=time.monotonic() + 0.1)
+    shrinker.shrink([repeat])
+    assert shrinker.cut_short
+    assert 0 < len(candidates) < 200

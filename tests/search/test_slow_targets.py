@@ -1,4 +1,4 @@
-"""A search of what is slow keeps to its time, says so, and claims no strength."""
+"""Searches of slow targets: their time limit, and its mention in reports."""
 
 from __future__ import annotations
 
@@ -45,20 +45,24 @@ class SlowEngine(ToyForks):
 
 
 @pytest.fixture
-def seen() -> Iterator[coverage.Coverage]:
-    asked, before, own = settings.current(), coverage.current(), coverage.Coverage()
+def search_coverage() -> Iterator[coverage.Coverage]:
+    previous_settings, previous_coverage, own_coverage = (
+        settings.current(),
+        coverage.current(),
+        coverage.Coverage(),
+    )
     settings.set_current(settings.Settings(examples=40, seed=1, search_seconds=SECONDS))
-    coverage.set_current(own)
+    coverage.set_current(own_coverage)
     try:
-        yield own
+        yield own_coverage
     finally:
-        settings.set_current(asked)
-        coverage.set_current(before)
+        settings.set_current(previous_settings)
+        coverage.set_current(previous_coverage)
 
 
 @pytest.mark.parametrize(("adapter", "examples"), [(SlowCache, 40 + 4 + 4), (SlowEngine, 64 + 6)])
-def test_no_test_searches_longer_than_it_may(
-    seen: coverage.Coverage, adapter: type[SlowCache | SlowEngine], examples: int
+def test_search_keeps_to_its_time_limit(
+    search_coverage: coverage.Coverage, adapter: type[SlowCache | SlowEngine], examples: int
 ) -> None:
     tests = conformance(adapter)()
     for test in tests.shipped():
@@ -68,31 +72,34 @@ def test_no_test_searches_longer_than_it_may(
         except pytest.skip.Exception:
             continue
         assert monotonic() - began < SECONDS + 5  # the last example began in time
-    target = seen.of(adapter)
+    target = search_coverage.of(adapter)
     assert target.examples == examples
     assert 0 < target.num_skipped < examples
-    left = examples - target.num_skipped
+    num_run = examples - target.num_skipped
     assert TargetVerdict(target).cut_short.startswith(
-        f"searched {left} of {examples} examples in the time"
+        f"searched {num_run} of {examples} examples in the time"
     )
 
 
-def test_what_fails_as_the_time_ends_is_told_all_the_same(seen: coverage.Coverage) -> None:
+def test_failure_at_the_end_of_the_time_is_reported(search_coverage: coverage.Coverage) -> None:
     with pytest.raises(Divergence) as caught:
         conformance(WrongAndSlow)().test_histories()
     assert caught.value.history.size == 1
-    assert seen.of(WrongAndSlow).failed
+    assert search_coverage.of(WrongAndSlow).failed
 
 
-def test_a_search_that_may_take_any_time_leaves_nothing_out(seen: coverage.Coverage) -> None:
+def test_search_without_a_limit_skips_no_example(search_coverage: coverage.Coverage) -> None:
     settings.set_current(settings.Settings(examples=4, seed=1, search_seconds=0))
     assert settings.current().search_ends() == math.inf
     conformance(SlowCache)().test_histories()
-    assert (seen.of(SlowCache).examples, seen.of(SlowCache).num_skipped) == (4, 0)
-    assert not TargetVerdict(seen.of(SlowCache)).cut_short
+    assert (search_coverage.of(SlowCache).examples, search_coverage.of(SlowCache).num_skipped) == (
+        4,
+        0,
+    )
+    assert not TargetVerdict(search_coverage.of(SlowCache)).cut_short
 
 
-def test_a_path_that_was_not_reached_in_time_says_so() -> None:
+def test_unreached_path_mentions_the_time_limit() -> None:
     target = coverage.TargetCoverage({"fast": "slow"}, [], searched=True, histories=1)
     target.add_examples(9, 0)
     assert "in the time limit" not in TargetVerdict(target).warnings()[0]
@@ -105,18 +112,20 @@ def test_a_path_that_was_not_reached_in_time_says_so() -> None:
     )
 
 
-def test_a_strength_is_claimed_of_whole_searches_alone(seen: coverage.Coverage) -> None:
-    searched = SearchReporter(settings.Settings())
-    seen.of(SlowCache).add_examples(10, 0)
-    searched.pytest_terminal_summary()
-    assert "planted bugs" in searched.in_words(1)
-    seen.of(ListCache).add_examples(10, 1)
-    searched.pytest_terminal_summary()
-    assert "planted bugs" not in searched.in_words(1)
-    assert "some searches ended before they had tried all" in searched.in_words(1)
+def test_strength_is_reported_for_complete_searches_only(
+    search_coverage: coverage.Coverage,
+) -> None:
+    reporter = SearchReporter(settings.Settings())
+    search_coverage.of(SlowCache).add_examples(10, 0)
+    reporter.pytest_terminal_summary()
+    assert "planted bugs" in reporter.in_words(1)
+    search_coverage.of(ListCache).add_examples(10, 1)
+    reporter.pytest_terminal_summary()
+    assert "planted bugs" not in reporter.in_words(1)
+    assert "some searches ended before they had tried all" in reporter.in_words(1)
 
 
-def test_a_run_says_how_much_it_left_out(project: Project) -> None:
+def test_report_counts_skipped_examples(project: Project) -> None:
     project.copy_caches()
     project.write(
         test_it="""
@@ -133,8 +142,8 @@ def test_a_run_says_how_much_it_left_out(project: Project) -> None:
             TestSlow = conformance(Slow)
         """
     )
-    said = ["--roseinfer-search-seconds=0.1", "--roseinfer-report=a.json"]
-    result = project.pytest("-k", "histories", *said, "--roseinfer-report=a.html")
+    options = ["--roseinfer-search-seconds=0.1", "--roseinfer-report=a.json"]
+    result = project.pytest("-k", "histories", *options, "--roseinfer-report=a.html")
     line = "searched * of 100 examples in the time limit (--roseinfer-search-seconds): this is *"
     result.stdout.fnmatch_lines([line])
     (target,) = json.loads((project.path / "a.json").read_text())["targets"]

@@ -1,4 +1,4 @@
-"""A trace may come from anybody: what it has imported is what this run names itself."""
+"""Traces as untrusted input: only targets that the run names are imported."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 SHIPPED = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
-EVIL = "raise SystemExit('it was imported')"
+EXIT_WHEN_IMPORTED = "raise SystemExit('it was imported')"
 
 
-def write(folder: Path, **changed: Any) -> str:
-    """Write a trace of one append to a shipped cache, with other fields as they are given."""
+def write(folder: Path, **changed_fields: Any) -> str:
+    """Write a trace of one append to a shipped cache, with the given fields changed."""
     trace = {
         "adapter": SHIPPED,
         "file": "",
@@ -37,51 +37,53 @@ def write(folder: Path, **changed: Any) -> str:
         "example": History(CacheSpec(), (Append((0,)),)).to_json(),
     }
     file = folder / "trace.json"
-    file.write_text(json.dumps({**trace, **changed}))
+    file.write_text(json.dumps({**trace, **changed_fields}))
     return str(file)
 
 
 @pytest.fixture
-def allowed(tmp_path: Path) -> ImportPolicy:
+def policy(tmp_path: Path) -> ImportPolicy:
     (tmp_path / "project").mkdir()
     return ImportPolicy(targets={"named:Cache"}, project=tmp_path / "project")
 
 
-def test_an_adapter_that_the_run_does_not_name_is_not_imported(
-    tmp_path: Path, allowed: ImportPolicy
+def test_adapter_of_a_trace_is_not_imported_unless_named(
+    tmp_path: Path, policy: ImportPolicy
 ) -> None:
-    (tmp_path / "evil.py").write_text(EVIL)
-    evil = {"adapter": "evil:Cache", "file": str(tmp_path / "evil.py")}
+    (tmp_path / "evil.py").write_text(EXIT_WHEN_IMPORTED)
+    other_target = {"adapter": "evil:Cache", "file": str(tmp_path / "evil.py")}
     with pytest.raises(TraceError, match=r"--roseinfer-target evil:Cache .* --roseinfer-rep"):
-        replay(write(tmp_path, **evil), allowed)
+        replay(write(tmp_path, **other_target), policy)
     with pytest.raises(SystemExit):
-        replay(write(tmp_path, **evil), ImportPolicy((), tmp_path / "project", trusted=True))
+        replay(
+            write(tmp_path, **other_target), ImportPolicy((), tmp_path / "project", trusted=True)
+        )
 
 
-def test_a_file_outside_of_the_project_is_not_imported_under_a_name_that_is_allowed(
-    tmp_path: Path, allowed: ImportPolicy, capsys: pytest.CaptureFixture[str]
+def test_file_outside_the_project_is_not_imported_under_an_allowed_name(
+    tmp_path: Path, policy: ImportPolicy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outside, inside = tmp_path / "evil.py", allowed.project / "mine.py"
-    outside.write_text(EVIL)
+    outside, inside = tmp_path / "evil.py", policy.project / "mine.py"
+    outside.write_text(EXIT_WHEN_IMPORTED)
     inside.write_text("")
-    assert replay(write(tmp_path, file=str(outside), folders=[str(tmp_path)]), allowed) == 0
+    assert replay(write(tmp_path, file=str(outside), folders=[str(tmp_path)]), policy) == 0
     assert "importing it\n" in capsys.readouterr().out
-    named = {"adapter": "named:Cache", "folders": [str(tmp_path), str(allowed.project)]}
-    assert allowed.file({**named, "file": str(outside)}) == ""
-    assert allowed.file({**named, "file": str(inside)}) == str(inside)
-    assert allowed.folders(named) == [str(allowed.project)]
+    target_fields = {"adapter": "named:Cache", "folders": [str(tmp_path), str(policy.project)]}
+    assert policy.file({**target_fields, "file": str(outside)}) == ""
+    assert policy.file({**target_fields, "file": str(inside)}) == str(inside)
+    assert policy.folders(target_fields) == [str(policy.project)]
 
 
-def test_it_sets_no_variable_and_says_which_were_set(
+def test_replay_reports_environment_variables_without_setting_them(
     tmp_path: Path,
-    allowed: ImportPolicy,
+    policy: ImportPolicy,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("TRITON_DEBUG", raising=False)
-    replay(write(tmp_path, environment={"TRITON_DEBUG": "1"}), allowed)
-    said = capsys.readouterr().out
-    assert "TRITON_DEBUG was '1' when this was saved, and is 'not set' here" in said
+    replay(write(tmp_path, environment={"TRITON_DEBUG": "1"}), policy)
+    message = capsys.readouterr().out
+    assert "TRITON_DEBUG was '1' when this was saved, and is 'not set' here" in message
     assert "TRITON_DEBUG" not in os.environ
 
 
@@ -90,62 +92,64 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"environment": {"X": 1}}, "environment must hold strings"),
     "a list for an example": ({"example": []}, "example must be a dict"),
     "an unknown check": ({"check": "os.system"}, "unknown check os.system"),
-    "no words": ({"failed": 1}, "trace.json is not a trace: failed must be a str"),
+    "a number as message": ({"failed": 1}, "trace.json is not a trace: failed must be a str"),
     "no operations": ({"example": {"spec": {}}}, "its example is invalid: KeyError: 'operations'"),
-    "a step of no kind": (
+    "a step without an operation": (
         {"example": {"spec": {}, "finite": True, "operations": [{}]}},
         "its example is invalid: KeyError: 'do'",
     ),
-    "no step": (
+    "a number as step": (
         {"example": {"spec": {}, "finite": True, "operations": [1]}},
         "its example is invalid: ",
     ),
 }
 
 
-@pytest.mark.parametrize("what", MALFORMED)
-def test_what_is_malformed_is_said_with_its_place(
-    what: str, tmp_path: Path, allowed: ImportPolicy
-) -> None:
-    changed, said = MALFORMED[what]
-    with pytest.raises(TraceError) as refused:
-        replay(write(tmp_path, **changed), allowed)
-    assert said in str(refused.value)
-    assert str(refused.value).startswith(str(tmp_path / "trace.json"))
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_field_is_named(case: str, tmp_path: Path, policy: ImportPolicy) -> None:
+    changed_fields, message = MALFORMED[case]
+    with pytest.raises(TraceError) as error:
+        replay(write(tmp_path, **changed_fields), policy)
+    assert message in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "trace.json"))
 
 
-def test_paths_begin_at_the_root_of_the_project(tmp_path: Path, allowed: ImportPolicy) -> None:
-    here = str(allowed.project)
-    named = {"adapter": "named:Cache", "file": "tests/mine.py", "folders": ["tests", "..", here]}
-    assert allowed.file(named) == f"{here}/tests/mine.py"
-    assert allowed.folders(named) == [f"{here}/tests", here]
-    trusting = ImportPolicy((), allowed.project, trusted=True)
-    assert trusting.folders(named) == [f"{here}/tests", str(tmp_path), here]
+def test_paths_are_relative_to_the_project(tmp_path: Path, policy: ImportPolicy) -> None:
+    here = str(policy.project)
+    target_fields = {
+        "adapter": "named:Cache",
+        "file": "tests/mine.py",
+        "folders": ["tests", "..", here],
+    }
+    assert policy.file(target_fields) == f"{here}/tests/mine.py"
+    assert policy.folders(target_fields) == [f"{here}/tests", here]
+    trusted = ImportPolicy((), policy.project, trusted=True)
+    assert trusted.folders(target_fields) == [f"{here}/tests", str(tmp_path), here]
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "said"),
+    ("saved_by", "message"),
     [
         ({}, "it was saved by an unknown older version, and this is roseinfer "),
         ({"version": "roseinfer 0.0.9"}, "it was saved by roseinfer 0.0.9, and this is roseinfer "),
         ({"version": version()}, ""),
     ],
 )
-def test_a_trace_of_another_version_says_so(
+def test_version_that_saved_a_trace_is_reported(
     saved_by: dict[str, str],
-    said: str,
+    message: str,
     tmp_path: Path,
-    allowed: ImportPolicy,
+    policy: ImportPolicy,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert replay(write(tmp_path, **saved_by), allowed) == 0
-    found = [line for line in capsys.readouterr().out.splitlines() if "it was saved" in line]
-    assert bool(found) == bool(said)
-    assert all(line.startswith(said) for line in found)
+    assert replay(write(tmp_path, **saved_by), policy) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "it was saved" in line]
+    assert bool(lines) == bool(message)
+    assert all(line.startswith(message) for line in lines)
 
 
 EXPLODES = {"example": {"spec": {}, "finite": True, "operations": [{"do": "Explode"}]}}
-OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
+OTHER_FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "a later format": (
         {"format": 9, "version": "roseinfer 7.0"},
         f"trace format 9 is unknown to {version()}, which has format {FORMAT}; "
@@ -161,11 +165,11 @@ OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
         f"the operation 'Explode' is unknown to {version()}, which has format {FORMAT}; "
         "replay it with roseinfer 7.0, which saved it",
     ),
-    "an operation of old": (
+    "an old operation": (
         {"example": {"spec": {}, "finite": True, "operations": [{"do": "Tidy"}]}},
         "the operation 'Tidy' can no longer be read; replay it at def456, the last commit that can",
     ),
-    "a field of a request of old": (
+    "an old field of a request": (
         {
             "adapter": "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
             "check": "run_mix",
@@ -176,20 +180,18 @@ OF_ANOTHER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", OF_ANOTHER)
-def test_a_trace_that_this_version_cannot_read_says_which_can(
-    what: str, tmp_path: Path, allowed: ImportPolicy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", OTHER_FORMATS)
+def test_unreadable_trace_names_the_version_that_reads_it(
+    case: str, tmp_path: Path, policy: ImportPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "LAST_COMMITS", {0: "abc123", "Tidy": "def456", "tides": "fed987"})
-    changed, said = OF_ANOTHER[what]
-    with pytest.raises(TraceError) as refused:
-        replay(write(tmp_path, **changed), allowed)
-    assert f"trace.json: {said}" in str(refused.value)
+    changed_fields, message = OTHER_FORMATS[case]
+    with pytest.raises(TraceError) as error:
+        replay(write(tmp_path, **changed_fields), policy)
+    assert f"trace.json: {message}" in str(error.value)
 
 
-def test_operations_of_the_adapters_own_file_are_known(
-    tmp_path: Path, allowed: ImportPolicy
-) -> None:
+def test_operations_of_the_adapters_file_are_read(tmp_path: Path, policy: ImportPolicy) -> None:
     lines = (
         "from pytest_roseinfer.capabilities.operation import Operation, register",
         "from tests.capabilities.caches.list_cache import ListCache as Cache",
@@ -200,11 +202,11 @@ def test_operations_of_the_adapters_own_file_are_known(
         "    def drive(self, cache: object) -> None:",
         "        pass",
     )
-    (allowed.project / "own_operations.py").write_text("\n".join(lines))
+    (policy.project / "own_operations.py").write_text("\n".join(lines))
     example = History(CacheSpec(), ()).to_json() | {"operations": [{"do": "Own"}]}
-    named = {"adapter": "own_operations:Cache", "folders": [str(allowed.project)]}
-    trusted = ImportPolicy(["own_operations:Cache"], allowed.project)
-    assert replay(write(tmp_path, example=example, **named), trusted) == 0
+    target_fields = {"adapter": "own_operations:Cache", "folders": [str(policy.project)]}
+    trusted = ImportPolicy(["own_operations:Cache"], policy.project)
+    assert replay(write(tmp_path, example=example, **target_fields), trusted) == 0
 
 
 class NegatesKeys(ListCache):
@@ -222,7 +224,7 @@ MEMORY = "MemoryError('<object object at 0x1> is too large')"
 
 
 @pytest.mark.parametrize(
-    ("cache", "recorded", "said"),
+    ("cache", "recorded", "message"),
     [
         ("NegatesKeys", "accepted a write", "was recorded with 'accepted a write', and fails now"),
         ("NegatesKeys", "", f"it was recorded with '', and fails now with '{WRONG}"),
@@ -232,25 +234,25 @@ MEMORY = "MemoryError('<object object at 0x1> is too large')"
         ("ListCache", WRONG, f"it was recorded with: {WRONG}"),
     ],
 )
-def test_what_fails_otherwise_than_it_was_recorded_says_so(
+def test_replay_reports_a_different_failure(
     cache: str,
     recorded: str | None,
-    said: str,
+    message: str,
     tmp_path: Path,
-    allowed: ImportPolicy,
+    policy: ImportPolicy,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trusting = ImportPolicy((), allowed.project, trusted=True)
-    named = {} if recorded is None else {"failed": recorded}
-    trace = write(tmp_path, adapter=f"{__name__}:{cache}", **named)
+    trusted = ImportPolicy((), policy.project, trusted=True)
+    target_fields = {} if recorded is None else {"failed": recorded}
+    trace = write(tmp_path, adapter=f"{__name__}:{cache}", **target_fields)
     with pytest.raises(MemoryError) if cache == "FailsToBegin" else nullcontext():
-        assert replay(trace, trusting) == (cache == "NegatesKeys")
-    shown = capsys.readouterr().out
-    assert said in shown
-    assert ("it was recorded" in shown) == bool(said)
+        assert replay(trace, trusted) == (cache == "NegatesKeys")
+    output = capsys.readouterr().out
+    assert message in output
+    assert ("it was recorded" in output) == bool(message)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: ImportPolicy) -> None:
+def test_invalid_json_is_named_with_its_line(tmp_path: Path, policy: ImportPolicy) -> None:
     (tmp_path / "cut.json").write_text('{\n "adapter": "a:B",\n "fi')
     with pytest.raises(TraceError, match=r"cut\.json is not a trace: .*line 3"):
-        replay(str(tmp_path / "cut.json"), allowed)
+        replay(str(tmp_path / "cut.json"), policy)

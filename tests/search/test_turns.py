@@ -1,4 +1,4 @@
-"""A search goes on, for a while, where what was declared was reached too rarely."""
+"""Additional rounds of a search, for paths and conditions that were reached too rarely."""
 
 from __future__ import annotations
 
@@ -73,25 +73,25 @@ SEARCH = (f"--roseinfer-examples={EXAMPLES}", "--roseinfer-seed=1")
 
 
 def late_cache(project: Project, *, first: int, options: tuple[str, ...] = ()) -> pytest.RunResult:
-    """A cache that takes its fast path from one of its histories on, and not before."""
+    """Search a cache that takes its fast path from its ``first`` history on."""
     project.copy_caches()
     project.write(test_late=LATE_CACHE.format(first=first))
     return project.pytest("-k", "histories", *SEARCH, *options)
 
 
-def test_what_comes_after_the_share_of_examples_is_still_reached(project: Project) -> None:
+def test_late_path_is_reached_by_additional_rounds(project: Project) -> None:
     result = late_cache(project, first=30)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["path * all_rows * row_by_row * equal"])
 
 
-def test_no_more_is_searched_than_it_takes(project: Project) -> None:
+def test_search_ends_once_all_paths_are_reached(project: Project) -> None:
     result = late_cache(project, first=0)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *"])
 
 
-def test_what_so_few_do_not_reach_is_a_warning(project: Project) -> None:
+def test_path_unreached_by_few_histories_is_a_warning(project: Project) -> None:
     result = late_cache(project, first=EXAMPLES + 100)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(
@@ -102,8 +102,8 @@ def test_what_so_few_do_not_reach_is_a_warning(project: Project) -> None:
     )
 
 
-def test_what_enough_do_not_reach_is_a_failure(project: Project) -> None:
-    project.judge_after(70)
+def test_path_unreached_by_enough_histories_is_a_failure(project: Project) -> None:
+    project.set_conclusive_examples(70)
     result = late_cache(project, first=EXAMPLES + 100)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
@@ -111,14 +111,14 @@ def test_what_enough_do_not_reach_is_a_failure(project: Project) -> None:
     )
 
 
-def test_no_more_is_searched_where_nothing_is_required(project: Project) -> None:
+def test_unrequired_paths_cause_no_additional_rounds(project: Project) -> None:
     result = late_cache(project, first=30, options=("--roseinfer-required-paths=off",))
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *", "*too rarely"])
 
 
-def test_mixes_and_forks_of_an_engine_go_on_as_well(project: Project) -> None:
-    """Forks are searched again too, since requests alone may be unable to take a path."""
+def test_engines_have_additional_rounds_of_mixes_and_forks(project: Project) -> None:
+    """Forks are searched again too, since requests without forks may not reach a path."""
     project.monkeypatch.setenv("PYTHONPATH", str(ROOT))
     project.write(test_late=LATE_ENGINE)
     result = project.pytest("-k", "requests_get", *SEARCH)
@@ -126,7 +126,7 @@ def test_mixes_and_forks_of_an_engine_go_on_as_well(project: Project) -> None:
     result.stdout.fnmatch_lines(["path * late * by itself * equal", "condition * forked * met"])
 
 
-def test_only_what_is_missing_has_more_turns() -> None:
+def test_only_missing_paths_have_additional_rounds() -> None:
     target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
     before = Counter(fast=10, rare=10, met=10)
     target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
@@ -143,14 +143,14 @@ def test_only_what_is_missing_has_more_turns() -> None:
     ("examples", "tries", "aims"),
     [
         (25, 0, ["never", "once", "dead"]),
-        (25, 60, ["once"]),  # no turns of so few examples make it a fact that one is never reached
+        (25, 60, ["once"]),  # no number of short rounds proves that a path is never reached
         (100, 60, ["never", "once"]),
         (100, 1000, ["never", "once"]),
         (100, 1008, []),
     ],
 )
 @pytest.mark.usefixtures("short_run")
-def test_what_goes_on_when_all_had_their_turns(
+def test_missing_paths_depend_on_examples_and_tries(
     examples: int, tries: int, aims: list[str | None]
 ) -> None:
     settings.set_current(replace(settings.current(), examples=examples))
@@ -162,11 +162,11 @@ def test_what_goes_on_when_all_had_their_turns(
     assert target.missing_paths({}, tries) == aims
 
 
-def test_no_two_turns_draw_the_same() -> None:
+def test_rounds_have_distinct_names() -> None:
     def missing(tries: int) -> list[str | None]:
         return ["never", None] if tries < 40 else []
 
-    names = [(aim, turn) for aim, turn, _ in repeat_searches(missing, 4, math.inf)]
+    names = [(aim, round_name) for aim, round_name, _ in repeat_searches(missing, 4, math.inf)]
     assert len(names) == len(set(names)) > 2
 
 
@@ -179,16 +179,16 @@ class _Shares(PagedCache):
 
 
 @pytest.mark.usefixtures("short_run")
-def test_paths_take_turns_and_get_their_shares() -> None:
-    turns = list(split_examples(_Shares, 130, 4))
-    due = Counter[str | None]()
-    for aim, _, examples in turns:
-        due[aim] += examples
-    assert due == {"often": 80, "usual": 40, "rare": 10}
-    assert len({(aim, turn) for aim, turn, _ in turns}) == len(turns)
-    assert [aim for aim, turn, _ in turns if turn == "0"] == ["often", "usual", "rare"]
-    # Of one example alone Hypothesis tries the simplest, which shows little.
-    assert {aim: [n for each, _, n in turns if each == aim] for aim in due} == {
+def test_examples_are_split_by_the_shares_of_paths() -> None:
+    rounds = list(split_examples(_Shares, 130, 4))
+    examples_of_aim = Counter[str | None]()
+    for aim, _, examples in rounds:
+        examples_of_aim[aim] += examples
+    assert examples_of_aim == {"often": 80, "usual": 40, "rare": 10}
+    assert len({(aim, round_name) for aim, round_name, _ in rounds}) == len(rounds)
+    assert [aim for aim, round_name, _ in rounds if round_name == "0"] == ["often", "usual", "rare"]
+    # With one example, Hypothesis tries only the simplest, which reveals little.
+    assert {aim: [n for each, _, n in rounds if each == aim] for aim in examples_of_aim} == {
         "often": [8] * 10,
         "usual": [4] * 10,
         "rare": [5, 5],
@@ -196,7 +196,7 @@ def test_paths_take_turns_and_get_their_shares() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_parts_are_the_whole_and_keep_a_path_together() -> None:
+def test_parts_cover_all_rounds_and_keep_a_path_together() -> None:
     whole = list(split_examples(_Shares, 130, 4))
     parts = []
     for number in (1, 2):
@@ -207,7 +207,7 @@ def test_parts_are_the_whole_and_keep_a_path_together() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_only_one_part_goes_on_for_what_is_missing() -> None:
+def test_missing_path_is_searched_by_one_part() -> None:
     target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
     missing = []
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""What each endpoint answers, whole or in parts, in one form for all of them."""
+"""Responses of all endpoints, whole or streamed, in one form."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the texts of an answer."""
+    """One choice of a response."""
 
     text: str = ""
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)
-    """Each token and, behind it, the likeliest at its place, if log-probabilities are asked for."""
+    """Each token followed by its top tokens, if logprobs were requested."""
     logprobs: list[float] = field(default_factory=list, compare=False)
-    """Those of ``tokens``, which need not be the same to the last bit."""
+    """Logprobs of ``tokens``, which are compared with a tolerance."""
 
-    def add_token(self, token: str, logprob: float, likeliest: dict[str, float]) -> None:
-        self.tokens += [token, *likeliest]
-        self.logprobs += [logprob, *likeliest.values()]
+    def add_token(self, token: str, logprob: float, top: dict[str, float]) -> None:
+        self.tokens += [token, *top]
+        self.logprobs += [logprob, *top.values()]
 
 
 @dataclass(slots=True)
@@ -36,15 +36,15 @@ class Answer:
         return [logprob for choice in self.choices for logprob in choice.logprobs]
 
 
-def of_completions(parts: list[Any]) -> Answer:
-    return _of_choices(parts, _add_completion)
+def read_completions(parts: list[Any]) -> Answer:
+    return _read_choices(parts, _add_completion)
 
 
-def of_chats(parts: list[Any]) -> Answer:
-    return _of_choices(parts, _add_message)
+def read_chats(parts: list[Any]) -> Answer:
+    return _read_choices(parts, _add_message)
 
 
-def of_responses(parts: list[Any]) -> Answer:
+def read_responses(parts: list[Any]) -> Answer:
     last = parts[-1]
     whole = getattr(last, "response", last)
     if whole is not last:
@@ -55,30 +55,32 @@ def of_responses(parts: list[Any]) -> Answer:
     return Answer([choice], whole.usage.input_tokens, whole.usage.output_tokens)
 
 
-def _of_choices(parts: list[Any], add: Callable[[Choice, Any], None]) -> Answer:
-    found: dict[int, Choice] = {}
+def _read_choices(parts: list[Any], add: Callable[[Choice, Any], None]) -> Answer:
+    by_index: dict[int, Choice] = {}
     for part in parts:
         for each in part.choices:
-            choice = found.setdefault(each.index, Choice())
+            choice = by_index.setdefault(each.index, Choice())
             assert choice.finish_reason is None
             add(choice, each)
             choice.finish_reason = each.finish_reason
     usage = parts[-1].usage
-    choices = [found[index] for index in range(len(found))]
+    choices = [by_index[index] for index in range(len(by_index))]
     return Answer(choices, usage.prompt_tokens, usage.completion_tokens)
 
 
 def _add_completion(choice: Choice, part: Any) -> None:
     choice.text += part.text
-    if told := part.logprobs:
-        tops = told.top_logprobs or [{} for _ in told.tokens]
-        for token, logprob, likeliest in zip(told.tokens, told.token_logprobs, tops, strict=True):
-            choice.add_token(token, logprob, likeliest)
+    if logprobs_part := part.logprobs:
+        tops = logprobs_part.top_logprobs or [{} for _ in logprobs_part.tokens]
+        for token, logprob, top in zip(
+            logprobs_part.tokens, logprobs_part.token_logprobs, tops, strict=True
+        ):
+            choice.add_token(token, logprob, top)
 
 
 def _add_message(choice: Choice, part: Any) -> None:
-    said = part.delta if hasattr(part, "delta") else part.message
-    choice.text += said.content or ""
+    message = part.delta if hasattr(part, "delta") else part.message
+    choice.text += message.content or ""
     for token in part.logprobs.content if part.logprobs else ():
-        likeliest = {each.token: each.logprob for each in token.top_logprobs}
-        choice.add_token(token.token, token.logprob, likeliest)
+        top = {each.token: each.logprob for each in token.top_logprobs}
+        choice.add_token(token.token, token.logprob, top)

@@ -1,4 +1,4 @@
-"""OpenAI's two clients, asked in one way."""
+"""OpenAI's sync and async clients behind one signature."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import pytest
 if TYPE_CHECKING:
     from tests.server.served import Server
 
-Asking = Callable[..., list[Any]]
-"""Calls a method of a client, and returns its answer, or all that its stream sends."""
+Call = Callable[..., list[Any]]
+"""Calls a method of a client, and returns its response, or all chunks of its stream."""
 
 
-def _sync(server: Server, method: str, **asked: Any) -> list[Any]:
+def _call_sync(server: Server, method: str, **options: Any) -> list[Any]:
     with server.client() as client:
         call = attrgetter(method)(client)
-        answer = call(**_named(call, asked))
-        return [*answer] if asked.get("stream") else [answer]
+        answer = call(**_arguments(call, options))
+        return [*answer] if options.get("stream") else [answer]
 
 
-def _async(server: Server, method: str, **asked: Any) -> list[Any]:
-    async def ask() -> list[Any]:
+def _call_async(server: Server, method: str, **options: Any) -> list[Any]:
+    async def call_client() -> list[Any]:
         async with server.async_client() as client:
             call = attrgetter(method)(client)
-            answer = await call(**_named(call, asked))
-            return [each async for each in answer] if asked.get("stream") else [answer]
+            answer = await call(**_arguments(call, options))
+            return [each async for each in answer] if options.get("stream") else [answer]
 
-    return asyncio.run(ask())
-
-
-def _named(call: Callable[..., Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Return how a method is told of options. Those that it has no name for go into the body."""
-    others = asked.keys() - signature(call).parameters.keys()
-    own = {name: value for name, value in asked.items() if name not in others}
-    return own | ({"extra_body": {name: asked[name] for name in others}} if others else {})
+    return asyncio.run(call_client())
 
 
-CLIENTS: tuple[Asking, ...] = (_sync, _async)
-by_both_clients = pytest.mark.parametrize("asking", CLIENTS, ids=["sync", "async"])
+def _arguments(call: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Split options into arguments of the method and fields of ``extra_body``."""
+    others = options.keys() - signature(call).parameters.keys()
+    named = {name: value for name, value in options.items() if name not in others}
+    return named | ({"extra_body": {name: options[name] for name in others}} if others else {})
+
+
+CLIENTS: tuple[Call, ...] = (_call_sync, _call_async)
+both_clients = pytest.mark.parametrize("call_api", CLIENTS, ids=["sync", "async"])

@@ -1,4 +1,4 @@
-"""A server that tests share, which nothing may be left in after any of them."""
+"""Server shared by the tests of this folder; nothing may be held after a test."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def server(_shared_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def alone() -> LLM:
-    """Generates what a server has to, without one."""
+    """Return an engine that generates the expected completions without a server."""
     return LLM("tiny", device="cpu", dtype="float32", kv_cache_tokens=8192, prefix_cache=False)

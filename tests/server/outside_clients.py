@@ -1,9 +1,9 @@
-"""Clients that others wrote to find fault with servers: ``python -m tests.server.outside_clients``.
+"""Conformance tools of others run on the server: ``python -m tests.server.outside_clients``.
 
-They come with the extra ``clients``. schemathesis makes bodies, right and wrong, of the schema the
-server says it has; llm-comply asks what OpenAI's and the Open Responses' specifications promise.
-guidellm is a load client. What it needs does not go with what is tested here, so it is given by the
-path of its program, in an environment of its own.
+They come with the extra ``clients``. schemathesis generates valid and invalid bodies from the
+server's schema; llm-comply checks OpenAI's and the Open Responses' specifications. guidellm is a
+load client. Its dependencies conflict with those of these tests, so it is given by the path of its
+program, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 CHAT = "basic-response system-prompt multi-turn streaming-response streaming-usage error-handling"
 RESPONSES = f"{CHAT} assistant-phase response-output-phase-schema"
-"""What llm-comply asks for and is served: images are refused, and tools of responses. Its function
-of chats takes a text, which a random model does not end."""
-_ENDS = [256, *range(0, 256, 12)]
-"""Tokens that end a text here. The tiny model alone would hardly ever end one."""
+"""Checks of llm-comply that the server supports: it has no images, and no tools of responses. The
+function check of chats needs a completion that a random model does not end.
+"""
+_EOS_TOKENS = [256, *range(0, 256, 12)]
+"""Tokens that end a completion here. The tiny model alone would hardly ever end one."""
 
 
-def of_the_environment(program: str) -> str:
+def program_path(program: str) -> str:
     return str(Path(sys.executable).with_name(program))
 
 
 def save_model(folder: str) -> None:
-    """Save the tiny model as one whose texts are short, and end by themselves."""
+    """Save the tiny model with EOS tokens that make completions short."""
     tiny = tiny_gpt2()
-    tiny.model.generation_config.eos_token_id = _ENDS
+    tiny.model.generation_config.eos_token_id = _EOS_TOKENS
     tiny.model.save_pretrained(folder)
     tiny.tokenizer.save_pretrained(folder)
 
@@ -48,7 +49,7 @@ def save_model(folder: str) -> None:
 def schemathesis(server: Serving, examples: int) -> int:
     return subprocess.run(
         [
-            of_the_environment("schemathesis"),
+            program_path("schemathesis"),
             "run",
             f"{server.url}/openapi.json",
             f"--max-examples={examples}",
@@ -61,19 +62,19 @@ def schemathesis(server: Serving, examples: int) -> int:
 
 
 def comply(server: Serving, form: str, tests: str, prefix: str = "") -> int:
-    asked = ",".join(f"{prefix}{name}" for name in tests.split())
+    checks = ",".join(f"{prefix}{name}" for name in tests.split())
     return subprocess.run(
         [
-            of_the_environment("llm-comply"),
+            program_path("llm-comply"),
             *("-u", f"{server.url}/v1", "-k", "none", "-m", "tiny"),
-            *("--format", form, "-f", asked),
+            *("--format", form, "-f", checks),
         ],
         check=False,
     ).returncode
 
 
 def guidellm(server: Serving, program: str, folder: str, seconds: int) -> int:
-    """Have 16 clients ask for texts of 64 tokens, and look that none ended with an error."""
+    """Have 16 clients request 64 tokens each, and check that none ended with an error."""
     status = subprocess.run(
         [
             *(program, "run", "--disable-console-interactive"),
@@ -98,9 +99,9 @@ def guidellm(server: Serving, program: str, folder: str, seconds: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=100)
-    parser.add_argument("--guidellm", metavar="PROGRAM", help="have this make load too")
-    parser.add_argument("--seconds", type=int, default=60, help="how long it does")
-    asked = parser.parse_args()
+    parser.add_argument("--guidellm", metavar="PROGRAM", help="also run this load client")
+    parser.add_argument("--seconds", type=int, default=60, help="duration of that load")
+    arguments = parser.parse_args()
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         save_model(folder)
@@ -109,11 +110,11 @@ def main() -> int:
         failed = {
             "llm-comply, chat": comply(server, "openai-chat", CHAT, "chat-"),
             "llm-comply, responses": comply(server, "open-responses", RESPONSES),
-            "schemathesis": schemathesis(server, asked.examples),
+            "schemathesis": schemathesis(server, arguments.examples),
         }
-        if asked.guidellm:
-            program = str(Path(asked.guidellm).absolute())
-            failed["guidellm"] = guidellm(server, program, folder, asked.seconds)
+        if arguments.guidellm:
+            program = str(Path(arguments.guidellm).absolute())
+            failed["guidellm"] = guidellm(server, program, folder, arguments.seconds)
     print({name: "failed" if status else "passed" for name, status in failed.items()})
     return int(any(failed.values()))
 

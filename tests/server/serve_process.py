@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 PATIENCE = 60
-"""Seconds within which it listens, and ends."""
+"""Seconds until it must listen, or must have ended."""
 CODE = """\
 import sys
 from roseinfer.cli.model_options import Parser
@@ -32,14 +32,14 @@ sys.exit(serve_command.run(parser.parse_args()))
 @dataclass(slots=True)
 class Serving:
     process: subprocess.Popen[str]
-    said: list[str] = field(default_factory=list)
-    """What it wrote to its standard error so far, line by line."""
-    logged: list[str] = field(default_factory=list)
-    """The same of its standard output."""
+    stderr_lines: list[str] = field(default_factory=list)
+    """Lines of its standard error so far."""
+    stdout_lines: list[str] = field(default_factory=list)
+    """Lines of its standard output so far."""
 
     @property
     def url(self) -> str:
-        (url,) = re.findall(r"is served at (\S+)", "".join(self.said))
+        (url,) = re.findall(r"is served at (\S+)", "".join(self.stderr_lines))
         return str(url)
 
     @property
@@ -50,11 +50,11 @@ class Serving:
 @contextmanager
 def serving(
     *options: str,
-    patience: float = PATIENCE,
+    timeout: float = PATIENCE,
     variables: Mapping[str, str] | None = None,
     before: str = "",
 ) -> Iterator[Serving]:
-    """Start a server, wait until it listens, and kill it in the end if it still runs.
+    """Start a server, wait until it listens, and kill it at the end if it still runs.
 
     ``before`` is code that the process runs first.
     """
@@ -66,17 +66,19 @@ def serving(
         stderr=subprocess.PIPE,
         text=True,
     )
-    found = Serving(process)
+    server = Serving(process)
     listening = threading.Event()
     threads = [
-        threading.Thread(target=_keep, args=(process.stderr, found.said, listening)),
-        threading.Thread(target=_keep, args=(process.stdout, found.logged, threading.Event())),
+        threading.Thread(target=_collect, args=(process.stderr, server.stderr_lines, listening)),
+        threading.Thread(
+            target=_collect, args=(process.stdout, server.stdout_lines, threading.Event())
+        ),
     ]
     for thread in threads:
         thread.start()
     try:
-        assert listening.wait(patience), found.said
-        yield found
+        assert listening.wait(timeout), server.stderr_lines
+        yield server
     finally:
         process.kill()
         process.wait()
@@ -86,10 +88,10 @@ def serving(
                 stream.close()
 
 
-def _keep(stream: Iterable[str] | None, lines: list[str], listening: threading.Event) -> None:
-    """Keep what comes, so that the process never waits for a reader."""
+def _collect(stream: Iterable[str] | None, lines: list[str], listening: threading.Event) -> None:
+    """Collect lines, so that the process never waits for a reader."""
     for line in stream or ():
         lines.append(line)
-        if "print(" in line:  # the last of what it says when it listens
+        if "print(" in line:  # last line of the message that it listens
             listening.set()
     listening.set()

@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process, and how its engine is looked into."""
+"""Server in a thread of the test's process, with access to its engine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from roseinfer.server.connections import ConnectionLimits
 
 PATIENCE = 20
-"""Seconds after which something that hangs is given up."""
+"""Seconds after which a wait fails."""
 MODEL = "tiny"
-NEEDED: dict[str, dict[str, Any]] = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "Who?"},
     "chat/completions": {"messages": [{"role": "user", "content": "Who?"}]},
     "responses": {"input": "Who?"},
 }
-"""What each endpoint has to be asked."""
+"""Required fields of each endpoint's body."""
 
 
 @dataclass(slots=True)
@@ -49,13 +49,13 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        assert found.keys() == {"message", "type", "param", "code"}
-        return found
+        fields: dict[str, Any] = self.json["error"]
+        assert fields.keys() == {"message", "type", "param", "code"}
+        return fields
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What a stream sent, but for its last word."""
+        """Events of a stream, without the final ``[DONE]``."""
         lines = self.data.decode().split("\n\n")
         data = [line.split("data: ", 1)[1] for line in lines if "data: " in line]
         return [json.loads(each) for each in data if each != "[DONE]"]
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Server:
-    """One that runs."""
+    """Running server."""
 
     llm: LLM
     served: InProcessClient
@@ -71,33 +71,41 @@ class Server:
     http: HttpServer
     port: int
     lines: list[str] = field(default_factory=list)
-    """Its access log."""
+    """Lines of its access log."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> Any:
-        """Return OpenAI's client. Its types are those of calls without a dict of options."""
-        known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE} | options
-        return OpenAI(base_url=f"{self.url}/v1", **known)
+        """Return OpenAI's client, untyped since its overloads accept no dict of options."""
+        settings: dict[str, Any] = {
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": PATIENCE,
+        } | options
+        return OpenAI(base_url=f"{self.url}/v1", **settings)
 
     def async_client(self, **options: Any) -> Any:
-        known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE} | options
-        return AsyncOpenAI(base_url=f"{self.url}/v1", **known)
+        settings: dict[str, Any] = {
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": PATIENCE,
+        } | options
+        return AsyncOpenAI(base_url=f"{self.url}/v1", **settings)
 
     def connection(self) -> HTTPConnection:
         return HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
-    def ask(
+    def request(
         self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None
     ) -> Answer:
-        """Ask without a client's help. A body that is no bytes becomes JSON."""
+        """Send a request without a client library. A body that is not bytes becomes JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        said = {} if body is None else {"content-type": "application/json"}
+        content_type = {} if body is None else {"content-type": "application/json"}
         connection = self.connection()
         try:
-            connection.request(method, path, data, said | (headers or {}))
+            connection.request(method, path, data, content_type | (headers or {}))
             answer = connection.getresponse()
             names = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, names, answer.read())
@@ -106,35 +114,35 @@ class Server:
 
     def post(self, path: str, **body: Any) -> Answer:
         """Post to an endpoint below ``/v1``."""
-        return self.ask("POST", f"/v1/{path}", {"model": MODEL} | body)
+        return self.request("POST", f"/v1/{path}", {"model": MODEL} | body)
 
     def line_of(self, answer: Answer) -> dict[str, Any]:
-        """Return the line that the access log has of a request, once it is there."""
-        wanted = answer.headers["x-request-id"]
+        """Return the access log line of a request, once it is written."""
+        expected = answer.headers["x-request-id"]
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             for line in map(json.loads, self.lines):
-                if line["id"] == wanted:
+                if line["id"] == expected:
                     return dict(line)
             time.sleep(0.002)
-        raise AssertionError("there is no line of it")
+        raise AssertionError(f"the access log has no line of {expected}")
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return one number of ``/metrics``."""
-        wanted = {f'{label}="{value}"' for label, value in labels.items()}
-        for line in self.ask("GET", "/metrics").data.decode().splitlines():
+        """Return one sample of ``/metrics``."""
+        expected = {f'{label}="{value}"' for label, value in labels.items()}
+        for line in self.request("GET", "/metrics").data.decode().splitlines():
             named, _, value = line.rpartition(" ")
-            found, _, own = named.partition("{")
-            if found == name and wanted <= set(own.rstrip("}").split(",")):
+            family, _, sample_labels = named.partition("{")
+            if family == name and expected <= set(sample_labels.rstrip("}").split(",")):
                 return float(value)
-        raise AssertionError(f"there is no {name} with {labels}")
+        raise AssertionError(f"/metrics has no {name} with {labels}")
 
     def await_idleness(self) -> None:
-        """Wait until nothing is served; whatever was held for it is free then."""
+        """Wait until nothing is served, then check that all blocks are free."""
         end = time.monotonic() + PATIENCE
         thread = self.served._async_llm._thread
         while self.service.admission.num_open or thread._listeners or self.llm.engine.has_work:
-            assert time.monotonic() < end, "something is served for ever"
+            assert time.monotonic() < end, "a request is served forever"
             time.sleep(0.002)
         assert_no_block_is_lost(self.llm)
 
@@ -148,9 +156,9 @@ def running(
     limits: ConnectionLimits | None = None,
     **engine: Any,
 ) -> Iterator[Server]:
-    """Serve the tiny model until the block ends. Then nothing may be held.
+    """Serve the tiny model until the block ends, and check that nothing is held then.
 
-    ``send_buffer`` bytes is what the system takes for a client that does not read.
+    ``send_buffer`` is the number of bytes that the system buffers for a client that does not read.
     """
     options: dict[str, Any] = {
         "device": "cpu",

@@ -1,4 +1,4 @@
-"""Lines of requests: whom they name, and where nobody takes them."""
+"""Access log: the client of each line, and an output that cannot be written."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.server.served import running
 LINES = "from roseinfer.server.access_log import write_line\nfor _ in range(3): write_line('{}')"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
-def test_a_full_disk_is_said_once() -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_reported_once() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", LINES],
             cwd=ROOT,
             stdout=full,
             stderr=subprocess.PIPE,
             check=False,
         )
-    said = b"access log: stdout failed (No space left on device); requests are not logged\n"
-    assert (done.returncode, done.stderr) == (0, said)
+    message = b"access log: stdout failed (No space left on device); requests are not logged\n"
+    assert (process.returncode, process.stderr) == (0, message)
 
 
 FORWARDED = {"x-forwarded-for": "203.0.113.7, 192.0.2.1", "x-forwarded-proto": "https"}
@@ -43,16 +43,18 @@ FORWARDED = {"x-forwarded-for": "203.0.113.7, 192.0.2.1", "x-forwarded-proto": "
         (("127.0.0.0/8", "192.0.2.1"), "203.0.113.7"),
     ],
 )
-def test_only_a_proxy_that_was_named_says_who_the_client_is(
+def test_client_address_is_taken_from_trusted_proxies_only(
     proxies: tuple[str, ...], client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     with running(config={"trusted_proxies": proxies}) as server:
-        answer = server.ask("GET", "/health", headers=FORWARDED)
+        answer = server.request("GET", "/health", headers=FORWARDED)
         assert server.line_of(answer)["client"] == client
 
 
-@pytest.mark.parametrize("wrong", [("*",), ("",), ("proxy.example",), ("10.0.0.1/8",), "10.0.0.1"])
-def test_a_proxy_is_named_by_its_address(wrong: Any) -> None:
+@pytest.mark.parametrize(
+    "proxies", [("*",), ("",), ("proxy.example",), ("10.0.0.1/8",), "10.0.0.1"]
+)
+def test_proxies_must_be_addresses(proxies: Any) -> None:
     with pytest.raises(ConfigError, match="trusted_proxies"):
-        ServerConfig(trusted_proxies=wrong)
+        ServerConfig(trusted_proxies=proxies)

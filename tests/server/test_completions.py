@@ -8,7 +8,7 @@ import pytest
 from openai import NOT_GIVEN
 
 from roseinfer import SamplingParams
-from tests.server.clients import Asking, by_both_clients
+from tests.server.clients import Call, both_clients
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 
 
-def continued(llm: LLM, prompt: str, seed: int = 7) -> str:
-    """Return what follows a prompt without a server."""
+def completion_of(llm: LLM, prompt: str, seed: int = 7) -> str:
+    """Return the completion of a prompt without a server."""
     params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=16)
     return llm.generate([prompt], params)[0].text or ""
 
 
-def test_many_choices_for_many_prompts(server: Server, alone: LLM) -> None:
-    """Choice ``i`` of a prompt has the seed plus ``i``."""
+def test_several_prompts_with_several_choices(server: Server, alone: LLM) -> None:
+    """Choice ``i`` of a prompt uses the seed plus ``i``."""
     prompts = [PROMPT, "A rose is"]
-    wanted = [continued(alone, prompt, 7 + at) for prompt in prompts for at in range(3)]
-    assert len(set(wanted)) == len(wanted)
+    expected = [completion_of(alone, prompt, 7 + at) for prompt in prompts for at in range(3)]
+    assert len(set(expected)) == len(expected)
     with server.client() as client:
-        asked: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 3, "seed": 7}
-        answer = client.completions.create(**asked)
+        options: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 3, "seed": 7}
+        answer = client.completions.create(**options)
         assert [choice.index for choice in answer.choices] == [*range(6)]
-        assert [choice.text for choice in answer.choices] == wanted
+        assert [choice.text for choice in answer.choices] == expected
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(PROMPT) + len("A rose is")
         assert answer.usage.completion_tokens == 6 * 16
         texts = [""] * 6
-        for chunk in client.completions.create(**asked, stream=True):
+        for chunk in client.completions.create(**options, stream=True):
             texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == wanted
+    assert texts == expected
 
 
-def test_choices_without_a_seed_differ(server: Server) -> None:
+def test_choices_differ_without_a_seed(server: Server) -> None:
     answer = server.post("completions", prompt=PROMPT, n=4).json
     assert len({choice["text"] for choice in answer["choices"]}) == 4
 
 
-def test_choices_share_what_is_stored_of_their_prompt(server: Server) -> None:
+def test_choices_share_the_blocks_of_their_prompt(server: Server) -> None:
     prompt = "A prompt of its own, of several blocks, that is computed once: " * 3
     before = server.llm.engine.prefix_hits
     server.post("completions", prompt=prompt, n=3, max_tokens=4)
@@ -59,16 +59,16 @@ def test_choices_share_what_is_stored_of_their_prompt(server: Server) -> None:
 @pytest.mark.parametrize(
     "prompt", [list(PROMPT.encode()), [list(PROMPT.encode())], [PROMPT]], ids=["ids", "lists", "1"]
 )
-def test_token_ids_are_prompts_too(server: Server, alone: LLM, prompt: Any) -> None:
+def test_token_ids_are_accepted_as_prompts(server: Server, alone: LLM, prompt: Any) -> None:
     with server.client() as client:
         answer = client.completions.create(model=MODEL, prompt=prompt, seed=7, echo=True)
-    assert answer.choices[0].text == PROMPT + continued(alone, PROMPT)
+    assert answer.choices[0].text == PROMPT + completion_of(alone, PROMPT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_comes_before_each_text(server: Server, stream: bool) -> None:
-    asked: dict[str, Any] = {"prompt": ["one", "two"], "n": 2, "echo": True, "stream": stream}
-    answer = server.post("completions", **asked)
+def test_echo_precedes_each_completion(server: Server, stream: bool) -> None:
+    options: dict[str, Any] = {"prompt": ["one", "two"], "n": 2, "echo": True, "stream": stream}
+    answer = server.post("completions", **options)
     texts = [""] * 4
     for each in answer.events if stream else [answer.json]:
         for choice in each["choices"]:
@@ -77,24 +77,22 @@ def test_echo_comes_before_each_text(server: Server, stream: bool) -> None:
     assert all("one" not in text[3:] and "two" not in text[3:] for text in texts)
 
 
-def test_top_p_0_leaves_the_likeliest_token(server: Server) -> None:
-    likeliest, narrowed = (
+def test_top_p_0_is_greedy(server: Server) -> None:
+    greedy, nucleus = (
         server.post("completions", prompt=PROMPT, **only).json["choices"][0]["text"]
         for only in ({"temperature": 0}, {"top_p": 0})
     )
-    assert likeliest == narrowed
+    assert greedy == nucleus
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_say_which_bytes_a_token_has_and_where_it_begins(
-    server: Server, stream: bool
-) -> None:
+def test_logprobs_have_the_bytes_and_offsets_of_tokens(server: Server, stream: bool) -> None:
     text = ""
     tokens: list[str] = []
     offsets: list[int] = []
     with server.client() as client:
-        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0}
-        answer = client.completions.create(**asked, max_tokens=12, logprobs=0, stream=stream)
+        options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0}
+        answer = client.completions.create(**options, max_tokens=12, logprobs=0, stream=stream)
         for each in answer if stream else [answer]:
             text += each.choices[0].text
             tokens += each.choices[0].logprobs.tokens
@@ -110,9 +108,9 @@ def test_log_probabilities_say_which_bytes_a_token_has_and_where_it_begins(
     assert offsets[0] == 0
 
 
-def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
+def test_usage_is_the_last_chunk_if_requested(server: Server) -> None:
     with server.client() as client:
-        for options, counted in (
+        for options, expected_counts in (
             (NOT_GIVEN, []),
             ({"include_usage": False}, []),
             ({"include_usage": True}, [9]),
@@ -127,9 +125,9 @@ def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
                     stream_options=options,
                 )
             )
-            found = [chunk.usage for chunk in chunks if chunk.usage is not None]
-            assert [usage.completion_tokens for usage in found] == counted
-            if counted:
+            usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+            assert [usage.completion_tokens for usage in usages] == expected_counts
+            if expected_counts:
                 assert chunks[-1].choices == []
 
 
@@ -140,28 +138,30 @@ def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
         ("chat.completions.create", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-@by_both_clients
-def test_usage_so_far_is_in_every_chunk_if_it_is_asked_for(
-    server: Server, asking: Asking, method: str, prompt: dict[str, Any]
+@both_clients
+def test_continuous_usage_is_in_every_chunk_if_requested(
+    server: Server, call_api: Call, method: str, prompt: dict[str, Any]
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = {"model": MODEL, "max_tokens": 9, "temperature": 0, "stream_options": options}
-    parts = asking(server, method, **asked | prompt, stream=True)
+    body = {"model": MODEL, "max_tokens": 9, "temperature": 0, "stream_options": options}
+    parts = call_api(server, method, **body | prompt, stream=True)
     counts = [part.usage.completion_tokens for part in parts]
     assert counts == sorted(counts)
     assert counts[-1] == 9
 
 
-def test_tokens_found_in_the_prefix_cache_are_said(server: Server) -> None:
-    asked = {"prompt": "These words are asked for twice, and found the second time.", "seed": 1}
+def test_cached_tokens_are_reported(server: Server) -> None:
+    options = {"prompt": "These words are asked for twice, and found the second time.", "seed": 1}
     cached = [
-        server.post("completions", **asked).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        server.post("completions", **options).json["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
         for _ in range(2)
     ]
     assert cached == [0, 48]
 
 
-def test_a_text_ends_where_the_model_has_no_more_positions(server: Server) -> None:
+def test_completion_ends_at_the_last_position_of_the_model(server: Server) -> None:
     answer = server.post(
         "completions", prompt="x" * 1000, max_tokens=5000, ignore_eos=True, temperature=0
     ).json

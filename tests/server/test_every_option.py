@@ -1,4 +1,4 @@
-"""Every option of every endpoint, by both of OpenAI's clients, is what the engine means by it."""
+"""Options of every endpoint, by both of OpenAI's clients, and their meaning for the engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from roseinfer import SamplingParams
 from roseinfer.guided.guide import Guide
 from roseinfer.server.schemas.choices import TokenTexts
-from tests.server.answers import Answer, Choice, of_chats, of_completions, of_responses
-from tests.server.clients import CLIENTS, Asking
+from tests.server.answers import Answer, Choice, read_chats, read_completions, read_responses
+from tests.server.clients import CLIENTS, Call
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from roseinfer.llm import RequestOutput
     from tests.server.served import Server
 
-SAID = "Once upon a time"
-PROMPT = f"user: {SAID}\nassistant:"
-"""What the tiny model's template makes of it, so that all endpoints have the same prompt."""
+MESSAGE = "Once upon a time"
+PROMPT = f"user: {MESSAGE}\nassistant:"
+"""The prompt that the tiny model's template makes of it, so that all endpoints share a prompt."""
 SEED = 198
-"""With it the model ends its text before the limit."""
+"""Seed with which the model ends its completion before the limit."""
 LIMIT = 16
-COUNTED = {"stream_options": {"include_usage": True}}
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,28 @@ class Endpoint:
     method: str
     prompt: dict[str, Any]
     limit: str
-    """The name of the option that says how many tokens a text may have."""
+    """Name of the option that limits the tokens of a completion."""
     read: Callable[[list[Any]], Answer]
-    of_streams: dict[str, Any]
-    """What a stream is asked for, so that it says how many tokens were used."""
+    stream_options: dict[str, Any]
+    """Options of a stream that make it report its usage."""
 
-    def ask(self, asking: Asking, server: Server, *, stream: bool, **options: Any) -> Answer:
-        asked = {"model": MODEL, "seed": SEED, self.limit: LIMIT} | self.prompt | options
+    def send(self, call_api: Call, server: Server, *, stream: bool, **options: Any) -> Answer:
+        options = {"model": MODEL, "seed": SEED, self.limit: LIMIT} | self.prompt | options
         if stream:
-            asked |= {"stream": True} | self.of_streams
-        return self.read(asking(server, self.method, **asked))
+            options |= {"stream": True} | self.stream_options
+        return self.read(call_api(server, self.method, **options))
 
 
 COMPLETIONS = Endpoint(
-    "completions.create", {"prompt": PROMPT}, "max_tokens", of_completions, COUNTED
+    "completions.create", {"prompt": PROMPT}, "max_tokens", read_completions, WITH_USAGE
 )
-MESSAGES = [{"role": "user", "content": SAID}]
-CHATS = Endpoint("chat.completions.create", {"messages": MESSAGES}, "max_tokens", of_chats, COUNTED)
-RESPONSES = Endpoint("responses.create", {"input": SAID}, "max_output_tokens", of_responses, {})
+MESSAGES = [{"role": "user", "content": MESSAGE}]
+CHATS = Endpoint(
+    "chat.completions.create", {"messages": MESSAGES}, "max_tokens", read_chats, WITH_USAGE
+)
+RESPONSES = Endpoint(
+    "responses.create", {"input": MESSAGE}, "max_output_tokens", read_responses, {}
+)
 
 SCHEMA = {
     "type": "object",
@@ -64,27 +68,27 @@ SCHEMA = {
 NAMED_SCHEMA = {"name": "person", "schema": SCHEMA}
 ANY_JSON = {"type": "json_object"}
 Option = tuple[dict[str, Any], dict[str, Any]]
-"""What is asked for, and what that is to the engine."""
+"""Options of the API, and their meaning as options of the engine."""
 
 
-def same(**options: Any) -> Option:
+def same_option(**options: Any) -> Option:
     return options, options
 
 
 EVERYWHERE = [
-    same(temperature=0),
-    same(temperature=1.5),
-    same(top_p=0.5),
-    same(top_k=3),
-    same(min_p=0.2),
-    same(repetition_penalty=1.3),
-    same(seed=-5),
-    same(ignore_eos=True),
+    same_option(temperature=0),
+    same_option(temperature=1.5),
+    same_option(top_p=0.5),
+    same_option(top_k=3),
+    same_option(min_p=0.2),
+    same_option(repetition_penalty=1.3),
+    same_option(seed=-5),
+    same_option(ignore_eos=True),
 ]
 CHOICES: list[Option] = [
-    same(n=3),
-    same(presence_penalty=2),
-    same(frequency_penalty=-1.5),
+    same_option(n=3),
+    same_option(presence_penalty=2),
+    same_option(frequency_penalty=-1.5),
     ({"max_tokens": 9}, {"max_new_tokens": 9}),
     ({"stop": ")"}, {"stop": (")",)}),
     ({"stop": ["b", "2", "\n"]}, {"stop": ("b", "2", "\n")}),
@@ -95,7 +99,7 @@ OPTIONS: list[tuple[Endpoint, list[Option]]] = [
     (
         COMPLETIONS,
         [
-            same(echo=True),
+            same_option(echo=True),
             ({"logprobs": 0}, {"logprobs": True}),
             ({"logprobs": 3, "temperature": 0}, {"top_logprobs": 3, "temperature": 0}),
         ],
@@ -105,7 +109,7 @@ OPTIONS: list[tuple[Endpoint, list[Option]]] = [
     (
         CHATS,
         [
-            same(logprobs=True),
+            same_option(logprobs=True),
             ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
             ({"max_completion_tokens": 9, "max_tokens": None}, {"max_new_tokens": 9}),
             ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_new_tokens": 9}),
@@ -132,9 +136,12 @@ OPTIONS: list[tuple[Endpoint, list[Option]]] = [
 
 
 def expected(llm: LLM, *, n: int = 1, echo: bool = False, **options: Any) -> Answer:
-    """Generate without a server what these options ask one for."""
-    given = {"temperature": 1.0, "seed": SEED, "max_new_tokens": LIMIT} | options
-    params = [SamplingParams(**given | {"seed": given["seed"] + at}) for at in range(n)]
+    """Generate the expected response for options of the engine, without a server."""
+    params_of_choice = {"temperature": 1.0, "seed": SEED, "max_new_tokens": LIMIT} | options
+    params = [
+        SamplingParams(**params_of_choice | {"seed": params_of_choice["seed"] + at})
+        for at in range(n)
+    ]
     outputs = llm.generate([PROMPT] * n, params)
     choices = [choice_of(output, TokenTexts(llm.tokenizer)) for output in outputs]
     for choice in choices:
@@ -147,8 +154,8 @@ def choice_of(output: RequestOutput, texts: TokenTexts) -> Choice:
     tops = output.top_logprobs or [[] for _ in output.token_ids]
     if output.logprobs is not None:
         for token, logprob, top in zip(output.token_ids, output.logprobs, tops, strict=True):
-            likeliest = {texts[other][0]: value for other, value in top}
-            choice.add_token(texts[token][0], logprob, likeliest)
+            top_logprobs = {texts[other][0]: value for other, value in top}
+            choice.add_token(texts[token][0], logprob, top_logprobs)
     return choice
 
 
@@ -157,26 +164,26 @@ def plain(alone: LLM) -> Answer:
     return expected(alone)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
-    ("endpoint", "asked", "means"),
+    ("endpoint", "options", "engine_options"),
     [
         pytest.param(endpoint, *option, id=f"{endpoint.method}-{option[0]}")
         for endpoint, options in OPTIONS
         for option in options
     ],
 )
-def test_it_is_what_the_engine_means_by_it(
+def test_option_has_its_meaning_for_the_engine(
     server: Server,
     alone: LLM,
     plain: Answer,
     endpoint: Endpoint,
-    asked: dict[str, Any],
-    means: dict[str, Any],
+    options: dict[str, Any],
+    engine_options: dict[str, Any],
 ) -> None:
-    wanted = expected(alone, **means)
-    assert wanted != plain, "nobody would see whether it was ignored"
-    for asking, stream in product(CLIENTS, (False, True)):
-        got = endpoint.ask(asking, server, stream=stream, **asked)
-        assert got == wanted, (asking, stream)
-        assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+    expected_answer = expected(alone, **engine_options)
+    assert expected_answer != plain, "expected the option to change the response"
+    for call_api, stream in product(CLIENTS, (False, True)):
+        answer = endpoint.send(call_api, server, stream=stream, **options)
+        assert answer == expected_answer, (call_api, stream)
+        assert answer.logprobs == pytest.approx(expected_answer.logprobs, abs=1e-4)

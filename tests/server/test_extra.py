@@ -1,4 +1,4 @@
-"""The extra ``serve``: nothing else imports it, and where it is missing, one is told."""
+"""The extra ``serve``: only the server imports it, and a missing part is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRA = PROJECT["optional-dependencies"]["serve"]
 MODULES = {"prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop", "httptools"}
 
 
-def test_the_extra_names_what_the_server_imports() -> None:
+def test_extra_lists_the_imports_of_the_server() -> None:
     named = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in EXTRA}
     assert named == MODULES | {"roseinfer"}  # with the extra for guides
     assert "roseinfer[guided]" in EXTRA
@@ -26,16 +26,16 @@ def test_the_extra_names_what_the_server_imports() -> None:
 
 
 @pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
-def test_nothing_outside_of_its_rooms_imports_it(package: str) -> None:
+def test_only_the_server_imports_the_extra(package: str) -> None:
     rooms = {ROOT / "roseinfer" / "server", ROOT / "roseinfer" / "replicas"}
-    looked_at = 0
+    num_files = 0
     for path in sorted((ROOT / package).rglob("*.py")):
         if rooms & {*path.parents}:
             continue
-        looked_at += 1
-        found = imports(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
-        assert not MODULES & {each.target.split(".")[0] for each in found}, path
-    assert looked_at > 50
+        num_files += 1
+        imported = imports(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
+        assert not MODULES & {each.target.split(".")[0] for each in imported}, path
+    assert num_files > 50, f"expected more than 50 files, got {num_files}"
 
 
 WITHOUT = """
@@ -53,13 +53,15 @@ WITHOUT = """
 
 
 @pytest.mark.parametrize("module", serve._SERVE_MODULES)
-def test_where_it_is_missing_one_is_told_what_installs_it(module: str) -> None:
-    said = run_python(WITHOUT.format(module=module))
-    assert f"the server needs {module}, which is not installed; run pip install '.[serve]'" in said
-    assert said.splitlines()[-2:] == ["2", "False"]
+def test_missing_module_is_reported_with_the_install_command(module: str) -> None:
+    output = run_python(WITHOUT.format(module=module))
+    assert (
+        f"the server needs {module}, which is not installed; run pip install '.[serve]'" in output
+    )
+    assert output.splitlines()[-2:] == ["2", "False"]
 
 
-def test_help_needs_none_of_it() -> None:
+def test_options_work_without_the_extra() -> None:
     code = f"""
         import sys
         for name in {sorted(MODULES)}:

@@ -1,4 +1,4 @@
-"""How tokens become chunks: each for a few texts, several together for many."""
+"""Coalescing of tokens into chunks: none for few requests, several tokens for many."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
-    ("apart", "texts", "token", "seconds"),
+    ("separate_process", "num_requests", "token", "seconds"),
     [
         (False, 1, 0.03, 0),
         (False, 3, 0.03, 0),
@@ -31,26 +31,26 @@ MESSAGES = [{"role": "user", "content": "x"}]
         (True, 100, 0.0005, 0.008),
     ],
 )
-def test_more_texts_wait_longer_for_a_chunk_but_not_for_many_tokens(
-    apart: bool, texts: int, token: float, seconds: float
+def test_coalescing_delay_grows_with_requests_up_to_a_token_limit(
+    separate_process: bool, num_requests: int, token: float, seconds: float
 ) -> None:
     nothing: Any = None
-    engine: Any = SimpleNamespace(separate_process=apart)
-    generation = Generation(engine, nothing, [], 1, nothing, lambda: texts, received_at=0.0)
+    engine: Any = SimpleNamespace(separate_process=separate_process)
+    generation = Generation(engine, nothing, [], 1, nothing, lambda: num_requests, received_at=0.0)
     generation._seconds_per_token = token
     assert generation._coalescing_delay_s() == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_the_end_of_a_stream_waits_for_nothing(
+def test_end_of_a_stream_is_not_delayed(
     path: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last events come together with the last of its text."""
+    """Its last events are sent together with its last text."""
     monkeypatch.setattr(
         Generation, "_coalescing_delay_s", lambda _: 10 * PATIENCE
-    )  # no client waits so long
-    asked = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
+    )  # no client waits that long
+    prompt = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
     usage = {"stream_options": {"include_usage": True}}
-    answer = server.post(path, **asked, max_tokens=1, stream=True, **usage)
+    answer = server.post(path, **prompt, max_tokens=1, stream=True, **usage)
     assert answer.events[-1]["usage"]["completion_tokens"] == 1
     assert answer.data.endswith(b"data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""Host names that requests may name, and paths that lead to no other host."""
+"""Allowed host names, and redirects that name no other host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATHS = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/v1
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[Server]:
-    """A server with the names that one on 127.0.0.1 gets."""
+    """Server with the host names allowed by default on 127.0.0.1."""
     config = ServerConfig(port=0, api_key="x")
     with open_listener(config.host, config.port) as listener:
         names = with_loopback_hosts(config, listener).allowed_hosts
@@ -31,7 +31,7 @@ def local() -> Iterator[Server]:
 
 
 def raw(server: Server, *lines: str) -> bytes:
-    """Send a request as it is, and read until the server closes the connection."""
+    """Send raw lines, and read until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
         connection.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1"))
         with connection.makefile("rb") as stream:
@@ -41,9 +41,9 @@ def raw(server: Server, *lines: str) -> bytes:
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:8000", "LOCALHOST.", "127.0.0.1:1", "[::1]", "[::1]:8000"]
 )
-def test_names_of_loopback_are_taken(local: Server, host: str) -> None:
+def test_loopback_names_are_accepted(local: Server, host: str) -> None:
     for path in PATHS[:-1]:
-        assert local.ask("GET", path, headers={"host": host}).status == 200
+        assert local.request("GET", path, headers={"host": host}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -58,16 +58,16 @@ def test_names_of_loopback_are_taken(local: Server, host: str) -> None:
         "*",
     ],
 )
-def test_other_names_are_refused_whatever_is_asked(local: Server, host: str) -> None:
+def test_other_host_names_are_rejected_for_every_path(local: Server, host: str) -> None:
     for path in PATHS:
-        refused = local.ask("GET", path, headers={"host": host})
-        assert (refused.status, refused.error["code"]) == (421, "host_not_allowed")
-    refused = local.ask("POST", "/v1/completions", {"model": MODEL}, headers={"host": host})
-    assert (refused.status, refused.error["type"]) == (421, "invalid_request_error")
-    assert "--allowed-hosts" in refused.error["message"]
+        response = local.request("GET", path, headers={"host": host})
+        assert (response.status, response.error["code"]) == (421, "host_not_allowed")
+    response = local.request("POST", "/v1/completions", {"model": MODEL}, headers={"host": host})
+    assert (response.status, response.error["type"]) == (421, "invalid_request_error")
+    assert "--allowed-hosts" in response.error["message"]
 
 
-def test_a_request_has_one_host(local: Server, server: Server) -> None:
+def test_request_needs_exactly_one_host(local: Server, server: Server) -> None:
     head = ("GET /health HTTP/1.1", "Connection: close")
     for each in (local, server):
         assert b" 400 " in raw(each, *head).split(b"\r\n")[0]
@@ -78,7 +78,7 @@ def test_a_request_has_one_host(local: Server, server: Server) -> None:
     assert b" 421 " in raw(local, *absolute, "Host: evil.example").split(b"\r\n")[0]
 
 
-def test_names_may_be_given_with_all_below_a_domain() -> None:
+def test_allowed_hosts_accept_subdomain_wildcards() -> None:
     names = ("API.example.com:443", "*.example.org", "::1")
     with running(config={"allowed_hosts": names}) as server:
         for host, status in (
@@ -90,11 +90,11 @@ def test_names_may_be_given_with_all_below_a_domain() -> None:
             ("badexample.org", 421),
             ("localhost", 421),
         ):
-            assert server.ask("GET", "/health", headers={"host": host}).status == status, host
+            assert server.request("GET", "/health", headers={"host": host}).status == status, host
 
 
 @pytest.mark.parametrize(
-    ("host", "given", "names"),
+    ("host", "allowed", "names"),
     [
         ("localhost", (), ("localhost", "127.0.0.1", "::1", "127.0.0.1", "localhost")),
         ("127.0.0.2", (), ("localhost", "127.0.0.1", "::1", "127.0.0.2", "127.0.0.2")),
@@ -104,30 +104,30 @@ def test_names_may_be_given_with_all_below_a_domain() -> None:
         ("0.0.0.0", ("x.example",), ("x.example",)),
     ],
 )
-def test_loopback_has_its_own_names_and_other_addresses_any(
-    host: str, given: tuple[str, ...], names: tuple[str, ...]
+def test_default_allowed_hosts_by_address(
+    host: str, allowed: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
-    config = ServerConfig(host=host, port=0, api_key="x", allowed_hosts=given)
+    config = ServerConfig(host=host, port=0, api_key="x", allowed_hosts=allowed)
     with open_listener(config.host, config.port) as listener:
         assert with_loopback_hosts(config, listener).allowed_hosts == names
 
 
-def test_where_any_name_is_allowed_any_is_taken() -> None:
+def test_any_host_is_accepted_when_all_are_allowed() -> None:
     for names in ((), ("*",)):
         with running(config={"allowed_hosts": names}) as server:
-            assert server.ask("GET", "/health", headers={"host": "any.example"}).status == 200
+            assert server.request("GET", "/health", headers={"host": "any.example"}).status == 200
 
 
 @pytest.mark.parametrize(
-    "wrong", [("",), ("https://x.example",), ("x.example/v1",), (" x",), "x", (1,)]
+    "names", [("",), ("https://x.example",), ("x.example/v1",), (" x",), "x", (1,)]
 )
-def test_names_that_no_host_has_are_refused(wrong: Any) -> None:
+def test_invalid_allowed_hosts_are_rejected(names: Any) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
-        ServerConfig(allowed_hosts=wrong)
+        ServerConfig(allowed_hosts=names)
 
 
-def test_nothing_is_redirected_to_the_host_that_was_named(server: Server) -> None:
-    """A path with a slash too many is none."""
+def test_trailing_slash_is_not_redirected_to_the_named_host(server: Server) -> None:
+    """A path with a trailing slash does not exist."""
     for method, path in (
         ("GET", "/health/"),
         ("GET", "/metrics/"),
@@ -136,8 +136,8 @@ def test_nothing_is_redirected_to_the_host_that_was_named(server: Server) -> Non
         ("GET", "//evil.example/"),
         ("GET", "/v1/models/"),
     ):
-        refused = server.ask(method, path, headers={"host": "evil.example"})
-        assert refused.status == 404, path
-        assert "location" not in refused.headers
-        assert b"evil" not in refused.data
-    assert "none of them ends with a slash" in server.ask("GET", "/health/").error["message"]
+        response = server.request(method, path, headers={"host": "evil.example"})
+        assert response.status == 404, path
+        assert "location" not in response.headers
+        assert b"evil" not in response.data
+    assert "none of them ends with a slash" in server.request("GET", "/health/").error["message"]

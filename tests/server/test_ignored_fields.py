@@ -1,4 +1,4 @@
-"""Values that change nothing are taken: clients send them without being asked to."""
+"""Ignored fields: values that change nothing are accepted, since clients send them unasked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.served import MODEL, NEEDED
+from tests.server.served import MODEL, REQUIRED
 
 if TYPE_CHECKING:
     from tests.server.served import Server
@@ -78,13 +78,13 @@ NULL = {
     "reasoning safety_identifier service_tier store stream stream_options temperature text "
     "tool_choice tools top_logprobs top_p truncation user",
 }
-"""All that the client has for each endpoint, but for what an answer needs."""
+"""All optional fields of the client for each endpoint."""
 
 
-def text_of(server: Server, path: str, **asked: Any) -> str:
+def text_of(server: Server, path: str, **options: Any) -> str:
     limit = {"max_output_tokens" if path == "responses" else "max_tokens": 6}
-    answer = server.post(path, **NEEDED[path] | {"seed": 1} | limit | asked)
-    assert answer.status == 200, (asked, answer.json)
+    answer = server.post(path, **REQUIRED[path] | {"seed": 1} | limit | options)
+    assert answer.status == 200, (options, answer.json)
     if path == "responses":
         return str(answer.json["output"][0]["content"][0]["text"])
     (choice,) = answer.json["choices"]
@@ -99,32 +99,30 @@ def text_of(server: Server, path: str, **asked: Any) -> str:
         ("responses", EVERYWHERE + RESPONSES),
     ],
 )
-def test_a_value_that_changes_nothing_is_taken(
-    server: Server, path: str, values: list[dict[str, Any]]
-) -> None:
+def test_neutral_value_is_accepted(server: Server, path: str, values: list[dict[str, Any]]) -> None:
     text = text_of(server, path)
-    for nothing in values:
-        assert text_of(server, path, **nothing) == text, nothing
+    for neutral in values:
+        assert text_of(server, path, **neutral) == text, neutral
 
 
 @pytest.mark.parametrize("path", NULL)
-def test_every_field_may_be_null(server: Server, path: str) -> None:
+def test_every_optional_field_may_be_null(server: Server, path: str) -> None:
     for name in NULL[path].split():
         text_of(server, path, **{name: None})
 
 
-def test_a_message_may_come_back_with_all_that_an_answer_has(server: Server) -> None:
-    nothing: dict[str, Any] = {"tool_calls": [], "refusal": None, "annotations": [], "audio": None}
-    said = {"role": "assistant", "content": "You."}
-    asked = NEEDED["chat/completions"]["messages"]
+def test_message_of_a_response_can_be_sent_back_whole(server: Server) -> None:
+    neutral: dict[str, Any] = {"tool_calls": [], "refusal": None, "annotations": [], "audio": None}
+    message = {"role": "assistant", "content": "You."}
+    options = REQUIRED["chat/completions"]["messages"]
     plain, full = (
-        text_of(server, "chat/completions", messages=[*asked, each, *asked])
-        for each in (said, said | nothing | {"function_call": None})
+        text_of(server, "chat/completions", messages=[*options, each, *options])
+        for each in (message, message | neutral | {"function_call": None})
     )
     assert plain == full
 
 
-def test_the_client_sends_them(server: Server) -> None:
+def test_client_sends_ignored_fields(server: Server) -> None:
     with server.client() as client:
         answer = client.completions.create(
             model=MODEL, prompt="x", suffix="", max_tokens=2, extra_body={"store": False}

@@ -1,4 +1,4 @@
-"""``/metrics`` says what happened, and the access log too, but for what was asked."""
+"""Metrics and the access log, which contain no prompt and no completion."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
-from roseinfer.histogram import Histogram
+from roseinfer.paths import Histogram
 from roseinfer.server.prompts import PromptEncoder
-from tests.server.clients import Asking, by_both_clients
+from tests.server.clients import Call, both_clients
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ NAMES = {
 }
 
 
-def counted(server: Server, *names: str) -> dict[str, float]:
+def metric_values(server: Server, *names: str) -> dict[str, float]:
     return {name: server.metric(f"vllm:{name}") for name in names}
 
 
-def test_names_are_vllms_and_all_have_the_models_name() -> None:
+def test_metrics_have_the_names_of_vllm_and_a_model_label() -> None:
     with running(config={"served_model_name": ("rose", "other")}) as server:
-        text = server.ask("GET", "/metrics").data.decode()
+        text = server.request("GET", "/metrics").data.decode()
         families = [
             family
             for family in text_string_to_metric_families(text)
@@ -77,25 +77,25 @@ def test_names_are_vllms_and_all_have_the_models_name() -> None:
             assert all(each.labels["model_name"] == "rose" for each in family.samples)
 
 
-def test_the_counts_are_those_of_what_was_asked() -> None:
+def test_counters_match_the_requests() -> None:
     with running() as server:
         prompt = "x" * 40
         for stream in (False, True):
-            asked = {"prompt": prompt, "max_tokens": 9, "ignore_eos": True, "stream": stream}
-            server.post("completions", **asked, n=2)
+            options = {"prompt": prompt, "max_tokens": 9, "ignore_eos": True, "stream": stream}
+            server.post("completions", **options, n=2)
         server.post("completions", prompt="q", stop=[chr(code) for code in range(32, 64)])
         usage = server.post("chat/completions", messages=[{"role": "user", "content": "x"}]).json[
             "usage"
         ]
         ends = {
-            why: server.metric("vllm:request_success_total", finished_reason=why)
-            for why in ("stop", "length", "abort", "error")
+            reason: server.metric("vllm:request_success_total", finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error")
         }
         assert sum(ends.values()) == 6
         assert ends["length"] >= 4
         assert ends["abort"] == ends["error"] == 0
-        found = counted(server, "prompt_tokens_total", "time_to_first_token_seconds_count")
-        assert found == {
+        counts = metric_values(server, "prompt_tokens_total", "time_to_first_token_seconds_count")
+        assert counts == {
             "prompt_tokens_total": 4 * 40 + 1 + usage["prompt_tokens"],
             "time_to_first_token_seconds_count": 6,
         }
@@ -112,18 +112,18 @@ def test_the_counts_are_those_of_what_was_asked() -> None:
         assert server.metric("vllm:prefix_cache_hits_total") == engine.prefix_hits >= 3 * 32
 
 
-def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
+def test_gauges_show_running_requests_and_used_blocks() -> None:
     with running(kv_cache_tokens=1600, max_batch_size=1) as server:
         total = server.metric("roseinfer:kv_blocks", use="free")
         assert total == 100
         assert server.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
-        seen = {}
+        gauges = {}
         with server.client() as client:
-            asked = {"model": MODEL, "prompt": "x" * 100, "max_tokens": 800, "stream": True}
-            stream = client.completions.create(**asked, n=2, extra_body={"ignore_eos": True})
+            options = {"model": MODEL, "prompt": "x" * 100, "max_tokens": 800, "stream": True}
+            stream = client.completions.create(**options, n=2, extra_body={"ignore_eos": True})
             for at, _ in enumerate(stream):
                 if at == 3:
-                    seen = counted(
+                    gauges = metric_values(
                         server,
                         "num_requests_running",
                         "num_requests_waiting",
@@ -131,22 +131,22 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
                     )
                     break
             stream.close()
-        assert seen["num_requests_running"] == 1
-        assert seen["num_requests_waiting"] == 1
-        assert 0.07 <= seen["kv_cache_usage_perc"] < 1
+        assert gauges["num_requests_running"] == 1
+        assert gauges["num_requests_waiting"] == 1
+        assert 0.07 <= gauges["kv_cache_usage_perc"] < 1
         server.await_idleness()
         assert server.metric("vllm:kv_cache_usage_perc") == 0
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
 
 
-def test_a_request_begins_before_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_includes_reading_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     read, slow = PromptEncoder._read, 0.2
 
-    def read_slowly(self: PromptEncoder, prompt: str | list[int], field: str) -> Prompt:
+    def slow_read(self: PromptEncoder, prompt: str | list[int], field: str) -> Prompt:
         time.sleep(slow)
         return read(self, prompt, field)
 
-    monkeypatch.setattr(PromptEncoder, "_read", read_slowly)
+    monkeypatch.setattr(PromptEncoder, "_read", slow_read)
     with running() as server:
         server.post("completions", prompt="x", max_tokens=1)
         for name in ("time_to_first_token", "e2e_request_latency"):
@@ -161,7 +161,7 @@ def test_preemptions_are_counted() -> None:
         assert server.metric("vllm:num_preemptions_total") > 0
 
 
-def test_a_histogram_counts_like_prometheus() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     histogram = Histogram((0.1, 1.0))
     for value, times in ((0.05, 1), (0.1, 2), (0.5, 1), (3.0, 1)):
         histogram.add(value, times)
@@ -169,10 +169,10 @@ def test_a_histogram_counts_like_prometheus() -> None:
     assert histogram.total == pytest.approx(3.75)
 
 
-# ------------------------------------------------------------------------------- the access log
+# ------------------------------------------------------------------------------- access log
 
 
-def test_a_line_for_each_request_says_how_it_ended_and_never_what_was_asked(
+def test_access_log_has_a_line_per_request_without_its_text(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     secret = "a secret that nobody else may read"
@@ -181,45 +181,45 @@ def test_a_line_for_each_request_says_how_it_ended_and_never_what_was_asked(
         server.post("completions", prompt=secret, n=0)
         server.post("chat/completions", messages=[{"role": "user", "content": secret}])
         server.post("responses", input=secret, stream=True)
-        server.ask("GET", f"/v1/models?prompt={secret.replace(' ', '+')}")
-        answer = server.ask("GET", "/health")
+        server.request("GET", f"/v1/models?prompt={secret.replace(' ', '+')}")
+        answer = server.request("GET", "/health")
     lines = [json.loads(line) for line in server.lines]
     assert [line["status"] for line in lines] == [200, 400, 200, 200, 200, 200]
     assert lines[0]["path"] == "/v1/completions"
     assert lines[0]["prompt_tokens"] == len(secret)
     assert lines[-1]["id"] == answer.headers["x-request-id"]
     assert all(line["seconds"] >= 0 and line["client"] == "127.0.0.1" for line in lines)
-    said = "".join(server.lines) + "".join(capfd.readouterr())
+    output = "".join(server.lines) + "".join(capfd.readouterr())
     for word in (secret, "secret", text):
-        assert word not in said
+        assert word not in output
 
 
-def test_it_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_access_log_can_be_disabled(capfd: pytest.CaptureFixture[str]) -> None:
     with running(config={"access_log": False}) as server:
         server.post("completions", prompt="x")
         assert server.lines == []
     assert capfd.readouterr().out == ""
 
 
-# --------------------------------------------------------------------------------- small things
+# ---------------------------------------------------------------------- other endpoints
 
 
-@by_both_clients
-def test_models(server: Server, asking: Asking) -> None:
-    (page,) = asking(server, "models.list")
+@both_clients
+def test_models_are_listed_and_retrieved(server: Server, call_api: Call) -> None:
+    (page,) = call_api(server, "models.list")
     (model,) = page.data
-    assert asking(server, "models.retrieve", model=MODEL) == [model]
+    assert call_api(server, "models.retrieve", model=MODEL) == [model]
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "roseinfer")
     assert model.max_model_len == 1024
     assert model.batch_invariant is server.llm.batch_invariant
-    assert model.why_batch_variant == server.llm.why_batch_variant
+    assert model.batch_variance_reason == server.llm.batch_variance_reason
 
 
-def test_version(server: Server) -> None:
-    assert server.ask("GET", "/version").json == {"version": __version__}
+def test_version_is_reported(server: Server) -> None:
+    assert server.request("GET", "/version").json == {"version": __version__}
 
 
-def test_a_model_may_have_several_names_with_slashes_in_them() -> None:
+def test_model_may_have_several_names_with_slashes() -> None:
     with running(config={"served_model_name": ("org/rose", "rose")}) as server:
         with server.client() as client:
             assert [model.id for model in client.models.list()] == ["org/rose", "rose"]
@@ -229,8 +229,8 @@ def test_a_model_may_have_several_names_with_slashes_in_them() -> None:
         assert server.post("completions", prompt="x").status == 404
 
 
-def test_the_document_says_what_there_is(server: Server) -> None:
-    document = server.ask("GET", "/openapi.json").json
+def test_openapi_document_is_complete(server: Server) -> None:
+    document = server.request("GET", "/openapi.json").json
     assert {*document["paths"]} >= {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
     schema = document["components"]["schemas"]["CompletionBody"]
     assert schema["additionalProperties"] is False

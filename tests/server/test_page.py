@@ -1,4 +1,4 @@
-"""The page at ``/`` in a headless Chromium: one types a prompt, and watches what comes of it."""
+"""The page at ``/`` in a headless Chromium: entering a prompt and reading its completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.server.served import Server
 
-USE = """<script>
+HARNESS = """<script>
 addEventListener("load", async () => {
   const later = (ms) => new Promise((go) => setTimeout(go, ms));
   const until = async (holds) => { while (!holds()) await later(20); };
@@ -36,7 +36,7 @@ addEventListener("load", async () => {
 });
 </script>"""
 PROMPT = "a rose is a rose is a rose is a rose is a rose"
-WATCH = f"""
+SCRIPT_OF_A_SESSION = f"""
   at("temperature").value = 0;
   at("key").value = "rose-key";
   seen.first = await ask("{PROMPT}", 40);
@@ -58,31 +58,33 @@ WATCH = f"""
 """
 
 
-def used(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
-    """Have somebody use the page, and return what they saw."""
-    using = app._page_source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
-    monkeypatch.setattr(app, "_page_source", lambda: using)
+def run_on_page(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
+    """Run a script on the page, and return what it recorded."""
+    instrumented = app._page_source().replace(
+        "</body>", HARNESS.replace("SCRIPT", script) + "</body>"
+    )
+    monkeypatch.setattr(app, "_page_source", lambda: instrumented)
     return answer_in(server.url, folder, "--virtual-time-budget=60000")
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_one_can_type_a_prompt_and_watch(
+def test_page_shows_a_streamed_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
     require_browser()
     with running(config={"api_key": "rose-key"}) as server:
         if not chat:
             monkeypatch.setattr(server.service.prompts, "_chat_template", None)
-        seen = used(server, tmp_path, monkeypatch, WATCH)
+        seen = run_on_page(server, tmp_path, monkeypatch, SCRIPT_OF_A_SESSION)
         headers = {"authorization": "Bearer rose-key"}
-        told = f"user: {PROMPT}\nassistant:" if chat else PROMPT
-        asked = {"model": "tiny", "prompt": told, "max_tokens": 40, "temperature": 0}
-        answer = server.ask("POST", "/v1/completions", asked, headers=headers).json
-    text, said, parts = seen["first"]
+        prompt = f"user: {PROMPT}\nassistant:" if chat else PROMPT
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+        answer = server.request("POST", "/v1/completions", body, headers=headers).json
+    text, status, parts = seen["first"]
     assert text == answer["choices"][0]["text"]
     assert seen["again"][0] == text
-    assert f"0 of {len(told)} prompt tokens" in said
-    assert f"{(len(told) - 1) // 16 * 16} of {len(told)} prompt tokens" in seen["again"][1]
+    assert f"0 of {len(prompt)} prompt tokens" in status
+    assert f"{(len(prompt) - 1) // 16 * 16} of {len(prompt)} prompt tokens" in seen["again"][1]
     assert parts > 1
     assert int(seen["cached"][0]) > 0
     assert seen["cached"][1] > 0
@@ -94,17 +96,15 @@ def test_one_can_type_a_prompt_and_watch(
     assert server.service.metrics.finish_reasons["abort"] >= 1
 
 
-def test_without_the_key_it_says_what_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_reports_a_missing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_browser()
     with running(config={"api_key": "rose-key"}) as server:
-        seen = used(server, tmp_path, monkeypatch, 'seen.first = await ask("x", 4);')
+        seen = run_on_page(server, tmp_path, monkeypatch, 'seen.first = await ask("x", 4);')
     assert "API key missing" in seen["first"][1]
 
 
-def test_it_may_load_nothing_and_be_framed_by_nobody(server: Server) -> None:
-    answer = server.ask("GET", "/")
+def test_page_has_a_strict_content_security_policy(server: Server) -> None:
+    answer = server.request("GET", "/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -113,6 +113,6 @@ def test_it_may_load_nothing_and_be_framed_by_nobody(server: Server) -> None:
     assert b"https://" not in answer.data
 
 
-def test_a_name_cannot_end_its_script() -> None:
+def test_model_name_cannot_end_the_script_of_the_page() -> None:
     with running(config={"served_model_name": ("</script><b>",)}) as server:
-        assert b"</script><b>" not in server.ask("GET", "/").data
+        assert b"</script><b>" not in server.request("GET", "/").data

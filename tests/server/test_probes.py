@@ -1,4 +1,4 @@
-"""What probes and clients are told while an engine is started again, or does nothing."""
+"""Probes and clients while the engine restarts or stalls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STALLED = {"stalled_s": 121.0}
 WORKING = {"stalled_s": 119.0}
 
 
-def told(server: Server, path: str) -> tuple[int, Any]:
-    answer = server.ask("GET", path)
+def probe(server: Server, path: str) -> tuple[int, Any]:
+    answer = server.request("GET", path)
     return answer.status, answer.json
 
 
@@ -30,7 +30,7 @@ def told(server: Server, path: str) -> tuple[int, Any]:
     ],
     ids=["restarting", "stalled", "working"],
 )
-def test_probes_say_why(
+def test_probes_report_the_reason(
     state: dict[str, Any],
     stopped_reason: str | None,
     not_ready_reason: str | None,
@@ -42,14 +42,14 @@ def test_probes_say_why(
     with running() as server:
         for name, value in state.items():
             monkeypatch.setattr(server.served, name, value)
-        assert told(server, "/health") == expected("alive", stopped_reason)
-        assert told(server, "/ready") == expected("ready", not_ready_reason)
-        found = metrics_of(server.ask("GET", "/metrics").data.decode())
+        assert probe(server, "/health") == expected("alive", stopped_reason)
+        assert probe(server, "/ready") == expected("ready", not_ready_reason)
+        samples = metrics_of(server.request("GET", "/metrics").data.decode())
         name = 'roseinfer:engine_restarts_total{engine="0",model_name="tiny"}'
-        assert found[name] == state.get("restarts", 0)
+        assert samples[name] == state.get("restarts", 0)
 
 
-def test_what_is_refused_meanwhile_says_when_to_come_again() -> None:
-    refused = to_api_error(EngineRestarting("it is started again", retry_after=7))
-    assert (refused.status, refused.code) == (503, "engine_restarting")
-    assert refused.response().headers["retry-after"] == "7"
+def test_rejection_during_a_restart_has_retry_after() -> None:
+    error = to_api_error(EngineRestarting("it is started again", retry_after=7))
+    assert (error.status, error.code) == (503, "engine_restarting")
+    assert error.response().headers["retry-after"] == "7"

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, which are the engine's."""
+"""Logprobs of prompts: equal to those of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from roseinfer import SamplingParams
 from roseinfer.server import service
 from roseinfer.server.schemas.choices import TokenTexts
-from tests.server.clients import Asking, by_both_clients
+from tests.server.clients import Call, both_clients
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ PROMPT = "Once upon a time"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("likeliest", [None, 0, 2])
-def test_a_prompt_may_be_scored_alone(
-    server: Server, alone: LLM, likeliest: int | None, stream: bool
+@pytest.mark.parametrize("num_top", [None, 0, 2])
+def test_prompt_is_scored_without_generation(
+    server: Server, alone: LLM, num_top: int | None, stream: bool
 ) -> None:
-    """As evaluations of models do it."""
+    """Evaluations of models do this."""
     prompts: list[Any] = [PROMPT, "A rose is a rose"]
-    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True, "stream": stream}
+    options: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True, "stream": stream}
     if stream:
-        asked["stream_options"] = {"include_usage": True}
-    answer = server.post("completions", **asked, logprobs=likeliest)
+        options["stream_options"] = {"include_usage": True}
+    answer = server.post("completions", **options, logprobs=num_top)
     assert answer.status == 200, answer.data
     events = answer.events if stream else [answer.json]
     choices = sorted((each for e in events for each in e["choices"]), key=lambda c: c["index"])
@@ -37,45 +37,45 @@ def test_a_prompt_may_be_scored_alone(
     assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
     assert events[-1]["usage"]["completion_tokens"] == 0
     assert server.line_of(answer)["completion_tokens"] == 0
-    if likeliest is None:
+    if num_top is None:
         assert [choice["logprobs"] for choice in choices] == [None, None]
         return
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     for choice, output in zip(choices, alone.generate(prompts, params), strict=True):
-        told = choice["logprobs"]
-        assert told["token_logprobs"][0] is None
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is None
         assert output.prompt_logprobs is not None
-        assert told["token_logprobs"][1:] == pytest.approx(output.prompt_logprobs[1:], abs=1e-4)
-        assert told["tokens"] == [*choice["text"]]
-        assert told["text_offset"] == [*range(len(choice["text"]))]
-        if likeliest:
-            assert len(told["top_logprobs"]) == len(told["tokens"])
+        assert logprobs["token_logprobs"][1:] == pytest.approx(output.prompt_logprobs[1:], abs=1e-4)
+        assert logprobs["tokens"] == [*choice["text"]]
+        assert logprobs["text_offset"] == [*range(len(choice["text"]))]
+        if num_top:
+            assert len(logprobs["top_logprobs"]) == len(logprobs["tokens"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@by_both_clients
-def test_an_echo_has_the_prompts_log_probabilities(
-    server: Server, alone: LLM, asking: Asking, stream: bool
+@both_clients
+def test_echo_has_the_logprobs_of_the_prompt(
+    server: Server, alone: LLM, call_api: Call, stream: bool
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted: Any = alone.generate([PROMPT], params)[0]
-    asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
-    parts = asking(server, "completions.create", **asked, logprobs=1, echo=True, stream=stream)
+    output: Any = alone.generate([PROMPT], params)[0]
+    options = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
+    parts = call_api(server, "completions.create", **options, logprobs=1, echo=True, stream=stream)
     values: list[list[float | None]] = [[], []]
     tokens: list[list[str]] = [[], []]
     offsets: list[list[int]] = [[], []]
     tops: list[list[Any]] = [[], []]
     texts = ["", ""]
     for choice in (choice for part in parts for choice in part.choices):
-        at, told = choice.index, choice.logprobs
+        at, logprobs = choice.index, choice.logprobs
         texts[at] += choice.text
-        values[at] += told.token_logprobs
-        tokens[at] += told.tokens
-        offsets[at] += told.text_offset
-        tops[at] += told.top_logprobs
+        values[at] += logprobs.token_logprobs
+        tokens[at] += logprobs.tokens
+        offsets[at] += logprobs.text_offset
+        tops[at] += logprobs.top_logprobs
     for at in range(2):
-        assert texts[at] == PROMPT + wanted.text
-        expected = [*wanted.prompt_logprobs, *wanted.logprobs]
+        assert texts[at] == PROMPT + output.text
+        expected = [*output.prompt_logprobs, *output.logprobs]
         assert values[at][0] is tops[at][0] is None
         assert values[at][1:] == pytest.approx(expected[1:], abs=1e-4)
         assert "".join(tokens[at][: len(PROMPT)]) == PROMPT
@@ -84,24 +84,22 @@ def test_an_echo_has_the_prompts_log_probabilities(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_may_get_too_large_is_refused(
+def test_too_large_response_is_rejected(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(service, "MAX_LOGPROBS", 3 * (16 + 4) * 2)
-    asked = {"prompt": "x" * 16, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": stream}
-    assert server.post("completions", **asked, n=3).status == 200
+    options = {"prompt": "x" * 16, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": stream}
+    assert server.post("completions", **options, n=3).status == 200
     before = server.service.admission.num_open
-    refused = server.post("completions", **asked, n=4)
-    assert (refused.status, refused.error["param"]) == (400, "logprobs")
-    assert "4 choices of 20 tokens with 2 logprobs each make 160" in refused.error["message"]
+    response = server.post("completions", **options, n=4)
+    assert (response.status, response.error["param"]) == (400, "logprobs")
+    assert "4 choices of 20 tokens with 2 logprobs each make 160" in response.error["message"]
     assert server.service.admission.num_open == before
-    assert server.post("completions", **asked | {"echo": False}, n=15).status == 200
-    assert server.post("completions", **asked | {"logprobs": None}, n=20).status == 200
+    assert server.post("completions", **options | {"echo": False}, n=15).status == 200
+    assert server.post("completions", **options | {"logprobs": None}, n=20).status == 200
 
 
-def test_a_token_is_decoded_once_however_often_it_is_written(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_is_decoded_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = TokenTexts(server.service.token_texts._tokenizer)
     assert [texts.special(256), texts.special(65)] == ["<|endoftext|>", ""]
     monkeypatch.setattr(texts, "_tokenizer", None)

@@ -1,4 +1,4 @@
-"""How prompts are read: in which thread, one after the other or not, and until when."""
+"""Reading of prompts: threads, concurrency, and cancellation."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ LONG = "y" * (reading._MAX_INLINE_SIZE + 1)
 
 
 @dataclass
-class Held:
-    """A tokenizer that reads a huge prompt until it may go on."""
+class BlockingTokenizer:
+    """Tokenizer that reads a huge prompt until it is released."""
 
     is_fast: bool
     read: list[int] = field(default_factory=list)
-    """Characters of each text, in the order in which they were begun."""
-    together: int = 0
-    """The most texts that were read at the same time."""
-    held: Event = field(default_factory=Event)
-    may_go_on: Event = field(default_factory=Event)
-    _now: int = 0
+    """Characters of each text, in the order in which reading began."""
+    max_concurrent: int = 0
+    """Maximum number of texts read at the same time."""
+    blocked: Event = field(default_factory=Event)
+    release: Event = field(default_factory=Event)
+    _concurrent: int = 0
 
     def encode(self, text: str, **_: Any) -> list[int]:
         if text:
             self.read.append(len(text))
-        self._now += 1
-        self.together = max(self.together, self._now)
+        self._concurrent += 1
+        self.max_concurrent = max(self.max_concurrent, self._concurrent)
         if len(text) >= len(HUGE):
-            self.held.set()
-            assert self.may_go_on.wait(PATIENCE)
-        self._now -= 1
+            self.blocked.set()
+            assert self.release.wait(PATIENCE)
+        self._concurrent -= 1
         return [5]
 
     def decode(self, token_ids: list[int]) -> str:
@@ -59,22 +59,22 @@ class Held:
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         return messages[0]["content"]
 
-    async def holds(self) -> None:
-        assert await asyncio.to_thread(self.held.wait, PATIENCE)
+    async def await_blocked(self) -> None:
+        assert await asyncio.to_thread(self.blocked.wait, PATIENCE)
 
 
 @contextmanager
-def reads_with(tokenizer: Held, server: Server) -> Iterator[PromptEncoder]:
+def encoder_with(tokenizer: BlockingTokenizer, server: Server) -> Iterator[PromptEncoder]:
     info = replace(server.service.engine_client.info, tokenizer=tokenizer)
     prompts = PromptEncoder(info, None, "{{ messages[0].content }}")
     try:
         yield prompts
     finally:
-        tokenizer.may_go_on.set()
+        tokenizer.release.set()
         prompts.close()
 
 
-def test_short_prompts_are_read_at_once_and_long_ones_in_threads(
+def test_short_prompts_are_read_inline_and_long_ones_in_threads(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
@@ -94,13 +94,13 @@ def test_short_prompts_are_read_at_once_and_long_ones_in_threads(
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "in Python"])
 @pytest.mark.parametrize("kind", ["text", "chat", "tokens"])
-def test_a_huge_prompt_holds_up_no_others_but_those_of_a_tokenizer_in_python(
+def test_huge_prompt_blocks_others_only_with_a_python_tokenizer(
     server: Server, kind: str, fast: bool
 ) -> None:
-    """Which may do one thing at a time."""
-    tokenizer = Held(fast)
+    """A tokenizer in Python may run in one thread at a time."""
+    tokenizer = BlockingTokenizer(fast)
 
-    async def ask(prompts: PromptEncoder) -> None:
+    async def run_prompts(prompts: PromptEncoder) -> None:
         def read(text: str) -> asyncio.Future[Any]:
             if kind == "text":
                 return asyncio.ensure_future(prompts.encode([text], "prompt"))
@@ -110,7 +110,7 @@ def test_a_huge_prompt_holds_up_no_others_but_those_of_a_tokenizer_in_python(
             return asyncio.ensure_future(prompts.encode_chat(messages, "messages"))
 
         huge = read(HUGE)
-        await tokenizer.holds()
+        await tokenizer.await_blocked()
         others = [asyncio.ensure_future(prompts.encode(["x"], "prompt")), read(LONG)]
         if fast:
             await asyncio.wait_for(asyncio.gather(*others), PATIENCE)
@@ -119,55 +119,55 @@ def test_a_huge_prompt_holds_up_no_others_but_those_of_a_tokenizer_in_python(
                 await asyncio.sleep(0)
             assert not any(each.done() for each in others)
         assert not huge.done()
-        tokenizer.may_go_on.set()
+        tokenizer.release.set()
         await asyncio.gather(huge, *others)
 
-    with reads_with(tokenizer, server) as prompts:
-        asyncio.run(ask(prompts))
+    with encoder_with(tokenizer, server) as prompts:
+        asyncio.run(run_prompts(prompts))
     assert sorted(tokenizer.read) == [1, len(LONG), len(HUGE)]
-    assert tokenizer.together == (2 if fast else 1)
+    assert tokenizer.max_concurrent == (2 if fast else 1)
 
 
-def test_prompts_of_a_client_that_left_are_not_read(
+def test_prompts_of_a_disconnected_client_are_not_read(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But the one that is being read is read to its end, since nothing can interrupt that."""
-    tokenizer = Held(is_fast=True)
+    """The prompt being read is read to its end, since nothing can interrupt that."""
+    tokenizer = BlockingTokenizer(is_fast=True)
     monkeypatch.setattr(server.service.prompts._tokenizer, "encode", tokenizer.encode)
     body = {"model": MODEL, "prompt": [HUGE, HUGE + "2", HUGE + "33"], "max_tokens": 1}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as asking:
-        asking.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
-        assert tokenizer.held.wait(PATIENCE)
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+        assert tokenizer.blocked.wait(PATIENCE)
         assert server.post("completions", prompt="x", max_tokens=1).status == 200
         assert server.service.admission.num_open == 3
     end = time.monotonic() + PATIENCE
     while server.service.admission.num_open:
-        assert time.monotonic() < end, "the hang-up is not seen while a prompt is read"
+        assert time.monotonic() < end, "the disconnect is not noticed while a prompt is read"
         time.sleep(0.002)
     assert json.loads(server.lines[-1])["client_disconnected"]
-    tokenizer.may_go_on.set()
+    tokenizer.release.set()
     assert server.post("completions", prompt=HUGE + "444", max_tokens=1).status == 200
     assert tokenizer.read == [len(HUGE), 1, len(HUGE) + 3]
 
 
-def test_prompts_that_are_not_read_when_the_time_is_up_fail(server: Server) -> None:
-    tokenizer = Held(is_fast=True)
+def test_unread_prompts_fail_when_aborted(server: Server) -> None:
+    tokenizer = BlockingTokenizer(is_fast=True)
 
-    async def ask(prompts: PromptEncoder) -> None:
+    async def run_prompts(prompts: PromptEncoder) -> None:
         huge = [asyncio.ensure_future(prompts.encode([HUGE], "prompt")) for _ in range(2)]
-        await tokenizer.holds()
+        await tokenizer.await_blocked()
         await asyncio.to_thread(prompts.abort)
-        for found in await asyncio.wait_for(
+        for result in await asyncio.wait_for(
             asyncio.gather(*huge, prompts.encode([LONG], "prompt"), return_exceptions=True),
             PATIENCE,
         ):
-            assert isinstance(found, EngineStopped), found
+            assert isinstance(result, EngineStopped), result
 
-    before = {*threading.enumerate()}  # servers have such threads too
-    with reads_with(tokenizer, server) as prompts:
-        asyncio.run(ask(prompts))
+    before = {*threading.enumerate()}  # servers have such threads, too
+    with encoder_with(tokenizer, server) as prompts:
+        asyncio.run(run_prompts(prompts))
     assert tokenizer.read == [len(HUGE)]
-    began = {each.name for each in {*threading.enumerate()} - before}
-    assert not began & {"roseinfer-prompts", "roseinfer-huge-prompts"}
+    new_threads = {each.name for each in {*threading.enumerate()} - before}
+    assert not new_threads & {"roseinfer-prompts", "roseinfer-huge-prompts"}

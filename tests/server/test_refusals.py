@@ -1,4 +1,4 @@
-"""What is wrong with a request is named: status, param and code in OpenAI's shape."""
+"""Rejected requests: status, param and code in OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from tests.server.served import MODEL, NEEDED, running
+from tests.server.served import MODEL, REQUIRED, running
 
 if TYPE_CHECKING:
     from tests.server.served import Server
@@ -79,12 +79,12 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f"} | function}
 
 
-def schema(name: str, given: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
+def schema(name: str, json_schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": json_schema}}
 
 
 TOOL, NAMED = tool(), tool()
-CALLED = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
+TOOL_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
 CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", INVALID),
     ({"messages": "x"}, "messages", INVALID),
@@ -94,7 +94,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant"}]}, "messages.0.content", MISSING),
     ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.content", MISSING),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [CALLED | {"type": "x"}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL | {"type": "x"}]}]},
         "messages.0.tool_calls.0.type",
         INVALID,
     ),
@@ -163,8 +163,8 @@ RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", INVALID),
     ({"max_tokens": 5}, "max_tokens", UNKNOWN),
 ]
-WRONG = [
-    *((path, *case) for path in NEEDED for case in EVERYWHERE),
+INVALID_BODIES = [
+    *((path, *case) for path in REQUIRED for case in EVERYWHERE),
     *((path, *case) for path in ("completions", "chat/completions") for case in CHOICES),
     *(("completions", *case) for case in COMPLETIONS),
     *(("chat/completions", *case) for case in CHATS),
@@ -172,27 +172,27 @@ WRONG = [
 ]
 
 
-NO_WORDS = ("guide", "Guide", "Input", "validation", "BEGIN_0")
-"""Those of the engine, of pydantic and of the grammar that is made of functions."""
+INTERNAL_WORDS = ("guide", "Guide", "Input", "validation", "BEGIN_0")
+"""Words of the engine, of pydantic and of the generated grammar."""
 
 
-def test_every_wrong_value_is_named(server: Server) -> None:
-    for path, wrong, param, code in WRONG:
-        refused = server.post(path, **NEEDED[path] | wrong)
-        found = refused.status, refused.error["code"]
-        assert found == (400, code), (path, wrong, refused.json)
-        assert (refused.error["param"] or "").startswith(param), (path, wrong, refused.json)
-        assert refused.error["type"] == "invalid_request_error"
-        said = refused.error["message"]
-        assert said.startswith(refused.error["param"]), said
-        assert not any(word in said for word in NO_WORDS), said
+def test_every_invalid_value_is_reported_with_its_field(server: Server) -> None:
+    for path, fields, param, code in INVALID_BODIES:
+        response = server.post(path, **REQUIRED[path] | fields)
+        status_and_code = response.status, response.error["code"]
+        assert status_and_code == (400, code), (path, fields, response.json)
+        assert (response.error["param"] or "").startswith(param), (path, fields, response.json)
+        assert response.error["type"] == "invalid_request_error"
+        message = response.error["message"]
+        assert message.startswith(response.error["param"]), message
+        assert not any(word in message for word in INTERNAL_WORDS), message
 
 
 OTHERS = ": other values are not supported by this server"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,"}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
 NO_IMAGES = "images, audio and files are not supported by this server"
-NAMING = [
+MESSAGES = [
     ("completions", {"stop": 5}, "stop must be a string or an array"),
     ("completions", {"max_tokens": 0}, "max_tokens must be at least 1, or 0 if echo is true"),
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens must be at least 0"),
@@ -222,7 +222,7 @@ NAMING = [
     ),
     (
         "responses",
-        {"input": [{"role": "user", "content": [SHOWN]}]},
+        {"input": [{"role": "user", "content": [INPUT_IMAGE]}]},
         f"input.0.content.0.type must be 'input_text' or 'output_text': {NO_IMAGES}",
     ),
     (
@@ -238,73 +238,73 @@ NAMING = [
 ]
 
 
-@pytest.mark.parametrize(("path", "wrong", "said"), NAMING)
-def test_all_that_would_do_is_named(
-    server: Server, path: str, wrong: dict[str, Any], said: str
+@pytest.mark.parametrize(("path", "fields", "message"), MESSAGES)
+def test_message_lists_the_valid_values(
+    server: Server, path: str, fields: dict[str, Any], message: str
 ) -> None:
-    assert server.post(path, **NEEDED[path] | wrong).error["message"] == said
+    assert server.post(path, **REQUIRED[path] | fields).error["message"] == message
 
 
-def test_what_is_missing_is_named(server: Server) -> None:
-    for path, needed in NEEDED.items():
-        for name in ("model", *needed):
-            body = {"model": MODEL, **needed}
+def test_missing_field_is_reported(server: Server) -> None:
+    for path, required in REQUIRED.items():
+        for name in ("model", *required):
+            body = {"model": MODEL, **required}
             del body[name]
-            refused = server.ask("POST", f"/v1/{path}", body)
-            assert (refused.status, refused.error["code"]) == (400, MISSING)
-            assert refused.error["param"] == name
+            response = server.request("POST", f"/v1/{path}", body)
+            assert (response.status, response.error["code"]) == (400, MISSING)
+            assert response.error["param"] == name
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"5", b"\xff", b'{"model": "\\ud800"}', b"[" * 9999]
 )
-def test_what_is_no_json_object_is_refused(server: Server, data: bytes) -> None:
-    refused = server.ask("POST", "/v1/completions", data)
-    assert refused.status == 400
-    assert refused.error["type"] == "invalid_request_error"
+def test_body_that_is_not_a_json_object_is_rejected(server: Server, data: bytes) -> None:
+    response = server.request("POST", "/v1/completions", data)
+    assert response.status == 400
+    assert response.error["type"] == "invalid_request_error"
 
 
-def test_a_refusal_repeats_nothing_of_a_prompt(server: Server) -> None:
-    for wrong in ({"n": 0}, {"prompt": ["secret", 5]}, {"prompt": "secret" * 500}):
-        asked: dict[str, Any] = {"prompt": "secret"} | wrong
-        assert b"secret" not in server.post("completions", **asked).data
+def test_error_does_not_repeat_the_prompt(server: Server) -> None:
+    for fields in ({"n": 0}, {"prompt": ["secret", 5]}, {"prompt": "secret" * 500}):
+        body: dict[str, Any] = {"prompt": "secret"} | fields
+        assert b"secret" not in server.post("completions", **body).data
 
 
-def test_json_that_does_not_say_so_is_refused(server: Server) -> None:
-    """A page of another site can have a browser send that, and nothing else."""
+def test_json_without_its_content_type_is_rejected(server: Server) -> None:
+    """Only such bodies can be sent by a page of another site."""
     body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        refused = server.ask("POST", "/v1/completions", body, headers={"content-type": kind})
-        assert (refused.status, refused.error["code"]) == (415, "unsupported_media_type")
+        response = server.request("POST", "/v1/completions", body, headers={"content-type": kind})
+        assert (response.status, response.error["code"]) == (415, "unsupported_media_type")
 
 
-def test_other_models_are_not_here(server: Server) -> None:
-    for path, needed in NEEDED.items():
-        refused = server.post(path, **needed | {"model": "gpt-4o"})
-        assert (refused.status, refused.error["code"]) == (404, "model_not_found")
-        assert refused.error["param"] == "model"
-    assert server.ask("GET", "/v1/models/gpt-4o").status == 404
+def test_unknown_model_is_rejected(server: Server) -> None:
+    for path, required in REQUIRED.items():
+        response = server.post(path, **required | {"model": "gpt-4o"})
+        assert (response.status, response.error["code"]) == (404, "model_not_found")
+        assert response.error["param"] == "model"
+    assert server.request("GET", "/v1/models/gpt-4o").status == 404
 
 
-def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Server) -> None:
-    nowhere = server.ask("GET", "/v1/embeddings")
+def test_unknown_paths_and_methods_have_the_same_error_format(server: Server) -> None:
+    nowhere = server.request("GET", "/v1/embeddings")
     assert (nowhere.status, nowhere.error["type"]) == (404, "invalid_request_error")
-    wrong = server.ask("GET", "/v1/completions")
-    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.error["message"]
+    fields = server.request("GET", "/v1/completions")
+    assert (fields.status, fields.headers["allow"]) == (405, "POST")
+    assert fields.error["message"]
 
 
-def test_the_client_raises_what_it_raises_for_openai(server: Server) -> None:
+def test_client_raises_the_usual_errors(server: Server) -> None:
     with server.client() as client:
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as response:
             client.completions.create(model=MODEL, prompt="x", suffix="y")
-        assert (refused.value.param, refused.value.code) == ("suffix", INVALID)
+        assert (response.value.param, response.value.code) == ("suffix", INVALID)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="x")
 
 
-def test_more_choices_than_there_is_ever_room_for_are_refused() -> None:
+def test_more_choices_than_the_queue_fits_are_rejected() -> None:
     with running(config={"max_queue": 4}, max_batch_size=4) as server:
-        refused = server.post("completions", prompt=["x"] * 3, n=3)
-        assert (refused.status, refused.error["code"]) == (400, INVALID)
+        response = server.post("completions", prompt=["x"] * 3, n=3)
+        assert (response.status, response.error["code"]) == (400, INVALID)
         assert server.post("completions", prompt=["x"] * 2, n=4).status == 200

@@ -1,4 +1,4 @@
-"""Answers are made in parts, of the same bytes as at once, and others have turns between them."""
+"""Responses built in chunks: the same bytes as at once, and turns for other tasks between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roseinfer.server.schemas.completions import (
     TextOffsets,
 )
 from roseinfer.server.streaming import send_json
-from tests.server.test_text_offsets import tokenizer_of_words
+from tests.server.test_text_offsets import word_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -42,34 +42,36 @@ TEXTS = (
 END = 256
 
 
-class Drawn:
-    """A generation of random texts, with whose pieces an answer is made."""
+class RandomGeneration:
+    """Random completions in place of a generation."""
 
     finished = False
 
-    def __init__(self, rng: random.Random, body: Any, prompts: list[list[int]], most: int) -> None:
+    def __init__(
+        self, rng: random.Random, body: Any, prompts: list[list[int]], max_tokens: int
+    ) -> None:
         self.usage = Usage(7, 5, 3)
         self._body = body
         self._rng = rng
         self.vocabulary = max(map(max, [[1], *prompts])) + 1
         self.pieces = [
-            self._piece(number, prompts[number // body.num_choices], rng.randint(0, most))
+            self._piece(number, prompts[number // body.num_choices], rng.randint(0, max_tokens))
             for number in range(len(prompts) * body.num_choices)
         ]
 
     def _piece(self, number: int, prompt: list[int], count: int) -> ChoiceDelta:
-        rng, wanted = self._rng, self._body.logprob_params(0)
+        rng, params = self._rng, self._body.logprob_params(0)
         piece = ChoiceDelta(number, rng.choice(TEXTS), finish_reason=rng.choice(("stop", "length")))
         piece.tokens = [self._token() for _ in range(count)]
-        if wanted.get("logprobs"):
+        if params.get("logprobs"):
             piece.logprobs = [-rng.expovariate(1) for _ in piece.tokens]
-            tops = wanted.get("top_logprobs", 0)
+            tops = params.get("top_logprobs", 0)
             piece.top_logprobs = [
                 [(self._token(), -rng.expovariate(1)) for _ in range(tops)]
                 for _ in piece.tokens
                 if tops
             ]
-        if wanted.get("prompt_logprobs"):
+        if params.get("prompt_logprobs"):
             values = random.Random(number // self._body.num_choices)
             piece.echoed_tokens = [(token, -values.expovariate(1)) for token in prompt]
             piece.echoed_tokens[0] = prompt[0], None
@@ -87,7 +89,7 @@ class Drawn:
             self.finished = True
 
     def parts(self) -> Iterator[list[ChoiceDelta]]:
-        """Yield what comes first of all choices, and then the rest of all."""
+        """Yield the first part of all choices, then the rest."""
         for last in (False, True):
             yield [self._part(piece, last=last) for piece in self.pieces]
 
@@ -106,12 +108,12 @@ class Drawn:
         )
 
 
-def dumped(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class Plain:
-    """Makes the choices of a completion at once, each by itself."""
+class Reference:
+    """Reference that builds the choices of a completion at once, each by itself."""
 
     def __init__(self, body: CompletionBody, texts: TokenTexts, echoed: list[str]) -> None:
         self._body, self._texts, self._echoed = body, texts, echoed
@@ -151,21 +153,23 @@ class Plain:
         }
 
 
-def plain_message(texts: TokenTexts, wants: bool) -> Callable[[ChoiceDelta], dict[str, Any]]:
-    def told(token: int, value: float) -> dict[str, Any]:
+def reference_message(
+    texts: TokenTexts, with_logprobs: bool
+) -> Callable[[ChoiceDelta], dict[str, Any]]:
+    def token_logprob(token: int, value: float) -> dict[str, Any]:
         return {"token": texts[token][0], "logprob": value, "bytes": texts[token][1]}
 
     def choice(piece: ChoiceDelta) -> dict[str, Any]:
         content = [
-            told(token, value) | {"top_logprobs": [told(*each) for each in top]}
+            token_logprob(token, value) | {"top_logprobs": [token_logprob(*each) for each in top]}
             for token, value, top in zip(
                 piece.tokens,
                 piece.logprobs,
                 piece.top_logprobs or [[]] * len(piece.tokens),
-                strict=wants,
+                strict=with_logprobs,
             )
         ]
-        said: dict[str, Any] = {
+        message: dict[str, Any] = {
             "role": "assistant",
             "content": piece.text,
             "refusal": None,
@@ -173,16 +177,16 @@ def plain_message(texts: TokenTexts, wants: bool) -> Callable[[ChoiceDelta], dic
         }
         return {
             "index": piece.choice,
-            "message": said,
-            "logprobs": {"content": content, "refusal": None} if wants else None,
+            "message": message,
+            "logprobs": {"content": content, "refusal": None} if with_logprobs else None,
             "finish_reason": piece.finish_reason,
         }
 
     return choice
 
 
-async def sent_of(answer: ChoicesResponse) -> bytes:
-    """Return the body that a client gets of a whole answer."""
+async def body_of(answer: ChoicesResponse) -> bytes:
+    """Return the body that a client gets of a whole response."""
     messages: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -202,99 +206,99 @@ async def events_of(answer: ChoicesResponse) -> bytes:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> list[Any]:
-    return [tiny_gpt2().tokenizer, tokenizer_of_words()]
+    return [tiny_gpt2().tokenizer, word_tokenizer()]
 
 
 @pytest.fixture(params=[1, 7, 256])
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Have the limits of slices be so small."""
+    """Set the limits of slices to this size."""
     for module in (streaming, choices):
         monkeypatch.setattr(module, "LOGPROBS_PER_TURN", request.param)
         monkeypatch.setattr(module, "BYTES_PER_TURN", 100 * request.param)
     return int(request.param)
 
 
-def drawn_completion(
+def draw_completion(
     rng: random.Random, tokenizer: Any, stream: bool
 ) -> tuple[CompletionBody, list[list[int]], list[str]]:
     vocabulary, texts = len(tokenizer), [text for text in TEXTS if text]
-    given: list[Any] = [
+    prompts: list[Any] = [
         rng.choice(texts) * rng.randint(1, 3)
         if rng.random() < 0.5 and vocabulary > END
         else [rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))]
         for _ in range(rng.randint(1, 3))
     ]
-    asked = {"n": rng.randint(1, 4), "logprobs": rng.choice((None, 0, 1, 5)), "stream": stream}
-    asked["echo"] = rng.random() < 0.7
-    asked["max_tokens"] = rng.choice((0, 9)) if asked["echo"] else 9
-    body = CompletionBody.model_validate(asked | {"model": "tiny", "prompt": given})
-    tokens = [tokenizer.encode(each) if isinstance(each, str) else each for each in given]
-    shown = [each if isinstance(each, str) else tokenizer.decode(each) for each in given]
-    return body, tokens, shown if asked["echo"] else [""] * len(given)
+    options = {"n": rng.randint(1, 4), "logprobs": rng.choice((None, 0, 1, 5)), "stream": stream}
+    options["echo"] = rng.random() < 0.7
+    options["max_tokens"] = rng.choice((0, 9)) if options["echo"] else 9
+    body = CompletionBody.model_validate(options | {"model": "tiny", "prompt": prompts})
+    tokens = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
+    echoed_texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in prompts]
+    return body, tokens, echoed_texts if options["echo"] else [""] * len(prompts)
 
 
 @pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_has_the_bytes_of_one_made_at_once(
+def test_completion_in_chunks_equals_the_one_built_at_once(
     stream: bool, tokenizers: list[Any]
 ) -> None:
     rng, echoes = random.Random(11), 0
     for at in range(60):
         tokenizer = tokenizers[at % 2]
-        body, tokens, echoed = drawn_completion(rng, tokenizer, stream)
-        generation: Any = Drawn(rng, body, tokens, 0 if body.prefill_only else 9)
+        body, tokens, echoed = draw_completion(rng, tokenizer, stream)
+        generation: Any = RandomGeneration(rng, body, tokens, 0 if body.prefill_only else 9)
         texts = TokenTexts(tokenizer)
-        plain = Plain(body, texts, echoed)
+        reference = Reference(body, texts, echoed)
         answer = Completion(body, generation, texts, echoed)
         echoes += any(each.echoed_tokens for each in generation.pieces)
         if stream:
-            found = asyncio.run(events_of(answer))
+            data = asyncio.run(events_of(answer))
             parts = [
                 part
                 for burst in generation.parts()
                 for piece in burst
-                if (part := plain.choice(piece)) is not None
+                if (part := reference.choice(piece)) is not None
             ]
-            due = [b"data: " + dumped(answer._head | {"choices": [each]}) for each in parts]
-            assert found == b"\n\n".join([*due, streaming.DONE])
+            expected = [b"data: " + to_json(answer._head | {"choices": [each]}) for each in parts]
+            assert data == b"\n\n".join([*expected, streaming.DONE])
         else:
-            whole = answer._head | {"choices": [*map(plain.choice, generation.pieces)]}
-            assert asyncio.run(sent_of(answer)) == dumped(whole | {"usage": answer._usage()})
+            whole = answer._head | {"choices": [*map(reference.choice, generation.pieces)]}
+            assert asyncio.run(body_of(answer)) == to_json(whole | {"usage": answer._usage()})
     assert echoes > 15
 
 
 @pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("top_logprobs", [None, 0, 1, 20])
-def test_a_chat_has_the_bytes_of_one_made_at_once(
+def test_chat_in_chunks_equals_the_one_built_at_once(
     top_logprobs: int | None, tokenizers: list[Any]
 ) -> None:
     rng = random.Random(12)
     for tokenizer in tokenizers * 4:
-        asked = {"n": rng.randint(1, 4), "logprobs": top_logprobs is not None}
-        asked |= {"top_logprobs": top_logprobs} if top_logprobs else {}
+        options = {"n": rng.randint(1, 4), "logprobs": top_logprobs is not None}
+        options |= {"top_logprobs": top_logprobs} if top_logprobs else {}
         messages = [{"role": "user", "content": "x"}]
-        body = ChatBody.model_validate(asked | {"model": "tiny", "messages": messages})
-        generation: Any = Drawn(rng, body, [[len(tokenizer) - 1]], 30)
+        body = ChatBody.model_validate(options | {"model": "tiny", "messages": messages})
+        generation: Any = RandomGeneration(rng, body, [[len(tokenizer) - 1]], 30)
         texts = TokenTexts(tokenizer)
         answer = ChatCompletion(body, generation, texts)
-        choice = plain_message(texts, wants=top_logprobs is not None)
+        choice = reference_message(texts, with_logprobs=top_logprobs is not None)
         whole = answer._head | {"choices": [*map(choice, generation.pieces)]}
-        assert asyncio.run(sent_of(answer)) == dumped(whole | {"usage": answer._usage()})
+        assert asyncio.run(body_of(answer)) == to_json(whole | {"usage": answer._usage()})
 
 
 class Work:
-    """What is done between two turns of the loop, at the most."""
+    """Maximum amount of work between two turns of the event loop."""
 
     def __init__(self) -> None:
         self.turns = 0
-        self.most: Counter[str] = Counter()
+        self.max_tokens: Counter[str] = Counter()
         self.total: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
 
     def add(self, kind: str, amount: int) -> None:
         self._now[kind] += amount
         self.total[kind] += amount
-        self.most[kind] = max(self.most[kind], self._now[kind])
+        self.max_tokens[kind] = max(self.max_tokens[kind], self._now[kind])
 
     async def count_turns(self) -> None:
         while True:
@@ -324,11 +328,11 @@ LARGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", LARGE)
-def test_others_have_turns_while_a_large_answer_is_made(
+def test_event_loop_has_turns_while_a_large_response_is_built(
     name: str, stream: bool, tokenizers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is told of a prompt is made once for all its choices."""
-    work, tokenizer, asked = Work(), tokenizers[0], LARGE[name] | {"model": "tiny"}
+    """The logprobs of a prompt are also built only once for all its choices."""
+    work, tokenizer, options = Work(), tokenizers[0], LARGE[name] | {"model": "tiny"}
     for module in (choices, streaming):
         for encoder in {"encode_any", "encode_finite"} & {*vars(module)}:
             monkeypatch.setattr(module, encoder, counted(getattr(module, encoder), work))
@@ -336,18 +340,18 @@ def test_others_have_turns_while_a_large_answer_is_made(
     answer: ChoicesResponse
     echoed = 0
     if name == "chats":
-        chat = ChatBody.model_validate(asked | {"logprobs": True})
-        drawn: Any = Drawn(rng, chat, [[END]], 60)
-        answer = ChatCompletion(chat, drawn, texts)
+        chat = ChatBody.model_validate(options | {"logprobs": True})
+        generation: Any = RandomGeneration(rng, chat, [[END]], 60)
+        answer = ChatCompletion(chat, generation, texts)
     else:
-        body = CompletionBody.model_validate(asked)
+        body = CompletionBody.model_validate(options)
         prompts = [each if isinstance(each, list) else [END] for each in body.prompt]
-        drawn = Drawn(rng, body, prompts, 5 if body.echo else 40)
-        shown = [tokenizer.decode(each) if body.echo else "" for each in prompts]
-        echoed = sum(map(len, shown))
-        answer = Completion(body, drawn, texts, shown)
+        generation = RandomGeneration(rng, body, prompts, 5 if body.echo else 40)
+        echoed_texts = [tokenizer.decode(each) if body.echo else "" for each in prompts]
+        echoed = sum(map(len, echoed_texts))
+        answer = Completion(body, generation, texts, echoed_texts)
 
-    async def made() -> None:
+    async def build() -> None:
         async def send(message: Any) -> None:
             work.add("sent", len(message.get("body", b"")))
 
@@ -359,17 +363,17 @@ def test_others_have_turns_while_a_large_answer_is_made(
             await send_json(send, await answer.json_parts())
         turning.cancel()
 
-    asyncio.run(made())
+    asyncio.run(build())
     logprobs = echoed + sum(
-        len(each.tokens) + sum(map(len, each.top_logprobs)) for each in drawn.pieces
+        len(each.tokens) + sum(map(len, each.top_logprobs)) for each in generation.pieces
     )
     assert logprobs > 12 * streaming.LOGPROBS_PER_TURN
     assert work.turns > logprobs / streaming.LOGPROBS_PER_TURN / 2
     assert work.total["texts"] < 4 * logprobs
-    assert work.most["texts"] < 8 * streaming.LOGPROBS_PER_TURN
+    assert work.max_tokens["texts"] < 8 * streaming.LOGPROBS_PER_TURN
     assert work.total["sent"] > 8 * streaming.BYTES_PER_TURN
-    assert work.most["sent"] < 8 * streaming.BYTES_PER_TURN
-    assert work.most["encoded"] < streaming.BYTES_PER_TURN
+    assert work.max_tokens["sent"] < 8 * streaming.BYTES_PER_TURN
+    assert work.max_tokens["encoded"] < streaming.BYTES_PER_TURN
 
 
 def counted(encode: Callable[[Any], str], work: Work) -> Callable[[Any], str]:

@@ -1,4 +1,4 @@
-"""docs/serving.md: its example runs, and its lists are those of the code."""
+"""Example and lists of docs/serving.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def entries(heading: str) -> list[str]:
     return [name for head in heads for name in re.findall(r"`(.*?)`", head)]
 
 
-def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     code = example.replace("http://127.0.0.1:8000", server.url)
     names: dict[str, object] = {}
@@ -39,10 +39,10 @@ def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip()
 
 
-def test_every_option_is_there_and_no_other() -> None:
+def test_documented_options_match_the_command() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_options(parser)
-    known = {name for action in parser._actions for name in action.option_strings}
+    options = {name for action in parser._actions for name in action.option_strings}
     first = {action.option_strings[0] for action in parser._actions}
     lists = [
         read_section(ROOT / page, name)
@@ -52,11 +52,11 @@ def test_every_option_is_there_and_no_other() -> None:
         )
     ]
     (model_options,) = re.findall(r"^`--model` is .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
-    named = set(re.findall(r"`(--[\w-]+)`", "\n".join([*lists, model_options])))
-    assert first <= named <= known
+    documented = set(re.findall(r"`(--[\w-]+)`", "\n".join([*lists, model_options])))
+    assert first <= documented <= options
 
 
-def test_the_defaults_are_those_of_the_code() -> None:
+def test_documented_defaults_match_the_code() -> None:
     settings = " ".join(read_section(ROOT / "docs" / "serving.md", "server settings").split())
     config = ServerConfig(api_key="x")
     for name in ("host", "port", "max_queue", "max_body_bytes", "drain_seconds"):
@@ -68,39 +68,41 @@ def test_the_defaults_are_those_of_the_code() -> None:
     assert f"some {_MAX_TOKENS_PER_CHUNK} of them" in text
 
 
-def test_every_metric_is_there_and_no_other(server: Server) -> None:
-    text = server.ask("GET", "/metrics").data.decode()
-    found = {
+def test_documented_metrics_match_the_server(server: Server) -> None:
+    text = server.request("GET", "/metrics").data.decode()
+    metric_names = {
         family.name + ("_total" if family.type == "counter" else "")
         for family in text_string_to_metric_families(text)
         if not family.name.startswith("process_")
     }
-    assert sorted(entries("Metrics")) == sorted(found)
+    assert sorted(entries("Metrics")) == sorted(metric_names)
 
 
-def test_every_path_is_there(server: Server) -> None:
+def test_documented_paths_match_the_server(server: Server) -> None:
     paths = entries("Endpoints")
     assert "/v1/completions" in paths
     for path in paths:
-        assert server.ask("GET", path).status in (200, 405), path
-    for path in server.ask("GET", "/openapi.json").json["paths"]:
+        assert server.request("GET", path).status in (200, 405), path
+    for path in server.request("GET", "/openapi.json").json["paths"]:
         assert f"`{path}`" in PAGE
 
 
-def test_the_quick_start_installs_the_extra() -> None:
+def test_quick_start_installs_the_extra() -> None:
     for page in (PAGE, README):
         assert "'.[serve]'" in page
         assert "roseinfer serve --model tiny" in page
 
 
 @pytest.mark.parametrize("file", ["docs/Containerfile", ".ci/constraints.txt"])
-def test_the_files_it_names_are_there(file: str) -> None:
+def test_documented_files_exist(file: str) -> None:
     assert (ROOT / file).is_file()
 
 
-def test_the_container_begins_with_options_that_exist() -> None:
-    (begin,) = re.findall(r"ENTRYPOINT \[(.*)\]", (ROOT / "docs" / "Containerfile").read_text())
-    words = re.findall(r'"(.*?)"', begin)
+def test_container_entrypoint_has_valid_options() -> None:
+    (entrypoint,) = re.findall(
+        r"ENTRYPOINT \[(.*)\]", (ROOT / "docs" / "Containerfile").read_text()
+    )
+    words = re.findall(r'"(.*?)"', entrypoint)
     parser = argparse.ArgumentParser()
     serve.add_options(parser)
     assert words[:2] == ["roseinfer", "serve"]

@@ -1,4 +1,4 @@
-"""The process of a server: what it says, how it drains, and how it ends."""
+"""Process of a server: startup messages, draining, and exit status."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refuses_connections(port: int) -> bool:
 
 
 def status_of(url: str | Request) -> int:
-    """Ask by a connection of its own."""
+    """Return the status of a request on a new connection."""
     try:
         with urlopen(url, timeout=PATIENCE) as answer:
             return int(answer.status)
@@ -57,26 +57,26 @@ def status_of(url: str | Request) -> int:
 def await_status(url: str, status: int) -> None:
     end = time.monotonic() + PATIENCE
     while status_of(url) != status:
-        assert time.monotonic() < end, f"{url} never says {status}"
+        assert time.monotonic() < end, f"expected status {status} of {url}"
         time.sleep(0.01)
 
 
-def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
-    """The three lines of a client's code run as they are printed."""
+def test_printed_example_runs_and_sigterm_drains_completions() -> None:
+    """The three printed lines of client code run."""
     with serving() as server:
-        said = "".join(server.said)
-        assert re.match(r"roseinfer serve: at most \d+ connections \(\d+ open files", said)
-        assert "roseinfer serve: importing torch and transformers\n" in said
-        assert "roseinfer serve: loading tiny\n" in said
-        lines = [line[4:] for line in server.said if line.startswith("    ")]
+        stderr = "".join(server.stderr_lines)
+        assert re.match(r"roseinfer serve: at most \d+ connections \(\d+ open files", stderr)
+        assert "roseinfer serve: importing torch and transformers\n" in stderr
+        assert "roseinfer serve: loading tiny\n" in stderr
+        lines = [line[4:] for line in server.stderr_lines if line.startswith("    ")]
         assert len(lines) == 3
         code = "\n".join(line.rstrip() for line in lines)
-        tried = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        assert tried.stdout.strip()
-        stranger = Request(f"{server.url}/health", headers={"Host": "evil.example"})
-        assert status_of(stranger) == 421
+        assert process.stdout.strip()
+        foreign_host = Request(f"{server.url}/health", headers={"Host": "evil.example"})
+        assert status_of(foreign_host) == 421
 
         with client_of(server) as client:
             stream = client.completions.create(**LONG, max_tokens=400, stream=True)
@@ -84,28 +84,31 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
             server.process.send_signal(signal.SIGTERM)
             await_status(f"{server.url}/ready", 503)
             assert status_of(f"{server.url}/health") == 200
-            with client_of(server) as late, pytest.raises(openai.InternalServerError) as refused:
+            with client_of(server) as late, pytest.raises(openai.InternalServerError) as rejected:
                 late.completions.create(model=MODEL, prompt="x")
             chunks = list(stream)
-        assert (refused.value.status_code, refused.value.code) == (503, "draining")
-        assert refused.value.response.headers["retry-after"] == "1"
-        assert refused.value.response.headers["connection"] == "close"
+        assert (rejected.value.status_code, rejected.value.code) == (503, "draining")
+        assert rejected.value.response.headers["retry-after"] == "1"
+        assert rejected.value.response.headers["connection"] == "close"
         assert chunks[-1].choices[0].finish_reason == "length"
         assert text
         assert server.process.wait(PATIENCE) == 0
         assert refuses_connections(server.port)
-    assert "shutting down; waiting up to 30 s for 1 completions" in "".join(server.said)
-    logged = [json.loads(line) for line in server.logged]
-    assert [line["status"] for line in logged if line["path"] == "/v1/completions"] == [503, 200]
-    assert logged[-1]["completion_tokens"] == 400
+    assert "shutting down; waiting up to 30 s for 1 completions" in "".join(server.stderr_lines)
+    lines_of_log = [json.loads(line) for line in server.stdout_lines]
+    assert [line["status"] for line in lines_of_log if line["path"] == "/v1/completions"] == [
+        503,
+        200,
+    ]
+    assert lines_of_log[-1]["completion_tokens"] == 400
 
 
-def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
-    """The key comes from the environment here, and is never said."""
+def test_completions_are_aborted_with_an_error_after_drain_seconds() -> None:
+    """The API key comes from the environment, and is never printed."""
     options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")
     with serving(*options, variables={API_KEY: "rose-key"}) as server:
-        assert 'api_key="..."' in "".join(server.said)
-        assert "no API key" not in "".join(server.said)
+        assert 'api_key="..."' in "".join(server.stderr_lines)
+        assert "no API key" not in "".join(server.stderr_lines)
         with client_of(server, "rose-key") as client:
             stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
             next(stream)
@@ -113,49 +116,49 @@ def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
             with pytest.raises(openai.APIError, match="the engine was closed"):
                 list(stream)
         assert server.process.wait(PATIENCE) == 0
-    assert "rose-key" not in "".join([*server.said, *server.logged])
+    assert "rose-key" not in "".join([*server.stderr_lines, *server.stdout_lines])
 
 
-NEVER_READ = """\
+BLOCK_PROMPTS = """\
 from threading import Event
-from roseinfer.progress import print_status
+from roseinfer.terminal import print_status
 from roseinfer.server.prompts import PromptEncoder
 
 encode = PromptEncoder._encode
 
-def held(self, text, *given, **options):
+def held(self, text, *args, **options):
     if text[:4] == "hold":
         print_status("held")
         Event().wait()
-    return encode(self, text, *given, **options)
+    return encode(self, text, *args, **options)
 
 PromptEncoder._encode = held
 """
 
 
-def test_prompts_that_take_too_long_are_cut_too() -> None:
-    """Their threads hold up neither the draining nor the end of the process."""
-    with serving("--drain-seconds", "0.2", before=NEVER_READ) as server:
+def test_prompts_being_read_are_aborted_after_drain_seconds() -> None:
+    """Their threads delay neither draining nor the exit of the process."""
+    with serving("--drain-seconds", "0.2", before=BLOCK_PROMPTS) as server:
         with client_of(server) as client, ThreadPoolExecutor(2) as pool:
-            ask = partial(client.completions.create, model=MODEL)
-            asked = [pool.submit(ask, prompt="hold" + "x" * many) for many in (2000, 40_000)]
+            complete = partial(client.completions.create, model=MODEL)
+            futures = [pool.submit(complete, prompt="hold" + "x" * many) for many in (2000, 40_000)]
             end = time.monotonic() + PATIENCE
-            while server.said.count("held\n") < 2:
+            while server.stderr_lines.count("held\n") < 2:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             assert client.completions.create(model=MODEL, prompt="x").choices
             server.process.send_signal(signal.SIGTERM)
-            for each in asked:
+            for each in futures:
                 with pytest.raises(openai.InternalServerError, match="the engine was closed"):
                     each.result()
         assert server.process.wait(PATIENCE) == 0
-    assert [json.loads(line)["status"] for line in server.logged] == [200, 503, 503]
+    assert [json.loads(line)["status"] for line in server.stdout_lines] == [200, 503, 503]
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_second_signal_ends_the_process_at_once() -> None:
     with serving("--host", "0.0.0.0") as server, client_of(server) as client:
         assert "no API key: every client that reaches this machine is served" in "".join(
-            server.said
+            server.stderr_lines
         )
         stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
         next(stream)
@@ -168,33 +171,33 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert time.monotonic() - began < 2
 
 
-def test_while_it_drains_it_is_not_ready_and_takes_nothing() -> None:
+def test_draining_server_is_not_ready_and_rejects_requests() -> None:
     with running() as server:
-        assert server.ask("GET", "/ready").json == {"ready": True}
+        assert server.request("GET", "/ready").json == {"ready": True}
         server.service.admission.draining = True
-        assert server.ask("GET", "/ready").status == 503
-        assert server.ask("GET", "/health").status == 200
-        refused = server.post("completions", prompt="x")
-        assert (refused.status, refused.error["code"]) == (503, "draining")
-        assert refused.headers["retry-after"] == "1"
-        assert refused.headers["connection"] == "close"
+        assert server.request("GET", "/ready").status == 503
+        assert server.request("GET", "/health").status == 200
+        rejected = server.post("completions", prompt="x")
+        assert (rejected.status, rejected.error["code"]) == (503, "draining")
+        assert rejected.headers["retry-after"] == "1"
+        assert rejected.headers["connection"] == "close"
 
 
-def test_a_probe_holds_up_no_end() -> None:
-    """It may keep its connection."""
+def test_probe_connection_does_not_delay_shutdown() -> None:
+    """A probe may keep its connection."""
     with running() as server:
-        kept = server.connection()
-        kept.request("GET", "/ready")
-        kept.getresponse().read()
+        connection = server.connection()
+        connection.request("GET", "/ready")
+        connection.getresponse().read()
         server.http.end()
         began = time.monotonic()
         while not refuses_connections(server.port):
             assert time.monotonic() - began < 3
             time.sleep(0.01)
-        kept.close()
+        connection.close()
 
 
-def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
+def test_idle_server_ends_at_once_and_closes_its_engine() -> None:
     with running() as server:
         server.post("completions", prompt="x")
         assert any(each.name == "roseinfer" for each in threading.enumerate())
@@ -204,8 +207,8 @@ def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
     assert server.served._async_llm.closed
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the line that the command says where it serves nothing."""
+def rejected(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the error line of a command that does not start a server."""
     parser = Parser()
     serve.add_options(parser)
     assert serve.run(parser.parse_args(words)) == 2
@@ -214,27 +217,27 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded(
+def test_port_in_use_is_reported_before_loading(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        assert f"--port {port}: cannot listen" in refused(capsys, "--port", port)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        assert f"--port {port}: cannot listen" in rejected(capsys, "--port", port)
 
 
-def test_so_is_one_that_another_server_has_which_still_loads_its_model(
+def test_port_of_a_loading_server_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with open_listener("127.0.0.1", 0) as taken:
-        port = str(taken.getsockname()[1])
-        said = refused(capsys, "--port", port)
-        assert f"--port {port}: cannot listen: Address already in use" in said
+    with open_listener("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        stderr = rejected(capsys, "--port", port)
+        assert f"--port {port}: cannot listen: Address already in use" in stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stderr"),
     [
         (["--model", "/nowhere"], "there is no such directory"),
         (["--chat-template", "/nowhere"], "--chat-template /nowhere: cannot read the file"),
@@ -244,7 +247,7 @@ def test_so_is_one_that_another_server_has_which_still_loads_its_model(
         (["--block-size", "0"], "block_size must be"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_a_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_reported_in_one_line(
+    words: list[str], stderr: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(capsys, *words)
+    assert stderr in rejected(capsys, *words)

@@ -1,4 +1,4 @@
-"""Offsets of tokens index the text that a completion returns, whatever makes its characters."""
+"""Offsets of tokens: they index the text of a completion."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ ROSES = "Röslein, 玫瑰 🌹."
 END = "<|endoftext|>"
 
 
-def told(server: Server, **asked: Any) -> dict[str, Any]:
-    """Return the text of a completion, its tokens and their offsets, whole or put together."""
-    answer = server.post("completions", logprobs=0, seed=1, **asked)
-    found: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
-    for each in answer.events if asked.get("stream") else [answer.json]:
+def completion_with_offsets(server: Server, **options: Any) -> dict[str, Any]:
+    """Return the text of a completion, its tokens and their offsets, whole or streamed."""
+    answer = server.post("completions", logprobs=0, seed=1, **options)
+    completion: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
+    for each in answer.events if options.get("stream") else [answer.json]:
         (choice,) = each["choices"]
-        found["text"] += choice["text"]
+        completion["text"] += choice["text"]
         for name in ("tokens", "text_offset"):
-            found[name] += choice["logprobs"][name]
-    return found
+            completion[name] += choice["logprobs"][name]
+    return completion
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_token_stands_at_its_offset(server: Server, echo: bool, stream: bool) -> None:
-    """Among those that the tiny model writes are many parts of characters."""
-    found = told(server, prompt=ROSES, max_tokens=200, echo=echo, stream=stream)
-    text, offsets = found["text"], found["text_offset"]
-    assert sum(token.startswith("bytes:") for token in found["tokens"]) > 20
+def test_token_is_at_its_offset(server: Server, echo: bool, stream: bool) -> None:
+    """The tiny model generates many parts of characters."""
+    completion = completion_with_offsets(
+        server, prompt=ROSES, max_tokens=200, echo=echo, stream=stream
+    )
+    text, offsets = completion["text"], completion["text_offset"]
+    assert sum(token.startswith("bytes:") for token in completion["tokens"]) > 20
     assert offsets == sorted(offsets)
     assert max(offsets) <= len(text)
-    for token, offset in zip(found["tokens"], offsets, strict=True):
-        shown = not token.startswith("bytes:") and token != END
-        assert not shown or text.startswith(token, offset), (token, offset)
+    for token, offset in zip(completion["tokens"], offsets, strict=True):
+        is_text = not token.startswith("bytes:") and token != END
+        assert not is_text or text.startswith(token, offset), (token, offset)
 
 
-def test_the_parts_of_a_character_share_its_offset(server: Server) -> None:
-    found = told(server, prompt=ROSES, max_tokens=1, echo=True)
-    wanted = [at for at, character in enumerate(ROSES) for _ in character.encode()]
-    assert found["text_offset"] == [*wanted, len(ROSES)]
+def test_parts_of_a_character_share_its_offset(server: Server) -> None:
+    completion = completion_with_offsets(server, prompt=ROSES, max_tokens=1, echo=True)
+    expected = [at for at, character in enumerate(ROSES) for _ in character.encode()]
+    assert completion["text_offset"] == [*expected, len(ROSES)]
 
 
-def test_special_tokens_count_where_they_are_shown(server: Server) -> None:
-    found = told(server, prompt=f"ab{END}c", max_tokens=1, echo=True)
-    assert found["tokens"][:4] == ["a", "b", END, "c"]
-    assert found["text_offset"] == [0, 1, 2, 2 + len(END), 3 + len(END)]
+def test_echoed_special_tokens_count(server: Server) -> None:
+    completion = completion_with_offsets(server, prompt=f"ab{END}c", max_tokens=1, echo=True)
+    assert completion["tokens"][:4] == ["a", "b", END, "c"]
+    assert completion["text_offset"] == [0, 1, 2, 2 + len(END), 3 + len(END)]
 
 
 WORDS = ["<s>", "▁a", "b", "<0xC3>", "<0xA9>"]
 
 
-def tokenizer_of_words() -> PreTrainedTokenizerFast:
-    """Return one as of Llama 2: words have a space before them, but not the first of a text."""
-    made = Tokenizer(models.BPE({word: at for at, word in enumerate(WORDS)}, []))
-    made.add_special_tokens([AddedToken("<s>", special=True)])
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like that of Llama 2, with a space before each word but the first."""
+    tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(WORDS)}, []))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
-def test_tokens_that_are_not_bytes_and_one_that_the_tokenizer_adds() -> None:
-    texts = TokenTexts(tokenizer_of_words())
+def test_offsets_with_word_and_added_tokens() -> None:
+    texts = TokenTexts(word_tokenizer())
     prompt, offsets = PromptOffsets(texts, "abé a"), TextOffsets(texts, len("abé a"))
     assert prompt.of([0, 1, 2, 3]) + prompt.of([4, 1]) == [0, 0, 1, 2, 2, 4]
     assert offsets.of([1, 3, 4]) == [5, 6, 6]

@@ -1,4 +1,4 @@
-"""A server whose logs nobody reads, or that has nowhere to write them, serves and ends."""
+"""Servers whose output is not read or cannot be written: they serve and exit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.server.test_shutdown import LONG, await_status, status_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MANY = 1200
-"""Requests; the lines of far fewer fill a queue and a pipe."""
-SOON = 20.0
-"""Seconds; what would hang, hangs for ever."""
+REQUESTS = 1200
+"""Requests; far fewer lines fill a queue and a pipe."""
+TIMEOUT_S = 20.0
+"""Seconds; a failure would block forever."""
 
 
 def full_pipe(stack: ExitStack) -> int:
-    """Return the end for writing of a pipe that nobody reads and that takes no byte more."""
+    """Return the write end of a pipe that is full and is not read."""
     reading, writing = os.pipe()
     stack.callback(os.close, reading)
     stack.callback(os.close, writing)
@@ -58,10 +58,10 @@ def redirections(kind: str, stack: ExitStack) -> dict[str, Any]:
 
 @contextmanager
 def quiet_server(kind: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start one that cannot say where it is served, and wait until it is ready."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    """Start a server that cannot print its URL, and wait until it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     words = [sys.executable, "-c", CODE, "--port", str(port), "--device", "cpu"]
     closed = ">&- 2>&-" if kind == "closed" else ""
     with ExitStack() as stack:
@@ -74,14 +74,14 @@ def quiet_server(kind: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         stack.callback(process.kill)
         url = f"http://127.0.0.1:{port}"
         end = time.monotonic() + PATIENCE
-        while not tracks_stored_blocks(url):
+        while not is_ready(url):
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.05)
         yield process, url
 
 
-def tracks_stored_blocks(url: str) -> bool:
+def is_ready(url: str) -> bool:
     try:
         return status_of(f"{url}/ready") == 200
     except URLError:
@@ -89,19 +89,21 @@ def tracks_stored_blocks(url: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["unread", "full", "closed"])
-def test_it_answers_drains_and_tells_of_the_end_of_its_engine(kind: str) -> None:
+def test_server_with_unread_output_serves_drains_and_reports_engine_exit(kind: str) -> None:
     with (
         quiet_server(kind) as (process, url),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON) as client,
+        openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+        ) as client,
     ):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (engine,) = map(int, children)
         if kind == "closed":
             for pid in (process.pid, engine):
-                places = [os.readlink(f"/proc/{pid}/fd/{number}") for number in (1, 2)]
-                assert places == [os.devnull] * 2
-        connection = HTTPConnection(url.partition("//")[2], timeout=SOON)
-        for _ in range(MANY):
+                targets = [os.readlink(f"/proc/{pid}/fd/{number}") for number in (1, 2)]
+                assert targets == [os.devnull] * 2
+        connection = HTTPConnection(url.partition("//")[2], timeout=TIMEOUT_S)
+        for _ in range(REQUESTS):
             connection.request("GET", "/health")
             answer = connection.getresponse()
             answer.read()
@@ -117,4 +119,4 @@ def test_it_answers_drains_and_tells_of_the_end_of_its_engine(kind: str) -> None
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine's process ended by SIGKILL"):
             list(long)
-        assert process.wait(SOON) == 0
+        assert process.wait(TIMEOUT_S) == 0

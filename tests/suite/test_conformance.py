@@ -1,4 +1,4 @@
-"""``conformance()`` and the suite: what they accept, what they refuse, and that they are easy."""
+"""``conformance()`` and the suite: accepted and refused adapters, marks and replacements."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ if TYPE_CHECKING:
 
     from tests.project import Project
 
-FEW = ("--roseinfer-examples=15", "--roseinfer-seed=1")
+SHORT_SEARCH = ("--roseinfer-examples=15", "--roseinfer-seed=1")
 TESTS = 5
 
 
 @pytest.fixture(autouse=True)
 def _keep_the_kernel_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``conformance()`` chooses one for the process; that of these tests has others to run."""
+    """Keep the kernel runtime, which ``conformance()`` would choose for the whole process."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def test_the_suite_needs_no_file_and_hides_no_target(project: Project) -> None:
-    """``pytest``, unlike ``python -m pytest``, does not import from the folder it is started in."""
+def test_suite_needs_no_file_and_lists_every_target(project: Project) -> None:
+    """``pytest``, unlike ``python -m pytest``, does not import from its working folder."""
     for name in ("one", "two"):
         (project.path / name).mkdir()
         (project.path / name / "caches.py").write_text(list_cache().partition("TestListCache")[0])
     targets = [f"--roseinfer-target={name}.caches:ListCache" for name in ("one", "two")]
-    arguments = ["--pyargs", "pytest_roseinfer.suite", "-k", "histories", *targets, *FEW]
-    done = subprocess.run(
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "-k", "histories", *targets, *SHORT_SEARCH]
+    process = subprocess.run(
         [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", *arguments],
         cwd=project.path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
-    assert f"2 passed, {2 * (TESTS - 1)} deselected" in done.stdout
-    assert "= roseinfer: one.caches:ListCache =" in done.stdout
-    assert "= roseinfer: two.caches:ListCache =" in done.stdout
+    assert process.returncode == pytest.ExitCode.OK, process.stdout + process.stderr
+    assert f"2 passed, {2 * (TESTS - 1)} deselected" in process.stdout
+    assert "= roseinfer: one.caches:ListCache =" in process.stdout
+    assert "= roseinfer: two.caches:ListCache =" in process.stdout
 
 
-def test_a_known_failure_can_be_excused_and_still_runs(project: Project) -> None:
-    """What stands in place of a shipped test is not run; only its marks count."""
+def test_known_failure_can_be_marked_xfail_and_still_runs(project: Project) -> None:
+    """The replacement of a shipped test does not run; only its marks count."""
     project.copy_caches()
     project.write(
         test_mine="""
@@ -83,46 +83,46 @@ def test_a_known_failure_can_be_excused_and_still_runs(project: Project) -> None
                     assert False
         """
     )
-    result = project.pytest("-k", "histories", "-rxX", *FEW)
+    result = project.pytest("-k", "histories", "-rxX", *SHORT_SEARCH)
     result.assert_outcomes(xfailed=1, failed=1, deselected=2 * (TESTS - 1))
     result.stdout.fnmatch_lines(["*XPASS(strict)*was broken once", "XFAIL *- writes nothing*"])
 
 
-def replaced(**tests: Any) -> type:
+def replace_tests(**tests: Any) -> type:
     return type("TestMine", (conformance(ListCache),), tests)
 
 
-def nothing(self: object) -> None:
-    """This test checks nothing."""
+def empty_test(self: object) -> None:
+    """Check nothing."""
 
 
 @pytest.mark.skip(reason="slow")
-def skipped(self: object) -> None: ...
+def skipped_test(self: object) -> None: ...
 
 
 @pytest.mark.xfail
-def excused_for_no_reason(self: object) -> None: ...
+def xfail_without_reason(self: object) -> None: ...
 
 
-@pytest.mark.parametrize("own", [nothing, None, skipped, excused_for_no_reason])
-def test_a_shipped_test_cannot_be_replaced(own: object) -> None:
+@pytest.mark.parametrize("own", [empty_test, None, skipped_test, xfail_without_reason])
+def test_shipped_test_cannot_be_replaced(own: object) -> None:
     with pytest.raises(TypeError, match="test_histories is a test of pytest_roseinfer and cannot"):
-        replaced(test_histories=own)
+        replace_tests(test_histories=own)
 
 
 @pytest.mark.xfail(reason="hangs", run=False)
-def excused_from_running(self: object) -> None: ...
+def xfail_without_running(self: object) -> None: ...
 
 
-def test_a_test_that_is_excused_runs() -> None:
+def test_xfail_must_not_stop_a_test_from_running() -> None:
     with pytest.raises(TypeError, match="test_histories is a test of pytest_roseinfer and cannot"):
-        replaced(test_histories=excused_from_running)
+        replace_tests(test_histories=xfail_without_running)
 
 
 @pytest.mark.parametrize("part", ["adapter", "_search", "shipped"])
-def test_nor_can_what_the_tests_are_made_of(part: str) -> None:
+def test_attributes_of_the_shipped_tests_cannot_be_replaced(part: str) -> None:
     with pytest.raises(TypeError, match=f"TestMine replaces {part}, which the tests of"):
-        replaced(**{part: ListCache})
+        replace_tests(**{part: ListCache})
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,13 @@ def test_nor_can_what_the_tests_are_made_of(part: str) -> None:
         "pytest.mark.xfail(reason='hangs', run=False)",
     ],
 )
-@pytest.mark.parametrize("how", ["decorator", "pytestmark"])
-def test_nor_can_all_be_left_out_by_a_mark(project: Project, mark: str, how: str) -> None:
-    before, inside = (f"@{mark}", "pass") if how == "decorator" else ("", f"pytestmark = {mark}")
+@pytest.mark.parametrize("mark_style", ["decorator", "pytestmark"])
+def test_shipped_tests_cannot_be_skipped_by_a_mark(
+    project: Project, mark: str, mark_style: str
+) -> None:
+    decorator_line, body_line = (
+        (f"@{mark}", "pass") if mark_style == "decorator" else ("", f"pytestmark = {mark}")
+    )
     project.copy_caches()
     project.write(
         test_mine=f"""
@@ -144,19 +148,19 @@ def test_nor_can_all_be_left_out_by_a_mark(project: Project, mark: str, how: str
             from caches.adversaries import WritesNothing
             from pytest_roseinfer import conformance
 
-            {before}
+            {decorator_line}
             class TestBroken(conformance(WritesNothing)):
-                {inside}
+                {body_line}
         """
     )
-    result = project.pytest(*FEW)
+    result = project.pytest(*SHORT_SEARCH)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["*TestBroken*cannot be marked*deselect it with -k, -m or --deselect*"]
     )
 
 
-def test_all_can_be_excused_with_a_reason(project: Project) -> None:
+def test_all_tests_can_be_marked_xfail_with_a_reason(project: Project) -> None:
     project.copy_caches()
     project.write(
         test_mine="""
@@ -169,24 +173,26 @@ def test_all_can_be_excused_with_a_reason(project: Project) -> None:
                 pass
         """
     )
-    project.pytest("-k", "histories", *FEW).assert_outcomes(xfailed=1, deselected=TESTS - 1)
+    project.pytest("-k", "histories", *SHORT_SEARCH).assert_outcomes(
+        xfailed=1, deselected=TESTS - 1
+    )
 
 
-def test_nor_can_it_be_replaced_by_a_class_beside_it() -> None:
-    class Gutted:
-        test_one_batch_equals_its_split_in_two = nothing
+def test_shipped_test_cannot_be_replaced_by_a_base_class() -> None:
+    class EmptyTests:
+        test_one_batch_equals_its_split_in_two = empty_test
 
     with pytest.raises(TypeError, match="test_one_batch_equals_its_split_in_two is a test of"):
-        type("TestMine", (Gutted, conformance(ListCache)), {})
+        type("TestMine", (EmptyTests, conformance(ListCache)), {})
 
 
-def test_tests_of_ones_own_may_be_added() -> None:
-    added = replaced(test_mine=nothing)
-    assert vars(added)["test_mine"] is nothing
-    assert type("TestMore", (added,), {"test_more": nothing})
+def test_own_tests_may_be_added() -> None:
+    with_own_test = replace_tests(test_mine=empty_test)
+    assert vars(with_own_test)["test_mine"] is empty_test
+    assert type("TestMore", (with_own_test,), {"test_more": empty_test})
 
 
-def test_it_says_what_an_adapter_lacks() -> None:
+def test_missing_methods_of_an_adapter_are_named() -> None:
     class Empty(KVCacheAdapter):
         def make(self, spec: object) -> None: ...
 
@@ -196,7 +202,7 @@ def test_it_says_what_an_adapter_lacks() -> None:
         conformance(ListCache())  # type: ignore[call-overload]
 
 
-def test_append_many_does_for_append() -> None:
+def test_append_many_replaces_append() -> None:
     class Many(ListCache):
         append = KVCacheAdapter.append
 
@@ -219,18 +225,18 @@ def test_append_many_does_for_append() -> None:
         run_history(Swaps, history)
 
 
-def test_append_is_needed_where_there_is_no_append_many() -> None:
-    class Lacking(ListCache):
+def test_append_is_required_without_append_many() -> None:
+    class WithoutAppend(ListCache):
         append = KVCacheAdapter.append
 
-    with pytest.raises(TypeError, match=r"Lacking must define append$"):
-        refuse_mistakes(Lacking)
-    with pytest.raises(Divergence, match="Lacking must define append"):
-        run_history(Lacking, History(CacheSpec(), (Append((0,)),)))
+    with pytest.raises(TypeError, match=r"WithoutAppend must define append$"):
+        refuse_mistakes(WithoutAppend)
+    with pytest.raises(Divergence, match="WithoutAppend must define append"):
+        run_history(WithoutAppend, History(CacheSpec(), (Append((0,)),)))
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("slow", "is 'slow': write FastPath(equals='slow')"),
         (None, "is None: write FastPath(equals=...)"),
@@ -238,20 +244,22 @@ def test_append_is_needed_where_there_is_no_append_many() -> None:
         (FastPath(equals="slow", never_with=[{"fuse": 1}]), "names fuse, which option_choices has"),
     ],
 )
-def test_it_says_what_a_path_lacks(path: object, said: str) -> None:
-    mine = type("Mine", (ListCache,), {"paths": {"fast": path}, "option_choices": {"fused": (1,)}})
-    with pytest.raises(TypeError, match=re.escape(f"Mine.paths['fast'] {said}")):
-        conformance(mine)
+def test_invalid_path_is_named_with_its_remedy(path: object, message: str) -> None:
+    adapter = type(
+        "Mine", (ListCache,), {"paths": {"fast": path}, "option_choices": {"fused": (1,)}}
+    )
+    with pytest.raises(TypeError, match=re.escape(f"Mine.paths['fast'] {message}")):
+        conformance(adapter)
 
 
-def test_a_path_says_so_itself_where_it_can() -> None:
+def test_invalid_arguments_of_a_path_are_refused() -> None:
     with pytest.raises(TypeError, match="equals=True: expected the name of a slow path"):
         FastPath(equals=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected several settings, as in \[{'fused': 0}\]"):
         FastPath(equals="slow", never_with={"fused": 0})  # type: ignore[arg-type]
 
 
-def test_a_cache_may_count_its_paths_without_showing_its_tables() -> None:
+def test_cache_may_count_paths_without_showing_tables() -> None:
     class Counting(ListCache):
         paths: ClassVar[Mapping[str, FastPath]] = {"rows": FastPath(equals="row")}
 
@@ -269,7 +277,7 @@ def test_a_cache_may_count_its_paths_without_showing_its_tables() -> None:
     assert run_history(Counting, History(CacheSpec(), (Append((0, 1)),))) == {"rows": 1}
 
 
-def test_two_adapters_and_one_adapter_twice_fit_in_one_file(project: Project) -> None:
+def test_file_may_test_two_adapters_and_one_of_them_twice(project: Project) -> None:
     """Hypothesis refuses a test that runs as a method of two classes."""
     project.copy_caches()
     project.write(
@@ -283,13 +291,13 @@ def test_two_adapters_and_one_adapter_twice_fit_in_one_file(project: Project) ->
             TestPagedAgain = conformance(PagedCache)
         """
     )
-    result = project.pytest("-k", "histories or permuting", *FEW)
+    result = project.pytest("-k", "histories or permuting", *SHORT_SEARCH)
     result.assert_outcomes(passed=6, deselected=9)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*= roseinfer: caches.paged*", "30 histories *"])
 
 
-def test_without_the_plugin_nothing_passes(project: Project) -> None:
+def test_no_shipped_test_passes_without_the_plugin(project: Project) -> None:
     project.copy_caches()
     project.write(
         test_it="""

@@ -1,4 +1,4 @@
-"""Every short history of a small cache is run, once, and finds by itself what is wrong."""
+"""The exhaustive walk: every short history of a small cache is run once, and finds bugs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 MANAGER = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
 KERNELS_OFF = {"triton": False}
-LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
-    broken_text_caches.TakesWhatWasThere: (Prefill(0, 6), Free(0), LookUp(2, 4)),
+FIRST_STEPS: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
+    broken_text_caches.ReusesAStaleLookup: (Prefill(0, 6), Free(0), LookUp(2, 4)),
     broken_text_caches.HitsDoNotRenew: (Prefill(0, 6), Free(0), Prefill(1, 6)),
     branching_text_caches.WritesUnderAKeptKey: (
         Prefill(0, 2),
@@ -54,7 +54,7 @@ LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
         Free(1),
     ),
 }
-"""What is found at the fifth or sixth step, and not before: the steps from where to walk on."""
+"""First steps of a walk, for bugs that only the fifth or sixth step reveals."""
 BROKEN = (
     broken_window_caches.FreesATokenEarly,
     broken_window_caches.SlidesTheFirstGroupOnly,
@@ -65,38 +65,40 @@ BROKEN = (
 
 
 def walk_all(
-    adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, ...] = ()
+    adapter: type[KVCacheAdapter], most_steps: int, steps: tuple[Operation, ...] = ()
 ) -> WalkCounts:
-    walked = WalkCounts()
+    counts = WalkCounts()
     options = KERNELS_OFF if "triton" in adapter.option_choices else {}
-    for beginning in empty_histories(adapter, options):
-        history = replace(beginning, operations=steps)
-        assert all(each.size == most for each in walk(adapter, history, most, walked))
-    return walked
+    for empty_history in empty_histories(adapter, options):
+        history = replace(empty_history, operations=steps)
+        assert all(each.size == most_steps for each in walk(adapter, history, most_steps, counts))
+    return counts
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("cache", BROKEN, ids=lambda cache: cache.__name__)
-def test_what_fits_the_bounds_is_found(cache: type[KVCacheAdapter]) -> None:
-    steps = LATER.get(cache, ())
+def test_bug_within_the_bounds_is_found(cache: type[KVCacheAdapter]) -> None:
+    steps = FIRST_STEPS.get(cache, ())
     with pytest.raises(Divergence):
         walk_all(cache, len(steps) + 2 if steps else 3, steps)
 
 
-def test_what_only_an_unread_step_shows_is_found() -> None:
+def test_bug_that_needs_an_unread_step_is_found() -> None:
     steps = (Append((0,)),) * 3
     with pytest.raises(Divergence, match="gather: sequence 0"):
         walk_all(UploadsItsTableLate, 5, steps)
 
 
-def test_each_history_is_run_once() -> None:
-    run: list[Sequence[Operation]] = []
-    walked = WalkCounts()
-    for beginning in empty_histories(GroupedManager, KERNELS_OFF):
-        run += [each.operations for each in walk(GroupedManager, beginning, 3, walked)]
-    assert len(run) == len(set(run)) == 26
-    assert walked.histories == 33
-    assert len(walked.states) == 20
+def test_every_history_is_run_once() -> None:
+    histories_run: list[Sequence[Operation]] = []
+    counts = WalkCounts()
+    for empty_history in empty_histories(GroupedManager, KERNELS_OFF):
+        histories_run += [
+            each.operations for each in walk(GroupedManager, empty_history, 3, counts)
+        ]
+    assert len(histories_run) == len(set(histories_run)) == 26
+    assert counts.histories == 33
+    assert len(counts.states) == 20
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def test_right_caches_pass(cache: type[KVCacheAdapter]) -> None:
     assert walk_all(cache, 2).histories
 
 
-class FreesWhatNobodyHas(GroupedManager):
-    """It accepts to free a sequence that never was."""
+class FreesUnknownSequences(GroupedManager):
+    """Accepts to free an unknown sequence."""
 
     def free(self, seq: int) -> None:
         if seq in self.lists:
@@ -117,18 +119,18 @@ class FreesWhatNobodyHas(GroupedManager):
 
 def test_bad_calls_are_made() -> None:
     with pytest.raises(Divergence, match="free of a sequence that never was went through"):
-        walk_all(FreesWhatNobodyHas, 1)
+        walk_all(FreesUnknownSequences, 1)
 
 
-def test_the_first_name_and_the_first_text_stand_for_all() -> None:
+def test_symmetric_names_and_texts_are_walked_once() -> None:
     assert every_step(GroupedManager, Oracle(2, 3)) == [Append((0,))]
-    (same, *parting) = every_texts(BranchingTextCache)
-    for texts in (same, *parting):
+    (equal_texts, *branching_texts) = every_texts(BranchingTextCache)
+    for texts in (equal_texts, *branching_texts):
         steps = every_step(BranchingTextCache, Oracle(2, 3, branches=texts))
         assert steps == [Append((0,)), Prefill(0, 6), Prefill(0, 8)]
 
 
-def test_a_name_that_was_used_is_not_taken_for_a_new_one() -> None:
+def test_reused_name_differs_from_a_new_one() -> None:
     oracle = Oracle(2, 3)
     oracle.append([(0, 1)], [0])
     steps = [Append((0,)), Free(0), Truncate(0, 0), Append((1,)), Fork(0, 1)]
@@ -137,94 +139,94 @@ def test_a_name_that_was_used_is_not_taken_for_a_new_one() -> None:
     assert every_step(GroupedManager, oracle) == [Append((0,)), Append((1,))]
 
 
-def test_where_texts_part_either_can_be_said_again() -> None:
+def test_both_branches_of_a_text_can_be_repeated() -> None:
     oracle = Oracle(2, 3, branches=((0, 0), (0, 2)))
     oracle.append([(0, 1)], [0])
     oracle.free(0)
-    begun = [step for step in every_step(BranchingTextCache, oracle) if isinstance(step, Append)]
-    assert begun == [Append((2,)), Append((1,))]
+    appends = [step for step in every_step(BranchingTextCache, oracle) if isinstance(step, Append)]
+    assert appends == [Append((2,)), Append((1,))]
 
 
-def test_what_is_divided_among_processes_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walk_divided_among_processes_has_equal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 2)
     with ThreadPoolExecutor(1) as pool:
-        found = exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
-    assert (found.walked.histories, len(found.walked.states), found.wrong) == (33, 20, "")
+        result = exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
+    assert (result.walked.histories, len(result.walked.states), result.wrong) == (33, 20, "")
 
 
-def test_it_says_how_far_it_has_come(
+def test_walk_reports_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 2)
     monkeypatch.setattr(exhaustive, "_SAID_EVERY", 0.0)
     with ThreadPoolExecutor(1) as pool:
         exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == f"{MANAGER}: {len(said)} of {len(said)} parts, 33 histories"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == f"{MANAGER}: {len(lines)} of {len(lines)} parts, 33 histories"
 
 
-def test_a_process_that_finds_something_ends_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_found_by_a_process_ends_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 1)
     with ThreadPoolExecutor(1) as pool:
-        found = exhaustive.every_history(
+        result = exhaustive.every_history(
             "tests.capabilities.caches.broken_text_caches:RevivesWithoutItsKey", {}, 3, pool
         )
-    assert "after step 3 of" in found.wrong
+    assert "after step 3 of" in result.wrong
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "said"),
+    ("name", "status", "message"),
     [
         ("list_cache:ListCache", 0, "histories, "),
-        ("broken_text_caches:KnowsABareHash", 1, "wrong, found by "),
+        ("broken_text_caches:KeysByABareHash", 1, "wrong, found by "),
     ],
 )
-def test_it_says_how_many_histories_it_ran(
-    name: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_walk_reports_the_number_of_histories(
+    name: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exhaustive.run([f"tests.capabilities.caches.{name}"], steps=2) == status
-    told = capsys.readouterr().out
-    assert told.startswith("every history of up to 2 steps, on 3 blocks of 2 tokens and 2 sequen")
-    assert said in told
+    output = capsys.readouterr().out
+    assert output.startswith("every history of up to 2 steps, on 3 blocks of 2 tokens and 2 sequen")
+    assert message in output
 
 
-def test_verify_walks_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    walked: list[Sequence[str]] = []
+def test_verify_walks_the_named_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked_targets: list[Sequence[str]] = []
 
-    def run(targets: Sequence[str]) -> int:
-        walked.append(targets)
+    def fake_run(targets: Sequence[str]) -> int:
+        walked_targets.append(targets)
         return 7
 
-    monkeypatch.setattr(exhaustive, "run", run)
+    monkeypatch.setattr(exhaustive, "run", fake_run)
     assert main(["verify", "--exhaustive"]) == main(["verify", "--exhaustive", MANAGER]) == 7
     assert main(["verify", "--exhaustive", "--target", MANAGER]) == 7
-    assert walked == [[], [MANAGER], [MANAGER]]
+    assert walked_targets == [[], [MANAGER], [MANAGER]]
 
 
-def test_all_that_is_shipped_can_be_walked() -> None:
+def test_shipped_targets_can_be_walked() -> None:
     assert len(exhaustive.SHIPPED) == 3
     assert exhaustive.run((), steps=2) == 0
 
 
-def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
-    """A bad call reads past the end of the newest sequence that has blocks; 1 has none here."""
+def test_bad_call_does_not_use_an_empty_sequence() -> None:
+    """A bad call reads past the end of the newest sequence with blocks; sequence 1 has none."""
     steps = (Append((0,)), Append((1,)), Truncate(1, 0))
-    (beginning,) = empty_histories(GroupedManager, KERNELS_OFF)
-    run_history(GroupedManager, History(beginning.spec, steps))
+    (empty_history,) = empty_histories(GroupedManager, KERNELS_OFF)
+    run_history(GroupedManager, History(empty_history.spec, steps))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("nowhere:Nothing", "there is no module nowhere"),
         ("json:JSONDecoder", "not a subclass of KVCacheAdapter or EngineAdapter"),
         (SHIPPED_TARGETS[0], "adapter of an engine; --exhaustive needs one of a cache"),
     ],
 )
-def test_a_name_that_leads_to_no_cache_is_no_history_gone_wrong(
-    name: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_name_of_a_cache_is_a_usage_error(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", "--exhaustive", name]) == 4
     error = capsys.readouterr().err
     assert error.startswith("ERROR: ")
-    assert said in error
+    assert message in error

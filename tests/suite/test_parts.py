@@ -1,4 +1,4 @@
-"""On a GPU long tests come in parts, which lose nothing and are dealt out evenly."""
+"""Long tests in parts, as on a GPU: they cover all examples and are spread evenly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANY_PATHS = """
 
     TestMany = conformance(Many)
 """
-OF_HISTORIES = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
+SEARCH = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
 IN_PARTS = """
     from pytest_roseinfer.plugin import shipped
 
@@ -37,16 +37,16 @@ IN_PARTS = """
 """
 
 
-def test_a_test_in_parts_tries_the_same_examples(project: Project) -> None:
+def test_parts_of_a_test_cover_the_same_examples(project: Project) -> None:
     project.copy_caches()
     project.write(test_cache=MANY_PATHS)
-    whole = project.pytest(*OF_HISTORIES)
+    single = project.pytest(*SEARCH)
     project.write(conftest=IN_PARTS)
-    parts = project.pytest(*OF_HISTORIES)
+    parts = project.pytest(*SEARCH)
     parts.assert_outcomes(passed=2)
     parts.stdout.fnmatch_lines(["*::test_histories?1of2? PASSED*"])
-    shown = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
-    lines = [[*filter(shown.match, result.outlines)] for result in (whole, parts)]
+    coverage_line = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
+    lines = [[*filter(coverage_line.match, result.outlines)] for result in (single, parts)]
     assert lines[0] == lines[1] != []
 
 
@@ -55,7 +55,7 @@ def _item(name: str, of: int = 1, cls: type | None = ConformanceTests) -> Any:
     return SimpleNamespace(name=name, cls=cls, callspec=call)
 
 
-def test_each_long_test_has_a_short_one_beside_it() -> None:
+def test_long_and_short_tests_are_interleaved() -> None:
     items = [
         *(_item("own", cls=None), _item("long 1", of=3), _item("long 2", of=3)),
         *(_item("short 1"), _item("own too", cls=None), _item("long 3", of=3), _item("short 2")),

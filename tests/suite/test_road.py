@@ -1,4 +1,4 @@
-"""The road from a test that comes with the plugin to what it finds wrong is short."""
+"""The number of files between a shipped test and its failing assertion is small."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_roseinfer import (
 from pytest_roseinfer.run import coverage
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.text_cache import TextCache
-from tests.engine_capabilities.engines.broken_engines import ANeighboursTokenLeaksIn
+from tests.engine_capabilities.engines.broken_engines import ReturnsANeighboursToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Negates(ListCache):
 
 
 class NegatesTexts(TextCache):
-    """The same with prefixes."""
+    """The same with prefix reuse."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, -key, value)
@@ -49,48 +49,48 @@ class NegatesTexts(TextCache):
         super().prefill(seq, -key, value)
 
 
-def road(test: Callable[[], None]) -> list[str]:
-    """Return the files of both packages that are entered up to the first failing assertion."""
+def files_entered(test: Callable[[], None]) -> list[str]:
+    """Return the files of both packages that are entered before the first failing assertion."""
     files: dict[str, None] = {}
-    ends = Divergence.__init__.__code__, MixDivergence.__init__.__code__
+    end_of_call = Divergence.__init__.__code__, MixDivergence.__init__.__code__
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def record(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             files[frame.f_code.co_filename] = None
-        elif event == "return" and frame.f_code in ends:
+        elif event == "return" and frame.f_code in end_of_call:
             sys.setprofile(None)
 
-    before = sys.getprofile()
-    sys.setprofile(note)
+    previous_profiler = sys.getprofile()
+    sys.setprofile(record)
     try:
         with pytest.raises((Divergence, MixDivergence)):
             test()
     finally:
-        sys.setprofile(before)
-    found = [(Path(file), root) for file in files for root in PACKAGES]
-    return [str(file.relative_to(root.parent)) for file, root in found if file.is_relative_to(root)]
+        sys.setprofile(previous_profiler)
+    paths = [(Path(file), root) for file in files for root in PACKAGES]
+    return [str(file.relative_to(root.parent)) for file, root in paths if file.is_relative_to(root)]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "test", "most"),
+    ("adapter", "test", "max_files"),
     [
         (Negates, "test_histories", 16),
         (NegatesTexts, "test_histories", 25),
-        (ANeighboursTokenLeaksIn, "test_requests_get_what_they_get_alone", 16),
+        (ReturnsANeighboursToken, "test_requests_get_what_they_get_alone", 16),
     ],
     ids=["cache", "cache with prefixes", "engine"],
 )
-def test_few_files_lead_to_a_failing_assertion(
-    adapter: type[KVCacheAdapter | EngineAdapter], test: str, most: int
+def test_failing_assertion_is_reached_through_few_files(
+    adapter: type[KVCacheAdapter | EngineAdapter], test: str, max_files: int
 ) -> None:
-    asked, seen = settings.current(), coverage.current()
+    previous_settings, previous_coverage = settings.current(), coverage.current()
     try:
         settings.set_current(settings.Settings(examples=5, seed=1))
-        for _ in range(2):  # the first time, modules are imported on the way
+        for _ in range(2):  # the first time, modules are imported too
             coverage.set_current(coverage.Coverage())
-            entered = road(getattr(conformance(adapter)(), test))
+            files = files_entered(getattr(conformance(adapter)(), test))
     finally:
-        settings.set_current(asked)
-        coverage.set_current(seen)
-    print("\n".join(entered))
-    assert len(entered) <= most
+        settings.set_current(previous_settings)
+        coverage.set_current(previous_coverage)
+    print("\n".join(files))
+    assert len(files) <= max_files

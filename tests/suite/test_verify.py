@@ -1,4 +1,4 @@
-"""``roseinfer verify`` takes the options that pytest has too, and refuses mistakes at once."""
+"""``roseinfer verify``: its options, which equal pytest's, and its usage errors."""
 
 from __future__ import annotations
 
@@ -34,55 +34,55 @@ MISTAKES = {
 
 def test_every_option_has_an_effect(project: Project) -> None:
     project.copy_caches()
-    project.ini("addopts = --no-such-option")  # for other tests, as is the conftest.py
+    project.ini("addopts = --no-such-option")  # must be ignored, like conftest.py
     (project.path / "tests").mkdir()
     (project.path / "tests" / "conftest.py").write_text("raise RuntimeError")
-    asked = ["--target=caches.list_cache:ListCache", "--seed=5", "--examples=3", "--profile=ci"]
-    done = warm_process.run(
-        ["-m", "roseinfer", "verify", "--cpu", *asked, "--report=kv.json", "--report=kv.html"],
+    options = ["--target=caches.list_cache:ListCache", "--seed=5", "--examples=3", "--profile=ci"]
+    process = warm_process.run(
+        ["-m", "roseinfer", "verify", "--cpu", *options, "--report=kv.json", "--report=kv.html"],
         cwd=project.path,
         environment={**os.environ, "PYTEST_ADDOPTS": "-p no:xdist"},
     )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("roseinfer verify: checking ListCache\n")
-    assert "\nSKIPPED [1]" in done.stdout
-    assert "ListCache has no option_choices" in done.stdout
-    looked, finds = done.stdout.splitlines()[-2:]
+    assert process.returncode == 0, process.stdout
+    assert process.stdout.startswith("roseinfer verify: checking ListCache\n")
+    assert "\nSKIPPED [1]" in process.stdout
+    assert "ListCache has no option_choices" in process.stdout
+    search_line, strength_line = process.stdout.splitlines()[-2:]
     assert re.fullmatch(
-        r"Searched [1-9]\d* histories and mixes of requests in \d+ s, profile ci.", looked
+        r"Searched [1-9]\d* histories and mixes of requests in \d+ s, profile ci.", search_line
     )
-    assert finds == "Strength of such a search: not measured: 3 examples in place of 500."
+    assert strength_line == "Strength of such a search: not measured: 3 examples in place of 500."
     assert (project.path / "kv.html").is_file()
     report = json.loads((project.path / "kv.json").read_text())
     (target,) = report["targets"]
-    said = (report["profile"], report["seed"], report["examples"], report["steps"])
-    assert said == ("ci", 5, 3, 20)
+    figures = (report["profile"], report["seed"], report["examples"], report["steps"])
+    assert figures == ("ci", 5, 3, 20)
     assert target["name"] == "caches.list_cache:ListCache"
 
 
-def test_the_time_of_a_search_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[str] = []
+def test_time_limit_of_a_search_is_passed_to_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest_arguments: list[str] = []
 
     def run(arguments: list[str], **_: object) -> int:
-        handed.extend(arguments)
+        pytest_arguments.extend(arguments)
         return 5
 
     monkeypatch.setattr(pytest, "main", run)
     assert main(["verify", "--cpu", "--search-seconds=60.5"]) == 5
-    assert "--roseinfer-search-seconds=60.5" in handed
+    assert "--roseinfer-search-seconds=60.5" in pytest_arguments
 
 
 @pytest.mark.parametrize("argument", MISTAKES)
-def test_a_mistake_is_a_usage_error(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_option_is_a_usage_error(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", argument]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("ERROR: ")
-    assert MISTAKES[argument] in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("ERROR: ")
+    assert MISTAKES[argument] in output.err
 
 
-def test_a_mistake_is_refused_before_anything_heavy_is_imported() -> None:
-    said = run_python(
+def test_invalid_option_is_refused_before_heavy_imports() -> None:
+    output = run_python(
         """
         import sys
         from argparse import ArgumentParser
@@ -99,4 +99,4 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported() -> None:
         print([name for name in ("torch", "pytest", "hypothesis") if name in sys.modules])
         """
     )
-    assert said == "[]\n"
+    assert output == "[]\n"

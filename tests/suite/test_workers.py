@@ -1,4 +1,4 @@
-"""``roseinfer verify`` starts two workers by itself, where there are cores for two."""
+"""``roseinfer verify`` starts two workers by itself, where there are two cores or more."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 
-def told(
+def num_workers_of(
     number: int,
     *,
     plugins: tuple[str, ...] = ("xdist",),
-    said: int | None = None,
+    option: int | None = None,
     **worker: object,
 ) -> Any:
-    """Return how many pytest-xdist is told to start where the command line says ``said``."""
+    """Return the worker count passed to pytest-xdist where the command line has ``option``."""
     config = SimpleNamespace(
         **worker,
         pluginmanager=SimpleNamespace(hasplugin=lambda name: name in plugins),
-        option=SimpleNamespace(numprocesses=said, dist="no"),
+        option=SimpleNamespace(numprocesses=option, dist="no"),
     )
     hook = Workers(number).pytest_cmdline_main(config)  # type: ignore[arg-type]
     next(hook)
@@ -45,45 +45,45 @@ def told(
     return config.option.numprocesses
 
 
-def test_two_are_asked_for_unless_one_is_enough_or_somebody_said_otherwise() -> None:
-    assert told(2) == 2
-    assert told(1) is None
-    assert told(2, said=0) == 0
-    assert told(2, said=4) == 4
-    assert told(2, plugins=()) is None
+def test_two_workers_start_unless_the_command_line_sets_another_number() -> None:
+    assert num_workers_of(2) == 2
+    assert num_workers_of(1) is None
+    assert num_workers_of(2, option=0) == 0
+    assert num_workers_of(2, option=4) == 4
+    assert num_workers_of(2, plugins=()) is None
 
 
-def test_a_gpu_has_more_of_them_as_far_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_gpu_has_more_workers_up_to_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
     for cores in (1, 2, 4, 16):
         monkeypatch.setattr(workers, "usable_cores", lambda cores=cores: cores)
-        asked.append((workers_for(gpu=False), workers_for(gpu=True)))
-    assert asked == [(1, 1), (2, 2), (2, 4), (2, 10)]
+        counts.append((workers_for(gpu=False), workers_for(gpu=True)))
+    assert counts == [(1, 1), (2, 2), (2, 4), (2, 10)]
 
 
-def test_a_worker_asks_for_none() -> None:
-    assert told(2, workerinput={}) is None
+def test_worker_starts_no_workers() -> None:
+    assert num_workers_of(2, workerinput={}) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
-def test_cores_that_this_process_may_not_use_do_not_count() -> None:
-    allowed = os.sched_getaffinity(0)
-    assert usable_cores() == len(allowed)
-    os.sched_setaffinity(0, {min(allowed)})
+def test_cores_outside_the_affinity_are_not_counted() -> None:
+    usable = os.sched_getaffinity(0)
+    assert usable_cores() == len(usable)
+    os.sched_setaffinity(0, {min(usable)})
     try:
         assert usable_cores() == 1
     finally:
-        os.sched_setaffinity(0, allowed)
+        os.sched_setaffinity(0, usable)
 
 
-def test_what_takes_longest_comes_first() -> None:
+def test_slowest_target_comes_first() -> None:
     assert SHIPPED_TARGETS[0].endswith(":RoseinferEngine")
 
 
 STUBBORN = """
     import os, pathlib, time
 
-    def test_that_nothing_interrupts():
+    def test_uninterruptible():
         pathlib.Path(f"{os.getpid()}.begun").touch()
         while True:
             try:
@@ -91,19 +91,19 @@ STUBBORN = """
             except KeyboardInterrupt:
                 pass
 
-    def test_beside_it():
-        test_that_nothing_interrupts()
+    def test_uninterruptible_too():
+        test_uninterruptible()
 """
 SHARED_OUT = """
 import signal, sys, pytest
 from pytest_roseinfer.suite.workers import Workers
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background processes
 sys.exit(pytest.main(["-p", "no:cacheprovider", "test_stubborn.py"], plugins=[Workers(2)]))
 """
 
 
 def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
-    """A step in native code, as this test pretends to be, is not interrupted by an exception."""
+    """The test stands in for a step in native code, which no exception interrupts."""
     (tmp_path / "test_stubborn.py").write_text(dedent(STUBBORN))
     run = subprocess.Popen(
         [sys.executable, "-c", SHARED_OUT],
@@ -119,12 +119,12 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
         os.killpg(run.pid, signal.SIGINT)
-        pressed = time.monotonic()
-        said, _ = run.communicate(timeout=60)
-        assert time.monotonic() - pressed < 8  # pytest-xdist waits 10 s before it kills
+        interrupt_time = time.monotonic()
+        output, _ = run.communicate(timeout=60)
+        assert time.monotonic() - interrupt_time < 8  # pytest-xdist waits 10 s before it kills
         assert run.returncode == pytest.ExitCode.INTERRUPTED
-        assert "KeyboardInterrupt" in said
-        assert "Traceback" not in said
+        assert "KeyboardInterrupt" in output
+        assert "Traceback" not in output
         with pytest.raises(ProcessLookupError):
             os.killpg(run.pid, 0)
     finally:
@@ -143,10 +143,10 @@ STOPS = """
 """
 
 
-def test_with_workers_the_header_names_the_targets(project: Project) -> None:
-    """They collect the tests, and whoever started them sees none."""
+def test_header_names_the_targets_with_workers(project: Project) -> None:
+    """The workers collect the tests, and the controller collects none."""
     project.write(stops=STOPS)
-    asked = ["--pyargs", "pytest_roseinfer.suite", "--roseinfer-examples=1", "-pstops"]
-    said = project.pytest(*asked, "-n2").stdout.str()
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "--roseinfer-examples=1", "-pstops"]
+    output = project.pytest(*arguments, "-n2").stdout.str()
     for name in SHIPPED_TARGETS:
-        assert f"roseinfer: target {name}" in said
+        assert f"roseinfer: target {name}" in output

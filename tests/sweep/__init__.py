@@ -1,1 +1,1 @@
-"""Every causal language model of transformers, tiny: the engine agrees with it, or refuses it."""
+"""Tiny models of every causal class of transformers, with which the engine agrees or refuses."""

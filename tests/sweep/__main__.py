@@ -1,11 +1,11 @@
-"""``python -m tests.sweep`` holds the engine to every causal model of transformers."""
+"""``python -m tests.sweep``: compare the engine with every causal model of transformers."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: models are on the CPU
+os.environ["TRITON_INTERPRET"] = "1"  # set before Triton is imported: models are on the CPU
 
 from tests.sweep.command import main
 

@@ -1,4 +1,4 @@
-"""Building a tiny model of any class, by trying configs until one makes sense."""
+"""Tiny models of any class, built by trying configs until one works."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from tests.sweep.subject import Subject
 
-_MOST_PARAMETERS = 20_000_000
+_MAX_PARAMETERS = 20_000_000
 
 
 class NotBuilt(Exception):
-    """No tiny model of the class could be built; this says why."""
+    """No tiny model of the class could be built; the message has the reasons."""
 
 
 def build(subject: Subject) -> Any:
@@ -30,8 +30,8 @@ def build(subject: Subject) -> Any:
     for attempt in ATTEMPTS:
         try:
             return _attempt(subject, attempt)
-        except Exception as error:  # of any kind, since anything can be wrong with a config
-            reasons[_in_a_line(error)] = None
+        except Exception as error:  # of any type, because configs can fail in any way
+            reasons[_one_line(error)] = None
     raise NotBuilt("; or ".join(reasons))
 
 
@@ -44,24 +44,24 @@ def _attempt(subject: Subject, attempt: Mapping[str, Any]) -> Any:
     config._attn_implementation = "eager"
     with torch.device("meta"):
         size = sum(each.numel() for each in model_class(deepcopy(config)).parameters())
-    if size > _MOST_PARAMETERS:
+    if size > _MAX_PARAMETERS:
         raise NotBuilt(f"{size / 1e6:.0f} million parameters are left")
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     enlarge(model)
-    _require_sense(model)
+    _require_useful_logits(model)
     return model
 
 
 def _for_class(model_class: Any, config: Any) -> Any:
-    """Return the config, or the part of it that the class is made from."""
+    """Return the config, or the part of it that belongs to the class."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return next((part for part in parts if type(part) is model_class.config_class), config)
 
 
 @torch.no_grad()
-def _require_sense(model: Any) -> None:
-    """Raise unless a token's logits are numbers that depend on the first token of the text."""
+def _require_useful_logits(model: Any) -> None:
+    """Raise unless logits are finite and depend on the first token of the text."""
     rows = [torch.tensor([[first, 7, 8, 9]]) for first in (5, 6)]
     one, other = (model(input_ids=row, use_cache=False).logits for row in rows)
     if one.shape != (1, 4, VOCABULARY):
@@ -72,6 +72,6 @@ def _require_sense(model: Any) -> None:
         raise NotBuilt("its logits do not depend on earlier tokens")
 
 
-def _in_a_line(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}"
+def _one_line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return message if isinstance(error, NotBuilt) else f"{type(error).__name__}: {message}"

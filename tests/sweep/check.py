@@ -1,4 +1,4 @@
-"""Holds the engine to transformers on one subject."""
+"""Check of the engine against transformers on one subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roseinfer.models.families import fused_family
 from tests.sweep.build import NotBuilt, build
 from tests.sweep.compare import compare
 from tests.sweep.outcome import Kind, Outcome
-from tests.sweep.prompts import NEW_TOKENS, begun_alike, prompts
+from tests.sweep.prompts import NEW_TOKENS, prompts, with_shared_prefix
 from tests.sweep.reference import Reference
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ _HALVES = ("bfloat16", "float16")
 
 
 class _Wrong(Exception):
-    """The engine did something else than to agree or to refuse."""
+    """The engine neither agreed nor refused."""
 
 
 def check(subject: Subject) -> Outcome:
-    """Build the subject, have the engine serve it, and compare every token with transformers'."""
+    """Build the subject, serve it, and compare every token with transformers'."""
     try:
         model = build(subject)
     except NotBuilt as error:
@@ -36,24 +36,25 @@ def check(subject: Subject) -> Outcome:
         llm = _load(model, subject)
     except RoseinferError as error:
         return _refusal(model, error)
-    except Exception as error:  # of any kind, since none but ours may come
+    except Exception as error:  # of any type, because only roseinfer's are refusals
         return Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
     try:
         outputs = _serve(llm, subject)
-    except Exception as error:  # ours too, since it comes too late to be a refusal
+    except Exception as error:  # roseinfer's too, because it comes too late to be a refusal
         return Outcome(Kind.WRONG, f"when it ran, {type(error).__name__}: {error}")
     reference = Reference(model, subject.dtype)
-    found = compare(outputs, reference)
-    if found.kind is not Kind.AGREES:
-        return found
-    return _on_fused_kernels(model, subject, reference) or _in_halves(model, subject) or found
+    outcome = compare(outputs, reference)
+    if outcome.kind is not Kind.AGREES:
+        return outcome
+    return _on_fused_kernels(model, subject, reference) or _in_halves(model, subject) or outcome
 
 
 def _refusal(model: Any, error: RoseinferError) -> Outcome:
-    """Return a refusal; one that does not say of which model or module it speaks is wrong."""
-    said = str(error)
-    named = any(type(module).__name__ in said for module in model.modules())
-    return Outcome(Kind.REFUSED, said) if named else Outcome(Kind.WRONG, f"without a name, {said}")
+    """Return a refusal; one that names no class of the model's modules is wrong."""
+    message = str(error)
+    if any(type(module).__name__ in message for module in model.modules()):
+        return Outcome(Kind.REFUSED, message)
+    return Outcome(Kind.WRONG, f"without a name, {message}")
 
 
 def _load(model: Any, subject: Subject, *, fused: bool = False) -> LLM:
@@ -74,11 +75,11 @@ def _load(model: Any, subject: Subject, *, fused: bool = False) -> LLM:
 
 
 def _serve(llm: LLM, subject: Subject) -> list[RequestOutput]:
-    """Run prompts together; then again, without log-probabilities, which residents do not have."""
+    """Run prompts together; then again without logprobs, which residents do not have."""
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    asked = prompts(subject.max_length)
-    outputs = llm.generate(asked, replace(greedy, logprobs=True), progress=False)
-    outputs += llm.generate(begun_alike(asked), greedy, progress=False)
+    tokens = prompts(subject.max_length)
+    outputs = llm.generate(tokens, replace(greedy, logprobs=True), progress=False)
+    outputs += llm.generate(with_shared_prefix(tokens), greedy, progress=False)
     for output in outputs:
         if output.error is not None or len(output.token_ids) != NEW_TOKENS:
             raise _Wrong(f"{output.finish_reason} after {output.token_ids}: {output.error}")
@@ -86,15 +87,15 @@ def _serve(llm: LLM, subject: Subject) -> list[RequestOutput]:
 
 
 def _on_fused_kernels(model: Any, subject: Subject, reference: Reference) -> Outcome | None:
-    """Return what is wrong when fused kernels serve the model, if there are some for it.
+    """Return the error when fused kernels serve the model; None if there are none for it.
 
-    Tests that compile kernels for a GPU have no interpreter, and nothing to run them on a CPU.
+    Tests that compile kernels for a GPU have no interpreter, and cannot run kernels on a CPU.
     """
     if fused_family(model) is None or unusable_reason(model.device):
         return None
     try:
         outcome = compare(_serve(_load(model, subject, fused=True), subject), reference)
-    except Exception as error:  # ours too, since its own modules served it
+    except Exception as error:  # roseinfer's too, because its own modules served the model
         outcome = Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
     if outcome.kind is Kind.AGREES:
         return None
@@ -102,7 +103,7 @@ def _on_fused_kernels(model: Any, subject: Subject, reference: Reference) -> Out
 
 
 def _in_halves(model: Any, subject: Subject) -> Outcome | None:
-    """Return what is wrong or refused when the model is loaded in 16 bits."""
+    """Return the error or refusal when the model is loaded in 16 bits; None if it loads."""
     for dtype in _HALVES:
         try:
             _load(model, replace(subject, dtype=dtype))

@@ -1,4 +1,4 @@
-"""``python -m tests.sweep``: hold the engine to every causal model of transformers."""
+"""``python -m tests.sweep``: compare the engine with every causal model of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.plugin.reference import PageError
 from roseinfer.bench.cases import int_at_least
 from roseinfer.cli.model_options import Parser
-from roseinfer.progress import track_progress
+from roseinfer.terminal import track_progress
 from tests.sweep import table
 from tests.sweep.outcome import Kind
 from tests.sweep.run import run
@@ -22,50 +22,56 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.sweep.subject import Subject
-    from tests.sweep.table import Found
+    from tests.sweep.table import Outcomes
 
 _COMMAND = "python -m tests.sweep"
 _DESCRIPTION = (
     "Build a tiny model of every class that transformers has for causal language models, and of "
-    "variants of some, and have the engine serve it: it must agree with transformers or refuse the "
-    "model with an error that says why. Exit status 0 only when there was nothing else."
+    "variants of some, and serve it by the engine: it must agree with transformers or refuse the "
+    "model with an error that has the reason. Exit status 0 only without other outcomes."
 )
-_MOST_NOT_BUILT = 0.25
-"""Of those that were looked at; were none built, nothing could be wrong."""
+_MAX_UNBUILT_SHARE = 0.25
+"""Largest share of subjects that may fail to be built, because those are not checked."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    asked = parser.parse_args(argv)
-    subjects = _chosen([*every_class(), *every_variant()], asked)
+    args = parser.parse_args(argv)
+    subjects = _selected([*every_class(), *every_variant()], args)
     if not subjects:
-        parser.error(f"nothing is named like {' or '.join(asked.names)}")
-    if asked.write_docs and (asked.names or asked.tenth is not None):
-        parser.error("--write-docs: a page is written with everything, not with a part")
+        parser.error(f"no subject has a name like {' or '.join(args.names)}")
+    if args.write_docs and (args.names or args.tenth is not None):
+        parser.error("--write-docs: a page needs all subjects; drop names and --tenth")
     try:
-        for page in filter(None, (asked.write_docs, asked.against_docs)):
+        for page in filter(None, (args.write_docs, args.against_docs)):
             table.require(page)
     except PageError as error:
         parser.error(str(error))
-    found = _find(subjects, asked)
-    wrong = [f"{subject}: {out}" for subject, out in found.items() if out.kind is Kind.WRONG]
-    if sum(out.kind is Kind.NOT_BUILT for out in found.values()) > len(found) * _MOST_NOT_BUILT:
-        wrong.append("so many could not be built: tests/sweep/tiny_configs.py knows too little")
-    if asked.against_docs and table.is_of_these_versions(asked.against_docs):
-        wrong += table.differences(asked.against_docs, found)
-    if asked.write_docs:
-        table.write(asked.write_docs, found, f"{_COMMAND} --write-docs {asked.write_docs}")
-    print(table.tables(found), *wrong, sep="\n")
-    return int(bool(wrong))
+    outcomes = _check_all(subjects, args)
+    errors = [f"{subject}: {out}" for subject, out in outcomes.items() if out.kind is Kind.WRONG]
+    if (
+        sum(out.kind is Kind.NOT_BUILT for out in outcomes.values())
+        > len(outcomes) * _MAX_UNBUILT_SHARE
+    ):
+        errors.append("too many could not be built: extend tests/sweep/tiny_configs.py")
+    if args.against_docs and table.is_of_these_versions(args.against_docs):
+        errors += table.differences(args.against_docs, outcomes)
+    if args.write_docs:
+        table.write(args.write_docs, outcomes, f"{_COMMAND} --write-docs {args.write_docs}")
+    print(table.tables(outcomes), *errors, sep="\n")
+    return int(bool(errors))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=_COMMAND, description=_DESCRIPTION)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="only what has this in its name (default: all)"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="only subjects with this in their names (default: all)",
     )
     parser.add_argument(
-        "--tenth", type=int_at_least(0), metavar="SEED", help="only a tenth, drawn with this seed"
+        "--tenth", type=int_at_least(0), metavar="SEED", help="only a random tenth, by this seed"
     )
     parser.add_argument(
         "--jobs",
@@ -74,38 +80,38 @@ def _parser() -> argparse.ArgumentParser:
         help="processes at a time (default: one for each CPU)",
     )
     parser.add_argument(
-        "--seconds", type=int_at_least(1), default=120, help="for each at most (default: 120)"
+        "--seconds", type=int_at_least(1), default=120, help="most seconds for each (default: 120)"
     )
     parser.add_argument(
         "--write-docs",
         type=Path,
         metavar="FILE",
-        help="put the outcomes of everything into this page",
+        help="write the outcomes of all subjects into this page",
     )
     parser.add_argument(
         "--against-docs",
         type=Path,
         metavar="FILE",
-        help="fail too where this page, if it is of these versions, has another outcome",
+        help="also fail if this page, of the same versions, has another outcome",
     )
     return parser
 
 
-def _chosen(everything: list[Subject], asked: argparse.Namespace) -> list[Subject]:
-    """Return what was asked for, in the order of the tables."""
-    names = [name.lower() for name in asked.names]
-    named = [each for each in everything if not names or any(n in str(each).lower() for n in names)]
-    if asked.tenth is None:
+def _selected(subjects: list[Subject], args: argparse.Namespace) -> list[Subject]:
+    """Return the selected subjects, in the order of the tables."""
+    names = [name.lower() for name in args.names]
+    named = [each for each in subjects if not names or any(n in str(each).lower() for n in names)]
+    if args.tenth is None:
         return named
-    drawn = random.Random(asked.tenth).sample(range(len(named)), -(-len(named) // 10))
+    drawn = random.Random(args.tenth).sample(range(len(named)), -(-len(named) // 10))
     return [named[at] for at in sorted(drawn)]
 
 
-def _find(subjects: list[Subject], asked: argparse.Namespace) -> Found:
+def _check_all(subjects: list[Subject], args: argparse.Namespace) -> Outcomes:
     """Return the outcomes in the order of the subjects."""
-    found = {}
-    with track_progress(len(subjects), "models", "classes and variants") as done:
-        for subject, outcome in run(subjects, processes=asked.jobs, seconds=asked.seconds):
-            found[subject] = outcome
-            done()
-    return {subject: found[subject] for subject in subjects}
+    outcomes = {}
+    with track_progress(len(subjects), "models", "classes and variants") as advance:
+        for subject, outcome in run(subjects, processes=args.jobs, seconds=args.seconds):
+            outcomes[subject] = outcome
+            advance()
+    return {subject: outcomes[subject] for subject in subjects}

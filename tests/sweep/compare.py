@@ -1,4 +1,4 @@
-"""Holds the tokens that an engine generated to what transformers makes of the same texts."""
+"""Comparison of an engine's tokens with transformers on the same texts."""
 
 from __future__ import annotations
 
@@ -16,73 +16,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """One token of the engine's, beside a plain forward pass on all before it."""
+    """Token of the engine, compared with a plain forward pass on its prefix."""
 
-    behind: int
-    """How many tokens were before it."""
+    prefix_length: int
+    """Number of tokens before it."""
     token: int
-    likeliest: int
-    less_likely: float
-    """How far its log-probability is below the likeliest token's."""
-    apart: float
-    """How far the log-probability that the engine said is from the reference's."""
+    argmax: int
+    margin: float
+    """Log-probability of the argmax minus that of the token."""
+    difference: float
+    """Absolute difference of the engine's log-probability from the reference's."""
 
     @property
     def off(self) -> float:
-        return max(self.less_likely, self.apart)
+        return max(self.margin, self.difference)
 
     def __str__(self) -> str:
         return (
-            f"behind {self.behind} tokens comes {self.token} instead of {self.likeliest}, which is "
-            f"likelier by {self.less_likely:.2g}; its log-probability is off by {self.apart:.2g}"
+            f"after {self.prefix_length} tokens, {self.token} instead of {self.argmax}, which has "
+            f"{self.margin:.2g} more log-probability; its log-probability is off by "
+            f"{self.difference:.2g}"
         )
 
 
 def compare(outputs: Sequence[RequestOutput], reference: Reference) -> Outcome:
     """Return whether plain forward passes agree with every token and log-probability."""
-    found = [token for output in outputs for token in _tokens(output, reference)]
-    worst = max(found, key=lambda token: token.off)
+    tokens = [token for output in outputs for token in _tokens(output, reference)]
+    worst = max(tokens, key=lambda token: token.off)
     if not worst.off <= reference.tolerance:
         return Outcome(Kind.WRONG, str(worst))
-    apart = max(token.apart for token in found)
-    return Outcome(Kind.AGREES, _of_generate(outputs, reference), apart)
+    difference = max(token.difference for token in tokens)
+    return Outcome(Kind.AGREES, _generate_differences(outputs, reference), difference)
 
 
 def _tokens(output: RequestOutput, reference: Reference) -> Iterator[_Token]:
     tokens = [*output.prompt]
     for at, token in enumerate(output.token_ids):
-        wanted = reference.logprobs(tokens)
-        likely = float(wanted[token])
-        said = output.logprobs[at] if output.logprobs else likely
+        logprobs = reference.logprobs(tokens)
+        expected = float(logprobs[token])
+        actual = output.logprobs[at] if output.logprobs else expected
         yield _Token(
             len(tokens),
             token,
-            int(wanted.argmax()),
-            float(wanted.max()) - likely,
-            abs(said - likely),
+            int(logprobs.argmax()),
+            float(logprobs.max()) - expected,
+            abs(actual - expected),
         )
         tokens.append(token)
 
 
-def _of_generate(outputs: Sequence[RequestOutput], reference: Reference) -> str:
-    """Say where transformers disagrees with itself, since the engine agrees with the one side."""
+def _generate_differences(outputs: Sequence[RequestOutput], reference: Reference) -> str:
+    """Return how transformers' ``generate`` differs from its forward pass; empty if it does not."""
     try:
         for output in outputs:
             if output.logprobs is None:
-                continue  # its prompt is among the others
+                continue  # its prompt was compared before
             if _differs(reference.generated([*output.prompt]), output, reference):
                 return "its own `generate` differs from its plain forward pass"
-    except Exception as error:  # of any kind, and none of ours
+    except Exception as error:  # of any type, from transformers
         return f"its own `generate` fails: {type(error).__name__}"
     return ""
 
 
 def _differs(generated: list[int], output: RequestOutput, reference: Reference) -> bool:
-    """Return True if plain forward passes make the first other token less likely."""
+    """Return True if the first different token has a lower log-probability in a forward pass."""
     text = [*output.prompt]
     for token, ours in zip(generated, output.token_ids, strict=True):
         if token != ours:
-            wanted = reference.logprobs(text)
-            return float(wanted.max() - wanted[token]) > reference.tolerance
+            logprobs = reference.logprobs(text)
+            return float(logprobs.max() - logprobs[token]) > reference.tolerance
         text.append(token)
     return False

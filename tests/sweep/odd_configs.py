@@ -1,11 +1,11 @@
-"""What some configs need told beside sizes, or no model can be built from them."""
+"""Values that some configs need besides sizes for a model to be built."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LEFT: Any = object()
-"""In the place of a value: the default stays."""
+DEFAULT: Any = object()
+"""Marks a value as left at its default."""
 
 _ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
 ODD: dict[str, dict[str, Any]] = {
@@ -28,9 +28,9 @@ ODD: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
-        "head_dim": LEFT,
+        "head_dim": DEFAULT,
     },
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"]},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
-"""By the names of their classes. A class that is not there needs nothing."""
+"""Values by names of config classes; other classes need none."""

@@ -1,4 +1,4 @@
-"""What came of a subject: the engine agrees, refuses by name, or is wrong, which is a bug."""
+"""Outcomes of subjects: the engine agrees, refuses by name, or is wrong, which is a bug."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ class Kind(StrEnum):
     AGREES = "agrees"
     REFUSED = "refused"
     WRONG = "WRONG"
-    """Other tokens, another exception than ours, a crash, or no end."""
+    """Other tokens, an exception that is not roseinfer's, a crash, or a timeout."""
     NOT_BUILT = "not built"
-    """No tiny model could be made, so nothing is known."""
+    """No tiny model could be built, so nothing was checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     kind: Kind
     why: str = ""
-    apart: float = 0.0
-    """How far a log-probability was from the reference's, at most, where the engine agrees."""
+    difference: float = 0.0
+    """Largest difference of a log-probability from the reference's, if the engine agrees."""
 
     def __str__(self) -> str:
         if self.kind is Kind.AGREES:
-            return f"agrees to {self.apart:.0e}" + (f"; {self.why}" if self.why else "")
+            return f"agrees to {self.difference:.0e}" + (f"; {self.why}" if self.why else "")
         return f"{self.kind}: {self.why}"

@@ -1,4 +1,4 @@
-"""The prompts of the sweep: in one batch, in chunks, longer than the windows, and begun alike."""
+"""Prompts of the sweep: in one batch, in chunks, longer than windows, and with a shared prefix."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.sweep.tiny_sizes import VOCABULARY
 NEW_TOKENS = 6
 PAD = 0
 _LENGTHS = (2, 7, 13, 22, 41)
-"""Of 4 tokens a block, 8 of a window, and 24 new prompt tokens of a step."""
+"""Prompt lengths, for blocks of 4 tokens, windows of 8, and steps of 24 prompt tokens."""
 
 
 def prompts(max_length: int | None) -> list[list[int]]:
-    """Return prompts that leave room for new tokens, one of them with a padding token amid."""
+    """Return prompts that leave room for new tokens, one of them with a padding token inside."""
     rng = random.Random(5)
     drawn = [[rng.randrange(6, VOCABULARY) for _ in range(length)] for length in _LENGTHS]
     drawn[2][5] = PAD
@@ -23,7 +23,7 @@ def prompts(max_length: int | None) -> list[list[int]]:
     return [prompt for at, prompt in enumerate(cut) if prompt not in cut[:at]]
 
 
-def begun_alike(asked: list[list[int]]) -> list[list[int]]:
-    """Return the same prompts again, and one that begins as the longest does."""
-    longest = asked[-1]
-    return [*asked, [*longest[: len(longest) // 2], 11]]
+def with_shared_prefix(tokens: list[list[int]]) -> list[list[int]]:
+    """Return the same prompts, and one that shares a prefix with the longest."""
+    longest = tokens[-1]
+    return [*tokens, [*longest[: len(longest) // 2], 11]]

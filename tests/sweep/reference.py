@@ -1,4 +1,4 @@
-"""What transformers itself makes of a text: by forward passes without a cache, and by generate."""
+"""Transformers' own results: forward passes without a cache, and ``generate``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from tests.sweep.prompts import NEW_TOKENS, PAD
 
 _ROUNDING = 2e-4
-"""Of log-probabilities in float32: the same sums, added in another order."""
+"""Rounding error of log-probabilities in float32, by other orders of sums."""
 _TIMES_TRANSFORMERS = 2.0
-"""In 16 bits the engine may be so many times as far from the truth as transformers is."""
+"""Largest ratio of the engine's error in 16 bits to that of transformers."""
 
 
 class Reference:
@@ -23,29 +23,29 @@ class Reference:
         rounded.set_attn_implementation("eager")
         self._truth = deepcopy(rounded).float()
         self._rounded = None if dtype == "float32" else rounded
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}
-        self._off = 0.0
-        """How far transformers itself was from the truth, at most."""
+        self._cache: dict[tuple[int, ...], torch.Tensor] = {}
+        self._error = 0.0
+        """Largest error of transformers itself against float32."""
 
     @property
     def tolerance(self) -> float:
-        return _ROUNDING + _TIMES_TRANSFORMERS * self._off
+        return _ROUNDING + _TIMES_TRANSFORMERS * self._error
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        """Return the log-probabilities of what follows these tokens, by a plain forward pass."""
-        if (text := tuple(tokens)) not in self._known:
-            self._known[text] = self._computed(tokens)
-        return self._known[text]
+        """Return the next token's log-probabilities, by a plain forward pass."""
+        if (text := tuple(tokens)) not in self._cache:
+            self._cache[text] = self._compute(tokens)
+        return self._cache[text]
 
-    def _computed(self, tokens: list[int]) -> torch.Tensor:
+    def _compute(self, tokens: list[int]) -> torch.Tensor:
         truth = _last_logprobs(self._truth, tokens)
         if self._rounded is not None:
-            off = _last_logprobs(self._rounded, tokens) - truth
-            self._off = max(self._off, float(off.abs().max()))
+            error = _last_logprobs(self._rounded, tokens) - truth
+            self._error = max(self._error, float(error.abs().max()))
         return truth
 
     def generated(self, prompt: list[int]) -> list[int]:
-        """Return what ``generate`` continues a prompt with, on a cache of its own."""
+        """Return the tokens of ``generate`` after a prompt."""
         row = torch.tensor([prompt])
         tokens = self._truth.generate(
             row,

@@ -1,4 +1,4 @@
-"""Checks subjects, each in a process of its own, so that none can spoil another's outcome."""
+"""Checks of subjects, each in a process of its own, so that they do not affect each other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def run(
     subjects: Sequence[Subject], *, processes: int, seconds: int
 ) -> Iterator[tuple[Subject, Outcome]]:
-    """Yield what came of each subject, as it comes; none may take longer than so many seconds."""
-    torch.set_num_threads(1)  # a fork of a process with more would wait for them
+    """Yield each subject with its outcome, as they end; each has a time limit in seconds."""
+    torch.set_num_threads(1)  # a fork would wait for further threads
     waiting = deque(subjects)
     running: dict[Child, Subject] = {}
     while waiting or running:
@@ -43,7 +43,7 @@ def run(
 
 def _start(subject: Subject, seconds: int) -> Child:
     def work() -> str:
-        signal.alarm(seconds)  # which ends the process, whatever it is doing
+        signal.alarm(seconds)  # ends the process in any state
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity(transformers.logging.CRITICAL)
         huggingface_hub.constants.HF_HUB_OFFLINE = True
@@ -58,8 +58,8 @@ def _outcome(child: Child, seconds: int) -> Outcome:
     except RuntimeError as error:
         return Outcome(Kind.WRONG, f"the check itself failed: {error}")
     if ended.ended_by == "SIGALRM":
-        return Outcome(Kind.WRONG, f"it had not ended after {seconds} s")
+        return Outcome(Kind.WRONG, f"timed out after {seconds} s")
     if ended.ended_by:
         return Outcome(Kind.WRONG, f"it crashed: {ended.ended_by}")
-    said = json.loads(ended.answer)
-    return Outcome(**said | {"kind": Kind(said["kind"])})
+    answer = json.loads(ended.answer)
+    return Outcome(**answer | {"kind": Kind(answer["kind"])})

@@ -1,4 +1,4 @@
-"""What the sweep looks at: a class of models with its config, as it is or varied."""
+"""Subjects of the sweep: classes of models with their configs, by default or varied."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 @dataclass(frozen=True, slots=True)
 class Subject:
     kind: str
-    """The type of the model, as transformers' mappings know it."""
+    """Model type in transformers' mappings."""
     variant: str = ""
-    """How it differs from the class's own defaults, in words."""
+    """Difference from the class's defaults in words; empty for none."""
     changes: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The same as values of the config."""
+    """Values of the config that differ."""
     max_length: int | None = None
     dtype: str = "float32"
 
@@ -36,14 +36,14 @@ class Subject:
 
 def every_class() -> list[Subject]:
     """Return every pair of a class and its config in transformers' mapping of causal models."""
-    found: dict[tuple[str, str], Subject] = {}
+    subjects: dict[tuple[str, str], Subject] = {}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         subject = Subject(kind)
-        found.setdefault((subject.model_class, subject.config_class), subject)
-    return sorted(found.values(), key=str)
+        subjects.setdefault((subject.model_class, subject.config_class), subject)
+    return sorted(subjects.values(), key=str)
 
 
 def _class_names(kind: str) -> tuple[str, ...]:
-    """Return the classes of a type: one, but the mapping may hold several."""
+    """Return the classes of a model type, of which the mapping may have several."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)
     return names if isinstance(names, tuple) else (names,)

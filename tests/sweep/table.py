@@ -1,14 +1,15 @@
-"""The outcomes as tables, for the terminal and for a page of the documentation."""
+"""Outcomes as tables for the terminal, and as lists for a page of the documentation."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.plugin.reference import put_section, read_section
+from pytest_roseinfer.plugin.reference import entry, put_section, read_section
 from tests.sweep.outcome import Kind
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tests.sweep.outcome import Outcome
     from tests.sweep.subject import Subject
 
-    Found = Mapping[Subject, Outcome]
+    Outcomes = Mapping[Subject, Outcome]
 
 VERSIONS, CLASSES, VARIANTS = "versions", "classes", "variants"
 _HEADERS = {CLASSES: ("class", "config", "outcome"), VARIANTS: ("class", "variant", "outcome")}
@@ -30,20 +31,20 @@ _COUNTED = {
 }
 
 
-def tables(found: Found, *, style: str = "simple") -> str:
+def tables(outcomes: Outcomes) -> str:
     """Return a table for every section that has a subject."""
-    return "\n".join(_table(found, each, style) for each in _HEADERS if _part(found, each))
+    return "\n".join(_table(outcomes, each) for each in _HEADERS if _of_section(outcomes, each))
 
 
-def write(page: Path, found: Found, command: str) -> None:
-    """Put the outcomes of everything into the page."""
+def write(page: Path, outcomes: Outcomes, command: str) -> None:
+    """Put the outcomes of all subjects into the page."""
     put_section(page, VERSIONS, f"`{command}` with {_versions()}:\n")
     for section in _HEADERS:
-        put_section(page, section, _table(found, section, "github"))
+        put_section(page, section, _listing(outcomes, section))
 
 
 def require(page: Path) -> None:
-    """Raise unless the page has every section that is written into it."""
+    """Raise unless the page has every section that ``write`` replaces."""
     for section in (VERSIONS, CLASSES, VARIANTS):
         read_section(page, section)
 
@@ -52,41 +53,56 @@ def is_of_these_versions(page: Path) -> bool:
     return _versions() in read_section(page, VERSIONS)
 
 
-def differences(page: Path, found: Found) -> list[str]:
-    """Say for which subjects the page has another kind of outcome than was found, or no row."""
-    said = {(section, *row[:2]): row[2] for section in _HEADERS for row in _rows(page, section)}
+def differences(page: Path, outcomes: Outcomes) -> list[str]:
+    """List the subjects of which the page has another kind of outcome, or none."""
+    recorded = outcomes_of(page, CLASSES) | outcomes_of(page, VARIANTS)
     wrong = []
-    for subject, outcome in found.items():
-        model, which, now = _row(subject, outcome)
-        then = said.get((_section(subject), model, which), "nothing")
-        if not then.startswith(outcome.kind):
-            wrong.append(f"{subject}: {page.name} has {then!r}, and now it is {now!r}")
+    for subject, outcome in outcomes.items():
+        before = recorded.get(str(subject), "nothing")
+        if not before.startswith(outcome.kind):
+            now = _in_words(outcome)
+            wrong.append(f"{subject}: {page.name} has {before!r}, and now it is {now!r}")
     return wrong
 
 
-def _rows(page: Path, section: str) -> list[list[str]]:
-    lines = read_section(page, section).splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in rows if len(row) == len(_HEADERS[section])]
+def outcomes_of(page: Path, section: str) -> dict[str, str]:
+    """Return the outcomes that a section of the page has, by subject."""
+    text = " ".join(read_section(page, section).split())
+    return dict(re.findall(r"(?<= - )(\w+ by \w+.*?): (.*?)(?= - \w+ by \w+|$)", text))
 
 
-def _row(subject: Subject, outcome: Outcome) -> list[str]:
-    told = " ".join(str(outcome).split()).replace("|", "/")
-    return [subject.model_class, subject.variant or subject.config_class, told]
+def _in_words(outcome: Outcome) -> str:
+    return " ".join(str(outcome).split()).replace("|", "/")
 
 
-def _part(found: Found, section: str) -> dict[Subject, Outcome]:
-    return {each: found[each] for each in found if _section(each) == section}
+def _of_section(outcomes: Outcomes, section: str) -> dict[Subject, Outcome]:
+    return {each: outcomes[each] for each in outcomes if _section(each) == section}
 
 
-def _table(found: Found, section: str, style: str) -> str:
-    """Return how many there are of each outcome, and a row for each class or variant."""
-    part = _part(found, section)
+def _table(outcomes: Outcomes, section: str) -> str:
+    """Return the number of each kind of outcome, and a row for each class or variant."""
+    rows = [
+        (subject.model_class, subject.variant or subject.config_class, _in_words(outcome))
+        for subject, outcome in _of_section(outcomes, section).items()
+    ]
+    body = tabulate(rows, _HEADERS[section], disable_numparse=True)
+    return f"{_counts(outcomes, section)}\n\n{body}\n"
+
+
+def _listing(outcomes: Outcomes, section: str) -> str:
+    """Return the number of each kind of outcome, and a list entry for each class or variant."""
+    entries = [
+        entry(str(subject), _in_words(outcome))
+        for subject, outcome in _of_section(outcomes, section).items()
+    ]
+    return "\n".join([_counts(outcomes, section), "", *entries, ""])
+
+
+def _counts(outcomes: Outcomes, section: str) -> str:
+    part = _of_section(outcomes, section)
     kinds = Counter(outcome.kind for outcome in part.values())
     counts = ", ".join(f"{kinds[kind]} {words}" for kind, words in _COUNTED.items() if kinds[kind])
-    rows = [_row(subject, outcome) for subject, outcome in part.items()]
-    body = tabulate(rows, _HEADERS[section], tablefmt=style, disable_numparse=True)
-    return f"Of {len(rows)} {section}, {counts}.\n\n{body}\n"
+    return f"Of {len(part)} {section}, {counts}."
 
 
 def _section(subject: Subject) -> str:

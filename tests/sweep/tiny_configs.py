@@ -1,11 +1,11 @@
-"""A tiny config of any class: the class's own defaults, but for sizes."""
+"""Tiny configs of any class: its defaults with small sizes."""
 
 from __future__ import annotations
 
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from tests.sweep.odd_configs import LEFT, ODD
+from tests.sweep.odd_configs import DEFAULT, ODD
 from tests.sweep.tiny_sizes import TINY
 
 if TYPE_CHECKING:
@@ -17,46 +17,48 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     {"head_dim": 8},
-    {"layer_types": LEFT},
-    dict.fromkeys(_OWN_LAYERS, LEFT),
+    {"layer_types": DEFAULT},
+    dict.fromkeys(_OWN_LAYERS, DEFAULT),
     {"num_key_value_heads": 4},
 )
-"""What is tried in turn until a model can be built and run: other values for some names."""
+"""Further values, tried in turn until a model can be built and run."""
 
 
 def tiny_config(config_class: Any, attempt: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-    """Return a config with ``changes``; the rest is as small as its names allow.
+    """Return a config with ``changes`` and otherwise small sizes.
 
-    Of an ``attempt`` the names count that such a config has.
+    Names of ``attempt`` that the config does not have are ignored.
     """
     default = config_class()
-    told = dict(_sizes(config_class, default))
-    told |= {name: value for name, value in attempt.items() if _value(default, name) is not _ABSENT}
-    told |= {**ODD.get(config_class.__name__, {}), **changes}
-    told = {name: value for name, value in told.items() if value is not LEFT}
+    values = dict(_sizes(config_class, default))
+    values |= {
+        name: value for name, value in attempt.items() if _value(default, name) is not _ABSENT
+    }
+    values |= {**ODD.get(config_class.__name__, {}), **changes}
+    values = {name: value for name, value in values.items() if value is not DEFAULT}
     renamed = getattr(config_class, "attribute_map", {})
-    told = {name: value for name, value in told.items() if renamed.get(name) not in told}
+    values = {name: value for name, value in values.items() if renamed.get(name) not in values}
     for name in getattr(config_class, "sub_configs", {}):
         if (part := getattr(default, name, None)) is not None:
-            told[name] = tiny_config(type(part), attempt, told.get(name, {}))
-    return config_class(**told)
+            values[name] = tiny_config(type(part), attempt, values.get(name, {}))
+    return config_class(**values)
 
 
 def _sizes(config_class: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the sizes that a config of the class can be given. What is open stays open.
+    """Yield small sizes for the arguments of a config class.
 
-    What it computes from others is left to it: with another value it would contradict itself.
+    Values that it computes from others are left out, because they would contradict these.
     """
-    given = {*signature(config_class).parameters, *getattr(config_class, "attribute_map", ())}
+    settable = {*signature(config_class).parameters, *getattr(config_class, "attribute_map", ())}
     for name, value in TINY.items():
-        own = _value(default, name) if name in given else _ABSENT
+        own = _value(default, name) if name in settable else _ABSENT
         if own is not _ABSENT and (value is None or type(own) is type(value)):
             yield name, value
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return what a config has under a name."""
+    """Return a config's value of a name, or ``_ABSENT``."""
     try:
         return getattr(config, name, _ABSENT)
-    except Exception:  # of any kind: a number that differs from layer to layer
+    except Exception:  # of any type: the number differs between layers
         return 0

@@ -1,4 +1,4 @@
-"""How large a tiny model is: a size for every name that a config has for one."""
+"""Sizes of tiny models, by every name that configs have for a size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SIZES: dict[str, int | bool | None] = {
     "num_global_layers num_sparse_encoder_layers num_sparse_decoder_layers mamba_ngroups "
     "mamba_n_groups n_groups num_dense_layers": 1,
     "num_kv_shared_layers": 0,
-    # A config makes these for its number of layers where they are not given.
+    # A config derives these from its number of layers unless they are set.
     "layer_types mlp_layer_types block_types layers_block_type moe_layers": None,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -47,7 +47,7 @@ _SIZES: dict[str, int | bool | None] = {
     "mask_token_id": 4,
     "unk_token_id": 5,
     "is_decoder": True,
-    # Tied, the likeliest next token would mostly be the last one again.
+    # With tied embeddings the argmax would mostly be the last token again.
     "tie_word_embeddings": False,
 }
 TINY = {name: value for names, value in _SIZES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""Weights so large that attention is sharp and the likeliest token no tie."""
+"""Weights large enough for sharp attention and a clear argmax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEED = 1
 
 @torch.no_grad()
 def enlarge(model: Any) -> None:
-    """Draw all weights anew. Those that a model starts with make all tokens about as likely."""
+    """Replace all weights by random ones; initial weights make all tokens about equally likely."""
     generator = torch.Generator().manual_seed(_SEED)
     head = model.get_output_embeddings()
     for name, weight in model.named_parameters():
@@ -21,8 +21,8 @@ def enlarge(model: Any) -> None:
         module = model.get_submodule(name.rpartition(".")[0])
         noise = torch.randn(weight.shape, generator=generator)
         if weight.dim() < 2:
-            # Sinks must weigh something beside scores that are far apart. Some weights are made
-            # of no numbers.
+            # Sinks need weight next to scores that differ much. Some initial weights are not
+            # finite.
             size = 3.0 if name.endswith("sinks") else 0.1
             weight.copy_(size * noise + weight.nan_to_num(0, 0, 0))
         elif isinstance(module, nn.Embedding) and module is not head:
@@ -32,7 +32,7 @@ def enlarge(model: Any) -> None:
 
 
 def _inputs(weight: torch.Tensor, module: nn.Module) -> int:
-    """Return how many numbers each output of a matrix, or of one in a stack, is a sum of."""
+    """Return the number of inputs of a matrix, or of one in a stack."""
     if weight.dim() == 2 and not isinstance(module, nn.Linear):
-        return weight.shape[0]  # GPT-2 and others keep theirs the other way round
+        return weight.shape[0]  # GPT-2 and others store the transpose
     return weight.shape[-1] if weight.dim() == 2 else min(weight.shape[1:])

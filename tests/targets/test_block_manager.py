@@ -1,4 +1,4 @@
-"""A block manager is driven as a scheduler would, by the example of docs/how-to.md."""
+"""Block managers: the adapter of docs/how-to.md drives one as a scheduler would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_roseinfer import Divergence, KVCacheAdapter, conformance, run_histor
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.capabilities.test_truncation import short_run as short_run
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,41 +23,44 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to.md"
 
 
 class Manager:
-    """Keeps full blocks by what is said up to their end. It is right."""
+    """Stores full blocks by the tokens up to their end. It is right."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.size = block_size
         self.holders: Counter[int] = Counter()
         self.unused = list(range(num_blocks))
         self.tables: dict[int, list[int]] = {}
-        self.said: dict[int, list[int]] = {}
+        self.token_ids: dict[int, list[int]] = {}
         self.kept: dict[int, tuple[int, ...]] = {}
-        """What is said up to the end of each full block."""
+        """The tokens up to the end of each full block."""
 
-    def found(self, said: Sequence[int]) -> list[int]:
-        block_of = {text: block for block, text in self.kept.items()}
+    def find_blocks(self, token_ids: Sequence[int]) -> list[int]:
+        block_of = {tokens: block for block, tokens in self.kept.items()}
         blocks: list[int] = []
-        for end in range(self.size, len(said), self.size):
-            if (block := block_of.get(tuple(said[:end]))) is None:
+        for end in range(self.size, len(token_ids), self.size):
+            if (block := block_of.get(tuple(token_ids[:end]))) is None:
                 break
             blocks.append(block)
         return blocks
 
-    def count_found(self, said: Sequence[int]) -> int:
-        return len(self.found(said)) * self.size
+    def count_found(self, token_ids: Sequence[int]) -> int:
+        return len(self.find_blocks(token_ids)) * self.size
 
-    def can_allocate(self, said: Sequence[int]) -> bool:
-        found = self.found(said)
-        taken = sum(not self.holders[block] for block in found)
-        return -(-len(said) // self.size) - len(found) + taken <= len(self.unused)
+    def can_allocate(self, token_ids: Sequence[int]) -> bool:
+        blocks_found = self.find_blocks(token_ids)
+        num_unheld = sum(not self.holders[block] for block in blocks_found)
+        return -(-len(token_ids) // self.size) - len(blocks_found) + num_unheld <= len(self.unused)
 
-    def allocate(self, seq: int, said: Sequence[int]) -> int:
-        found = self.found(said)
-        for block in found:
+    def allocate(self, seq: int, token_ids: Sequence[int]) -> int:
+        blocks_found = self.find_blocks(token_ids)
+        for block in blocks_found:
             self.hold(block)
-        self.tables[seq], self.said[seq] = found, list(said[: len(found) * self.size])
-        begin = len(self.said[seq])
-        for token in said[begin:]:
+        self.tables[seq], self.token_ids[seq] = (
+            blocks_found,
+            list(token_ids[: len(blocks_found) * self.size]),
+        )
+        begin = len(self.token_ids[seq])
+        for token in token_ids[begin:]:
             self.append(seq, token)
         return begin
 
@@ -67,17 +70,17 @@ class Manager:
         self.holders[block] += 1
 
     def can_append(self, seq: int) -> bool:
-        return bool(self.unused or len(self.said[seq]) % self.size)
+        return bool(self.unused or len(self.token_ids[seq]) % self.size)
 
     def append(self, seq: int, token: int) -> None:
-        table, said = self.tables[seq], self.said[seq]
-        if len(said) % self.size == 0:
+        table, token_ids = self.tables[seq], self.token_ids[seq]
+        if len(token_ids) % self.size == 0:
             self.forget(self.unused[0])
             table.append(self.unused[0])
             self.hold(table[-1])
-        said.append(token)
-        if len(said) % self.size == 0:
-            self.kept[table[-1]] = tuple(said)
+        token_ids.append(token)
+        if len(token_ids) % self.size == 0:
+            self.kept[table[-1]] = tuple(token_ids)
 
     def forget(self, block: int) -> None:
         self.kept.pop(block, None)
@@ -90,32 +93,34 @@ class Manager:
                 self.unused.append(block)
 
 
-class KeepsWhatItHandsOut(Manager):
-    """A block is found for what it held before it was taken for something else."""
+class KeepsTheTokensOfTakenBlocks(Manager):
+    """Finds a block by its old tokens after it was taken."""
 
     def forget(self, block: int) -> None:
         pass
 
 
 class CountsNoFoundBlocks(Manager):
-    """What is found is taken from the free blocks too, and they are not counted."""
+    """Does not count found blocks, which are taken from the free blocks too."""
 
-    def can_allocate(self, said: Sequence[int]) -> bool:
-        return -(-len(said) // self.size) - len(self.found(said)) <= len(self.unused)
+    def can_allocate(self, token_ids: Sequence[int]) -> bool:
+        return -(-len(token_ids) // self.size) - len(self.find_blocks(token_ids)) <= len(
+            self.unused
+        )
 
 
 def adapter(manager: type[Manager]) -> type[KVCacheAdapter]:
-    """Return the adapter that the page writes."""
+    """Return the adapter of the page."""
     page = PAGE.read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(from pytest_roseinfer import BlockM.*?)```", page, re.S)
     names: dict[str, Any] = {"Manager": manager, "__name__": __name__}
     exec(example, names)
-    written: type[KVCacheAdapter] = names["MyBlocks"]
-    return written
+    page_adapter: type[KVCacheAdapter] = names["MyBlocks"]
+    return page_adapter
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_manager_that_is_right_passes() -> None:
+def test_right_block_manager_passes() -> None:
     settings.set_current(settings.Settings(examples=40, steps=12, seed=1))
     tests = conformance(adapter(Manager))()
     tests.test_histories()
@@ -124,14 +129,14 @@ def test_a_manager_that_is_right_passes() -> None:
 
 
 class FindsNothing(Manager):
-    """Every prompt is stored anew."""
+    """Stores every prompt again."""
 
-    def found(self, said: Sequence[int]) -> list[int]:  # noqa: ARG002
+    def find_blocks(self, token_ids: Sequence[int]) -> list[int]:  # noqa: ARG002
         return []
 
 
 @pytest.mark.usefixtures("short_run")
-def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_manager_that_never_finds_a_prefix_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)
 
     class FindsSome(adapter(FindsNothing)):  # type: ignore[misc]
@@ -142,18 +147,18 @@ def test_one_that_never_finds_a_prefix_does_not_pass(monkeypatch: pytest.MonkeyP
     assert (row.name, row.verdict) == ("prefix_hit", "NOT REACHED")
 
 
-def test_a_begin_that_counts_nothing_is_told() -> None:
+def test_begin_that_returns_none_fails() -> None:
     class ReturnsNone(adapter(Manager)):  # type: ignore[misc]
         def begin(self, *prompt: Any) -> Any:
             super().begin(*prompt)
 
     with pytest.raises(Divergence, match=r"begin\(\) must return how many tokens were found"):
-        drawn(ReturnsNone, 20, 1, partial(run_history, ReturnsNone))
+        check_drawn_histories(ReturnsNone, 20, 1, partial(run_history, ReturnsNone))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("manager", [KeepsWhatItHandsOut, CountsNoFoundBlocks])
-def test_a_manager_that_is_wrong_is_found(manager: type[Manager], number: int) -> None:
+@pytest.mark.parametrize("seed_number", [1, 2])
+@pytest.mark.parametrize("manager", [KeepsTheTokensOfTakenBlocks, CountsNoFoundBlocks])
+def test_broken_block_manager_fails(manager: type[Manager], seed_number: int) -> None:
     broken = adapter(manager)
     with pytest.raises(Divergence):
-        drawn(broken, 200, number, partial(run_history, broken))
+        check_drawn_histories(broken, 200, seed_number, partial(run_history, broken))

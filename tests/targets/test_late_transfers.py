@@ -1,4 +1,4 @@
-"""Our own engine copies to and from a device that is late, and waits where it must."""
+"""Late transfers: roseinfer's manager and engine wait for copies where they must."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANY_STEPS_AHEAD = RequestMix(
     ),
     options={name: values[0] for name, values in QueuedEngine.option_choices.items()},
 )
-FEW = settings.Settings(examples=8, steps=12, seed=1, require_paths=False)
+SHORT_SEARCH = settings.Settings(examples=8, steps=12, seed=1, require_paths=False)
 
 
 class NeverWaits(Event):
@@ -37,27 +37,27 @@ class NeverWaits(Event):
 
 
 @pytest.mark.usefixtures("short_run")
-def test_the_manager_passes_with_copies_in_flight() -> None:
-    settings.set_current(FEW)
+def test_manager_passes_with_copies_in_flight() -> None:
+    settings.set_current(SHORT_SEARCH)
     conformance(QueuedManager)().test_histories()
     assert coverage.current().of(QueuedManager).counts["calls_in_flight"] > 10
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_manager_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manager_that_does_not_wait_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateTransfers, "event", lambda _: NeverWaits())
-    found = hunt([QueuedManager], FEW, Tally())
-    assert found
-    assert re.search("expected|raised", found.what)
+    finding = hunt([QueuedManager], SHORT_SEARCH, Tally())
+    assert finding
+    assert re.search("expected|raised", finding.message)
 
 
-def test_the_engine_runs_ahead_with_copies_in_flight() -> None:
+def test_engine_runs_ahead_with_copies_in_flight() -> None:
     counts = run_mix(QueuedEngine, MANY_STEPS_AHEAD)
     assert counts["engine_run_ahead"]
     assert counts["engine_resident"]
 
 
-def test_an_engine_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_does_not_wait_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateTransfers, "event", lambda _: NeverWaits())
     with pytest.raises(MixDivergence):
         run_mix(QueuedEngine, MANY_STEPS_AHEAD)

@@ -1,4 +1,4 @@
-"""Kernels are driven with pages of the harness's own, by the example of docs/how-to.md."""
+"""Paged kernels: the adapter of docs/how-to.md drives them with the harness's own pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_roseinfer import CacheSpec, Divergence, KVCacheAdapter, conformance,
 from pytest_roseinfer import settings as options
 from pytest_roseinfer.targets.flashinfer_pages import FlashInferAdapter
 from tests.capabilities.test_truncation import short_run as short_run
-from tests.histories.drawn import drawn
+from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def append(
 def decode(
     cache: torch.Tensor, tables: Sequence[Ints], lengths: Ints, query: torch.Tensor
 ) -> torch.Tensor:
-    found = torch.empty_like(query)
+    output = torch.empty_like(query)
     for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         keys, values = (
             part[list(table)].transpose(1, 2).flatten(0, 1)[:length].double() for part in cache
@@ -57,13 +57,13 @@ def decode(
         times = query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
         scores = torch.einsum("hd,thd->ht", query[row].double(), keys) * query.shape[2] ** -0.5
-        found[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
-    return found
+        output[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+    return output
 
 
-def append_without_the_last(cache: torch.Tensor, *rest: Any) -> None:
-    """The last of many tokens is left out."""
-    tables, lengths, counts, key, value = rest
+def append_without_the_last(cache: torch.Tensor, *arguments: Any) -> None:
+    """Append without the last of several tokens."""
+    tables, lengths, counts, key, value = arguments
     if counts[-1] > 1:
         counts = [*counts[:-1], counts[-1] - 1]
         lengths = [*lengths[:-1], lengths[-1] - 1]
@@ -73,7 +73,7 @@ def append_without_the_last(cache: torch.Tensor, *rest: Any) -> None:
 def decode_a_page_too_far(
     cache: torch.Tensor, tables: Sequence[Ints], lengths: Ints, query: torch.Tensor
 ) -> torch.Tensor:
-    """The whole last page is attended to."""
+    """Attend to the whole last page."""
     size = cache.shape[3]
     return decode(cache, tables, [-(-length // size) * size for length in lengths], query)
 
@@ -81,18 +81,18 @@ def decode_a_page_too_far(
 def adapter(
     append: Callable[..., None] = append, decode: Callable[..., torch.Tensor] = decode
 ) -> type[KVCacheAdapter]:
-    """Return the adapter that the page writes."""
+    """Return the adapter of the page."""
     page = PAGE.read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(from pytest_roseinfer import PagedK.*?)```", page, re.S)
     kernels = SimpleNamespace(allocate=allocate, append=append, decode=decode)
     names: dict[str, Any] = {"my_kernels": kernels, "__name__": __name__}
     exec(example, names)
-    written: type[KVCacheAdapter] = names["MyKernels"]
-    return written
+    page_adapter: type[KVCacheAdapter] = names["MyKernels"]
+    return page_adapter
 
 
 @pytest.mark.usefixtures("short_run")
-def test_kernels_that_are_right_pass() -> None:
+def test_right_kernels_pass() -> None:
     options.set_current(options.Settings(examples=10, steps=8, seed=1))
     tests = conformance(adapter())()
     tests.test_histories()
@@ -102,12 +102,12 @@ def test_kernels_that_are_right_pass() -> None:
 @pytest.mark.parametrize(
     "wrong", [adapter(append_without_the_last), adapter(decode=decode_a_page_too_far)]
 )
-def test_kernels_that_are_wrong_are_found(wrong: type[KVCacheAdapter]) -> None:
+def test_broken_kernels_fail(wrong: type[KVCacheAdapter]) -> None:
     with pytest.raises(Divergence):
-        drawn(wrong, 100, 1, partial(run_history, wrong))
+        check_drawn_histories(wrong, 100, 1, partial(run_history, wrong))
 
 
-def test_flashinfer_says_how_to_get_it() -> None:
+def test_missing_flashinfer_names_the_command_to_install_it() -> None:
     spec = CacheSpec(
         options={name: each[0] for name, each in FlashInferAdapter.option_choices.items()}
     )

@@ -1,4 +1,4 @@
-"""A part of a package is imported without what its top, or another part, would need."""
+"""Partial imports: a part of a package is imported without the requirements of other parts."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_neither_its_top_nor_a_package_that_is_not_called_is_needed(package: str) -> None:
+def test_part_is_imported_without_its_package_and_unused_imports(package: str) -> None:
     with stub_package("absent_kernels"):
         books = import_part(package, "books", "")
     assert books.BLOCKS == 3
     assert "absent_kernels" not in sys.modules
 
 
-def test_a_package_that_it_imports_must_be_there(package: str) -> None:
+def test_missing_import_of_a_part_is_an_error(package: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="absent_kernels"):
         import_part(package, "books", "")
 
 
-def test_a_missing_package_is_done_without_and_is_missing_again() -> None:
+def test_stub_of_a_missing_package_is_removed() -> None:
     with stub_package("no_such_package", "no_such_package.of_it"):
-        taken = import_module("no_such_package.of_it").anything
-    assert taken is not None
+        attribute = import_module("no_such_package.of_it").anything
+    assert attribute is not None
     assert not [name for name in sys.modules if name.startswith("no_such_package")]
     with pytest.raises(ModuleNotFoundError):
         import_module("no_such_package")
 
 
-def test_a_package_that_is_there_is_not_done_without() -> None:
+def test_installed_package_is_not_stubbed() -> None:
     with stub_package("json"):
         assert import_module("json") is json
     assert sys.modules["json"] is json

@@ -1,4 +1,4 @@
-"""transformers' own caches fit the harness, and one that was broken does not pass."""
+"""The caches of transformers: they conform, and planted bugs fail."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ OFFERED = {
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 VERSION = "5.23.0"
-"""The version that docs/found.md is about."""
+"""The version that docs/found.md describes."""
 SCRIPTS = scripts_about(f"transformers {VERSION}")
 
 
 @pytest.fixture(autouse=True)
 def short_run() -> Iterator[None]:
-    """A few histories, whatever was asked of the run these tests are part of."""
-    asked, seen = settings.current(), coverage.current()
+    """Run few histories, whatever the enclosing run's settings are."""
+    previous_settings, previous_coverage = settings.current(), coverage.current()
     settings.set_current(settings.Settings(examples=30, steps=10, seed=1))
     coverage.set_current(coverage.Coverage())
     yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
+    settings.set_current(previous_settings)
+    coverage.set_current(previous_coverage)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", OFFERED)
-def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
+def test_transformers_cache_conforms(adapter: type[KVCacheAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
@@ -75,11 +75,11 @@ def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
 
 
 @pytest.mark.parametrize("adapter", OFFERED)
-def test_what_it_offers(adapter: type[KVCacheAdapter]) -> None:
+def test_transformers_adapter_offers_its_methods(adapter: type[KVCacheAdapter]) -> None:
     assert adapter.abilities == OFFERED[adapter]
 
 
-def test_the_suite_runs_it_by_name(project: Project) -> None:
+def test_suite_runs_a_transformers_adapter_by_name(project: Project) -> None:
     name = "pytest_roseinfer.targets.dynamic_cache:DynamicCacheAdapter"
     result = project.pytest(
         "--pyargs",
@@ -95,17 +95,17 @@ def test_the_suite_runs_it_by_name(project: Project) -> None:
 
 
 class LosesTokens(DynamicCacheAdapter):
-    """The last token goes when a sequence comes to the end of a block."""
+    """Loses the last token whenever a sequence reaches the end of a block."""
 
     def new_cache(self) -> Any:
         size = self.spec.block_size
 
         def update(cache: Any, key: Any, value: Any, layer: int) -> Any:
             DynamicCache.update(cache, key, value, layer)
-            stored = cache.layers[layer]
-            if stored.keys.shape[-2] % size == 0:
-                stored.keys = stored.keys[..., :-1, :]
-            return stored.keys, stored.values
+            cache_layer = cache.layers[layer]
+            if cache_layer.keys.shape[-2] % size == 0:
+                cache_layer.keys = cache_layer.keys[..., :-1, :]
+            return cache_layer.keys, cache_layer.values
 
         cache = super().new_cache()
         cache.__class__ = type("LosingCache", (DynamicCache,), {"update": update})
@@ -113,20 +113,20 @@ class LosesTokens(DynamicCacheAdapter):
 
 
 class SelectsOthers(DynamicCacheAdapter):
-    """Rows come back in the order they had, whatever order was asked for."""
+    """Returns rows in their old order, whichever was requested."""
 
     def new_cache(self) -> Any:
         def select(cache: Any, indices: torch.Tensor) -> None:
             DynamicCache.batch_select_indices(cache, indices.sort().values)
 
         cache = super().new_cache()
-        changed = {"batch_select_indices": select, "reorder_cache": select}
-        cache.__class__ = type("SortingCache", (DynamicCache,), changed)
+        methods = {"batch_select_indices": select, "reorder_cache": select}
+        cache.__class__ = type("SortingCache", (DynamicCache,), methods)
         return cache
 
 
 def planted(base: type[PagedAttentionCacheAdapter], plant: Callable[[Any], None]) -> Any:
-    """Return an adapter that breaks its cache as soon as it is made."""
+    """Return an adapter that plants a bug in each cache it builds."""
 
     def make(adapter: PagedAttentionCacheAdapter, spec: CacheSpec) -> None:
         base.make(adapter, spec)
@@ -137,39 +137,39 @@ def planted(base: type[PagedAttentionCacheAdapter], plant: Callable[[Any], None]
 
 def lose_the_end_of_a_block(cache: Any) -> None:
     for allocator in cache.cache_allocators.values():
-        right = allocator.get_write_indices
+        original = allocator.get_write_indices
 
-        def wrong(
-            name: str, past: int, count: int, right: Any = right, allocator: Any = allocator
+        def broken(
+            name: str, past: int, count: int, original: Any = original, allocator: Any = allocator
         ) -> list[int]:
-            found: list[int] = right(name, past, count)
+            indices: list[int] = original(name, past, count)
             if (past + count) % allocator.tokens_per_page == 0:
-                found[-1] = allocator.write_trash_index
-            return found
+                indices[-1] = allocator.write_trash_index
+            return indices
 
-        allocator.get_write_indices = wrong
+        allocator.get_write_indices = broken
 
 
 def leak_a_block(cache: Any) -> None:
-    """A request that ends keeps its last block, if it had several."""
+    """Keep the last block of an ended request that had several."""
     (allocator,) = cache.cache_allocators.values()
-    right = allocator.free_blocks
+    original = allocator.free_blocks
 
-    def wrong(name: str, no_cache: bool = False) -> None:
+    def broken(name: str, no_cache: bool = False) -> None:
         allocator.block_table[name][1:] = allocator.block_table[name][1:-1]
-        right(name, no_cache)
+        original(name, no_cache)
 
-    allocator.free_blocks = wrong
+    allocator.free_blocks = broken
 
 
 def forget_to_return_evicted_blocks(cache: Any) -> None:
     (allocator,) = cache.cache_allocators.values()
-    right = allocator.ledger.evict_cached_blocks
+    original = allocator.ledger.evict_cached_blocks
 
-    def wrong() -> list[int]:
-        return list(right()[1:])
+    def broken() -> list[int]:
+        return list(original()[1:])
 
-    allocator.ledger.evict_cached_blocks = wrong
+    allocator.ledger.evict_cached_blocks = broken
 
 
 def share_a_partial_block(cache: Any) -> None:
@@ -181,26 +181,26 @@ def share_a_partial_block(cache: Any) -> None:
 
 def free_a_shared_block(cache: Any) -> None:
     (allocator,) = cache.cache_allocators.values()
-    right = allocator.ledger.release
+    original = allocator.ledger.release
 
-    def wrong(block: int, no_cache: bool = False) -> bool:
-        right(block, no_cache)
+    def broken(block: int, no_cache: bool = False) -> bool:
+        original(block, no_cache)
         return True
 
-    allocator.ledger.release = wrong
+    allocator.ledger.release = broken
 
 
 def read_a_window_too_far_back(cache: Any) -> None:
     allocator = cache.cache_allocators["sliding_attention"]
 
-    def wrong(name: str, past: int, count: int) -> list[int]:
+    def broken(name: str, past: int, count: int) -> list[int]:
         window = allocator.sliding_window
         length = min(past, window - 1)
         start = past % window if past >= window else 0
         slots = allocator._token_indices_to_physical_indices(name, start, length)
         return [*slots, *[allocator.sentinel_index] * count]
 
-    allocator.get_read_indices = wrong
+    allocator.get_read_indices = broken
 
 
 BROKEN: list[tuple[type[KVCacheAdapter], str]] = [
@@ -222,14 +222,14 @@ BROKEN: list[tuple[type[KVCacheAdapter], str]] = [
 @pytest.mark.parametrize(
     ("adapter", "what"), BROKEN, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_a_planted_bug_is_caught(adapter: type[KVCacheAdapter], what: str) -> None:
+def test_planted_bug_of_transformers_is_found(adapter: type[KVCacheAdapter], what: str) -> None:
     settings.set_current(settings.Settings(examples=200, steps=10, seed=1))
     with pytest.raises(Divergence) as failure:
         conformance(adapter)().test_histories()
-    assert re.search(what, failure.value.what)
+    assert re.search(what, failure.value.summary)
 
 
-# ------------------------------------------------------------------------------ found bugs
+# ------------------------------------------------------------------------ bugs of docs/found.md
 
 only_that_version = pytest.mark.skipif(
     transformers.__version__ != VERSION, reason=f"docs/found.md is about transformers {VERSION}"
@@ -237,7 +237,7 @@ only_that_version = pytest.mark.skipif(
 
 
 @only_that_version
-def test_the_harness_finds_that_a_window_of_one_keeps_everything() -> None:
+def test_window_of_one_that_keeps_all_tokens_is_found() -> None:
     class WindowOfOne(DynamicCacheAdapter):
         option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
             **DynamicCacheAdapter.option_choices,
@@ -249,7 +249,7 @@ def test_the_harness_finds_that_a_window_of_one_keeps_everything() -> None:
 
 
 @only_that_version
-def test_the_step_that_found_md_names() -> None:
+def test_failing_steps_of_the_found_page_fail() -> None:
     options = {"layers": "sliding_attention", "window": 1, "select": "reorder_cache"}
     steps = (Prefill(0, 3), Fork(0, 1), Append((0, 1)))
     with pytest.raises(
@@ -260,9 +260,9 @@ def test_the_step_that_found_md_names() -> None:
 
 
 @only_that_version
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+@pytest.mark.parametrize(("script", "expected_output"), SCRIPTS, ids=range(len(SCRIPTS)))
+def test_documented_script_prints_its_output(script: str, expected_output: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(compile(script, str(PAGE), "exec"), {})
-    assert output.getvalue() == printed
+    assert output.getvalue() == expected_output

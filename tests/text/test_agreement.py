@@ -1,4 +1,4 @@
-"""Tokenizers that decode by code of their own: served if their texts can come in pieces."""
+"""Tokenizers with decoders of their own: supported if their texts can be streamed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def streamed(tokenizer: Any, written: Sequence[str]) -> list[str]:
+def stream_pieces(tokenizer: Any, tokens_text: Sequence[str]) -> list[str]:
     detokenizer = new_detokenizer_factory(tokenizer)()
-    tokens = tokenizer.convert_tokens_to_ids(list(written))
+    tokens = tokenizer.convert_tokens_to_ids(list(tokens_text))
     return [*map(detokenizer.add, tokens), detokenizer.flush()]
 
 
-def japanese(folder: Path) -> Any:
-    """It drops spaces and line ends around a text, but not within it."""
+def build_japanese(folder: Path) -> Any:
+    """Build a tokenizer that strips spaces and line ends around a text, but not within it."""
     vocabulary = [
         "<|endoftext|>",
         "<SP>",
@@ -40,41 +40,52 @@ def japanese(folder: Path) -> Any:
     return GPTNeoXJapaneseTokenizer(folder / "vocab.txt", folder / "emoji.json")
 
 
-def test_blanks_are_shown_once_text_follows(tmp_path: Path) -> None:
-    written = ["<BR>", "あ", "<BR>", "<BR>", "<SP>", "い", "<SP>"]
-    assert streamed(japanese(tmp_path), written) == ["", "あ", "", "", "", "\n\n い", "", ""]
+def test_blanks_are_streamed_once_text_follows(tmp_path: Path) -> None:
+    tokens_text = ["<BR>", "あ", "<BR>", "<BR>", "<SP>", "い", "<SP>"]
+    assert stream_pieces(build_japanese(tmp_path), tokens_text) == [
+        "",
+        "あ",
+        "",
+        "",
+        "",
+        "\n\n い",
+        "",
+        "",
+    ]
 
 
-def test_one_whose_pieces_are_another_text_is_refused(tmp_path: Path) -> None:
-    """What ends a word here is known when the next token comes: ``a@@`` and ``b`` are ``ab``."""
+def test_tokenizer_that_cannot_be_streamed_is_rejected(tmp_path: Path) -> None:
+    """The end of a word is known only with the next token: ``a@@`` and ``b`` are ``ab``."""
     vocabulary = ["<unk>", "a", "b", "a@@", "b@@"]
-    numbered = {token: at for at, token in enumerate(vocabulary)}
-    (tmp_path / "vocab.json").write_text(json.dumps(numbered))
+    ids = {token: at for at, token in enumerate(vocabulary)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version\na b\n")
     tokenizer = CTRLTokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
     with pytest.raises(UnsupportedModel, match=r"\(CTRLTokenizer\) decodes tokens otherwise"):
         new_detokenizer_factory(tokenizer)
 
 
-class Alike(PreTrainedTokenizerFast):  # type: ignore[misc]
+class SameDecoding(PreTrainedTokenizerFast):  # type: ignore[misc]
     def decode(self, *arguments: Any, **options: Any) -> Any:
         return super().decode(*arguments, **options)
 
 
-class Shouts(PreTrainedTokenizerFast):  # type: ignore[misc]
+class UppercaseDecoding(PreTrainedTokenizerFast):  # type: ignore[misc]
     def _decode(self, *arguments: Any, **options: Any) -> str:
         return str(super()._decode(*arguments, **options)).upper()
 
 
-def test_one_that_changes_how_it_decodes_is_tried() -> None:
+def test_overridden_decoding_is_checked() -> None:
     backend = byte_level([bytes([byte]) for byte in range(256)]).backend_tokenizer
-    assert isinstance(new_detokenizer_factory(Alike(tokenizer_object=backend))(), ByteLevelJoiner)
-    with pytest.raises(UnsupportedModel, match=r"\(Shouts\) decodes tokens otherwise"):
-        new_detokenizer_factory(Shouts(tokenizer_object=backend))
+    assert isinstance(
+        new_detokenizer_factory(SameDecoding(tokenizer_object=backend))(), ByteLevelJoiner
+    )
+    with pytest.raises(UnsupportedModel, match=r"\(UppercaseDecoding\) decodes tokens otherwise"):
+        new_detokenizer_factory(UppercaseDecoding(tokenizer_object=backend))
 
 
-def test_one_that_panics_is_refused_with_its_reason() -> None:
+def test_panicking_tokenizer_is_rejected_with_its_reason() -> None:
     backend = words(["a", " "]).backend_tokenizer
     backend.decoder = decoders.Strip(" ", 0, 2)
-    with pytest.raises(UnsupportedModel, match=r"\(Alike\) cannot decode tokens"):
-        new_detokenizer_factory(Alike(tokenizer_object=backend))
+    with pytest.raises(UnsupportedModel, match=r"\(SameDecoding\) cannot decode tokens"):
+        new_detokenizer_factory(SameDecoding(tokenizer_object=backend))

@@ -1,4 +1,4 @@
-"""Text by any model and decoders of ``tokenizers``: what these make of all tokens, or a refusal."""
+"""Streamed detokenization by decoders of ``tokenizers``: the text of all tokens, or a rejection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in "aé€😀 ".encode() + b"\xff")
 VOCABULARY = {text: at for at, text in enumerate(PIECES + BYTES)}
 ADDED = ("<tool>", " spaced ", "é€", "▁added", "added</w>", AddedToken("<|end|>", special=True))
 UNKNOWN = 1_000_000
-"""Beyond the vocabulary, as the padding of a model's own can be."""
+"""Token beyond the vocabulary, as the padding of a model can have."""
 TOKENS = (*range(len(VOCABULARY) + len(ADDED)), UNKNOWN)
 RUNS = [
     [VOCABULARY[f"<0x{byte:02X}>"] for byte in run]
@@ -51,42 +51,42 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @cache
-def made(model: str) -> Any:
+def build(model: str) -> Any:
     backend = tokenizers.Tokenizer(MODELS[model]())
     backend.add_tokens(list(ADDED))
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
 
 
 def tokenizer_with(decoder: Any, model: str = "WordLevel") -> Any:
-    tokenizer = made(model)
+    tokenizer = build(model)
     tokenizer.backend_tokenizer.decoder = decoder
     return tokenizer
 
 
-def whole(tokenizer: Any, tokens: Sequence[int]) -> str:
+def decode_whole(tokenizer: Any, tokens: Sequence[int]) -> str:
     text: str = tokenizer.decode(
         list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return text
 
 
-def outcome(decoded: Any) -> str:
-    """The text, or the name of what was raised: some texts make the tokenizers panic."""
+def outcome(decode: Any) -> str:
+    """Return the text, or the name of the exception: some texts make the tokenizers panic."""
     try:
-        return str(decoded())
+        return str(decode())
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         return f"raises {type(error).__name__}"
 
 
-def shared_beginning(texts: Sequence[str]) -> str:
+def common_prefix(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     same = (at for at in range(len(first) + 1) if not last.startswith(first[:at]))
     return first[: next(same, len(first) + 1) - 1]
 
 
-def streamed(tokenizer: Any, tokens: Sequence[int]) -> str:
+def decode_streamed(tokenizer: Any, tokens: Sequence[int]) -> str:
     detokenizer = new_detokenizer_factory(tokenizer)()
     text = "".join([detokenizer.add(token) for token in tokens]) + detokenizer.flush()
     assert detokenizer.flush() == ""
@@ -115,30 +115,30 @@ ANY_TOKENS = st.lists(
 ).map(lambda groups: [token for group in groups for token in group])
 
 
-def refusable(decoder: Any) -> bool:
-    """Whether a decoder is one of those that may change all of a text that was shown."""
+def is_unsupported(decoder: Any) -> bool:
+    """Return True for decoders that may change text that was already streamed."""
     if not isinstance(decoder, decoders.Sequence):
         return False
     chain = json.loads(decoder.__getstate__())["decoders"]
-    joined = False
+    fused = False
     for each in chain:
         opaque = each["type"] in ("ByteLevel", "ByteFallback") or "Regex" in each.get("pattern", "")
-        if joined and (opaque or each.get("pattern") == {"String": ""}):
+        if fused and (opaque or each.get("pattern") == {"String": ""}):
             return True
-        joined = joined or each["type"] in ("Fuse", "ByteLevel")
+        fused = fused or each["type"] in ("Fuse", "ByteLevel")
     return False
 
 
 @settings(deadline=None, database=None, max_examples=150)
 @given(model=st.sampled_from(sorted(MODELS)), decoder=ANY_DECODER, tokens=ANY_TOKENS)
-def test_any_decoder(model: str, decoder: Any, tokens: list[int]) -> None:
+def test_random_decoders_match_the_tokenizer(model: str, decoder: Any, tokens: list[int]) -> None:
     tokenizer = tokenizer_with(decoder, model)
-    if refusable(decoder):
+    if is_unsupported(decoder):
         with pytest.raises(UnsupportedModel, match="the tokenizer has"):
             new_detokenizer_factory(tokenizer)
         return
-    expected = outcome(partial(whole, tokenizer, tokens))
-    assert outcome(partial(streamed, tokenizer, tokens)) == expected
+    expected = outcome(partial(decode_whole, tokenizer, tokens))
+    assert outcome(partial(decode_streamed, tokenizer, tokens)) == expected
 
 
 LLAMA = decoders.Sequence(
@@ -149,7 +149,7 @@ LLAMA = decoders.Sequence(
         decoders.Strip(" ", 1, 0),
     ]
 )
-KNOWN: dict[str, Any] = {
+KNOWN_DECODERS: dict[str, Any] = {
     "none": None,
     "GPT-2": decoders.ByteLevel(),
     "Llama 2": LLAMA,
@@ -160,10 +160,10 @@ KNOWN: dict[str, Any] = {
     "T5, legacy": decoders.Metaspace(prepend_scheme="first"),
     "Metaspace without a first space": decoders.Metaspace(prepend_scheme="never"),
     "BERT": decoders.WordPiece(),
-    "BERT, as it is written": decoders.WordPiece(cleanup=False),
+    "BERT, uncleaned": decoders.WordPiece(cleanup=False),
     "GPT-1": decoders.BPEDecoder(),
     "wav2vec 2": decoders.CTC(),
-    "wav2vec 2, as it is written": decoders.CTC(cleanup=False),
+    "wav2vec 2, uncleaned": decoders.CTC(cleanup=False),
     "byte fallback": decoders.ByteFallback(),
     "fused words": decoders.Sequence([decoders.BPEDecoder(), decoders.Fuse()]),
     "fused bytes": decoders.Sequence(
@@ -175,60 +175,70 @@ KNOWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-def test_known_decoders_at_every_token(kind: str) -> None:
-    tokenizer = tokenizer_with(KNOWN[kind])
+@pytest.mark.parametrize("kind", KNOWN_DECODERS)
+def test_known_decoders_match_the_tokenizer_for_every_token(kind: str) -> None:
+    tokenizer = tokenizer_with(KNOWN_DECODERS[kind])
     for tokens in ([], [*TOKENS], *([first, last] for first in TOKENS for last in TOKENS[::7])):
-        expected = outcome(partial(whole, tokenizer, tokens))
-        assert outcome(partial(streamed, tokenizer, tokens)) == expected, tokens
+        expected = outcome(partial(decode_whole, tokenizer, tokens))
+        assert outcome(partial(decode_streamed, tokenizer, tokens)) == expected, tokens
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-def test_text_comes_as_soon_as_no_token_can_change_it(kind: str) -> None:
-    """What was shown is the longest beginning that all texts share which may come of the tokens."""
-    tokenizer = tokenizer_with(KNOWN[kind])
-    ways = [[], *([token] for token in TOKENS), *RUNS, *TAILS]
+@pytest.mark.parametrize("kind", KNOWN_DECODERS)
+def test_text_is_streamed_as_soon_as_no_token_can_change_it(kind: str) -> None:
+    """The streamed text is the longest prefix shared by all possible continuations."""
+    tokenizer = tokenizer_with(KNOWN_DECODERS[kind])
+    continuations = [[], *([token] for token in TOKENS), *RUNS, *TAILS]
 
     @settings(deadline=None, database=None, max_examples=4)
     @given(ANY_TOKENS.filter(bool))
     @example([VOCABULARY[text] for text in ("aab", "a", "ab", "b")])
     def check(tokens: list[int]) -> None:
         detokenizer = new_detokenizer_factory(tokenizer)()
-        shown = ""
+        streamed_text = ""
         for at, token in enumerate(tokens[:6], 1):
-            shown += detokenizer.add(token)
-            futures = [outcome(partial(whole, tokenizer, tokens[:at] + way)) for way in ways]
+            streamed_text += detokenizer.add(token)
+            futures = [
+                outcome(partial(decode_whole, tokenizer, tokens[:at] + continuation))
+                for continuation in continuations
+            ]
             possible = [text for text in futures if not text.startswith("raises")]
-            assert shown == shared_beginning(possible), tokens[:at]
+            assert streamed_text == common_prefix(possible), tokens[:at]
 
     check()
 
 
-def pieces(tokenizer: Any, written: Sequence[str]) -> list[str]:
+def stream_pieces(tokenizer: Any, tokens_text: Sequence[str]) -> list[str]:
     detokenizer = new_detokenizer_factory(tokenizer)()
-    return [*(detokenizer.add(VOCABULARY[token]) for token in written), detokenizer.flush()]
+    return [*(detokenizer.add(VOCABULARY[token]) for token in tokens_text), detokenizer.flush()]
 
 
-def test_a_run_of_byte_tokens_comes_when_it_ends() -> None:
-    """One byte that is no text would replace those before it too."""
+def test_run_of_byte_tokens_is_streamed_at_its_end() -> None:
+    """One byte that is not text would replace the previous ones, too."""
     tokenizer = tokenizer_with(LLAMA)
     e_acute = ["<0xC3>", "<0xA9>"]
-    assert pieces(tokenizer, ["The", *e_acute, "s"]) == ["The", "", "", "és", ""]
-    assert pieces(tokenizer, ["The", *e_acute]) == ["The", "", "", "é"]
-    assert pieces(tokenizer, [*e_acute, "<0xFF>", "<0xC3>", "s"]) == ["", "", R * 3, R, "s", ""]
+    assert stream_pieces(tokenizer, ["The", *e_acute, "s"]) == ["The", "", "", "és", ""]
+    assert stream_pieces(tokenizer, ["The", *e_acute]) == ["The", "", "", "é"]
+    assert stream_pieces(tokenizer, [*e_acute, "<0xFF>", "<0xC3>", "s"]) == [
+        "",
+        "",
+        R * 3,
+        R,
+        "s",
+        "",
+    ]
 
 
-class Shouts:
-    """A decoder in Python."""
+class UppercaseDecoder:
+    """Decoder in Python."""
 
     def decode_chain(self, tokens: list[str]) -> list[str]:
         return ["".join(tokens).upper()]
 
 
 @pytest.mark.parametrize(
-    ("decoder", "said"),
+    ("decoder", "reason"),
     [
-        (decoders.Decoder.custom(Shouts()), "a decoder in Python"),
+        (decoders.Decoder.custom(UppercaseDecoder()), "a decoder in Python"),
         (decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]), "ByteLevel after"),
         (decoders.Sequence([decoders.Fuse(), decoders.ByteFallback()]), "ByteFallback after"),
         (decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("a+"), "b")]), "Replace after"),
@@ -238,10 +248,10 @@ class Shouts:
         ),
     ],
 )
-def test_a_decoder_that_may_change_all_of_a_text_is_refused_by_name(
-    decoder: Any, said: str
+def test_decoder_that_may_change_streamed_text_is_rejected_by_name(
+    decoder: Any, reason: str
 ) -> None:
     tiny = tiny_gpt2()
     tiny.tokenizer.backend_tokenizer.decoder = decoder
-    with pytest.raises(UnsupportedModel, match=f"the tokenizer has {said}"):
+    with pytest.raises(UnsupportedModel, match=f"the tokenizer has {reason}"):
         LLM(tiny.model, tokenizer=tiny.tokenizer, device="cpu", kv_cache_tokens=64)

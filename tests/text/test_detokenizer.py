@@ -1,4 +1,4 @@
-"""Text by windows of tokens is the text that the tokenizer makes of all tokens at once."""
+"""Detokenization by windows of tokens, compared with decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roseinfer import byte_tokenizer
+from roseinfer.models.tiny import byte_tokenizer
 from roseinfer.text.detokenizer import WindowDetokenizer
 from tests.text.tokenizers import (
     SAMPLE,
@@ -31,14 +31,14 @@ SPACED = ("▁", "▁▁", "▁the", "The", "▁cat", "s", "é", "好", "\n", ".
 WORDS = ("the</w>", "ca", "ts</w>", ".</w>", "n't</w>", "</w>", "好")
 MORE_WORDS = ("the", "cat", "##s", ".", "n't", "'", "好", "##-")
 
-unhurried = settings(deadline=None, database=None, max_examples=60)
+without_deadline = settings(deadline=None, database=None, max_examples=60)
 
 plain_bytes = functools.cache(byte_tokenizer)
 cut_bytes = functools.cache(lambda: byte_level(CUTS))
 spaced = functools.cache(lambda: metaspace(SPACED))
 
 
-def whole(tokenizer: Any, tokens: Iterable[int]) -> str:
+def decode_whole(tokenizer: Any, tokens: Iterable[int]) -> str:
     text = tokenizer.decode(
         list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -46,14 +46,14 @@ def whole(tokenizer: Any, tokens: Iterable[int]) -> str:
     return text
 
 
-def streamed(tokenizer: Any, groups: Iterable[list[int]]) -> list[str]:
-    """Return what each group returned, and then what ``flush`` did."""
+def stream_groups(tokenizer: Any, groups: Iterable[list[int]]) -> list[str]:
+    """Return the text of each group, and then that of ``flush``."""
     detokenizer = WindowDetokenizer(tokenizer)
     return [*["".join(map(detokenizer.add, group)) for group in groups], detokenizer.flush()]
 
 
-def one_by_one(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
-    return streamed(tokenizer, [[token] for token in tokens])
+def stream_tokens(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
+    return stream_groups(tokenizer, [[token] for token in tokens])
 
 
 def joined(groups: Iterable[list[int]]) -> list[int]:
@@ -61,41 +61,41 @@ def joined(groups: Iterable[list[int]]) -> list[int]:
 
 
 def cut(text: str, lengths: Iterable[int]) -> list[int]:
-    """The tokens of ``cut_bytes`` for a text cut into pieces of so many bytes."""
-    rest, found = text.encode(), []
+    """Return the tokens of ``cut_bytes`` for a text cut into pieces of these numbers of bytes."""
+    rest, pieces = text.encode(), []
     for length in lengths:
-        found.append(rest[:length])
+        pieces.append(rest[:length])
         rest = rest[length:]
-    found += [bytes([byte]) for byte in rest]
-    return [CUTS.index(each) + 1 for each in found if each]
+    pieces += [bytes([byte]) for byte in rest]
+    return [CUTS.index(each) + 1 for each in pieces if each]
 
 
 def piece(text: str) -> int:
     return 1 + SPACED.index(text)
 
 
-def of(tokens: Any, most: int = 80) -> Any:
-    """Sequences of tokens, in random groups; special and unknown ones come anywhere."""
+def token_groups(tokens: Any, max_size: int = 80) -> Any:
+    """Build a strategy of tokens in random groups, with special and unknown ones anywhere."""
     either = st.one_of(tokens, tokens, tokens, st.sampled_from([SPECIAL, UNKNOWN]))
-    return st.lists(st.lists(either, max_size=4), max_size=most // 2)
+    return st.lists(st.lists(either, max_size=4), max_size=max_size // 2)
 
 
-# ------------------------------------------------------------------------------- whole texts
+# ------------------------------------------------------------------------------ valid texts
 
 TEXTS = st.text(max_size=40) | st.text(
     alphabet="e\u0301\u0308ü👩🏽\u200d🔬한글漢字 \n", max_size=30
 )
 
 
-@unhurried
+@without_deadline
 @given(TEXTS)
-def test_any_text_by_its_bytes(text: str) -> None:
-    assert "".join(one_by_one(plain_bytes(), text.encode())) == text
+def test_text_streamed_by_bytes_is_unchanged(text: str) -> None:
+    assert "".join(stream_tokens(plain_bytes(), text.encode())) == text
 
 
-@unhurried
+@without_deadline
 @given(text=TEXTS.filter(lambda text: R not in text))
-def test_every_character_comes_with_its_last_byte_and_whole(text: str) -> None:
+def test_characters_are_streamed_whole_with_their_last_byte(text: str) -> None:
     detokenizer = WindowDetokenizer(plain_bytes())
     for character in text:
         *first, last = character.encode()
@@ -104,67 +104,67 @@ def test_every_character_comes_with_its_last_byte_and_whole(text: str) -> None:
     assert detokenizer.flush() == ""
 
 
-@unhurried
+@without_deadline
 @given(text=st.text(alphabet=SAMPLE, max_size=60), lengths=st.lists(st.integers(1, 3)))
 @example(text="好" * 60, lengths=[2] + [3] * 58)
 @example(text="好" * 60, lengths=[1] + [3] * 58)
 @example(text="😀" * 40, lengths=[3, 1] * 40)
 @example(text="😀好a" * 20, lengths=[2, 3] * 40)
-def test_tokens_that_straddle_characters(text: str, lengths: list[int]) -> None:
-    """Nearly every token of the first examples ends within a character, for ever."""
+def test_tokens_that_end_within_characters(text: str, lengths: list[int]) -> None:
+    """Nearly every token of the first examples ends within a character."""
     tokens = cut(text, lengths)
     detokenizer = WindowDetokenizer(cut_bytes())
-    returned = ""
+    streamed_text = ""
     for at, token in enumerate(tokens, 1):
-        returned += detokenizer.add(token)
-        assert returned == whole(cut_bytes(), tokens[:at]).rstrip(R)
-    assert returned == text
+        streamed_text += detokenizer.add(token)
+        assert streamed_text == decode_whole(cut_bytes(), tokens[:at]).rstrip(R)
+    assert streamed_text == text
     assert detokenizer.flush() == ""
 
 
-def test_a_replacement_character_that_the_text_has() -> None:
+def test_replacement_characters_of_the_text_are_streamed() -> None:
     text = f"{R}a{R}{R}b" + R * 30
-    assert "".join(one_by_one(plain_bytes(), text.encode())) == text
+    assert "".join(stream_tokens(plain_bytes(), text.encode())) == text
 
 
-# ---------------------------------------------------------------------------- what is no text
+# ---------------------------------------------------------------------------- invalid bytes
 
 
-@unhurried
+@without_deadline
 @given(st.binary(max_size=80), st.integers(1, 7))
 @example(b"\xf0\x9f\x98" * 20 + b"\xf0\x9f\x98\x80", 1)
 @example(b"\xff" * 40 + "é".encode(), 1)
 @example(b"\x80" * 40 + "€".encode(), 1)
 @example("é".encode() + b"\xe2\x82" * 30 + "€".encode(), 2)
-def test_any_bytes(noise: bytes, length: int) -> None:
+def test_any_bytes_match_the_tokenizer(noise: bytes, length: int) -> None:
     groups = [list(noise[at : at + length]) for at in range(0, len(noise), length)]
     expected = noise.decode(errors="replace")
-    assert "".join(streamed(plain_bytes(), groups)) == expected
+    assert "".join(stream_groups(plain_bytes(), groups)) == expected
 
 
-@unhurried
-@given(of(st.integers(1, len(CUTS)), most=120))
-def test_any_tokens_of_several_bytes(groups: list[list[int]]) -> None:
-    expected = whole(cut_bytes(), joined(groups))
-    assert "".join(streamed(cut_bytes(), groups)) == expected
+@without_deadline
+@given(token_groups(st.integers(1, len(CUTS)), max_size=120))
+def test_any_tokens_of_several_bytes_match_the_tokenizer(groups: list[list[int]]) -> None:
+    expected = decode_whole(cut_bytes(), joined(groups))
+    assert "".join(stream_groups(cut_bytes(), groups)) == expected
 
 
-@unhurried
+@without_deadline
 @given(st.lists(st.sampled_from([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xFF]), max_size=60))
-def test_nothing_is_held_back_for_long(noise: list[int]) -> None:
-    """Only characters that later bytes may still change are held back."""
+def test_at_most_three_characters_are_withheld(noise: list[int]) -> None:
+    """Only characters that later bytes may still change are withheld."""
     detokenizer = WindowDetokenizer(plain_bytes())
-    returned = ""
+    streamed_text = ""
     for at, byte in enumerate(noise, 1):
-        returned += detokenizer.add(byte)
-        there = whole(plain_bytes(), noise[:at])
-        assert there.startswith(returned)
-        assert len(returned) >= max(len(there.rstrip(R)), len(there) - 3)
+        streamed_text += detokenizer.add(byte)
+        decoded = decode_whole(plain_bytes(), noise[:at])
+        assert decoded.startswith(streamed_text)
+        assert len(streamed_text) >= max(len(decoded.rstrip(R)), len(decoded) - 3)
 
 
 def test_incomplete_bytes_at_the_end_are_replaced() -> None:
-    assert one_by_one(plain_bytes(), b"a\xe2\x82") == ["a", "", "", R]
-    assert one_by_one(plain_bytes(), b"a\xff\xe2\x82") == ["a", "", "", "", R + R]
+    assert stream_tokens(plain_bytes(), b"a\xe2\x82") == ["a", "", "", R]
+    assert stream_tokens(plain_bytes(), b"a\xff\xe2\x82") == ["a", "", "", "", R + R]
 
 
 def test_flushing_again_returns_nothing() -> None:
@@ -186,16 +186,18 @@ def test_flushing_again_returns_nothing() -> None:
         (word_pieces, MORE_WORDS),
     ],
 )
-def test_other_decoders(build: Callable[[Any], Any], pieces: tuple[str, ...]) -> None:
-    """Spaces before, behind, by words; and spaces that the tokenizer would tidy up."""
+def test_other_decoders_match_the_tokenizer(
+    build: Callable[[Any], Any], pieces: tuple[str, ...]
+) -> None:
+    """Spaces before, after, by words; and spaces that the tokenizer would clean up."""
     tokenizer = build(pieces)
     last = len(tokenizer)
 
-    @unhurried
-    @given(of(st.integers(last - len(pieces), last - 1)))
+    @without_deadline
+    @given(token_groups(st.integers(last - len(pieces), last - 1)))
     def check(groups: list[list[int]]) -> None:
-        expected = whole(tokenizer, joined(groups))
-        assert "".join(streamed(tokenizer, groups)) == expected
+        expected = decode_whole(tokenizer, joined(groups))
+        assert "".join(stream_groups(tokenizer, groups)) == expected
 
     check()
 
@@ -203,8 +205,8 @@ def test_other_decoders(build: Callable[[Any], Any], pieces: tuple[str, ...]) ->
 # ------------------------------------------------------------------------------------------ cost
 
 
-class Watched:
-    """A tokenizer that remembers how much it was given to decode, and how often."""
+class RecordingTokenizer:
+    """Tokenizer that records the lengths of its decoded lists."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -232,19 +234,19 @@ ENDLESS: dict[str, tuple[Callable[[], Any], list[int]]] = {
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_a_token_costs_no_more_for_what_came_before(kind: str) -> None:
-    build, again = ENDLESS[kind]
-    tokens = again * (400 // len(again))
-    watched = Watched(build())
-    text = "".join(one_by_one(watched, tokens))
-    assert text == whole(build(), tokens)
-    assert len(watched.lengths) <= 4 * len(tokens)
-    assert max(watched.lengths) <= 17 + 2 * 16
+def test_cost_of_a_token_is_independent_of_previous_tokens(kind: str) -> None:
+    build, pattern = ENDLESS[kind]
+    tokens = pattern * (400 // len(pattern))
+    recording = RecordingTokenizer(build())
+    text = "".join(stream_tokens(recording, tokens))
+    assert text == decode_whole(build(), tokens)
+    assert len(recording.lengths) <= 4 * len(tokens)
+    assert max(recording.lengths) <= 17 + 2 * 16
 
 
 def test_common_tokens_cost_two_short_decodes() -> None:
-    watched = Watched(spaced())
+    recording = RecordingTokenizer(spaced())
     tokens = [piece("▁the"), piece("▁cat"), piece("s")] * 100
-    one_by_one(watched, tokens)
-    assert len(watched.lengths) == 2 * len(tokens)
-    assert max(watched.lengths) == 3
+    stream_tokens(recording, tokens)
+    assert len(recording.lengths) == 2 * len(tokens)
+    assert max(recording.lengths) == 3

@@ -1,4 +1,4 @@
-"""A text ends at the same stop string however it is cut into pieces."""
+"""Stop strings: a text ends at the same one however it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -18,90 +18,92 @@ if TYPE_CHECKING:
 
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=5)
 PIECES = st.lists(st.text(alphabet="ab\nc", max_size=6), max_size=12)
-unhurried = settings(deadline=None, database=None)
+without_deadline = settings(deadline=None, database=None)
 
 
 def naive(stops: Sequence[str], text: str) -> tuple[str, bool]:
-    """The text before the stop string that ends first; of those that end there, the longest."""
+    """Return the text before the stop string that ends first, the longest of those ending there."""
     for end in range(len(text) + 1):
-        if found := [stop for stop in stops if text[:end].endswith(stop)]:
-            return text[: end - max(map(len, found))], True
+        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, matches))], True
     return text, False
 
 
-def held_back(stops: Sequence[str], text: str) -> int:
-    """The length of the longest end of a text that could be the beginning of a stop string."""
+def withheld_length(stops: Sequence[str], text: str) -> int:
+    """Return the length of the longest suffix that could begin a stop string."""
     lengths = range(len(text) + 1)
     return max(n for n in lengths if any(stop.startswith(text[len(text) - n :]) for stop in stops))
 
 
-def fed(stops: Sequence[str], pieces: Iterable[str]) -> tuple[str, bool]:
-    watch = StopStringMatcher(stops)
-    met = False
-    shown = ""
+def feed_all(stops: Sequence[str], pieces: Iterable[str]) -> tuple[str, bool]:
+    matcher = StopStringMatcher(stops)
+    matched = False
+    streamed_text = ""
     for piece in pieces:
-        new, met = watch.feed(piece)
-        shown += new
-    return shown + watch.flush(), met
+        new, matched = matcher.feed(piece)
+        streamed_text += new
+    return streamed_text + matcher.flush(), matched
 
 
-@unhurried
+@without_deadline
 @given(STOPS, PIECES)
 @example(["abcd", "bc"], ["a", "bcd"])
 @example(["b", "ab", "aab"], ["caa", "b"])
 @example(["aab"], ["aa", "aa", "b"])
 @example(["abab"], ["aba", "a", "bab"])
-def test_any_pieces_end_as_the_whole_text_does(stops: list[str], pieces: list[str]) -> None:
+def test_result_is_independent_of_the_pieces(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     expected = naive(stops, text)
-    assert fed(stops, pieces) == expected
-    assert fed(stops, text) == expected
-    assert fed(stops, [text]) == expected
+    assert feed_all(stops, pieces) == expected
+    assert feed_all(stops, text) == expected
+    assert feed_all(stops, [text]) == expected
 
 
-@unhurried
+@without_deadline
 @given(STOPS.filter(bool), PIECES)
-def test_no_more_is_held_back_than_must_be(stops: list[str], pieces: list[str]) -> None:
-    watch = StopStringMatcher(stops)
-    text = shown = ""
+def test_only_possible_stop_string_prefixes_are_withheld(
+    stops: list[str], pieces: list[str]
+) -> None:
+    matcher = StopStringMatcher(stops)
+    text = streamed_text = ""
     for piece in pieces:
-        new, met = watch.feed(piece)
-        shown, text = shown + new, text + piece
-        if met:
+        new, matched = matcher.feed(piece)
+        streamed_text, text = streamed_text + new, text + piece
+        if matched:
             break
-        assert shown == text[: len(text) - held_back(stops, text)]
+        assert streamed_text == text[: len(text) - withheld_length(stops, text)]
 
 
-def test_without_stops_all_text_passes() -> None:
-    watch = StopStringMatcher([])
-    assert watch.feed("some") == ("some", False)
-    assert watch.feed("") == ("", False)
-    assert watch.flush() == ""
+def test_text_passes_without_stop_strings() -> None:
+    matcher = StopStringMatcher([])
+    assert matcher.feed("some") == ("some", False)
+    assert matcher.feed("") == ("", False)
+    assert matcher.flush() == ""
 
 
-def test_the_first_to_be_complete_wins_and_then_the_longest() -> None:
-    assert fed(["abcd", "bc"], ["xabcd"]) == ("xa", True)
-    assert fed(["c", "bc", "abc"], ["xabcd"]) == ("x", True)
-    assert fed(["a", "ab"], ["xab"]) == ("x", True)
+def test_first_complete_and_longest_stop_string_matches() -> None:
+    assert feed_all(["abcd", "bc"], ["xabcd"]) == ("xa", True)
+    assert feed_all(["c", "bc", "abc"], ["xabcd"]) == ("x", True)
+    assert feed_all(["a", "ab"], ["xab"]) == ("x", True)
 
 
-def test_nothing_follows_a_stop_string() -> None:
-    watch = StopStringMatcher(["END"])
-    assert watch.feed("some EN") == ("some ", False)
-    assert watch.feed("D and more") == ("", True)
-    assert watch.feed("yet more") == ("", True)
-    assert watch.flush() == ""
+def test_no_text_follows_a_stop_string() -> None:
+    matcher = StopStringMatcher(["END"])
+    assert matcher.feed("some EN") == ("some ", False)
+    assert matcher.feed("D and more") == ("", True)
+    assert matcher.feed("yet more") == ("", True)
+    assert matcher.flush() == ""
 
 
-def test_what_could_have_been_a_stop_string_is_not_lost() -> None:
-    watch = StopStringMatcher(["END"])
-    assert watch.feed("the EN") == ("the ", False)
-    assert [watch.flush(), watch.flush()] == ["EN", ""]
-    assert watch.feed("D") == ("D", False)
+def test_incomplete_stop_string_is_flushed() -> None:
+    matcher = StopStringMatcher(["END"])
+    assert matcher.feed("the EN") == ("the ", False)
+    assert [matcher.flush(), matcher.flush()] == ["EN", ""]
+    assert matcher.feed("D") == ("D", False)
 
 
 @pytest.mark.parametrize("stops", ["END", ["END", ""]])
-def test_stop_strings_that_make_no_sense(stops: Sequence[str]) -> None:
+def test_invalid_stop_strings_are_rejected(stops: Sequence[str]) -> None:
     with pytest.raises(BadArgument, match="must be a list of texts"):
         StopStringMatcher(stops)
 
@@ -109,8 +111,8 @@ def test_stop_strings_that_make_no_sense(stops: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------ cost
 
 
-def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
-    """Count the lines of Python that run, a cost that needs no clock."""
+def count_lines(stops: Sequence[str], pieces: Sequence[str]) -> int:
+    """Count the executed lines of Python, a cost that needs no clock."""
     count = 0
 
     def trace(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -118,12 +120,12 @@ def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
         count += event == "line"
         return trace
 
-    watch = StopStringMatcher(stops)
+    matcher = StopStringMatcher(stops)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         for piece in pieces:
-            watch.feed(piece)
+            matcher.feed(piece)
     finally:
         sys.settrace(before)
     return count
@@ -131,15 +133,15 @@ def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("text", ["a" * 4000, ("a" * 199 + "c") * 20, "ab" * 2000])
 @pytest.mark.parametrize("length", [1, 7, 4000])
-def test_a_character_costs_the_same_whatever_the_stop_strings(text: str, length: int) -> None:
-    """This holds even where every character could begin all of them, and none is met."""
+def test_cost_per_character_is_independent_of_stop_strings(text: str, length: int) -> None:
+    """This holds even if every character could begin all of them, and none matches."""
     pieces = [text[at : at + length] for at in range(0, len(text), length)]
-    alike = ["a" * n + "b" + "a" * 100 for n in range(100, 200, 10)]
-    assert lines_run(alike, pieces) < 20 * len(text)
+    similar_stops = ["a" * n + "b" + "a" * 100 for n in range(100, 200, 10)]
+    assert count_lines(similar_stops, pieces) < 20 * len(text)
 
 
 @pytest.mark.parametrize("length", [1, 50])
-def test_what_is_held_back_stays_short(length: int) -> None:
-    watch = StopStringMatcher(["a" * 30 + "b"])
-    shown = sum(len(watch.feed("a" * length)[0]) for _ in range(100))
-    assert 100 * length - shown == 30
+def test_withheld_text_is_bounded(length: int) -> None:
+    matcher = StopStringMatcher(["a" * 30 + "b"])
+    streamed_text = sum(len(matcher.feed("a" * length)[0]) for _ in range(100))
+    assert 100 * length - streamed_text == 30

@@ -1,4 +1,4 @@
-"""Stop strings of a request: where its text ends, and that nothing of them is shown."""
+"""Stop strings of requests: where a completion ends, and that no part of them is streamed."""
 
 from __future__ import annotations
 
@@ -7,35 +7,43 @@ from functools import cache
 
 import pytest
 
-from tests.engine.continuations import END, TEXTS, by_transformers, greedy, one, small_llm, text_of
+from tests.engine.continuations import (
+    END,
+    TEXTS,
+    greedy,
+    one,
+    small_llm,
+    text_of,
+    transformers_continuation,
+)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @cache
-def readable(device: str, count: int = 24) -> tuple[str, list[int], str]:
-    """A prompt whose continuation has three printable characters in a row, and those."""
+def printable_continuation(device: str, count: int = 24) -> tuple[str, list[int], str]:
+    """Return a prompt, its continuation with three printable characters in a row, and those."""
     for text in [*TEXTS, *map(chr, range(ord("a"), ord("z")))]:
-        tokens = by_transformers(device, text, count)
+        tokens = transformers_continuation(device, text, count)
         whole = text_of(device, tokens)
-        found = re.search(r"[!-~]{3}", whole[2:])
-        if found and END not in tokens:
-            return text, tokens, found[0]
-    raise AssertionError("the tiny model writes nothing that can be read")
+        match = re.search(r"[!-~]{3}", whole[2:])
+        if match and END not in tokens:
+            return text, tokens, match[0]
+    raise AssertionError("no continuation of the tiny model has three printable characters")
 
 
-def test_a_stop_string_of_several_tokens(device: str) -> None:
-    prompt, tokens, stop = readable(device)
+def test_stop_string_of_several_tokens(device: str) -> None:
+    prompt, tokens, stop = printable_continuation(device)
     output = one(small_llm(device), prompt, greedy(len(tokens), stop=("never", stop)))
     whole = text_of(device, tokens)
-    needed = next(n for n in range(len(tokens)) if stop in text_of(device, tokens[:n]))
+    num_needed = next(n for n in range(len(tokens)) if stop in text_of(device, tokens[:n]))
     assert output.text == whole[: whole.index(stop)]
-    assert output.token_ids == tokens[:needed]
+    assert output.token_ids == tokens[:num_needed]
     assert output.finish_reason == "stop"
 
 
-def test_no_piece_of_a_stop_string_is_streamed(device: str) -> None:
-    prompt, tokens, stop = readable(device)
+def test_no_part_of_a_stop_string_is_streamed(device: str) -> None:
+    prompt, tokens, stop = printable_continuation(device)
     llm = small_llm(device)
     updates = list(llm.stream(prompt, greedy(len(tokens), stop=(stop,))))
     whole = text_of(device, tokens)
@@ -44,16 +52,16 @@ def test_no_piece_of_a_stop_string_is_streamed(device: str) -> None:
     assert updates[-1].request.finish_reason == "stop"
 
 
-def test_the_beginning_of_a_stop_string_is_text_if_the_rest_never_comes(device: str) -> None:
-    prompt, tokens, stop = readable(device)
-    needed = next(n for n in range(len(tokens)) if stop in text_of(device, tokens[:n]))
-    output = one(small_llm(device), prompt, greedy(needed - 1, stop=(stop,)))
-    assert output.text == text_of(device, tokens[: needed - 1])
+def test_incomplete_stop_string_is_part_of_the_text(device: str) -> None:
+    prompt, tokens, stop = printable_continuation(device)
+    num_needed = next(n for n in range(len(tokens)) if stop in text_of(device, tokens[:n]))
+    output = one(small_llm(device), prompt, greedy(num_needed - 1, stop=(stop,)))
+    assert output.text == text_of(device, tokens[: num_needed - 1])
     assert output.finish_reason == "length"
 
 
-def test_stop_strings_are_each_requests_own(device: str) -> None:
-    prompt, tokens, stop = readable(device)
+def test_stop_strings_apply_to_their_request_only(device: str) -> None:
+    prompt, tokens, stop = printable_continuation(device)
     count = len(tokens)
     stopped, other = small_llm(device).generate(
         [prompt, prompt], [greedy(count, stop=(stop,)), greedy(count)], progress=False
@@ -63,9 +71,9 @@ def test_stop_strings_are_each_requests_own(device: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", TEXTS)
-def test_a_stop_string_may_be_completed_by_the_end(device: str, prompt: str) -> None:
-    """The parts of a character are held back, and shown by a sign when nothing follows."""
-    tokens = by_transformers(device, prompt, 24)
+def test_stop_string_may_be_completed_by_the_end_of_the_text(device: str, prompt: str) -> None:
+    """Parts of a character are withheld, and replaced by a sign when nothing follows."""
+    tokens = transformers_continuation(device, prompt, 24)
     llm, ends = small_llm(device), set()
     for count in range(1, len(tokens) + 1):
         whole = text_of(device, tokens[:count])

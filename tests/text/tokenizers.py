@@ -1,4 +1,4 @@
-"""Small tokenizers that decode as those of well-known models do, built on the spot."""
+"""Small tokenizers with the decoders of well-known models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SPECIAL = 0
 UNKNOWN = 1_000_000
-"""Beyond every vocabulary here, as the padding of a model's own can be."""
+"""Token beyond every vocabulary here, as the padding of a model can have."""
 SAMPLE = "aé€😀好"
 """Characters of one to four bytes."""
 
@@ -34,44 +34,44 @@ def word_pieces(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
 
 
 def byte_level(pieces: Sequence[bytes]) -> PreTrainedTokenizerBase:
-    """Tokens of several bytes each, wherever characters begin."""
-    return _tokenizer(["<s>", *map(_written, pieces)], decoders.ByteLevel())
+    """Build a tokenizer with tokens of several bytes, wherever characters begin."""
+    return _tokenizer(["<s>", *map(_encoded, pieces)], decoders.ByteLevel())
 
 
-def words(known: Sequence[str]) -> PreTrainedTokenizerBase:
-    """It knows these words, with spaces between, and raises an ``Exception`` for any other."""
-    return _of_words(known, pre_tokenizers.WhitespaceSplit())
+def words(vocabulary: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Build a tokenizer of these words that raises ``Exception`` for any other word."""
+    return _of_words(vocabulary, pre_tokenizers.WhitespaceSplit())
 
 
-def panics_at_encoding(known: Sequence[str], run: str = "x") -> PreTrainedTokenizerBase:
-    """Its regular expression gives up on a long run of one letter, and Rust panics."""
-    hopeless = pre_tokenizers.Split(Regex(f"({run}+{run}+)+!| "), "removed")
-    return _of_words(known, hopeless)
+def panics_at_encoding(vocabulary: Sequence[str], run: str = "x") -> PreTrainedTokenizerBase:
+    """Build a tokenizer whose regular expression makes Rust panic on a long run of one letter."""
+    panicking_split = pre_tokenizers.Split(Regex(f"({run}+{run}+)+!| "), "removed")
+    return _of_words(vocabulary, panicking_split)
 
 
-def panics_at_decoding(known: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Its decoder strips more spaces than a token of a single one has, and Rust panics."""
-    tokenizer = words(known)
+def panics_at_decoding(vocabulary: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Build a tokenizer whose decoder makes Rust panic on a token of a single space."""
+    tokenizer = words(vocabulary)
     tokenizer.backend_tokenizer.decoder = decoders.Strip(" ", 0, 2)
     return tokenizer
 
 
-def _of_words(known: Sequence[str], cut: Any) -> PreTrainedTokenizerBase:
-    numbered = {word: at for at, word in enumerate(known)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered))
+def _of_words(vocabulary: Sequence[str], cut: Any) -> PreTrainedTokenizerBase:
+    ids = {word: at for at, word in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
     backend.pre_tokenizer = cut
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def all_cuts(longest: int = 3) -> list[bytes]:
-    """Return every string of up to three bytes of those that ``SAMPLE`` has."""
+def all_cuts(max_length: int = 3) -> list[bytes]:
+    """Return all strings of up to three bytes that ``SAMPLE`` contains."""
     alphabet = sorted(set(SAMPLE.encode()))
-    lengths = range(1, longest + 1)
+    lengths = range(1, max_length + 1)
     return [bytes(each) for n in lengths for each in product(alphabet, repeat=n)]
 
 
-def _written(piece: bytes) -> str:
-    """GPT-2's vocabulary writes a byte as itself where it is printable, else from 256 up."""
+def _encoded(piece: bytes) -> str:
+    """Encode bytes as in GPT-2's vocabulary: printable ones as they are, others from 256 up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return "".join(chr(byte if byte in plain else 256 + others.index(byte)) for byte in piece)
@@ -80,8 +80,8 @@ def _written(piece: bytes) -> str:
 def _tokenizer(
     vocabulary: Sequence[str], decoder: Any, *, clean_up: bool = False
 ) -> PreTrainedTokenizerBase:
-    numbered = {token: at for at, token in enumerate(vocabulary)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="<s>"))
+    ids = {token: at for at, token in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<s>"))
     backend.decoder = decoder
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", clean_up_tokenization_spaces=clean_up

@@ -1,1 +1,1 @@
-"""What a newcomer reads and does in the first minutes, kept true."""
+"""The tutorials and examples of the documentation, which must hold."""

@@ -1,7 +1,7 @@
 """Print the list of docs/by-hand.md: bugs that the harness and the test by hand find.
 
-``python -m tests.tutorials``. Both search with their defaults; the test by hand does not
-shrink its failures, which would take longer than everything else.
+Run it by ``python -m tests.tutorials``. Both search with their defaults; the test by hand does
+not shrink its failures, which would take longer than all else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.tutorials.row import row_of
 
 
 def main() -> None:
-    caches = {"nothing": SOURCE} | {bug.words: bug.source() for bug in PLANTED}
+    caches = {"nothing": SOURCE} | {bug.name: bug.source() for bug in PLANTED}
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
         for words, row in zip(caches, processes.map(row_of, caches.values()), strict=True):
             entry = f"- **{words}** {row}"

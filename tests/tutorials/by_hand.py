@@ -1,4 +1,4 @@
-"""The property test of ``paged_kv`` that one writes with Hypothesis alone."""
+"""A property test of ``paged_kv`` that is written with Hypothesis only."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class ByHand(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        gone = data.draw(st.sampled_from(range(len(self.seqs))))
-        self.cache.drop(self.seqs[gone])
-        self.model[gone] = []
+        dropped = data.draw(st.sampled_from(range(len(self.seqs))))
+        self.cache.drop(self.seqs[dropped])
+        self.model[dropped] = []
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -76,9 +76,9 @@ class ByHand(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        held = [block for seq in self.seqs for block in seq.blocks]
+        blocks = [block for seq in self.seqs for block in seq.blocks]
         for block, count in enumerate(self.cache.refs):
-            assert count == held.count(block)
+            assert count == blocks.count(block)
             assert (block in self.cache.spare) == (count == 0)
         assert len(set(self.cache.spare)) == len(self.cache.spare)
 

@@ -1,6 +1,6 @@
-"""A small paged KV cache, as people write them: forks share blocks, which are copied on write.
+"""A small paged KV cache of the usual kind: forks share blocks, with copy-on-write.
 
-Nothing of this project is imported here: it stands for the cache that a newcomer brings along.
+It imports nothing of this project, as it stands for a user's own cache.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class PagedKV:
         return child
 
     def drop(self, seq: Seq) -> None:
-        """Give back what a sequence holds; it is empty then, and may be used again."""
+        """Free the blocks of a sequence, which is then empty and may be used again."""
         for block in seq.blocks:
             self._drop(block)
         seq.blocks = []
         seq.length = 0
 
     def cut(self, seq: Seq, length: int) -> None:
-        """Keep the first tokens of a sequence, for instance when drafts were refused."""
+        """Keep the first tokens of a sequence, for example when drafts were rejected."""
         keep = -(-length // self.size)
         for block in seq.blocks[keep:]:
             self._drop(block)
@@ -96,7 +96,7 @@ class PagedKV:
             self.spare.append(block)
 
     def _needs(self, seqs: Sequence[Seq]) -> int:
-        """Count the blocks that one more token for each of these sequences takes."""
+        """Return the number of blocks that one more token for each sequence takes."""
         refs: dict[int, int] = {}
         need = 0
         for seq in seqs:

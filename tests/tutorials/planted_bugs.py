@@ -1,4 +1,4 @@
-"""The bugs that are planted in ``paged_kv``, one after the other."""
+"""Bugs planted in ``paged_kv``, one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCE = Path(__file__).with_name("paged_kv.py").read_text(encoding="utf-8")
 
 
 def load(source: str) -> Any:
-    """Return a module that has this source."""
+    """Return a module with this source."""
     library = ModuleType("paged_kv")
     exec(source, vars(library))
     return library
@@ -19,23 +19,25 @@ def load(source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    words: str
+    name: str
     find: str
-    becomes: str
+    replacement: str
 
     def source(self) -> str:
-        """Return the cache with this bug in it."""
-        assert SOURCE.count(self.find) == 1, self.words
-        return SOURCE.replace(self.find, self.becomes)
+        """Return the source of the cache with this bug."""
+        assert SOURCE.count(self.find) == 1, self.name
+        return SOURCE.replace(self.find, self.replacement)
 
 
 PLANTED = (
     PlantedBug(
-        "fork raises no refcount",
+        "fork increments no refcount",
         "            self.refs[block] += 1\n",
         "            pass\n",
     ),
-    PlantedBug("fork hands out its parent's own list of blocks", "list(seq.blocks)", "seq.blocks"),
+    PlantedBug(
+        "fork returns its parent's list of blocks, not a copy", "list(seq.blocks)", "seq.blocks"
+    ),
     PlantedBug(
         "copy-on-write copies one slot too few",
         "used = seq.length % self.size\n",
@@ -47,7 +49,7 @@ PLANTED = (
         "",
     ),
     PlantedBug(
-        "shared blocks are written to",
+        "shared blocks are written in place",
         "                self._own_last(seq)\n",
         "                pass\n",
     ),
@@ -56,16 +58,14 @@ PLANTED = (
         "        self._drop(old)\n",
         "",
     ),
+    PlantedBug("a block with one holder is copied", "self.refs[old] == 1:", "self.refs[old] == 0:"),
     PlantedBug(
-        "a block is copied that nobody shares", "self.refs[old] == 1:", "self.refs[old] == 0:"
-    ),
-    PlantedBug(
-        "a block is free as soon as one of its holders leaves",
+        "a shared block is freed with its first holder",
         "if self.refs[block] == 0:",
         "if True:",
     ),
     PlantedBug(
-        "the last position of a block is one too low",
+        "the last position of a block is never written",
         "            block = seq.blocks[-1]\n",
         "            block = seq.blocks[-1]\n            at = max(0, min(at, self.size - 2))\n",
     ),
@@ -83,34 +83,34 @@ PLANTED = (
         "self.k[:, block, at, :, :64] = k[:, row, :, :64]",
     ),
     PlantedBug(
-        "keys are taken to lie in a row in memory",
+        "keys are assumed to be contiguous",
         "= k[:, row]",
         "= k.view(-1).view(k.shape)[:, row]",
     ),
-    PlantedBug("a cut leaves the table as it was", "        del seq.blocks[keep:]\n", ""),
+    PlantedBug("truncation leaves the table unchanged", "        del seq.blocks[keep:]\n", ""),
     PlantedBug(
-        "a cut at a block's edge keeps a block too many",
+        "truncation at a block boundary keeps a block too many",
         "keep = -(-length // self.size)",
         "keep = length // self.size + 1",
     ),
     PlantedBug(
-        "a cut gives up a block that is partly kept",
+        "truncation frees a block that still has tokens",
         "keep = -(-length // self.size)",
         "keep = length // self.size",
     ),
-    PlantedBug("copies are not counted when room is", "if held > 1:", "if held > 99:"),
+    PlantedBug("copies are not counted as needed blocks", "if held > 1:", "if held > 99:"),
     PlantedBug(
-        "the last holder of a block is counted as copying it",
+        "the last holder of a block is counted as needing a copy",
         "                refs[last] = held - 1\n",
         "",
     ),
     PlantedBug(
-        "a batch with too little room is stored in part",
+        "a batch that does not fit is stored in part",
         "if self._needs(seqs) > len(self.spare):",
         "if self._needs(seqs[:1]) > len(self.spare):",
     ),
     PlantedBug(
-        "a sequence that was dropped keeps its table",
+        "a freed sequence keeps its table",
         "        seq.blocks = []\n        seq.length = 0\n\n    def cut",
         "\n    def cut",
     ),

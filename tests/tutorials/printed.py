@@ -1,4 +1,4 @@
-"""The code and the output that pages of the documentation print."""
+"""Code and output that pages of the documentation print."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ def page(name: str) -> str:
 
 
 def blocks(page: str, heading: str = "", language: str = "") -> list[str]:
-    """List the blocks in this language, under a heading or of a whole page."""
+    """Return the code blocks in a language, under a heading or on a whole page."""
     if heading:
-        found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
-        assert found, heading
-        page = found[1]
-    every = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
-    return [code for own, code in every if own == language]
+        match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+        assert match, heading
+        page = match[1]
+    all_blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
+    return [code for block_language, code in all_blocks if block_language == language]
 
 
 def list_cache() -> str:
-    """Return the test file with which the tutorial begins."""
+    """Return the first test file of the tutorial."""
     (code,) = blocks(page("tutorial.md"), "Ten lines", "python")
     return code
 
 
 def adapter_of_paged_kv() -> str:
-    """Return the test file of the tutorial for a cache that one brings along."""
+    """Return the tutorial's test file for a user's own cache."""
     (code,) = blocks(page("tutorial.md"), "Bring your own", "python")
     return code
 
 
-def with_any_numbers(shown: str) -> list[str]:
-    """Leave open what differs from run to run: seeds, seconds and counts."""
-    changing = re.compile(r"(?<=seed )\d+$|(?<= in )\d+(?= s,)|(?<=make |pend |peek )\d+")
-    return [changing.sub("*", line) for line in shown.splitlines()]
+def with_any_numbers(output: str) -> list[str]:
+    """Replace figures that differ between runs: seeds, seconds and counts."""
+    varying = re.compile(r"(?<=seed )\d+$|(?<= in )\d+(?= s,)|(?<=make |pend |peek )\d+")
+    return [varying.sub("*", line) for line in output.splitlines()]
 
 
 def anywhere(output: str) -> str:
-    """Take out of the names of files what differs from run to run."""
+    """Replace the parts of file names that differ between runs."""
     return re.sub(r"(\.roseinfer/\w+)-\w{10}\.", r"\1-N.", output)
 
 
 def harness_on(library: Any) -> Any:
     """Return the tutorial's tests of a cache, for a module in place of ``paged_kv``."""
-    there: dict[str, Any] = {"__name__": "test_paged_kv"}
+    namespace: dict[str, Any] = {"__name__": "test_paged_kv"}
     with patch.dict(sys.modules, paged_kv=library):
-        exec(adapter_of_paged_kv(), there)
-    return there["TestPaged"]()
+        exec(adapter_of_paged_kv(), namespace)
+    return namespace["TestPaged"]()

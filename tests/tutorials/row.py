@@ -1,6 +1,6 @@
 """One entry of the list of docs/by-hand.md: the tests that find a bug in one cache.
 
-A module of its own: a process that is started anew imports no ``__main__`` of a package.
+This is a module of its own, since a spawned process does not import ``__main__`` of a package.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ if TYPE_CHECKING:
 def row_of(source: str) -> str:
     library = load(source)
     settings.set_current(settings.Settings(seed=1))
-    said, slow = _tried(harness_on(library).test_histories)
+    message, seconds = _run(harness_on(library).test_histories)
 
     by_hand = type("ByHandOfThis", (ByHand,), {"library": library})
-    asked = hypothesis_settings(
+    run_settings = hypothesis_settings(
         phases=[Phase.generate], database=None, deadline=None, verbosity=Verbosity.quiet
     )
-    run = partial(run_state_machine_as_test, seed(1)(by_hand), settings=asked)
-    hand, hand_slow = _tried(run)
-    print(f"{slow:.1f} s, by hand {hand_slow:.1f} s", file=sys.stderr, flush=True)
-    found = f"(harness: {_found(said)}, by hand: {_found(hand)})"
-    return f"{found}: {said}" if said else f"{found}."
+    run = partial(run_state_machine_as_test, seed(1)(by_hand), settings=run_settings)
+    message_by_hand, seconds_by_hand = _run(run)
+    print(f"{seconds:.1f} s, by hand {seconds_by_hand:.1f} s", file=sys.stderr, flush=True)
+    results = f"(harness: {_yes_or_no(message)}, by hand: {_yes_or_no(message_by_hand)})"
+    return f"{results}: {message}" if message else f"{results}."
 
 
-def _tried(test: Callable[[], object]) -> tuple[str, float]:
-    """Return the first line of what a test fails with, and the seconds of CPU that it took."""
-    began = time.process_time()
-    said = ""
+def _run(test: Callable[[], object]) -> tuple[str, float]:
+    """Return the first line of a test's failure, and its CPU seconds."""
+    begin = time.process_time()
+    message = ""
     try:
         test()
     except Exception as failure:
-        said = str(getattr(failure, "what", failure)).partition("\n")[0] or type(failure).__name__
-    return said, time.process_time() - began
+        message = (
+            str(getattr(failure, "summary", failure)).partition("\n")[0] or type(failure).__name__
+        )
+    return message, time.process_time() - begin
 
 
-def _found(said: str) -> str:
-    return "yes" if said else "no"
+def _yes_or_no(message: str) -> str:
+    return "yes" if message else "no"

@@ -1,4 +1,4 @@
-"""docs/by-hand.md is true: both tests of the cache run, and its list has every planted bug."""
+"""docs/by-hand.md: both tests of the cache run, and its list has every planted bug."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ SHORT = hypothesis_settings(
 )
 
 
-def test_the_cache_passes_the_test_by_hand() -> None:
+def test_tutorial_cache_passes_the_test_by_hand() -> None:
     run_state_machine_as_test(seed(1)(ByHand), settings=SHORT)
 
 
 @pytest.mark.usefixtures("short_run")
-def test_the_cache_passes_the_tests_of_the_harness() -> None:
+def test_tutorial_cache_passes_the_harness() -> None:
     settings.set_current(settings.Settings(examples=20, seed=1))
     harness_on(paged_kv).test_histories()
 
 
-def test_the_test_by_hand_finds_a_planted_bug() -> None:
+def test_test_by_hand_finds_a_planted_bug() -> None:
     broken = type("Broken", (ByHand,), {"library": load(PLANTED[0].source())})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(seed(1)(broken), settings=SHORT)
 
 
-@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.words)
-def test_every_bug_can_be_planted(bug: PlantedBug) -> None:
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
+def test_planted_bug_is_valid_source(bug: PlantedBug) -> None:
     ast.parse(bug.source())
 
 
 def rows() -> dict[str, list[str]]:
-    """Return, for each planted bug, "yes" or "no" for the harness and for the test by hand."""
+    """Return "yes" or "no" for the harness and for the test by hand, for each planted bug."""
     entry = r"- \*\*(.*?)\*\* \(harness: (yes|no), by hand: (yes|no)\)"
-    return {words: found for words, *found in re.findall(entry, " ".join(PAGE.split()))}
+    return {words: columns for words, *columns in re.findall(entry, " ".join(PAGE.split()))}
 
 
-def test_the_list_has_what_is_planted() -> None:
-    assert list(rows()) == ["nothing", *(bug.words for bug in PLANTED)]
+def test_list_has_every_planted_bug() -> None:
+    assert list(rows()) == ["nothing", *(bug.name for bug in PLANTED)]
 
 
-@pytest.mark.parametrize(("who", "column"), [("The harness", 0), ("The test by hand", 1)])
-def test_the_totals_are_those_of_the_list(who: str, column: int) -> None:
-    found = sum(rows()[bug.words][column] == "yes" for bug in PLANTED)
-    assert f"{who} finds {found} of {len(PLANTED)}" in PAGE
+@pytest.mark.parametrize(("subject", "column"), [("The harness", 0), ("The test by hand", 1)])
+def test_totals_equal_the_list(subject: str, column: int) -> None:
+    num_found = sum(rows()[bug.name][column] == "yes" for bug in PLANTED)
+    assert f"{subject} finds {num_found} of {len(PLANTED)}" in PAGE
 
 
-def test_the_page_counts_lines_rightly() -> None:
+def test_page_has_the_right_numbers_of_lines() -> None:
     by_hand = (Path(__file__).with_name("by_hand.py")).read_text(encoding="utf-8")
     assert f"{lines_of(by_hand)} lines by hand" in PAGE
     assert f"{lines_of(adapter_of_paged_kv())} lines of adapter" in PAGE
 
 
 def lines_of(code: str) -> int:
-    """Count the lines that are not empty."""
+    """Return the number of non-empty lines."""
     return sum(bool(line.strip()) for line in code.splitlines())

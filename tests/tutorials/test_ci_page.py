@@ -1,4 +1,4 @@
-"""docs/ci.md is true: its workflows install what they need and run what the other pages have."""
+"""docs/ci.md: its workflows install the requirements and run the commands of other pages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ CACHES, GATES = blocks(page("ci.md"), language="yaml")
 
 def steps(workflow: str) -> list[dict[str, Any]]:
     (job,) = yaml.safe_load(workflow)["jobs"].values()
-    found: list[dict[str, Any]] = job["steps"]
-    return found
+    steps_of_job: list[dict[str, Any]] = job["steps"]
+    return steps_of_job
 
 
 @pytest.mark.parametrize("workflow", [CACHES, GATES])
-def test_a_workflow_installs_as_the_tutorial_does(workflow: str) -> None:
+def test_workflow_installs_as_the_tutorial_does(workflow: str) -> None:
     (line,) = blocks(page("tutorial.md"), "Install", "sh")
     runs = [step["run"] for step in steps(workflow) if "run" in step]
     assert runs[0] in line
 
 
-def test_a_failed_run_leaves_all_that_the_workflow_keeps(project: Project) -> None:
+def test_failed_run_leaves_the_files_that_the_workflow_uploads(project: Project) -> None:
     name, *arguments = shlex.split(steps(CACHES)[-2]["run"])
     assert name == "pytest"
     project.write(paged_kv=PLANTED[0].source(), test_my_cache=adapter_of_paged_kv())
-    few = ("--roseinfer-examples=10", "--roseinfer-seed=1", "-k", "histories")
-    result = project.pytest(*arguments, *few)
+    search_options = ("--roseinfer-examples=10", "--roseinfer-seed=1", "-k", "histories")
+    result = project.pytest(*arguments, *search_options)
     result.assert_outcomes(failed=1, deselected=4)
     result.stdout.fnmatch_lines(["layer 0: block * has refcount 1, and tables name it 2 times *"])
 
@@ -46,7 +46,7 @@ def test_a_failed_run_leaves_all_that_the_workflow_keeps(project: Project) -> No
     assert upload["with"]["include-hidden-files"]
     *files, folder = upload["with"]["path"].split()
     assert all((project.path / file).is_file() for file in files)
-    assert project.saved(".json").parent == project.path / folder
+    assert project.failure_file(".json").parent == project.path / folder
 
 
 ENGINE = """
@@ -70,15 +70,15 @@ ENGINE = """
             self.values[:self.stored] = rows
             self.counts["steps"] += 1
 """
-QUICK = """
+WIDE_MARGIN = """
 import pytest
 pytestmark = pytest.mark.roseinfer_tpot(margin=0.9, series_per_process=10)
 """
-"""What this machine makes of a step is none of this test's business."""
+"""Marker arguments with a wide margin, as the machine's noise must not fail the test."""
 
 
 def example_of_gates(project: Project) -> None:
-    """Write the three tests of the how-to, with an engine and its baselines."""
+    """Write the how-to's three tests of gates, with an engine and its baselines."""
     costs, bytes_moved, time = (
         section.partition("```python\n")[2].partition("```")[0]
         for section in page("how-to.md").split("### Gate the ")[1:]
@@ -86,17 +86,17 @@ def example_of_gates(project: Project) -> None:
     speed, test_speed = time.split("# test_speed.py\n")
     (project.path / "my_engine").mkdir()
     project.write(**{"my_engine/__init__": ENGINE, "my_engine/speed": speed})
-    project.write(test_costs=costs, test_bytes=bytes_moved, test_speed=QUICK + test_speed)
+    project.write(test_costs=costs, test_bytes=bytes_moved, test_speed=WIDE_MARGIN + test_speed)
     project.pytest("--roseinfer-update-costs").assert_outcomes(passed=2, skipped=1)
 
 
 def git(*arguments: str) -> None:
-    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere.example")
-    subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere.example")
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
 
 
-def test_the_gates_pass_in_a_clone_with_all_branches(project: Project) -> None:
-    """The commands are those of the job, beside the branch that the pull request is for."""
+def test_gates_of_the_workflow_pass_in_a_full_clone(project: Project) -> None:
+    """The commands are the job's, and the pull request's base branch is ``main``."""
     example_of_gates(project)
     git("init", "-q", "-b", "main")
     git("add", "my_engine", "roseinfer-costs.json", *map(str, project.path.glob("test_*.py")))

@@ -1,4 +1,4 @@
-"""docs/tutorial.md is true: its code runs, in the time it says, and fails as it shows."""
+"""docs/tutorial.md: its code runs in the stated time, and fails as printed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = page("tutorial.md")
-MOST_SECONDS = 10.0
-"""Of one CPU, for the first green run, without importing torch; it takes 2.5."""
+MAX_SECONDS = 10.0
+"""CPU seconds of the first green run without importing torch; it takes 2.5."""
 
-TELL_THE_TIME = """
+PRINT_CPU_SECONDS = """
     import time
 
     def pytest_unconfigure():
@@ -31,24 +31,24 @@ TELL_THE_TIME = """
 
 
 @pytest.fixture
-def of_list_cache(project: Project) -> Project:
-    project.write(test_my_cache=list_cache(), conftest=TELL_THE_TIME)
+def list_cache_project(project: Project) -> Project:
+    project.write(test_my_cache=list_cache(), conftest=PRINT_CPU_SECONDS)
     return project
 
 
-def test_the_line_that_installs_is_the_one_of_the_readme() -> None:
+def test_install_command_equals_that_of_the_readme() -> None:
     (line,) = blocks(TUTORIAL, "Install", "sh")
-    here = line.strip().replace("./roseinfer", ".").replace("roseinfer/", "")
-    assert here in (ROOT / "README.md").read_text(encoding="utf-8")
+    command = line.strip().replace("./roseinfer", ".").replace("roseinfer/", "")
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_first_run_is_green_and_quick(of_list_cache: Project) -> None:
-    result = of_list_cache.pytest("-W", "error")
+def test_first_run_passes_quickly(list_cache_project: Project) -> None:
+    result = list_cache_project.pytest("-W", "error")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=3, skipped=2)
     result.stdout.fnmatch_lines(
         [
-            # With no option given, only the tests show that there is something to say.
+            # Without options, the tests alone cause a header.
             "collected 5 items",
             "roseinfer: target test_my_cache:ListCache",
             "roseinfer: device cpu *",
@@ -57,26 +57,26 @@ def test_the_first_run_is_green_and_quick(of_list_cache: Project) -> None:
         ]
     )
     (seconds,) = re.findall(r"CPU seconds: (.*)", result.stdout.str())
-    assert float(seconds) < MOST_SECONDS
+    assert float(seconds) < MAX_SECONDS
 
 
-def test_the_failure_reads_as_it_is_shown(of_list_cache: Project) -> None:
-    of_list_cache.write(test_my_cache=list_cache().replace("key[:, i]", "key[:, 0]"))
-    result = of_list_cache.pytest("-k", "histories")
+def test_failure_equals_the_printed_one(list_cache_project: Project) -> None:
+    list_cache_project.write(test_my_cache=list_cache().replace("key[:, i]", "key[:, 0]"))
+    result = list_cache_project.pytest("-k", "histories")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    (shown,) = blocks(TUTORIAL, "Break it")
-    assert anywhere(shown) in anywhere(result.stdout.str())
+    (printed_failure,) = blocks(TUTORIAL, "Break it")
+    assert anywhere(printed_failure) in anywhere(result.stdout.str())
 
 
-def test_the_docstring_of_the_package_has_the_same_code() -> None:
+def test_package_docstring_has_the_code_of_the_tutorial() -> None:
     indented = str(pytest_roseinfer.__doc__).partition("::\n")[2].partition("\nRun ``pytest``")[0]
     assert ast.dump(ast.parse(dedent(indented))) == ast.dump(ast.parse(list_cache()))
 
 
-def test_ten_lines_are_ten() -> None:
+def test_ten_lines_of_the_tutorial_are_ten() -> None:
     code = [line for line in list_cache().splitlines() if line.strip() and "import" not in line]
-    assert len(code) <= 12  # with the class and the line that makes tests of it
+    assert len(code) <= 12  # with the class statement and the line that makes its tests
 
 
-def test_the_tutorial_counts_its_bugs() -> None:
+def test_tutorial_has_the_number_of_planted_bugs() -> None:
     assert f" lists {len(PLANTED)} such bugs" in " ".join(TUTORIAL.split())

@@ -1,4 +1,4 @@
-"""docs/tutorial-engine.md is true: its engine is green, and fails as it shows once it is broken."""
+"""docs/tutorial-engine.md: its engine passes, and fails as printed once it is broken."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
 
 TUTORIAL = page("tutorial-engine.md")
 ENGINE = "\n\n\n".join(blocks(TUTORIAL, language="python"))
-OTHERS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
+OTHER_BUGS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
 
 
-def broken(becomes: str, find: str) -> str:
-    """Return the tutorial's file with a bug in it."""
+def with_bug(replacement: str, find: str) -> str:
+    """Return the tutorial's file with a bug."""
     assert ENGINE.count(find) == 1
-    return ENGINE.replace(find, becomes)
+    return ENGINE.replace(find, replacement)
 
 
-def test_the_first_run_is_green(project: Project) -> None:
+def test_first_run_of_the_engine_passes(project: Project) -> None:
     project.write(test_my_engine=ENGINE)
     result = project.pytest("-W", "error")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1, skipped=2)
-    (shown,) = blocks(TUTORIAL, "The adapter")
+    (printed,) = blocks(TUTORIAL, "The adapter")
     numbers = re.compile(r"(?<= in )\d+(?= s,)|(?<=seed )\d+|(?<= )\d+(?= +(equal|met))")
-    result.stdout.fnmatch_lines([numbers.sub("*", line) for line in shown.splitlines()])
+    result.stdout.fnmatch_lines([numbers.sub("*", line) for line in printed.splitlines()])
 
 
-def test_the_failure_reads_as_it_is_shown(project: Project) -> None:
-    becomes, find = re.findall(r"write\s`(.*?)` for `(.*?)`", TUTORIAL)[0]
-    project.write(test_my_engine=broken(becomes, find))
+def test_engine_failure_equals_the_printed_one(project: Project) -> None:
+    replacement, find = re.findall(r"write\s`(.*?)` for `(.*?)`", TUTORIAL)[0]
+    project.write(test_my_engine=with_bug(replacement, find))
     result = project.pytest()
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    (shown,) = blocks(TUTORIAL, "Break it")
-    assert anywhere(shown) in anywhere(result.stdout.str())
+    (printed,) = blocks(TUTORIAL, "Break it")
+    assert anywhere(printed) in anywhere(result.stdout.str())
 
 
-@pytest.mark.parametrize(("becomes", "find", "said"), OTHERS)
-def test_the_others_say_what_the_table_says(
-    project: Project, becomes: str, find: str, said: str
+@pytest.mark.parametrize(("replacement", "find", "message"), OTHER_BUGS)
+def test_other_bugs_fail_as_the_table_says(
+    project: Project, replacement: str, find: str, message: str
 ) -> None:
-    project.write(test_my_engine=broken(becomes, find))
+    project.write(test_my_engine=with_bug(replacement, find))
     project.pytest("--junitxml=results.xml")
-    assert failures(project)["MyEngine"] == said
+    assert failures(project)["MyEngine"] == message
 
 
-def test_there_are_others() -> None:
-    assert len(OTHERS) == 3
+def test_table_has_three_other_bugs() -> None:
+    assert len(OTHER_BUGS) == 3

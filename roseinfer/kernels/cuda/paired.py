@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.tensor_maps import (
     SIDE,
     TensorMap,
     is_tma_aligned,
-    matrix_layout,
-    matrix_map,
+    matrix_tiles,
     num_multiprocessors,
 )
-from roseinfer.kernels.cuda.toolchain import compile_and_load, wgmma_overwrite_source
+from roseinfer.kernels.cuda.toolchain import read_source, wgmma_header
+from roseinfer.kernels.kernel import CudaKernel, numel
 from roseinfer.kernels.runtime import cdiv
-from roseinfer.kernels.traffic import notify_launch_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
-    import torch
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.tensor_maps import MatrixLayout
-    from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
+    from roseinfer.kernels.cuda.toolchain import Program
 
 # Compile-time sizes of the paired GEMM, and its source.
 
@@ -56,8 +51,10 @@ class PairedSizes:
 
     @property
     def threads(self) -> int:
-        """Threads of a program: two warpgroups multiply, and three threads of a third fetch, which
-        releases registers."""
+        """Threads of a program.
+
+        Two warpgroups multiply, and three threads of a third fetch, which releases registers.
+        """
         return 3 * 128
 
     @property
@@ -70,34 +67,32 @@ class PairedSizes:
         named = asdict(self) | {"shared_bytes": self.shared_bytes}
         return {name.upper(): int(value) for name, value in named.items()}
 
-    def source(self, *, with_machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's sources, others must replace them."""
-        machine = toolchain.machine_sources("machine", "warpgroup", "pair") if with_machine else []
-        if with_machine:
-            machine += [wgmma_overwrite_source(OUTPUTS), toolchain.wgmma_accumulate_source(OUTPUTS)]
-        return "\n".join(
-            [*machine, *toolchain.shared_sources(), toolchain.source_part(__package__, "paired")]
-        )
+    def source(self, headers: Mapping[str, str] | None = None) -> str:
+        """Return the kernel's source; ``headers`` replace its own by name."""
+        generated = wgmma_header(accumulate=(OUTPUTS,), overwrite=(OUTPUTS,))
+        return read_source("paired.cu", generated | dict(headers or {}))
 
 
-KERNEL = "multiply_in_pairs"
-"""The kernel's name in the source."""
 _MIN_TILES = 96
 """Smallest number of tiles of rows by outputs: with fewer, too many of a GPU's multiprocessors
 idle."""
 
 
-class PairedParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
+def _out_elements(own: Tensor, weights: Tensor) -> int:
+    """Count outputs twice if the kernel adds to them, which it does without gates."""
+    return (2 if len(weights) == own.shape[1] else 1) * own.numel()
 
-    _fields_ = (
-        ("rows", TensorMap),
-        ("weights", TensorMap),
-        ("out", TensorMap),
-        *((name, ctypes.c_int) for name in ("outputs", "num_rows", "parts", "tiles", "pairs")),
-        ("times", ctypes.c_float),
-        ("unused", ctypes.c_ubyte * 40),
-    )
+
+KERNEL = CudaKernel(
+    "multiply_in_pairs",
+    {
+        **dict.fromkeys(("rows", "weights", "out"), TensorMap),
+        **dict.fromkeys(("outputs", "num_rows", "parts", "tiles", "pairs"), ctypes.c_int),
+        "scale": ctypes.c_float,
+    },
+    {"rows": numel, "weights": numel, "out": _out_elements},
+    fallback="GEMMs of many rows run in torch",
+)
 
 
 def can_add_paired_gemm(residual: Tensor, x: Tensor, weight: Tensor, parts: int) -> bool:
@@ -155,7 +150,7 @@ def _fits(x: Tensor, weight: Tensor, parts: int, sizes: PairedSizes) -> bool:
         and inputs % (parts * SIDE) == 0
         and all(is_tma_aligned(matrix) for matrix in (x, weight))
     )
-    return fit and program_of(sizes, x.device) is not None
+    return fit and KERNEL.load(sizes, x.device) is not None
 
 
 def _multiply(
@@ -168,50 +163,21 @@ def _multiply(
     program: Program | None,
     pairs: int | None,
 ) -> None:
-    program = program or program_of(sizes, x.device)
+    program = program or KERNEL.load(sizes, x.device)
     assert program is not None
-    pairs = pairs or num_multiprocessors(x.device) // 2
-    places = matrix_layout(x), matrix_layout(weight), matrix_layout(out)
-    params = _params(program.encode, *places, parts, times, pairs)
-    with notify_launch_hooks(KERNEL, partial(_traffic, x, weight, out, 1 if sizes.gates else 2)):
-        program.launch(params, 2 * params.pairs)
-
-
-@lru_cache(1 << 12)
-def _params(
-    encode: Callable[..., object],
-    x: MatrixLayout,
-    weight: MatrixLayout,
-    out: MatrixLayout,
-    parts: int,
-    times: float,
-    most_pairs: int,
-) -> PairedParams:
-    """Return the parameters of a launch, from a cache.
-
-    Building them takes the host longer than the launch takes the GPU. Activations reuse the
-    addresses of earlier ones, and weights keep theirs, so the cache hits.
-    """
-    _, rows, outputs, _ = out
-    _, _, inputs, _ = x
-    return PairedParams(
-        rows=matrix_map(encode, x, ROWS),
-        weights=matrix_map(encode, weight, OUTPUTS // 2),
-        out=matrix_map(encode, out, ROWS // 2, OUTPUTS),
+    rows, outputs = out.shape
+    most = pairs or num_multiprocessors(x.device) // 2
+    pairs = min(most, cdiv(rows, 2 * ROWS) * cdiv(outputs, OUTPUTS))
+    KERNEL.launch(
+        program,
+        2 * pairs,
+        rows=matrix_tiles(x, ROWS),
+        weights=matrix_tiles(weight, OUTPUTS // 2),
+        out=matrix_tiles(out, ROWS // 2, OUTPUTS),
         outputs=outputs,
         num_rows=rows,
         parts=parts,
-        tiles=inputs // parts // SIDE,
-        pairs=min(most_pairs, cdiv(rows, 2 * ROWS) * cdiv(outputs, OUTPUTS)),
-        times=times,
+        tiles=x.shape[1] // parts // SIDE,
+        pairs=pairs,
+        scale=times,
     )
-
-
-def _traffic(x: Tensor, weight: Tensor, out: Tensor, times: int) -> list[tuple[Tensor, int]]:
-    """Count each tensor's bytes once, and those of ``out`` twice if the kernel adds to it."""
-    return [(x, x.nbytes), (weight, weight.nbytes), (out, times * out.nbytes)]
-
-
-def program_of(sizes: PairedSizes, device: torch.device) -> GpuProgram | None:
-    """Return the kernel, or None where it cannot be compiled."""
-    return compile_and_load(sizes, KERNEL, device, "GEMMs of many rows run in torch")

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.tensor_maps import (
     SIDE,
     STRIP,
     TILE_TOKENS,
     TensorMap,
+    angles,
     are_caches_tma_aligned,
     are_heads_aligned,
     are_sizes_supported,
-    cache_map,
     cache_row_strides,
+    cache_tiles,
     has_plain_scores,
+    head_strides,
     num_multiprocessors,
     supports_wgmma,
 )
-from roseinfer.kernels.cuda.toolchain import (
-    compile_and_load,
-    wgmma_accumulate_source,
-    wgmma_overwrite_source,
-    wgmma_registers_source,
-)
-from roseinfer.kernels.traffic import notify_launch_hooks, num_bytes
-from roseinfer.kernels.triton.prefill_attention import chunks_traffic
+from roseinfer.kernels.cuda.toolchain import read_source, wgmma_header
+from roseinfer.kernels.kernel import CudaKernel
+from roseinfer.kernels.triton.prefill_attention import CHUNK_TRAFFIC
+from roseinfer.kernels.triton.rope import angle_elements
 from roseinfer.kernels.triton.softmax import score_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    import torch
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
+    from roseinfer.kernels.cuda.toolchain import Program
     from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 # Compile-time sizes of the prefill kernel, and its source.
@@ -46,7 +41,6 @@ if TYPE_CHECKING:
 
 _ROWS = 64
 """Rows per warpgroup: tokens by the query heads of a KV head, rounded up to a power of two."""
-_SOURCE_PARTS = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
 _REGISTERS = {2: 240, 3: 160}
 """Registers of a computing thread, by the number of computing warpgroups; fetching ones leave it
 these."""
@@ -81,8 +75,10 @@ class PromptSizes:
 
     @property
     def threads(self) -> int:
-        """Threads of a program: one more warpgroup, which releases registers, has a thread that
-        fetches."""
+        """Threads of a program.
+
+        One more warpgroup, which releases registers, has a thread that fetches.
+        """
         return (self.groups + 1) * 128
 
     @property
@@ -102,47 +98,38 @@ class PromptSizes:
         named = asdict(self) | derived
         return {name.upper(): value for name, value in named.items()}
 
-    def source(self, *, with_machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's sources, others must replace them."""
-        machine = toolchain.machine_sources("machine", "warpgroup") if with_machine else []
-        if with_machine:
-            machine += [wgmma_overwrite_source(TILE_TOKENS), wgmma_accumulate_source(TILE_TOKENS)]
-            machine.append(wgmma_registers_source(self.dim + _ONES))
-        parts = [toolchain.source_part(__package__, name) for name in _SOURCE_PARTS]
-        return "\n".join([*machine, *toolchain.shared_sources(), *parts])
+    def source(self, headers: Mapping[str, str] | None = None) -> str:
+        """Return the kernel's source; ``headers`` replace its own by name."""
+        generated = wgmma_header(
+            accumulate=(TILE_TOKENS,), overwrite=(TILE_TOKENS,), registers=(self.dim + _ONES,)
+        )
+        return read_source("prefill_attention.cu", generated | dict(headers or {}))
 
 
-KERNEL = "attend_prompts"
-"""The kernel's name in the source."""
 _MIN_TILES = 6
 """Smallest context in tiles. With fewer the kernel was slower than Triton's on an H100, end to end.
 """
-_PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False}
 
 
-class PromptParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
-
-    _fields_ = (
-        ("keys", TensorMap),
-        ("values", TensorMap),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "k_cache", "v_cache", "cosines", "sines", "out")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tables", "sequences", "rows", "counts", "positions")
-        ),
-        *(
-            (name, ctypes.c_longlong)
-            for name in ("query_token", "query_head", "out_token", "out_head")
-        ),
-        *((name, ctypes.c_longlong) for name in ("block_rows", "head_rows", "table_width")),
-        *((name, ctypes.c_int) for name in ("tiles", "kv_heads", "programs")),
-        ("scale", ctypes.c_float),
-        ("unused", ctypes.c_ubyte * 32),
-    )
+_POINTERS = (
+    "query", "k_cache", "v_cache", "cosines", "sines", "out",
+    "tables", "sequences", "rows", "counts", "positions",
+)  # fmt: skip
+_STRIDES = (
+    "query_token", "query_head", "out_token", "out_head", "block_rows", "head_rows", "table_width",
+)  # fmt: skip
+KERNEL = CudaKernel(
+    "attend_prompts",
+    {
+        **dict.fromkeys(("keys", "values"), TensorMap),
+        **dict.fromkeys(_POINTERS, ctypes.c_void_p),
+        **dict.fromkeys(_STRIDES, ctypes.c_longlong),
+        **dict.fromkeys(("tiles", "kv_heads", "programs"), ctypes.c_int),
+        "scale": ctypes.c_float,
+    },
+    {**CHUNK_TRAFFIC, "cosines": angle_elements, "sines": angle_elements},
+    fallback="prefill attention runs in Triton's kernel",
+)
 
 
 def prefill_tile_tokens(
@@ -170,7 +157,7 @@ def prefill_tile_tokens(
         and are_heads_aligned(query)
         and are_caches_tma_aligned(k_cache, v_cache)
     )
-    return tokens if fit and program_of(sizes, query.device) is not None else 0
+    return tokens if fit and KERNEL.load(sizes, query.device) is not None else 0
 
 
 def attend_prompts(
@@ -185,34 +172,28 @@ def attend_prompts(
     program: Program | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """Compute the same as ``paged_attention_chunks``, with tiles of as many tokens as a program
-    takes.
+    """Compute the same as ``paged_attention_chunks``, with larger tiles.
 
-    With a rotation, for which ``can_rotate_queries`` must be true, queries are still to be rotated.
-    ``program`` replaces the device's kernel; ``programs`` of it are launched.
+    A tile has as many tokens as a program takes. With a rotation, for which ``can_rotate_queries``
+    must be true, queries are still to be rotated. ``program`` replaces the device's kernel;
+    ``programs`` of it are launched.
     """
     sizes = _sizes(query, k_cache)
-    program = program or program_of(sizes, query.device)
+    program = program or KERNEL.load(sizes, query.device)
     assert program is not None
     out = query.new_empty(query.shape)
     kv_heads, (block_rows, head_rows) = k_cache.shape[1], cache_row_strides(k_cache)
-    items = len(tiles[0]) * kv_heads
+    sequences, rows, counts, positions = tiles
+    items = len(sequences) * kv_heads
     programs = min(items, programs or num_multiprocessors(query.device))
-    angles = (rotation.cosines, rotation.sines) if rotation else ()
-    params = PromptParams(
-        cache_map(program, k_cache), cache_map(program, v_cache),
-        *(each.data_ptr() for each in (query, k_cache, v_cache)),
-        *([each.data_ptr() for each in angles] or (None, None)),
-        *(each.data_ptr() for each in (out, tables, *tiles)),
-        *query.stride()[:2], *out.stride()[:2], block_rows, head_rows, tables.stride(0),
-        len(tiles[0]), kv_heads, programs, score_arguments(traits, query).scale,
+    KERNEL.launch(
+        program, programs, keys=cache_tiles(k_cache), values=cache_tiles(v_cache),
+        query=query, k_cache=k_cache, v_cache=v_cache, out=out, tables=tables,
+        sequences=sequences, rows=rows, counts=counts, positions=positions, **angles(rotation),
+        **head_strides(query=query, out=out), block_rows=block_rows, head_rows=head_rows,
+        table_width=tables.stride(0), tiles=len(sequences), kv_heads=kv_heads, programs=programs,
+        scale=score_arguments(traits, query)["scale"],
     )  # fmt: skip
-    names = "query", "k_cache", "v_cache", "out", "tables", "sequences", "rows", "counts"
-    tensors = dict(
-        zip((*names, "positions"), (query, k_cache, v_cache, out, tables, *tiles), strict=True)
-    )
-    with notify_launch_hooks(KERNEL, partial(_traffic, tensors, sizes, angles)):
-        program.launch(params, programs)
     return out
 
 
@@ -224,21 +205,6 @@ def can_rotate_queries(query: Tensor, rotation: RotaryEmbedding) -> bool:
     )
 
 
-def _traffic(
-    tensors: Mapping[str, Tensor], sizes: PromptSizes, angles: tuple[Tensor, ...]
-) -> list[tuple[Tensor, int | Callable[[], int]]]:
-    more = {"D": sizes.dim, "BLOCK": sizes.block_size, **_PLAIN}
-    traffic = [
-        (tensors[name], amount) for name, amount in chunks_traffic({**tensors, **more}).items()
-    ]
-    return traffic + [(each, num_bytes(each, len(tensors["query"]) * sizes.dim)) for each in angles]
-
-
 def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:
     _, kv_heads, block_size, dim = k_cache.shape
     return PromptSizes(dim, query.shape[1] // kv_heads, block_size)
-
-
-def program_of(sizes: PromptSizes, device: torch.device) -> GpuProgram | None:
-    """Return the kernel, or None where it cannot be compiled."""
-    return compile_and_load(sizes, KERNEL, device, "prefill attention runs in Triton's kernel")

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.tensor_maps import (
     SIDE,
     TensorMap,
     is_tma_aligned,
-    matrix_layout,
-    matrix_map,
+    matrix_tiles,
 )
-from roseinfer.kernels.cuda.toolchain import compile_and_load, wgmma_accumulate_source
+from roseinfer.kernels.cuda.toolchain import read_source, wgmma_header
+from roseinfer.kernels.kernel import CudaKernel, numel
 from roseinfer.kernels.runtime import cdiv
-from roseinfer.kernels.traffic import notify_launch_hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
-    from roseinfer.kernels.cuda.toolchain import GpuProgram, Program
+    from roseinfer.kernels.cuda.toolchain import Program
 
 # Tiles of the streaming GEMM, and its source.
 
@@ -87,14 +87,10 @@ class GemmTiles:
         named = asdict(self) | {"shared_bytes": self.shared_bytes}
         return {name.upper(): value for name, value in named.items()}
 
-    def source(self, *, with_machine: bool = True) -> str:
-        """Return the kernel's source; without the machine's sources, others must replace them."""
-        machine = toolchain.machine_sources("machine", "warpgroup") if with_machine else []
-        if with_machine:
-            machine.append(wgmma_accumulate_source(self.columns))
-        return "\n".join(
-            [*machine, *toolchain.shared_sources(), toolchain.source_part(__package__, "streamed")]
-        )
+    def source(self, headers: Mapping[str, str] | None = None) -> str:
+        """Return the kernel's source; ``headers`` replace its own by name."""
+        generated = wgmma_header(accumulate=(self.columns,))
+        return read_source("streamed.cu", generated | dict(headers or {}))
 
 
 @cache
@@ -108,27 +104,19 @@ def tiles_for(rows: int, strips: int) -> GemmTiles:
     return GemmTiles(one.columns, groups, strips, one.depth, stages, in_flight)
 
 
-KERNEL = "stream_linear"
-"""The kernel's name in the source."""
-
-
-class ProductParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source; its size is a multiple of 64 bytes."""
-
-    _fields_ = (
-        ("weights", TensorMap),
-        ("rows", TensorMap),
-        ("out", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("part_pitch", ctypes.c_longlong),
-        ("row_pitch", ctypes.c_longlong),
-        ("outputs", ctypes.c_int),
-        ("num_rows", ctypes.c_int),
-        ("parts", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("as_is", ctypes.c_int),
-        ("unused", ctypes.c_ubyte * 12),
-    )
+KERNEL = CudaKernel(
+    "stream_linear",
+    {
+        "weights": TensorMap,
+        "rows": TensorMap,
+        "out": ctypes.c_void_p,
+        "bias": ctypes.c_void_p,
+        **dict.fromkeys(("part_stride", "row_stride"), ctypes.c_longlong),
+        **dict.fromkeys(("outputs", "num_rows", "parts", "tiles", "out_is_float32"), ctypes.c_int),
+    },
+    dict.fromkeys(("weights", "rows", "out", "bias"), numel),
+    fallback="GEMMs of few rows run in Triton's kernels",
+)
 
 
 def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
@@ -139,7 +127,7 @@ def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
         and inputs % (parts * MAX_DEPTH * SIDE) == 0
         and all(is_tma_aligned(matrix) for matrix in (x, weight))
     )
-    return fit and program_of(tiles_for(rows, strips), x.device) is not None
+    return fit and KERNEL.load(tiles_for(rows, strips), x.device) is not None
 
 
 def stream_gemm(
@@ -157,29 +145,20 @@ def stream_gemm(
     """
     parts, rows, outputs = out.shape
     tiles = tiles_for(rows, strips)
-    program = program or program_of(tiles, x.device)
+    program = program or KERNEL.load(tiles, x.device)
     assert program is not None
-    params = ProductParams(
-        weights=matrix_map(program.encode, matrix_layout(weight), OUTPUTS, tiles.depth * SIDE),
-        rows=matrix_map(program.encode, matrix_layout(x), tiles.rows, tiles.depth * SIDE),
-        out=out.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        part_pitch=out.stride(0),
-        row_pitch=out.stride(1),
+    KERNEL.launch(
+        program,
+        cdiv(outputs, OUTPUTS) * parts,
+        weights=matrix_tiles(weight, OUTPUTS, tiles.depth * SIDE),
+        rows=matrix_tiles(x, tiles.rows, tiles.depth * SIDE),
+        out=out,
+        bias=bias,
+        part_stride=out.stride(0),
+        row_stride=out.stride(1),
         outputs=outputs,
         num_rows=rows,
         parts=parts,
         tiles=x.shape[1] // parts // (tiles.depth * SIDE),
-        as_is=out.dtype is torch.float32,
+        out_is_float32=out.dtype is torch.float32,
     )
-    with notify_launch_hooks(KERNEL, partial(_traffic, x, weight, bias, out)):
-        program.launch(params, cdiv(outputs, OUTPUTS) * parts)
-
-
-def _traffic(*tensors: Tensor | None) -> list[tuple[Tensor, int]]:
-    return [(each, each.nbytes) for each in tensors if each is not None]
-
-
-def program_of(tiles: GemmTiles, device: torch.device) -> GpuProgram | None:
-    """Return the kernel for tiles, or None where it cannot be compiled."""
-    return compile_and_load(tiles, KERNEL, device, "GEMMs of few rows run in Triton's kernels")

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from roseinfer.kernels.cuda.toolchain import Program
-    from roseinfer.layer_traits import LayerTraits
+    from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 SIDE = 64
 """Contiguous inputs of a tile, whose inputs are a multiple of this."""
 MAP_BYTES = 128
-_ALIGNMENT = 64
+MAP_ALIGNMENT = 64
 _BFLOAT16 = 9
 _ELEMENT_BYTES = 2
 _NOT_INTERLEAVED = 0
@@ -58,7 +56,7 @@ def write_map(
 
     Rows are ``pitch`` elements apart. A tile is groups of SIDE inputs of some rows each.
     """
-    assert to % _ALIGNMENT == 0
+    assert to % MAP_ALIGNMENT == 0
     encode(
         ctypes.c_void_p(to),
         _BFLOAT16,
@@ -81,14 +79,10 @@ def encode_map(encode: Callable[..., object], *matrix: int) -> bytes:
 
     ``matrix`` are the arguments of ``write_map`` after the destination.
     """
-    room = (ctypes.c_ubyte * (MAP_BYTES + _ALIGNMENT))()
-    begin = -ctypes.addressof(room) % _ALIGNMENT
+    room = (ctypes.c_ubyte * (MAP_BYTES + MAP_ALIGNMENT))()
+    begin = -ctypes.addressof(room) % MAP_ALIGNMENT
     write_map(encode, ctypes.addressof(room) + begin, *matrix)
     return bytes(room)[begin : begin + MAP_BYTES]
-
-
-if TYPE_CHECKING:
-    MatrixLayout = tuple[int, int, int, int]
 
 
 # Matrices whose tiles a GPU with warpgroups fetches and multiplies.
@@ -125,20 +119,18 @@ def is_tma_aligned(matrix: Tensor) -> bool:
     )
 
 
-def matrix_layout(matrix: Tensor) -> MatrixLayout:
-    """Return a matrix's address, rows, columns, and elements from row to row."""
-    rows, columns = matrix.shape
-    return matrix.data_ptr(), rows, columns, matrix.stride(0)
+class Tiles(NamedTuple):
+    """A tensor that a kernel fetches in tiles, by a tensor map."""
+
+    tensor: Tensor
+    matrix: tuple[int, ...]
+    """Arguments of ``write_map`` after the destination."""
 
 
-def matrix_map(
-    encode: Callable[..., object], place: MatrixLayout, rows: int, columns: int = SIDE
-) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the map of a matrix, whose tiles have ``rows`` rows and ``columns`` columns.
-
-    ``encode`` is a program's.
-    """
-    return TensorMap.from_buffer_copy(encode_map(encode, *place, rows, columns))
+def matrix_tiles(matrix: Tensor, rows: int, columns: int = SIDE) -> Tiles:
+    """Return the tiles, of ``rows`` rows and ``columns`` columns, of a matrix."""
+    layout = matrix.data_ptr(), *matrix.shape, matrix.stride(0)
+    return Tiles(matrix, (*layout, rows, columns))
 
 
 # Caches of keys and values in tiles that the copy engine fetches.
@@ -174,12 +166,11 @@ def has_plain_scores(traits: LayerTraits) -> bool:
     return all(each is None for each in settings)
 
 
-def cache_map(program: Program, cache: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the map of a cache as a matrix, whose tiles are tokens of one block."""
+def cache_tiles(cache: Tensor) -> Tiles:
+    """Return the tiles of a cache as a matrix: tokens of one block each."""
     _, _, block_size, dim = cache.shape
     rows, at_once = _cache_rows(cache), min(block_size, TILE_TOKENS)
-    where = cache.data_ptr(), rows, dim, dim, at_once, SIDE
-    return TensorMap.from_buffer_copy(encode_map(program.encode, *where))
+    return Tiles(cache, (cache.data_ptr(), rows, dim, dim, at_once, SIDE))
 
 
 def cache_row_strides(cache: Tensor) -> tuple[int, int]:
@@ -191,6 +182,19 @@ def _cache_rows(cache: Tensor) -> int:
     blocks, kv_heads, block_size, _ = cache.shape
     block_rows, head_rows = cache_row_strides(cache)
     return (blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
+
+
+def head_strides(**heads: Tensor) -> dict[str, int]:
+    """Return the strides of tokens and heads of ``[tokens, heads, head_dim]``, as arguments."""
+    tokens = {f"{name}_token": each.stride(0) for name, each in heads.items()}
+    return tokens | {f"{name}_head": each.stride(1) for name, each in heads.items()}
+
+
+def angles(rotation: RotaryEmbedding | None) -> dict[str, Tensor | None]:
+    """Return the tables of a rotation as arguments, or none."""
+    if rotation is None:
+        return {"cosines": None, "sines": None}
+    return {"cosines": rotation.cosines, "sines": rotation.sines}
 
 
 def are_heads_aligned(heads: Tensor) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import logging
 import os
+import re
 import tempfile
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # NVRTC, CUDA's compiler at run time, which comes with torch: no toolkit, no host compiler.
 
@@ -30,11 +30,11 @@ def compile_cubin(source: str, options: Sequence[str]) -> bytes:
     library = _library()
     program = ctypes.c_void_p()
     _check(library.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), b"step.cu", 0, None, None
+        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
     ))  # fmt: skip
     try:
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if library.nvrtcCompileProgram(program, len(options), given):
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), encoded):
             log = _compiler_output(program, "ProgramLog").decode(errors="replace")
             raise CompilationError(log.strip("\0\n "))
         return _compiler_output(program, "CUBIN")
@@ -107,26 +107,46 @@ def check_driver_call(code: int) -> None:
         raise CompilationError(f"{(name.value or b'?').decode()} ({code})")
 
 
-# Sources of kernels in CUDA C++, in parts.
+# Sources of kernels in CUDA C++: a file for each, and headers.
 
 
-@cache
-def source_part(package: str, name: str) -> str:
-    """Return a part of a source, a file in the folder ``source`` of a package."""
-    return (files(package) / "source" / f"{name}.cu").read_text()
+_SOURCES = files(__package__) / "source"
+_INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
-def machine_sources(*names: str) -> list[str]:
-    """Return the parts with the GPU's instructions, which a CPU replaces."""
-    return [source_part(__package__, name) for name in names]
+def read_source(name: str, headers: Mapping[str, str] | None = None) -> str:
+    """Return a file of the folder ``source`` with its headers inlined, each once.
+
+    ``headers`` are the texts of generated headers, and those that replace the folder's, by name.
+    """
+    headers = headers or {}
+    return inline_headers((_SOURCES / name).read_text(), headers, name)
 
 
-def shared_sources() -> list[str]:
-    """Return the parts that all kernels have, on any machine."""
-    return [
-        source_part(__package__, name)
-        for name in ("arithmetic", "norm", "barriers", "context_parts")
-    ]
+def inline_headers(text: str, headers: Mapping[str, str], name: str) -> str:
+    """Return the text of a file with its headers inlined, each once, by ``read_source``'s rules.
+
+    Lines keep the file and number by which a compiler's messages name them.
+    """
+    return "\n".join(_inlined_lines(text, headers, name, set())) + "\n"
+
+
+def _inlined_lines(
+    text: str, headers: Mapping[str, str], name: str, included: set[str]
+) -> Iterator[str]:
+    yield f'#line 1 "{name}"'
+    for number, line in enumerate(text.splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            yield "" if line == "#pragma once" else line
+            continue
+        header = include[1]
+        if header not in included:
+            included.add(header)
+            inner = headers.get(header)
+            inner = (_SOURCES / header).read_text() if inner is None else inner
+            yield from _inlined_lines(inner, headers, header, included)
+        yield f'#line {number + 1} "{name}"'
 
 
 # Compiled programs: cached on disk, loaded and launched by the driver.
@@ -141,14 +161,14 @@ previous kernel if one program fits, whether or not more would fit with another.
 class Program(Protocol):
     """A program to launch: a GPU's, or a replacement."""
 
-    def encode(self, *given: object) -> None:
+    def encode(self, *arguments: object) -> None:
         """Encode the map of a matrix (``tensor_maps.write_map``)."""
 
     def launch(self, params: ctypes.Structure, programs: int) -> None:
         """Launch ``programs`` programs on torch's current stream."""
 
 
-class _LaunchAttribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """An attribute of a launch, ``CUlaunchAttribute``."""
 
     _fields_ = (("name", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
@@ -171,18 +191,18 @@ _COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
 """The driver's numbers of launch attributes."""
 
 
-def cooperative_launch() -> _LaunchAttribute:
+def cooperative_launch() -> LaunchAttribute:
     """Return the attribute that keeps all programs resident: a launch that does not fit fails."""
     return _attribute(_COOPERATIVE)
 
 
-def pdl_launch() -> _LaunchAttribute:
+def pdl_launch() -> LaunchAttribute:
     """Return the attribute that starts the kernel while the previous one ends."""
     return _attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
 
 
-def _attribute(name: int) -> _LaunchAttribute:
-    return _LaunchAttribute(name, 0, (ctypes.c_uint * 16)(1))
+def _attribute(name: int) -> LaunchAttribute:
+    return LaunchAttribute(name, 0, (ctypes.c_uint * 16)(1))
 
 
 class GpuProgram:
@@ -195,7 +215,7 @@ class GpuProgram:
         block: int,
         shared: int,
         device: torch.device,
-        *attributes: _LaunchAttribute,
+        *attributes: LaunchAttribute,
     ):
         """``block`` is the threads of a program, and ``shared`` its bytes of shared memory."""
         library = driver()
@@ -203,7 +223,7 @@ class GpuProgram:
         self._index = torch.cuda.current_device() if own is None else own
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._block, self._shared = block, shared
-        self._attributes = (_LaunchAttribute * len(attributes))(*attributes)
+        self._attributes = (LaunchAttribute * len(attributes))(*attributes)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # torch's context is current from here on
             check_driver_call(library.cuModuleLoadData(ctypes.byref(self._module), cubin))
@@ -240,9 +260,9 @@ class GpuProgram:
         )
 
     @staticmethod
-    def encode(*given: object) -> None:
+    def encode(*arguments: object) -> None:
         """Encode the map of a matrix by the driver (``tensor_maps.write_map``)."""
-        check_driver_call(driver().cuTensorMapEncodeTiled(*given))
+        check_driver_call(driver().cuTensorMapEncodeTiled(*arguments))
 
     def _programs_per_multiprocessor(self) -> int:
         """Return how many programs fit on a multiprocessor at a time."""
@@ -291,51 +311,26 @@ def _cache_folder() -> Path:
     return Path(knobs.cache.dir)
 
 
-# Warpgroup kernels, each compiled and loaded at its first use.
-
-
-_LOG = logging.getLogger("roseinfer")
-
-
-class Sizes(Protocol):
-    """Compile-time sizes of a kernel."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a program."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program, in bytes."""
-
-    def defines(self) -> dict[str, int]:
-        """Return the macros for the compiler."""
-
-    def source(self) -> str:
-        """Return the kernel's source."""
-
-
-@cache
-def compile_and_load(
-    sizes: Sizes, kernel: str, device: torch.device, otherwise: str
-) -> GpuProgram | None:
-    """Compile and load a kernel; if that fails, warn with ``otherwise`` and return None."""
-    try:
-        cubin = compile_cached(sizes.source(), sizes.defines(), device)
-        return GpuProgram(cubin, kernel, sizes.threads, sizes.shared_bytes, device, pdl_launch())
-    except CompilationError as error:
-        _LOG.warning("%s: %s", otherwise, str(error).partition("\n")[0])
-        return None
-
-
 # Functions around wgmma, which are generated: an instruction names every register.
 
 
-def wgmma_accumulate_source(columns: int) -> str:
+def wgmma_header(
+    *, accumulate: Iterable[int] = (), overwrite: Iterable[int] = (), registers: Iterable[int] = ()
+) -> dict[str, str]:
+    """Return the header ``wgmma.cuh`` by its name, with functions for these numbers of columns."""
+    functions = [
+        *map(_wgmma_accumulate, accumulate),
+        *map(_wgmma_overwrite, overwrite),
+        *map(_wgmma_registers, registers),
+    ]
+    return {"wgmma.cuh": "\n".join(['#pragma once\n#include "warpgroup.cuh"', *functions])}
+
+
+def _wgmma_accumulate(columns: int) -> str:
     """Return the function that accumulates products of tiles, the second of ``columns`` rows."""
     return f"""
 template <>
-DEV void multiply_places<{columns}>(float* d, TilePlace a, TilePlace b) {{
+DEV void wgmma_accumulate<{columns}>(float* d, TileDescriptor a, TileDescriptor b) {{
     asm volatile("{_wgmma_instruction(columns)}, "
                  "%{columns // 2}, %{columns // 2 + 1}, 1, 1, 1, 0, 0;"
                  : {_accumulator_operands(columns)} : "l"(a), "l"(b));
@@ -343,12 +338,12 @@ DEV void multiply_places<{columns}>(float* d, TilePlace a, TilePlace b) {{
 """
 
 
-def wgmma_overwrite_source(columns: int) -> str:
+def _wgmma_overwrite(columns: int) -> str:
     """Return the function that multiplies two tiles and overwrites the sums."""
     a, b, zero = (f"%{columns // 2 + i}" for i in range(3))
     return f"""
 template <>
-DEV void multiply_places_afresh<{columns}>(float* d, TilePlace a, TilePlace b) {{
+DEV void wgmma_overwrite<{columns}>(float* d, TileDescriptor a, TileDescriptor b) {{
     asm volatile("{{ .reg .pred add; setp.ne.b32 add, {zero}, 0;"
                  "{_wgmma_instruction(columns)}, {a}, {b}, add, 1, 1, 0, 0; }}"
                  : {_accumulator_operands(columns)} : "l"(a), "l"(b), "r"(0));
@@ -356,20 +351,17 @@ DEV void multiply_places_afresh<{columns}>(float* d, TilePlace a, TilePlace b) {
 """
 
 
-def wgmma_registers_source(columns: int) -> str:
-    """Return the function that multiplies threads' registers by a tile.
-
-    It accumulates if the sums are kept, and overwrites them otherwise.
-    """
-    held = ", ".join(f"%{columns // 2 + i}" for i in range(4))
-    b, kept = (f"%{columns // 2 + i}" for i in (4, 5))
+def _wgmma_registers(columns: int) -> str:
+    """Return the function that multiplies threads' registers by a tile."""
+    rows = ", ".join(f"%{columns // 2 + i}" for i in range(4))
+    b, accumulate = (f"%{columns // 2 + i}" for i in (4, 5))
     return f"""
 template <>
-DEV void multiply_held<{columns}>(float* d, const u32* a, TilePlace b, bool kept) {{
-    asm volatile("{{ .reg .pred add; setp.ne.b32 add, {kept}, 0;"
-                 "{_wgmma_instruction(columns)}, {{{held}}}, {b}, add, 1, 1, 1; }}"
+DEV void wgmma_registers<{columns}>(float* d, const u32* a, TileDescriptor b, bool accumulate) {{
+    asm volatile("{{ .reg .pred add; setp.ne.b32 add, {accumulate}, 0;"
+                 "{_wgmma_instruction(columns)}, {{{rows}}}, {b}, add, 1, 1, 1; }}"
                  : {_accumulator_operands(columns)}
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)kept));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
 }}
 """
 

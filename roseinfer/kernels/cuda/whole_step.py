@@ -5,38 +5,31 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.tensor_maps import SIDE, tensor_maps
-from roseinfer.kernels.cuda.toolchain import (
-    CompilationError,
-    GpuProgram,
-    compile_cached,
-    cooperative_launch,
-)
+from roseinfer.kernels.cuda.toolchain import CompilationError, cooperative_launch, read_source
+from roseinfer.kernels.kernel import CudaKernel
 from roseinfer.kernels.runtime import next_power_of_2
-from roseinfer.kernels.traffic import notify_launch_hooks, num_bytes
 from roseinfer.kernels.triton import streamed
 from roseinfer.kernels.triton.norm import num_row_warps
 from roseinfer.kernels.triton.softmax import num_context_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import Program
+    from roseinfer.kernels.kernel import Amount
     from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 # Compile-time sizes of the megakernel, and its source.
 
 
-_SOURCE_PARTS = ("sizes", "producer", "words", "consumer", "attention", "phases", "step")
-"""Parts of the source, in their order."""
 ROWS = 8
 """Outputs of a tile of weights."""
 _MIN_CHUNK = 128
@@ -57,7 +50,7 @@ class StepSizes:
     """Elements per head."""
     mlp: int
     vocab: int
-    turn: int
+    rotary_dim: int
     """Rotated elements of a head."""
     block_size: int
     out_parts: int
@@ -72,7 +65,7 @@ class StepSizes:
     """Tiles of the ring."""
     in_flight: int = 4
     """Largest number of tiles that a program has requested and not received."""
-    most_chunk: int = 1024
+    max_chunk: int = 1024
     """Largest number of inputs of a tile of weights."""
 
     @property
@@ -80,7 +73,7 @@ class StepSizes:
         return (self.heads + 2 * self.kv_heads) * self.dim
 
     @property
-    def most_sums(self) -> int:
+    def max_results(self) -> int:
         """Results of a phase that a program keeps in shared memory, at most."""
         rows = [(self.qkv, 1, 1), (self.mlp, 2, 1)]
         rows += [(self.width, 1, parts) for parts in (self.out_parts, self.down_parts)]
@@ -90,7 +83,7 @@ class StepSizes:
         )
 
     @property
-    def most_inputs(self) -> int:
+    def max_inputs(self) -> int:
         return max(self.width, self.heads * self.dim, self.mlp)
 
     @property
@@ -107,13 +100,13 @@ class StepSizes:
 
     def _chunk(self, inputs: int) -> int:
         """Return the largest number of inputs that a tile can have; 0 without one."""
-        fit = range(self.most_chunk, _MIN_CHUNK - 1, -SIDE)
+        fit = range(self.max_chunk, _MIN_CHUNK - 1, -SIDE)
         return next((chunk for chunk in fit if inputs % chunk == 0), 0)
 
     def unstaged_bytes(self) -> int:
         """Return an upper bound on a program's shared memory in bytes, without its ring."""
-        tiles = 16 * (self.dim + 8) + 16 * (_TILE_T + 8) + 2 * self.dim + self.most_inputs
-        return 2 * tiles + 4 * (self.most_sums + 16 * _WARPS + 32 + 17) + 512
+        tiles = 16 * (self.dim + 8) + 16 * (_TILE_T + 8) + 2 * self.dim + self.max_inputs
+        return 2 * tiles + 4 * (self.max_results + 16 * _WARPS + 32 + 17) + 512
 
     def tile_bytes(self) -> int:
         """Return the bytes of the largest tile."""
@@ -124,27 +117,27 @@ class StepSizes:
         return self.tile_bytes() + 16
 
     @property
+    def threads(self) -> int:
+        """Threads of a program: warps that multiply, and one that fetches."""
+        return (_WARPS + 1) * 32
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
         return self.unstaged_bytes() + self.stages * self.stage_bytes()
 
     def defines(self) -> dict[str, int]:
-        reckoned = ("most_sums", "most_inputs", "shared_bytes")
+        reckoned = ("max_results", "max_inputs", "shared_bytes")
         named = asdict(self) | {name: getattr(self, name) for name in reckoned}
         return {name.upper(): int(value) for name, value in named.items()}
 
+    def source(self, headers: Mapping[str, str] | None = None) -> str:
+        return source(headers)
 
-@cache
-def source(*, with_machine: bool = True) -> str:
-    """Return the kernel's source; without the machine's sources, others must replace them."""
-    parts = toolchain.machine_sources("machine") if with_machine else []
-    return "\n".join(
-        [
-            *parts,
-            *toolchain.shared_sources(),
-            *(toolchain.source_part(__package__, name) for name in _SOURCE_PARTS),
-        ]
-    )
+
+def source(headers: Mapping[str, str] | None = None) -> str:
+    """Return the kernel's source; ``headers`` replace its own by name."""
+    return read_source("whole_step.cu", headers)
 
 
 # The megakernel's weights, as views of the model's.
@@ -195,105 +188,27 @@ class MegakernelWeights:
         return [self.words, self.head, self.norm, *tensors]
 
 
-if TYPE_CHECKING:
-    Traffic = list[tuple[Tensor, int | Callable[[], int]]]
-
-
-# Traffic of a launch of the megakernel.
-
-
-@dataclass(frozen=True, slots=True)
-class MegakernelLaunch:
-    """A row's tokens, length and blocks, and the logits that the launch writes."""
-
-    tokens: Tensor
-    length: Tensor
-    table: Tensor
-    logits: Tensor
-
-    def stored_tokens(self) -> int:
-        return int(self.length[0])
-
-
-def launch_traffic(
-    sizes: StepSizes,
-    weights: MegakernelWeights,
-    caches: Sequence[tuple[Tensor, Tensor]],
-    activations: Sequence[Tensor],
-    partials: Sequence[Tensor],
-    launched: MegakernelLaunch,
-) -> Traffic:
-    """List tensors with the bytes read and written of each, counting every address once.
-
-    Programs exchange all of ``activations``. Of ``partials`` they exchange some rows for each head:
-    one for the new token and one for each part of the context.
-    """
-    turns = _unique_tensors(
-        each for one in weights.rotations() for each in (one.cosines, one.sines)
-    )
-    in_rows = {id(each) for each in turns} | {id(weights.words)} - {id(weights.head)}
-    whole = [each for each in _unique_tensors(weights.tensors()) if id(each) not in in_rows]
-    found: Traffic = [(each, each.nbytes) for each in (*whole, launched.tokens, launched.length)]
-    if weights.words is not weights.head:
-        found.append((weights.words, num_bytes(weights.words, sizes.width)))
-    found += [(each, num_bytes(each, sizes.turn)) for each in turns]
-    token = sizes.kv_heads * sizes.dim
-    for stored in (each for pair in caches for each in pair):
-        found.append((stored, partial(_context, launched, stored, token)))
-    found.append((launched.table, partial(_listed, launched, sizes.block_size)))
-    found += [(each, 2 * each.nbytes) for each in activations]
-    for each in partials:
-        found.append((each, partial(_of_parts, launched, each, sizes.heads)))
-    return [*found, (launched.logits, launched.logits.nbytes)]
-
-
-def _unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(each): each for each in tensors}.values())
-
-
-def _context(launched: MegakernelLaunch, cache: Tensor, token: int) -> int:
-    """Return the bytes of the stored tokens and the new one."""
-    return num_bytes(cache, (launched.stored_tokens() + 1) * token)
-
-
-def _listed(launched: MegakernelLaunch, block_size: int) -> int:
-    return num_bytes(launched.table, launched.stored_tokens() // block_size + 1)
-
-
-def _of_parts(launched: MegakernelLaunch, seen: Tensor, heads: int) -> int:
-    """Return the bytes written and read of ``[heads, parts, numbers]``."""
-    stored = launched.stored_tokens()
-    parts = 1 + (num_context_parts(stored) if stored else 0)
-    return 2 * num_bytes(seen, heads * parts * seen.shape[2])
-
-
-KERNEL = "decode_step"
-"""The kernel's name in the source."""
-_LAYER_POINTERS = 9
 _COUNTERS = 64
 """Counters of launches and of finished programs."""
-
-
 _POINTERS = (
-    "layers", "maps", "words", "norm_end", "token", "length", "table", "residual", "qkv_new",
-    "attended", "hidden", "logits", "sums", "seen", "sync", "error",
+    "layers", "maps", "embedding", "final_norm", "token", "length", "table", "residual", "qkv_new",
+    "attended", "hidden", "logits", "sums", "softmax_stats", "counters", "timeouts",
 )  # fmt: skip
-
-
-class StepParams(ctypes.Structure):
-    """The kernel's argument, ``Params`` in its source."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("block_pitch", ctypes.c_longlong),
-        ("num_layers", ctypes.c_int),
-        ("most_parts", ctypes.c_int),
-        ("epsilon", ctypes.c_float),
-        ("head_epsilon", ctypes.c_float),
-        ("embedding_multiplier", ctypes.c_float),
-        ("residual_multiplier", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    )
+_FACTORS = (
+    "epsilon", "head_epsilon", "embedding_multiplier", "residual_multiplier", "scale",
+)  # fmt: skip
+KERNEL = CudaKernel(
+    "decode_step",
+    {
+        **dict.fromkeys(_POINTERS, ctypes.c_void_p),
+        "block_stride": ctypes.c_longlong,
+        **dict.fromkeys(("num_layers", "max_parts"), ctypes.c_int),
+        **dict.fromkeys(_FACTORS, ctypes.c_float),
+    },
+    {},
+    fallback="steps of one sequence run in several kernels",
+    attribute=cooperative_launch,
+)
 
 
 class Megakernel:
@@ -307,12 +222,12 @@ class Megakernel:
         max_length: int,
         program: Program,
     ) -> None:
-        """``caches`` are the keys and values of each layer; they must keep their addresses."""
+        """Prepare launches; ``caches``, keys and values by layer, must keep their addresses."""
         self._sizes, self._weights, self._program = sizes, weights, program
         self._caches = caches
         device = weights.words.device
-        most_parts = num_context_parts(max_length)
-        parts = sizes.heads, most_parts + 1
+        max_parts = num_context_parts(max_length)
+        parts = sizes.heads, max_parts + 1
         with torch.inference_mode(False):
             self._pointers = torch.tensor(
                 [_pointers(each, *own) for each, own in zip(weights.layers, caches, strict=True)],
@@ -329,7 +244,7 @@ class Megakernel:
             self._sync_counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
             self.timeouts = torch.zeros(2, dtype=torch.int32, device=device)
             """After the first number, the launches that timed out waiting for other programs."""
-        self._most_parts = most_parts
+        self._max_parts = max_parts
 
     def logits(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """Store the key and value of a row's token in every layer; return ``[1, vocab]`` logits.
@@ -340,35 +255,65 @@ class Megakernel:
         assert tokens.dtype == lengths.dtype == table.dtype == torch.int64
         weights = self._weights
         logits = weights.words.new_empty((1, self._sizes.vocab))
-        params = StepParams(
-            *self._fixed(tokens, lengths, table),
-            logits.data_ptr(),
-            *(
-                each.data_ptr()
-                for each in (self._sums, self._softmax_stats, self._sync_counters, self.timeouts)
-            ),
-            self._caches[0][0].stride(0),
-            len(weights.layers),
-            self._most_parts,
-            weights.epsilon,
-            weights.head_epsilon(),
-            weights.embedding_multiplier,
-            weights.residual_multiplier,
-            weights.scale,
-        )
-        launched = MegakernelLaunch(tokens, lengths, table, logits)
-        parts = self._sums, self._softmax_stats
-        given = self._sizes, weights, self._caches, self._activations, parts, launched
-        with notify_launch_hooks(KERNEL, partial(launch_traffic, *given)):
-            self._program.launch(params, self._sizes.programs)
+        residual, qkv_new, attended, hidden = self._activations
+        KERNEL.launch(
+            self._program, self._sizes.programs,
+            partial(self._traffic, tokens, lengths, table, logits),
+            layers=self._pointers, maps=self._maps,
+            embedding=weights.words, final_norm=weights.norm,
+            token=tokens, length=lengths, table=table, residual=residual, qkv_new=qkv_new,
+            attended=attended, hidden=hidden, logits=logits, sums=self._sums,
+            softmax_stats=self._softmax_stats, counters=self._sync_counters, timeouts=self.timeouts,
+            block_stride=self._caches[0][0].stride(0), num_layers=len(weights.layers),
+            max_parts=self._max_parts, epsilon=weights.epsilon,
+            head_epsilon=weights.head_epsilon(),
+            embedding_multiplier=weights.embedding_multiplier,
+            residual_multiplier=weights.residual_multiplier, scale=weights.scale,
+        )  # fmt: skip
         return logits
 
-    def _fixed(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> list[int]:
-        """Return the pointers before the logits."""
-        weights = self._weights
-        made = (self._pointers, self._maps)
-        read = (weights.words, weights.norm, tokens, lengths, table)
-        return [each.data_ptr() for each in (*made, *read, *self._activations)]
+    def _traffic(
+        self, tokens: Tensor, lengths: Tensor, table: Tensor, logits: Tensor
+    ) -> list[tuple[Tensor, Amount]]:
+        """List tensors with the bytes read and written of each, counting every address once.
+
+        Programs exchange all activations, and some rows of partial results for each head: one for
+        the new token and one for each part of the context.
+        """
+        sizes, weights = self._sizes, self._weights
+        traffic: list[tuple[Tensor, Amount]] = []
+
+        def add(tensor: Tensor, elements: int | Callable[[int], int]) -> None:
+            """Count elements of a tensor, by the stored tokens when the kernel runs."""
+            size = tensor.element_size()
+            if isinstance(elements, int):
+                traffic.append((tensor, elements * size))
+            else:
+                traffic.append((tensor, lambda: elements(int(lengths[0])) * size))
+
+        tables = [each for one in weights.rotations() for each in (one.cosines, one.sines)]
+        by_row = {id(each): sizes.rotary_dim for each in tables}
+        if weights.words is not weights.head:
+            by_row[id(weights.words)] = sizes.width
+        for tensor in {id(each): each for each in weights.tensors()}.values():
+            add(tensor, by_row.get(id(tensor), tensor.numel()))
+        for tensor in (tokens, lengths, logits):
+            add(tensor, tensor.numel())
+        of_token = sizes.kv_heads * sizes.dim
+        for cache_of_layer in (each for pair in self._caches for each in pair):
+            add(cache_of_layer, lambda stored: (stored + 1) * of_token)
+        add(table, lambda stored: stored // sizes.block_size + 1)
+        for tensor in self._activations:
+            add(tensor, 2 * tensor.numel())
+        for tensor in (self._sums, self._softmax_stats):
+            of_part = 2 * sizes.heads * tensor.shape[2]
+            add(tensor, partial(_exchanged, of_part))
+        return traffic
+
+
+def _exchanged(of_part: int, stored: int) -> int:
+    """Return the partial results of the new token and of every part before it."""
+    return of_part * (1 + (num_context_parts(stored) if stored else 0))
 
 
 def _matrices(sizes: StepSizes, weights: MegakernelWeights) -> list[tuple[Tensor, int]]:
@@ -384,18 +329,15 @@ def _matrices(sizes: StepSizes, weights: MegakernelWeights) -> list[tuple[Tensor
 def _pointers(layer: MegakernelLayer, keys: Tensor, values: Tensor) -> list[int]:
     """Return a layer's pointers, ``Layer`` in the source."""
     rotation = layer.rotation
-    turned: tuple[Tensor | None, ...] = (None,) * 4
+    of_heads: tuple[Tensor | None, ...] = (None,) * 4
     if rotation is not None:
-        turned = (
+        of_heads = (
             rotation.cosines,
             rotation.sines,
             rotation.query_norm_weight,
             rotation.key_norm_weight,
         )
-    tensors = (
-        layer.norm, layer.qkv_bias, layer.mlp_norm, *turned, keys, values,
-    )  # fmt: skip
-    assert len(tensors) == _LAYER_POINTERS
+    tensors = layer.norm, layer.qkv_bias, layer.mlp_norm, *of_heads, keys, values
     return [0 if each is None else each.data_ptr() for each in tensors]
 
 
@@ -434,7 +376,7 @@ def sizes_of(weights: MegakernelWeights, head_dim: int, keys: Tensor, programs: 
         dim=head_dim,
         mlp=mlp,
         vocab=len(weights.head),
-        turn=rotations[0].cosines.shape[1] if rotations else head_dim,
+        rotary_dim=rotations[0].cosines.shape[1] if rotations else head_dim,
         block_size=keys.shape[2],
         out_parts=streamed.num_k_splits(width, attended),
         down_parts=streamed.num_k_splits(width, mlp),
@@ -455,7 +397,10 @@ def unsupported_reason(
         (len({layer.scale for layer in traits}) > 1, "another scale in some layers"),
         (sizes.dim % 16 or sizes.dim > _MAX_HEAD_DIM, f"heads of {sizes.dim}"),
         (sizes.block_size % 16, f"blocks of {sizes.block_size} tokens"),
-        (sizes.turn % 2 or sizes.turn > sizes.dim, f"a rotation of {sizes.turn} numbers"),
+        (
+            sizes.rotary_dim % 2 or sizes.rotary_dim > sizes.dim,
+            f"a rotation of {sizes.rotary_dim} numbers",
+        ),
         (sizes.heads // sizes.kv_heads > _MAX_QUERY_GROUP, "too many query heads per KV head"),
         (
             min(sizes.width, sizes.qkv, sizes.mlp) < sizes.programs,
@@ -498,8 +443,8 @@ def device_unsupported_reason(device: torch.device) -> str:
 
 def choose_ring(sizes: StepSizes, shared_bytes: int) -> StepSizes | None:
     """Choose the number and size of a program's tiles; return None where too few fit."""
-    for most_chunk in _MAX_CHUNK_CHOICES:
-        cut = replace(sizes, most_chunk=most_chunk)
+    for max_chunk in _MAX_CHUNK_CHOICES:
+        cut = replace(sizes, max_chunk=max_chunk)
         if 0 in cut.chunks:
             continue
         stages = (shared_bytes - cut.unstaged_bytes()) // cut.stage_bytes()
@@ -529,8 +474,6 @@ def _is_weight_aligned(weight: Tensor) -> bool:
 
 
 _LOG = logging.getLogger("roseinfer")
-_THREADS = 288
-"""Threads of a program: eight warps that multiply, and one that fetches."""
 
 
 def prepare_megakernel(
@@ -550,17 +493,10 @@ def prepare_megakernel(
     cut = None if why else choose_ring(sizes, device.shared_memory_per_block_optin)
     if cut is None:
         why = why or "too much for a multiprocessor's shared memory"
-        _LOG.info("steps of one sequence run in several kernels: the model has %s", why)
+        _LOG.info("%s: the model has %s", KERNEL.fallback, why)
         return None
     try:
-        return Megakernel(cut, weights, caches, max_length, load(cut, keys.device))
+        return Megakernel(cut, weights, caches, max_length, KERNEL.compile(cut, keys.device))
     except CompilationError as error:
-        first = str(error).partition("\n")[0]
-        _LOG.warning("steps of one sequence run in several kernels: %s", first)
+        KERNEL.warn(error)
         return None
-
-
-def load(sizes: StepSizes, device: torch.device) -> Program:
-    """Compile and load the kernel for these sizes."""
-    cubin = compile_cached(source(), sizes.defines(), device)
-    return GpuProgram(cubin, KERNEL, _THREADS, sizes.shared_bytes, device, cooperative_launch())

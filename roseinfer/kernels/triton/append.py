@@ -11,7 +11,7 @@ manager calls the ``launch_*`` functions, which trust theirs.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import triton
@@ -19,13 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index, is_interpreted
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, strides
+from roseinfer.kernels.runtime import check_cache_pair, check_index, is_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import FixedLaunch, TrafficTable, TritonKernel
+
+    Strides = tuple[int, ...]
 
 _Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -64,23 +66,21 @@ def _copy_tokens(
     tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
 
 
-def _tokens_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the new tokens, and the indices of their slots."""
-    tokens = arguments["n"]
-    of_one = arguments["H"] * arguments["D"]
-    traffic = {
-        name: num_bytes(arguments[name], tokens * of_one)
-        for name in ("k_cache", "v_cache", "key", "value")
-    }
-    indices = {"rows", "positions", "block_idx"} & arguments.keys()
-    return traffic | {name: num_bytes(arguments[name], tokens) for name in indices}
+def _token_elements(n: int, H: int, D: int) -> int:
+    return n * H * D
 
 
-@declare_traffic(_tokens_traffic)
-@triton.jit(do_not_specialize=["n", "pos"])
+_FULL_BATCH_TRAFFIC: TrafficTable = {
+    **dict.fromkeys(("k_cache", "v_cache", "key", "value"), _token_elements),
+    "block_idx": lambda n: n,
+}
+_IDENTITY_POS_TRAFFIC: TrafficTable = {**_FULL_BATCH_TRAFFIC, "positions": lambda n: n}
+_GATHER_TRAFFIC: TrafficTable = {**_IDENTITY_POS_TRAFFIC, "rows": lambda n: n}
+
+
+@kernel(_FULL_BATCH_TRAFFIC, do_not_specialize=["n", "pos"])
 def _full_batch_kernel(
-    k_cache, v_cache, key, value, block_idx,
-    n, pos,
+    k_cache, v_cache, key, value, block_idx, pos, n,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
@@ -99,11 +99,9 @@ def _full_batch_kernel(
     )  # fmt: skip
 
 
-@declare_traffic(_tokens_traffic)
-@triton.jit(do_not_specialize=["n"])
+@kernel(_IDENTITY_POS_TRAFFIC, do_not_specialize=["n"])
 def _identity_pos_kernel(
-    k_cache, v_cache, key, value, positions, block_idx,
-    n,
+    k_cache, v_cache, key, value, block_idx, positions, n,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
@@ -122,11 +120,9 @@ def _identity_pos_kernel(
     )  # fmt: skip
 
 
-@declare_traffic(_tokens_traffic)
-@triton.jit(do_not_specialize=["n"])
+@kernel(_GATHER_TRAFFIC, do_not_specialize=["n"])
 def _gather_kernel(
-    k_cache, v_cache, key, value, rows, positions, block_idx,
-    n,
+    k_cache, v_cache, key, value, block_idx, positions, rows, n,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
@@ -146,55 +142,59 @@ def _gather_kernel(
     )  # fmt: skip
 
 
-_full_batch = KernelLauncher(_full_batch_kernel)
-_identity_pos = KernelLauncher(_identity_pos_kernel)
-_gather = KernelLauncher(_gather_kernel)
-
-
 def _launch(
-    launcher: KernelLauncher,
+    append: TritonKernel,
     k_cache: Tensor,
     v_cache: Tensor,
     key: Tensor,
     value: Tensor,
-    *indices: Tensor,
-    pos: tuple[int, ...] = (),
+    block_idx: Tensor,
+    *where: Tensor | int,
 ) -> None:
-    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel needs."""
-    num_tokens = indices[0].shape[0]
-    tile, num_warps = _tile(*key.shape[1:])
+    """Write tokens to blocks; ``where`` are positions, then rows, as the kernel needs."""
+    num_tokens = block_idx.shape[0]
     tile_n = 1
     if is_interpreted():
         tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS)
-    num_heads, _, tile_h, _ = tile
-    launcher(
-        (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-        (k_cache, v_cache, key, value, *indices[::-1]),
-        (num_tokens, *pos),
-        (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
-        num_warps,
-    )
+    fixed, tiles_of_heads = _fixed_launch(
+        append, k_cache.stride(), v_cache.stride(), key.stride(), value.stride(),
+        *key.shape[1:], tile_n,
+    )  # fmt: skip
+    grid = -(-num_tokens // tile_n), tiles_of_heads, 1
+    fixed(grid, k_cache, v_cache, key, value, block_idx, *where, num_tokens)
 
 
-@cache
-def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
-    """Choose the tile of a token, and its warps.
+@lru_cache(512)
+def _fixed_launch(
+    append: TritonKernel,
+    k_cache: Strides,
+    v_cache: Strides,
+    key: Strides,
+    value: Strides,
+    num_heads: int,
+    head_dim: int,
+    tile_n: int,
+) -> tuple[FixedLaunch, int]:
+    """Return a launch for tensors of these strides, and its number of tiles of heads."""
+    tile_h, tile_d, num_warps = _tile(num_heads, head_dim)
+    fixed = append.with_fixed(
+        num_warps, **strides("kc_bhtd", k_cache), **strides("vc_bhtd", v_cache),
+        **strides("k_rhd", key), **strides("v_rhd", value),
+        TILE_N=tile_n, H=num_heads, D=head_dim, TILE_H=tile_h, TILE_D=tile_d,
+    )  # fmt: skip
+    return fixed, -(-num_heads // tile_h)
 
-    The tile is heads, head_dim, and the number of each that it covers.
-    """
+
+def _tile(num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Choose the heads and the elements of each that a token's tile covers, and its warps."""
     tile_d = 1 << (head_dim - 1).bit_length()
     tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
-    return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
+    return tile_h, tile_d, min(4, max(1, tile_h * tile_d // 1024))
 
 
-def launch_full_batch(
-    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, block_idx: Tensor, pos: int
-) -> None:
-    _launch(_full_batch, k_cache, v_cache, key, value, block_idx, pos=(pos,))
-
-
-launch_identity_pos = partial(_launch, _identity_pos)
-launch_gather = partial(_launch, _gather)
+launch_full_batch = partial(_launch, _full_batch_kernel)
+launch_identity_pos = partial(_launch, _identity_pos_kernel)
+launch_gather = partial(_launch, _gather_kernel)
 
 
 def kv_append_triton(

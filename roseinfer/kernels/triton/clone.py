@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.runtime import KernelLauncher, check_cache_pair, check_index
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, numel, strides
+from roseinfer.kernels.runtime import check_cache_pair, check_index
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import FixedLaunch, TrafficTable
 
 _CHUNK = 4096
 """Largest number of elements of a block that a program copies."""
 
 
-def _blocks_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the blocks of every layer, and their indices."""
-    copies = arguments["source"].numel()
-    elements = copies * len(arguments["k_to"]) * arguments["H"] * arguments["T"] * arguments["D"]
-    blocks = {
-        name: num_bytes(arguments[name], elements) for name in ("k_from", "v_from", "k_to", "v_to")
-    }
-    return blocks | {name: num_bytes(arguments[name], copies) for name in ("source", "target")}
+def _block_elements(source: Tensor, k_to: Tensor, H: int, T: int, D: int) -> int:
+    return source.numel() * len(k_to) * H * T * D
 
 
-@declare_traffic(_blocks_traffic)
-@triton.jit
+_TRAFFIC: TrafficTable = {
+    **dict.fromkeys(("k_from", "v_from", "k_to", "v_to"), _block_elements),
+    **dict.fromkeys(("source", "target"), numel),
+}
+
+
+@kernel(_TRAFFIC)
 def _clone_kernel(
     k_from, v_from, k_to, v_to, source, target,
     kf_l: tl.constexpr, kf_b: tl.constexpr, kf_h: tl.constexpr,
@@ -59,26 +58,36 @@ def _clone_kernel(
     tl.store(v_to + layer * vt_l + new * vt_b + h * vt_h + t * vt_t + d * vt_d, v, inside)
 
 
-_clone = KernelLauncher(_clone_kernel)
-
-
 def launch_clone(
     k_from: Tensor, v_from: Tensor, k_to: Tensor, v_to: Tensor, source: Tensor, target: Tensor
 ) -> None:
     """Copy blocks ``source`` of the first pair of caches to ``target`` of the second."""
-    layers, _, heads, block_size, head_dim = k_to.shape
+    layers, _, *block = k_to.shape
+    fixed, chunks = _fixed_launch(
+        k_from.stride(), v_from.stride(), k_to.stride(), v_to.stride(), *block
+    )
+    fixed((source.shape[0], layers, chunks), k_from, v_from, k_to, v_to, source, target)
+
+
+@lru_cache(512)
+def _fixed_launch(
+    k_from: tuple[int, ...],
+    v_from: tuple[int, ...],
+    k_to: tuple[int, ...],
+    v_to: tuple[int, ...],
+    heads: int,
+    block_size: int,
+    head_dim: int,
+) -> tuple[FixedLaunch, int]:
+    """Return a launch for caches of these strides, and its number of chunks of a block."""
     elements = heads * block_size * head_dim
     chunk = min(_CHUNK, 1 << (elements - 1).bit_length())
-    _clone(
-        (source.shape[0], layers, -(-elements // chunk)),
-        (k_from, v_from, k_to, v_to, source, target),
-        (),
-        (
-            *k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),
-            heads, block_size, head_dim, chunk,
-        ),
-        num_warps=4,
+    fixed = _clone_kernel.with_fixed(
+        **strides("kf_lbhtd", k_from), **strides("vf_lbhtd", v_from),
+        **strides("kt_lbhtd", k_to), **strides("vt_lbhtd", v_to),
+        H=heads, T=block_size, D=head_dim, CHUNK=chunk,
     )  # fmt: skip
+    return fixed, -(-elements // chunk)
 
 
 def kv_clone_triton(*, k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:

@@ -21,18 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.runtime import is_interpreted, launch
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, numel, strides
+from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.triton.linear import dot
-from roseinfer.kernels.triton.rope import load_rotated
+from roseinfer.kernels.triton.rope import angle_elements, load_rotated
 from roseinfer.kernels.triton.softmax import (
+    PER_HEAD_TRAFFIC,
     empty_softmax,
     init_softmax,
     merge_softmax,
     num_context_parts,
     part_begin,
     part_index,
-    per_head_traffic,
     row_weight_sum,
     score_arguments,
     tile_of_tokens,
@@ -42,7 +42,7 @@ from roseinfer.kernels.triton.softmax import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable
     from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 # Partial results of a context's parts: stored part by part, then merged in order.
@@ -55,31 +55,35 @@ _UNROLL = tl.constexpr(8)
 """Parts that are loaded at once."""
 
 
-def seen_parts_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
+def _key_ranges(lengths: Tensor, window: int, *, appends: bool) -> list[tuple[int, int]]:
+    """Return the positions of the first and the last key of every sequence when a kernel runs."""
+    own = [length if appends else length - 1 for length in lengths.tolist()]
+    return [(max(0, last - window + 1) if window else 0, last) for last in own]
+
+
+def _partial_rows(
+    lengths: Tensor, Q_HEADS: int, WINDOW: int, APPENDS: bool, SPLITS: int = 2, of_row: int = 1
+) -> int | Callable[[], int]:
     """Count the partial results of the new token, and of every part before it."""
-    lengths, window, heads = arguments["lengths"], arguments["WINDOW"], arguments["Q_HEADS"]
 
-    def seen(name: str, width: int = 1) -> Callable[[], int]:
-        def count() -> int:
-            rows = 0
-            for length in lengths.tolist():
-                own = length if arguments["APPENDS"] else length - 1
-                first = max(0, own - window + 1) if window else 0
-                rows += 1 + (
-                    num_context_parts(own) - num_context_parts(first + 1) + 1 if own > first else 0
-                )
-            return num_bytes(arguments[name], rows * heads * width)
+    def count() -> int:
+        rows = 0
+        for first, own in _key_ranges(lengths, WINDOW, appends=APPENDS):
+            rows += 1
+            if own > first:
+                rows += num_context_parts(own) - num_context_parts(first + 1) + 1
+        return Q_HEADS * rows * of_row
 
-        return count
-
-    sums = {name: seen(name) for name in ("weights_max", "weights_sum")}
-    return {**sums, "partial": seen("partial", arguments["D"])}
+    return count if SPLITS > 1 else 0
 
 
-def _combine_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
-    out, lengths = arguments["out"], arguments["lengths"]
-    whole = {"out": num_bytes(out, out.numel()), "lengths": num_bytes(lengths, lengths.numel())}
-    return seen_parts_traffic(arguments) | whole
+_PARTIAL_TRAFFIC: TrafficTable = {
+    "weights_max": _partial_rows,
+    "weights_sum": _partial_rows,
+    "partial": lambda lengths, Q_HEADS, D, WINDOW, APPENDS, SPLITS=2: _partial_rows(
+        lengths, Q_HEADS, WINDOW, APPENDS, SPLITS, D
+    ),
+}
 
 
 @triton.jit
@@ -100,8 +104,7 @@ def store_partial(
     tl.store(partial + row[:, None] * D + dims[None, :], sums, real[:, None] & d_inside[None, :])
 
 
-@declare_traffic(_combine_traffic)
-@triton.jit
+@kernel({**_PARTIAL_TRAFFIC, "out": numel, "lengths": numel}, fp_fusion=False)
 def _combine_kernel(
     partial, weights_max, weights_sum, lengths, out,
     o_s, o_h, o_d, length_pitch,
@@ -159,11 +162,12 @@ def merge_parts(
 ) -> None:
     """Merge what ``store_partial`` stored, ``rows`` rows for every query head, into ``out``."""
     sequences, q_heads, head_dim = out.shape
-    launch(
-        _combine_kernel, (sequences, q_heads),
-        partial, weights_max, weights_sum, lengths, out, *out.stride(), lengths.stride(0),
-        q_heads, head_dim, rows, window, appends, tile_d, limit,
-        num_warps=1, pdl=appends, no_fp_fusion=True,
+    _combine_kernel.launch(
+        (sequences, q_heads), num_warps=1, pdl=appends,
+        partial=partial, weights_max=weights_max, weights_sum=weights_sum, lengths=lengths, out=out,
+        **strides("o_shd", out.stride()), length_pitch=lengths.stride(0),
+        Q_HEADS=q_heads, D=head_dim, ROWS=rows, WINDOW=window, APPENDS=appends, TILE_D=tile_d,
+        LIMIT=limit,
     )  # fmt: skip
 
 
@@ -179,49 +183,42 @@ With more, it would take the place of those that have not begun.
 """
 
 
-def rows_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
-    """Count the keys and values of the lengths that the sequences have when the kernel runs."""
-    query, lengths, k_cache, tables = (
-        arguments[name] for name in ("query", "lengths", "k_cache", "tables")
+def _key_elements(
+    lengths: Tensor, k_cache: Tensor, WINDOW: int = 0, APPENDS: bool = True
+) -> Callable[[], int]:
+    """Count the keys of the lengths that the sequences have when the kernel runs."""
+    of_token = k_cache.shape[1] * k_cache.shape[3]
+    return lambda: (
+        of_token
+        * sum(last - first + 1 for first, last in _key_ranges(lengths, WINDOW, appends=APPENDS))
     )
-    sequences, appends, block = len(query), arguments["APPENDS"], arguments["BLOCK"]
-    token = num_bytes(k_cache, arguments["Q_HEADS"] // arguments["GROUP"] * arguments["D"])
-
-    def seen() -> list[tuple[int, int]]:
-        """Return the positions of the first and the last key of every sequence."""
-        last = [n if appends else n - 1 for n in lengths.tolist()]
-        return [
-            (max(0, n - arguments["WINDOW"] + 1) if arguments["WINDOW"] else 0, n) for n in last
-        ]
-
-    def cached() -> int:
-        return token * sum(last - first + 1 for first, last in seen())
-
-    def listed() -> int:
-        return num_bytes(tables, sum(last // block - first // block + 1 for first, last in seen()))
-
-    traffic: dict[str, int | Callable[[], int]] = {
-        "query": num_bytes(query, query.numel()),
-        "lengths": num_bytes(lengths, sequences),
-        "tables": listed,
-        "k_cache": cached,
-        "v_cache": cached,
-    }
-    if appends:
-        traffic |= {
-            name: num_bytes(arguments[name], arguments[name].numel()) for name in ("key", "value")
-        }
-    traffic |= per_head_traffic(arguments)
-    if arguments["TURN"]:
-        angles = sequences * arguments["TURN"]
-        traffic |= {name: num_bytes(arguments[name], angles) for name in ("cosines", "sines")}
-    if arguments["SPLITS"] == 1:
-        return traffic | {"out": num_bytes(arguments["out"], query.numel())}
-    return traffic | seen_parts_traffic(arguments)
 
 
-@declare_traffic(rows_traffic)
-@triton.jit
+def _table_elements(
+    lengths: Tensor, k_cache: Tensor, WINDOW: int = 0, APPENDS: bool = True
+) -> Callable[[], int]:
+    block = k_cache.shape[2]
+    return lambda: sum(
+        last // block - first // block + 1
+        for first, last in _key_ranges(lengths, WINDOW, appends=APPENDS)
+    )
+
+
+APPEND_AND_ATTEND_TRAFFIC: TrafficTable = {
+    "query": numel,
+    "lengths": lambda query: len(query),
+    "tables": _table_elements,
+    "k_cache": _key_elements,
+    "v_cache": _key_elements,
+    **dict.fromkeys(("key", "value"), lambda own, APPENDS=True: own.numel() if APPENDS else 0),
+    **dict.fromkeys(("cosines", "sines"), angle_elements),
+    "out": lambda own, SPLITS=1: own.numel() if SPLITS == 1 else 0,
+}
+"""Traffic of a kernel without partial results, and without traits that have a number per head."""
+_DECODE_TRAFFIC = {**APPEND_AND_ATTEND_TRAFFIC, **PER_HEAD_TRAFFIC, **_PARTIAL_TRAFFIC}
+
+
+@kernel(_DECODE_TRAFFIC, fp_fusion=False)
 def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
     scale, cap, sinks, slopes,
@@ -431,26 +428,32 @@ def append_and_attend(
     limit = 0
     if is_interpreted():  # up to a limit; tables of slots are wider than any sequence needs
         limit = max(1, int(lengths.max())) if appends else most_tokens
-    arguments = score_arguments(traits, query)
+    scores = score_arguments(traits, query)
     cosines = sines = query
     turn = 0
     if rotation is not None:
         cosines, sines, turn = rotation.cosines, rotation.sines, rotation.cosines.shape[1]
-    launch(
-        _decode_kernel, (sequences, kv_heads, splits),
-        query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
-        weights_sum, *arguments, cosines, sines, turn,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
-        *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
-        q_heads, group, head_dim, block_size, tile_g, tile_d,
-        tile_of_tokens(tile_d * k_cache.element_size()), splits, rows, limit,
-        appends, programs <= _MAX_PDL_PROGRAMS, num_warps=_warps(programs, tile_d), pdl=appends,
-        no_fp_fusion=True,
+    q_s, q_h, _ = query.stride()
+    k_s, k_h, _ = key.stride()
+    v_s, v_h, _ = value.stride()
+    o_s, o_h, _ = out.stride()
+    kc_b, kc_h, kc_t, _ = k_cache.stride()
+    _decode_kernel.launch(
+        (sequences, kv_heads, splits), num_warps=_warps(programs, tile_d), pdl=appends, **scores,
+        query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache, tables=tables,
+        lengths=lengths, out=out, partial=partial, weights_max=weights_max, weights_sum=weights_sum,
+        cosines=cosines, sines=sines, TURN=turn,
+        q_s=q_s, q_h=q_h, k_s=k_s, k_h=k_h, v_s=v_s, v_h=v_h, o_s=o_s, o_h=o_h,
+        kc_b=kc_b, kc_h=kc_h, kc_t=kc_t,
+        table_pitch=tables.stride(0), length_pitch=lengths.stride(0),
+        Q_HEADS=q_heads, GROUP=group, D=head_dim, BLOCK=block_size,
+        TILE_G=tile_g, TILE_D=tile_d, TILE_T=tile_of_tokens(tile_d * k_cache.element_size()),
+        SPLITS=splits, ROWS=rows, LIMIT=limit, APPENDS=appends, ROOM=programs <= _MAX_PDL_PROGRAMS,
     )  # fmt: skip
     if splits > 1:
         merge_parts(
-            partial, weights_max, weights_sum, lengths, out, rows, arguments.window, tile_d, limit,
-            appends=appends,
+            partial, weights_max, weights_sum, lengths, out, rows, traits.window or 0, tile_d,
+            limit, appends=appends,
         )  # fmt: skip
     return out
 

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, strides
+from roseinfer.kernels.runtime import cdiv, next_power_of_2
 from roseinfer.kernels.triton.linear import dot
 from roseinfer.kernels.triton.streamed import num_stages, silu_mul, tile_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable, TritonKernel
 
 _MIN_LOGIT = tl.constexpr(-1e38)
 """Replacement of a logit that is NaN, or below this."""
 
 
-def _chosen_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the logits of all experts, and the chosen experts with their weights."""
-    rows = len(arguments["experts"])
-    chosen = {
-        name: num_bytes(arguments[name], rows * arguments["MOST"])
-        for name in ("experts", "weights")
-    }
-    return {
-        "parts": num_bytes(arguments["parts"], arguments["PARTS"] * rows * arguments["N"]),
-        **chosen,
-    }
+_CHOOSE_TRAFFIC: TrafficTable = {
+    "parts": lambda experts, PARTS, N: PARTS * len(experts) * N,
+    **dict.fromkeys(("experts", "weights"), lambda experts, MOST: len(experts) * MOST),
+}
 
 
-@declare_traffic(_chosen_traffic)
-@triton.jit
+@kernel(_CHOOSE_TRAFFIC)
 def _choose_kernel(
     parts, experts, weights, like,
     p_p, p_r,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr,
-    MOST: tl.constexpr, TILE_M: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, TILE_M: tl.constexpr, RENORMALIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one row. ``like`` has the dtype that the modules round to."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,7 +59,7 @@ def _choose_kernel(
         chosen = tl.where(m == at, best, chosen)
         counts = tl.where(m == at, tl.max(left, 0), counts)
         left = tl.where(n == best, -1.0, left)
-    if SHARED:
+    if RENORMALIZE:
         counts = counts / tl.sum(counts, 0)
     tl.store(experts + row * MOST + m, chosen, m < MOST)
     tl.store(weights + row * MOST + m, counts.to(weights.dtype.element_ty), m < MOST)
@@ -84,10 +76,12 @@ def select_experts(
     num_parts, rows, num_experts = parts.shape
     experts = parts.new_empty((rows, most), dtype=torch.int32)
     weights = parts.new_empty((rows, most), dtype=dtype)
-    launch(
-        _choose_kernel, (rows,), parts, experts, weights, like, *parts.stride()[:2],
-        num_experts, next_power_of_2(num_experts), num_parts,
-        most, next_power_of_2(most), renormalize, num_warps=1, pdl=True,
+    _choose_kernel.launch(
+        (rows,), num_warps=1,
+        parts=parts, experts=experts, weights=weights, like=like,
+        **strides("p_pr", parts.stride()), PARTS=num_parts,
+        N=num_experts, TILE_N=next_power_of_2(num_experts),
+        MOST=most, TILE_M=next_power_of_2(most), RENORMALIZE=renormalize,
     )  # fmt: skip
     return experts, weights
 
@@ -129,18 +123,18 @@ def route_rows(experts: Tensor, num_experts: int) -> ExpertRouting:
     """Cut the assignments of ``[rows, most]`` experts into tiles, without a device sync."""
     rows, most = experts.shape
     if rows <= MAX_ROWS:
-        by_visit, tile = rows * most < num_experts, tile_of_rows(rows)
-        if by_visit:
-            looked_through = next_power_of_2(rows * most)
-            return ExpertRouting(experts, experts, experts, rows * most, tile, looked_through)
+        tile = tile_of_rows(rows)
+        if rows * most < num_experts:
+            searched = next_power_of_2(rows * most)
+            return ExpertRouting(experts, experts, experts, rows * most, tile, searched)
         return ExpertRouting(experts, experts, experts, num_experts, tile)
-    found, order = experts.flatten().sort(stable=True)
-    each = torch.arange(num_experts + 1, dtype=found.dtype, device=found.device)
-    begins = torch.searchsorted(found, each)
+    ascending, order = experts.flatten().sort(stable=True)
+    each = torch.arange(num_experts + 1, dtype=ascending.dtype, device=ascending.device)
+    begins = torch.searchsorted(ascending, each)
     counts = begins.diff()
     ends_of_tiles = ((counts + _TILE_R - 1) // _TILE_R).cumsum(0)
     num_tiles = rows * most // _TILE_R + min(num_experts, rows * most)
-    at = torch.arange(num_tiles, device=found.device)
+    at = torch.arange(num_tiles, device=experts.device)
     of = torch.searchsorted(ends_of_tiles, at, right=True)  # one too many for an empty tile
     first = torch.cat([ends_of_tiles.new_zeros(1), ends_of_tiles])[of]
     begin = begins[of] + (at - first) * _TILE_R
@@ -149,46 +143,39 @@ def route_rows(experts: Tensor, num_experts: int) -> ExpertRouting:
     return ExpertRouting(experts, order, tiles, num_tiles, _TILE_R)
 
 
-def count_routed_experts(arguments: LaunchArguments) -> Callable[[], int]:
-    """Return a function that counts the experts with rows when a kernel runs."""
-    experts = arguments["experts"]
-    return lambda: len(experts.unique())
-
-
-def tables_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the tables that assign rows to experts."""
-    visits = arguments["rows"] * arguments["MOST"]
-    if arguments["FEW"]:
-        return {"experts": num_bytes(arguments["experts"], visits)}
-    order, tiles = arguments["order"], arguments["tiles"]
-    return {"order": num_bytes(order, visits), "tiles": num_bytes(tiles, tiles.numel())}
+_ROUTING_TRAFFIC: TrafficTable = {
+    "experts": lambda rows, MOST, FEW: rows * MOST * FEW,
+    "order": lambda rows, MOST, FEW: 0 if FEW else rows * MOST,
+    "tiles": lambda own, FEW: 0 if FEW else own.numel(),
+}
+"""Traffic of the tables that assign rows to experts."""
 
 
 @triton.jit
 def load_tile_routing(
     experts, order, tiles, tile, rows, num_tiles,
-    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
+    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_A: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's expert and assignments, padded with -1; an empty tile has only -1."""
     r = tl.arange(0, TILE_R)
     if FEW:
         expert = tile
-        if TILE_V:
+        if TILE_A:
             expert = tl.load(experts + tile)
-        visits = tl.full((TILE_R,), -1, tl.int32)
+        assignments = tl.full((TILE_R,), -1, tl.int32)
         for place in tl.static_range(MOST):
             own = tl.load(experts + r * MOST + place, r < rows, other=-1)
-            visits = tl.where(own == expert, r * MOST + place, visits)
-        if TILE_V:  # the tile of the first assignment of an expert takes all of them
-            v = tl.arange(0, TILE_V)
-            before = tl.load(experts + v, v < tile, other=-1)
-            visits = tl.where(tl.max((before == expert).to(tl.int32), 0) > 0, -1, visits)
+            assignments = tl.where(own == expert, r * MOST + place, assignments)
+        if TILE_A:  # the tile of the first assignment of an expert takes all of them
+            a = tl.arange(0, TILE_A)
+            before = tl.load(experts + a, a < tile, other=-1)
+            assignments = tl.where(tl.max((before == expert).to(tl.int32), 0) > 0, -1, assignments)
     else:
         expert = tl.load(tiles + tile).to(tl.int32)
-        v = tl.load(tiles + num_tiles + tile) + r
+        a = tl.load(tiles + num_tiles + tile) + r
         last = tl.load(tiles + 2 * num_tiles + tile)
-        visits = tl.load(order + v, v < last, other=-1).to(tl.int32)
-    return expert, visits
+        assignments = tl.load(order + a, a < last, other=-1).to(tl.int32)
+    return expert, assignments
 
 
 # GEMMs of an expert's gated MLP, over the rows that are routed to it.
@@ -203,38 +190,32 @@ _MIN_ROWS = 16
 """Smallest number of rows of a tile; only so few leave space for large tiles of weights."""
 
 
-def _traffic(
-    arguments: LaunchArguments, rows: int, of_expert: int
-) -> dict[str, int | Callable[[], int]]:
-    """Count the rows of one side, the weights of the routed experts, and the outputs."""
-    count, visits = count_routed_experts(arguments), arguments["rows"] * arguments["MOST"]
-    each = num_bytes(arguments["weight"], of_expert)
-    return {
-        "x": num_bytes(arguments["x"], rows * arguments["K"]),
-        "weight": lambda: count() * each,
-        "out": num_bytes(arguments["out"], visits * arguments["N"]),
-        **tables_traffic(arguments),
-    }
+def _routed(experts: Tensor, of_expert: int) -> Callable[[], int]:
+    """Return the elements of the experts that have rows when a kernel runs."""
+    return lambda: len(torch.unique(experts)) * of_expert
 
 
-def _gated_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
-    return _traffic(arguments, arguments["rows"], 2 * arguments["K"] * arguments["N"])
+_GATE_UP_TRAFFIC: TrafficTable = {
+    "x": lambda rows, K: rows * K,
+    "weight": lambda experts, K, N: _routed(experts, 2 * K * N),
+    "out": lambda rows, MOST, N: rows * MOST * N,
+    **_ROUTING_TRAFFIC,
+}
+_DOWN_TRAFFIC: TrafficTable = {
+    **_GATE_UP_TRAFFIC,
+    "x": lambda rows, MOST, K: rows * MOST * K,
+    "weight": lambda experts, K, N: _routed(experts, K * N),
+    "weights": lambda rows, MOST: rows * MOST,
+}
 
 
-def _weighed_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
-    visits = arguments["rows"] * arguments["MOST"]
-    weights = {"weights": num_bytes(arguments["weights"], visits)}
-    return _traffic(arguments, visits, arguments["K"] * arguments["N"]) | weights
-
-
-@declare_traffic(_gated_traffic)
-@triton.jit(do_not_specialize=["rows", "num_tiles"])
-def _visit_gated_kernel(
+@kernel(_GATE_UP_TRAFFIC, do_not_specialize=["rows", "num_tiles"])
+def _gate_up_kernel(
     x, weight, out, experts, order, tiles, rows, num_tiles,
-    x_r, w_e, w_n, o_v,
+    x_r, w_e, w_n, o_a,
     N: tl.constexpr, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
+    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_A: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a strip of outputs of one expert's rows: gates and gated values."""
@@ -242,15 +223,15 @@ def _visit_gated_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, visits = load_tile_routing(
+    expert, assignments = load_tile_routing(
         experts, order, tiles, tl.program_id(1), rows, num_tiles,
-        MOST, TILE_R, FEW, TILE_V,
+        MOST, TILE_R, FEW, TILE_A,
     )  # fmt: skip
-    if tl.max(visits, 0) >= 0:
-        w_in, x_in = (n < N)[:, None], (visits >= 0)[None, :]
+    if tl.max(assignments, 0) >= 0:
+        w_in, x_in = (n < N)[:, None], (assignments >= 0)[None, :]
         gates = weight + expert.to(tl.int64) * w_e + n[:, None] * w_n
         ups = gates + tl.cast(N, tl.int64) * w_n
-        x_rows = x + (tl.maximum(visits, 0) // MOST).to(tl.int64)[None, :] * x_r
+        x_rows = x + (tl.maximum(assignments, 0) // MOST).to(tl.int64)[None, :] * x_r
         gate = tl.zeros((TILE_N, TILE_R), tl.float32)
         up = tl.zeros((TILE_N, TILE_R), tl.float32)
         for at in tl.range(0, K, TILE_K, num_stages=STAGES):
@@ -261,18 +242,17 @@ def _visit_gated_kernel(
             a = tl.load(x_rows + k[:, None], x_tile, other=0.0)
             gate = dot(tl.load(gates + k[None, :], w_tile, other=0.0), a, gate)
             up = dot(tl.load(ups + k[None, :], w_tile, other=0.0), a, up)
-        places = out + tl.maximum(visits, 0).to(tl.int64)[None, :] * o_v + n[:, None]
+        places = out + tl.maximum(assignments, 0).to(tl.int64)[None, :] * o_a + n[:, None]
         tl.store(places, silu_mul(gate, up, out.dtype.element_ty), w_in & x_in)
 
 
-@declare_traffic(_weighed_traffic)
-@triton.jit(do_not_specialize=["rows", "num_tiles"])
-def _visit_weighed_kernel(
+@kernel(_DOWN_TRAFFIC, do_not_specialize=["rows", "num_tiles"])
+def _down_kernel(
     x, weight, weights, out, experts, order, tiles, rows, num_tiles,
-    x_v, w_e, w_n, o_p, o_r,
+    x_a, w_e, w_n, o_p, o_r,
     N: tl.constexpr, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_V: tl.constexpr,
+    MOST: tl.constexpr, TILE_R: tl.constexpr, FEW: tl.constexpr, TILE_A: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a strip of outputs of one expert's rows, weighted."""
@@ -280,15 +260,15 @@ def _visit_weighed_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, visits = load_tile_routing(
+    expert, assignments = load_tile_routing(
         experts, order, tiles, tl.program_id(1), rows, num_tiles,
-        MOST, TILE_R, FEW, TILE_V,
+        MOST, TILE_R, FEW, TILE_A,
     )  # fmt: skip
-    if tl.max(visits, 0) >= 0:
-        w_in, x_in = (n < N)[:, None], (visits >= 0)[None, :]
-        visit = tl.maximum(visits, 0).to(tl.int64)
+    if tl.max(assignments, 0) >= 0:
+        w_in, x_in = (n < N)[:, None], (assignments >= 0)[None, :]
+        assignment = tl.maximum(assignments, 0).to(tl.int64)
         w_rows = weight + expert.to(tl.int64) * w_e + n[:, None] * w_n
-        x_rows = x + visit[None, :] * x_v
+        x_rows = x + assignment[None, :] * x_a
         total = tl.zeros((TILE_N, TILE_R), tl.float32)
         for at in tl.range(0, K, TILE_K, num_stages=STAGES):
             k = at + tl.arange(0, TILE_K)
@@ -297,54 +277,59 @@ def _visit_weighed_kernel(
                 w_tile, x_tile = w_in & (k < K)[None, :], x_in & (k < K)[:, None]
             w = tl.load(w_rows + k[None, :], w_tile, other=0.0)
             total = dot(w, tl.load(x_rows + k[:, None], x_tile, other=0.0), total)
-        counts = tl.load(weights + visit, visits >= 0, other=0.0).to(tl.float32)
+        counts = tl.load(weights + assignment, assignments >= 0, other=0.0).to(tl.float32)
         total = total.to(x.dtype.element_ty).to(tl.float32) * counts[None, :]
-        places = out + (visit % MOST)[None, :] * o_p + (visit // MOST)[None, :] * o_r + n[:, None]
+        places = (
+            out
+            + (assignment % MOST)[None, :] * o_p
+            + (assignment // MOST)[None, :] * o_r
+            + n[:, None]
+        )
         tl.store(places, total, w_in & x_in)
 
 
-def expert_gate_up(x: Tensor, weight: Tensor, visits: ExpertRouting) -> Tensor:
+def expert_gate_up(x: Tensor, weight: Tensor, routing: ExpertRouting) -> Tensor:
     """Compute the first half of each routed expert's MLP, ``[assignments, outputs]``.
 
     ``weight`` is ``[experts, 2 * outputs, inputs]``, gates first.
     """
-    outputs, inputs = weight.shape[1] // 2, weight.shape[2]
-    out = x.new_empty((visits.experts.numel(), outputs))
-    tensors = (x, weight, out)
-    strides = (x.stride(0), *weight.stride()[:2], out.stride(0))
-    _launch(_visit_gated_kernel, tensors, strides, (outputs, inputs), visits, 2 * _TILE_N)
+    out = x.new_empty((routing.experts.numel(), weight.shape[1] // 2))
+    _launch(_gate_up_kernel, x, weight, routing, 2, out=out, x_r=x.stride(0), o_a=out.stride(0))
     return out
 
 
-def expert_down(x: Tensor, weight: Tensor, weights: Tensor, visits: ExpertRouting) -> Tensor:
+def expert_down(x: Tensor, weight: Tensor, weights: Tensor, routing: ExpertRouting) -> Tensor:
     """Compute the second half, ``[most, rows, outputs]`` in float32, still to be added up.
 
     Results are multiplied by ``weights``, ``[rows, most]``.
     """
-    _, outputs, inputs = weight.shape
-    rows, most = visits.experts.shape
-    out = x.new_empty((most, rows, outputs), dtype=torch.float32)
-    tensors = (x, weight, weights, out)
-    strides = (x.stride(0), *weight.stride()[:2], *out.stride()[:2])
-    _launch(_visit_weighed_kernel, tensors, strides, (outputs, inputs), visits, _TILE_N)
+    rows, most = routing.experts.shape
+    out = x.new_empty((most, rows, weight.shape[1]), dtype=torch.float32)
+    _launch(
+        _down_kernel, x, weight, routing, 1,
+        weights=weights, out=out, x_a=x.stride(0), **strides("o_pr", out.stride()),
+    )  # fmt: skip
     return out
 
 
 def _launch(
-    kernel: object,
-    tensors: tuple[Tensor, ...],
-    strides: tuple[int, ...],
-    shape: tuple[int, int],
-    visits: ExpertRouting,
-    tile_weights: int,
+    gemm: TritonKernel,
+    x: Tensor,
+    weight: Tensor,
+    routing: ExpertRouting,
+    strips: int,
+    **arguments: Any,
 ) -> None:
-    rows, most = visits.experts.shape
-    x, (outputs, inputs) = tensors[0], shape
-    tile_k = _LARGE_TILE_K if visits.tile_rows == _MIN_ROWS else _LARGE_TILE_K // 2
-    tile_bytes = (tile_weights + visits.tile_rows) * tile_k * x.element_size()
-    launch(
-        kernel, (cdiv(outputs, _TILE_N), visits.num_tiles),
-        *tensors, visits.experts, visits.order, visits.tiles, rows, visits.num_tiles,
-        *strides, outputs, inputs, _TILE_N, tile_k, num_stages(tile_bytes, x.get_device()),
-        most, visits.tile_rows, visits.has_few_rows, visits.tile_assignments, pdl=True,
+    """Launch a GEMM whose weights have ``strips`` rows for each output."""
+    rows, most = routing.experts.shape
+    outputs, inputs = weight.shape[1] // strips, weight.shape[2]
+    tile_k = _LARGE_TILE_K if routing.tile_rows == _MIN_ROWS else _LARGE_TILE_K // 2
+    tile_bytes = (strips * _TILE_N + routing.tile_rows) * tile_k * x.element_size()
+    gemm.launch(
+        (cdiv(outputs, _TILE_N), routing.num_tiles),
+        x=x, weight=weight, **strides("w_en", weight.stride()), **arguments,
+        experts=routing.experts, order=routing.order, tiles=routing.tiles, rows=rows,
+        num_tiles=routing.num_tiles, N=outputs, K=inputs, TILE_N=_TILE_N, TILE_K=tile_k,
+        STAGES=num_stages(tile_bytes, x.get_device()), MOST=most, TILE_R=routing.tile_rows,
+        FEW=routing.has_few_rows, TILE_A=routing.tile_assignments,
     )  # fmt: skip

@@ -5,44 +5,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel
+from roseinfer.kernels.runtime import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable
 
 _MAX_STRIPS = 32
 """Largest number of programs that share a row; a second kernel combines their results."""
 _TILE = 1024
-_STRIP_RESULTS = ("best", "place", "kind")
-"""Outputs of the first kernel for each strip."""
 
 
-def _strips_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count all logits, and the results of each strip."""
-    rows = len(arguments["logits"])
-    results = {
-        name: num_bytes(arguments[name], rows * arguments["strips"]) for name in _STRIP_RESULTS
-    }
-    return results | {"logits": num_bytes(arguments["logits"], rows * arguments["N"])}
+def _strip_elements(best: Tensor, strips: int) -> int:
+    return len(best) * strips
 
 
-def _advance_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the results of each strip, and the state of every row."""
-    rows = len(arguments["chosen"])
-    results = {
-        name: num_bytes(arguments[name], rows * arguments["strips"]) for name in _STRIP_RESULTS
-    }
-    state = {name: num_bytes(arguments[name], rows) for name in ("chosen", "tokens", "active")}
-    return results | state | {"lengths": 2 * num_bytes(arguments["lengths"], rows)}
+_STRIP_RESULTS: TrafficTable = dict.fromkeys(("best", "place", "kind"), _strip_elements)
+"""Traffic of the first kernel's outputs for each strip."""
+_STRIP_TRAFFIC: TrafficTable = {**_STRIP_RESULTS, "logits": lambda own, N: len(own) * N}
+_ADVANCE_TRAFFIC: TrafficTable = {
+    **_STRIP_RESULTS,
+    **dict.fromkeys(("chosen", "tokens", "active"), lambda chosen: len(chosen)),
+    "lengths": lambda chosen: 2 * len(chosen),
+}
 
 
-@declare_traffic(_strips_traffic)
-@triton.jit
+@kernel(_STRIP_TRAFFIC)
 def _strip_kernel(
     logits, best, place, kind,
     l_r, strips,
@@ -72,8 +63,7 @@ def _strip_kernel(
     tl.store(kind + row * strips + strip, tl.max(broken, 0) * 2 + tl.max(finite, 0))
 
 
-@declare_traffic(_advance_traffic)
-@triton.jit
+@kernel(_ADVANCE_TRAFFIC)
 def _advance_kernel(
     best, place, kind, chosen, tokens, lengths, active,
     strips, l_r, a_r,
@@ -108,12 +98,13 @@ def argmax_and_advance(
     strips = cdiv(width, strip)
     best = logits.new_empty((rows, strips), dtype=torch.float32)
     place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
-    launch(
-        _strip_kernel, (rows, strips), logits, best, place, kind,
-        logits.stride(0), strips, width, strip, _TILE, pdl=True,
+    results = {"best": best, "place": place, "kind": kind, "strips": strips}
+    _strip_kernel.launch(
+        (rows, strips), **results,
+        logits=logits, l_r=logits.stride(0), N=width, STRIP=strip, TILE=_TILE,
     )  # fmt: skip
-    launch(
-        _advance_kernel, (rows,), best, place, kind, chosen, tokens, lengths, active,
-        strips, lengths.stride(0), active.stride(0),
-        width, next_power_of_2(strips), num_warps=1, pdl=True,
+    _advance_kernel.launch(
+        (rows,), num_warps=1, **results,
+        chosen=chosen, tokens=tokens, lengths=lengths, active=active,
+        l_r=lengths.stride(0), a_r=active.stride(0), N=width, TILE=next_power_of_2(strips),
     )  # fmt: skip

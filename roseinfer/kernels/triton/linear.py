@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.cuda.streamed import can_stream_gemm, stream_gemm
-from roseinfer.kernels.runtime import cdiv, is_interpreted, launch, next_power_of_2
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, numel, strides
+from roseinfer.kernels.runtime import cdiv, is_interpreted, next_power_of_2
 
 if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable
 
 # GEMMs of tiles, as exact as the device allows.
 #
@@ -59,22 +59,13 @@ _MANY_OUTPUTS = 1 << 14
 """Outputs with which a layer has enough programs, however large each is."""
 
 
-def _layer_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the weights, the rows, and the outputs, once or for every part."""
-    traffic = {
-        "x": num_bytes(arguments["x"], arguments["rows"] * arguments["K"]),
-        "weight": num_bytes(arguments["weight"], arguments["K"] * arguments["N"]),
-        "out": num_bytes(
-            arguments["out"], arguments.get("PARTS", 1) * arguments["rows"] * arguments["N"]
-        ),
-    }
-    if arguments.get("BIAS"):
-        traffic["bias"] = num_bytes(arguments["bias"], arguments["N"])
-    return traffic
-
-
-def _activated_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    return {name: num_bytes(arguments[name], arguments["out"].numel()) for name in ("x", "out")}
+GEMM_TRAFFIC: TrafficTable = {
+    "x": lambda rows, K: rows * K,
+    "weight": lambda K, N: K * N,
+    "out": lambda rows, N, PARTS=1: PARTS * rows * N,
+}
+"""Traffic of a GEMM that reads its rows and weights once, and writes all its parts."""
+BIASED_GEMM_TRAFFIC: TrafficTable = {**GEMM_TRAFFIC, "bias": lambda N, BIAS: N * BIAS}
 
 
 @triton.jit
@@ -85,8 +76,7 @@ def _gelu(x):
     return x * tl.sigmoid(2.0 * inner)
 
 
-@declare_traffic(_activated_traffic)
-@triton.jit
+@kernel({"x": numel, "out": numel})
 def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows may exceed the limit of another axis
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -97,8 +87,7 @@ def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: t
     tl.store(out + row * o_r + n, _gelu(total).to(out.dtype.element_ty), n < N)
 
 
-@declare_traffic(_layer_traffic)
-@triton.jit
+@kernel(BIASED_GEMM_TRAFFIC)
 def _whole_kernel(
     x, weight, bias, out, rows,
     x_r, w_k, w_n, o_r,
@@ -134,8 +123,7 @@ def _whole_kernel(
     )  # fmt: skip
 
 
-@declare_traffic(_layer_traffic)
-@triton.jit
+@kernel(GEMM_TRAFFIC)
 def _parts_kernel(
     x, weight, out, rows,
     x_r, w_k, w_n, o_p, o_r,
@@ -181,11 +169,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool 
     tile_r = tile_of_rows(rows)
     tile_n, tile_k, warps, stages = _linear_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
-    launch(
-        _whole_kernel, (cdiv(outputs, tile_n), cdiv(rows, tile_r)),
-        x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
-        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu,
-        num_warps=warps, pdl=True,
+    _whole_kernel.launch(
+        (cdiv(outputs, tile_n), cdiv(rows, tile_r)), num_warps=warps,
+        x=x, weight=weight, bias=bias, out=out, rows=rows,
+        x_r=x.stride(0), **strides("w_kn", weight.stride()), o_r=out.stride(0),
+        N=outputs, K=inputs, TILE_R=tile_r, TILE_N=tile_n, TILE_K=tile_k, STAGES=stages,
+        BIAS=bias is not None, GELU=gelu,
     )  # fmt: skip
     return out
 
@@ -194,9 +183,9 @@ def gelu(x: Tensor) -> Tensor:
     """Activate ``[rows, width]`` as ``linear`` does its outputs."""
     rows, width = x.shape
     out = torch.empty_like(x)
-    launch(
-        _gelu_kernel, (rows, cdiv(width, _TILE)), x, out, x.stride(0), out.stride(0),
-        width, _TILE, pdl=True,
+    _gelu_kernel.launch(
+        (rows, cdiv(width, _TILE)),
+        x=x, out=out, x_r=x.stride(0), o_r=out.stride(0), N=width, TILE=_TILE,
     )  # fmt: skip
     return out
 
@@ -226,10 +215,11 @@ def split_k_linear(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     if can_stream_gemm(x, weight.T, parts, 1):
         stream_gemm(x, weight.T, None, out, 1)
         return out
-    launch(
-        _parts_kernel, (cdiv(outputs, tile_n), parts, cdiv(rows, tile_r)),
-        x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, _TILE_K, parts, pdl=True,
+    _parts_kernel.launch(
+        (cdiv(outputs, tile_n), parts, cdiv(rows, tile_r)),
+        x=x, weight=weight, out=out, rows=rows,
+        x_r=x.stride(0), **strides("w_kn", weight.stride()), **strides("o_pr", out.stride()),
+        N=outputs, K=inputs, TILE_R=tile_r, TILE_N=tile_n, TILE_K=_TILE_K, PARTS=parts,
     )  # fmt: skip
     return out
 

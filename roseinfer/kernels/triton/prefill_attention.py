@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.runtime import is_interpreted, launch
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, numel, strides
+from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.triton.linear import dot
 from roseinfer.kernels.triton.softmax import (
+    PER_HEAD_TRAFFIC,
     empty_softmax,
     init_softmax,
     merge_softmax,
     part_begin,
     part_index,
-    per_head_traffic,
     row_weight_sum,
     score_arguments,
     tile_of_tokens,
@@ -33,54 +33,57 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable
     from roseinfer.layer_traits import LayerTraits
 
 _STAGES = 2
 """Tiles of tokens in flight at once."""
 
 
-def chunks_traffic(arguments: LaunchArguments) -> dict[str, int | Callable[[], int]]:
-    """Count every sequence's keys and values up to its last new token, once for all programs."""
-    query, tables, k_cache = (arguments[name] for name in ("query", "tables", "k_cache"))
-    columns = [arguments[name] for name in ("sequences", "rows", "counts", "positions")]
-    token, block = num_bytes(k_cache, k_cache.shape[1] * arguments["D"]), arguments["BLOCK"]
-
-    def seen() -> list[tuple[int, int]]:
-        """Return the begin and the end of the keys that each sequence's tiles attend to."""
-        ranges: dict[int, tuple[int, int]] = {}
-        window = arguments["WINDOW"]
-        for sequence, _, count, position in zip(*(each.tolist() for each in columns), strict=True):
-            first = max(0, position - window + 1) if window else 0
-            begun, ended = ranges.get(sequence, (first, 0))
-            ranges[sequence] = min(begun, first), max(ended, position + count)
-        return [*ranges.values()]
-
-    def cached() -> int:
-        return token * sum(end - first for first, end in seen())
-
-    def listed() -> int:
-        return num_bytes(
-            tables, sum((end - 1) // block - first // block + 1 for first, end in seen())
-        )
-
-    return {
-        **{name: num_bytes(arguments[name], query.numel()) for name in ("query", "out")},
-        **{
-            name: num_bytes(each, each.numel())
-            for name, each in zip(
-                ("sequences", "rows", "counts", "positions"), columns, strict=True
-            )
-        },
-        "tables": listed,
-        "k_cache": cached,
-        "v_cache": cached,
-        **per_head_traffic(arguments),
-    }
+def _key_ranges(
+    sequences: Tensor, counts: Tensor, positions: Tensor, window: int
+) -> list[tuple[int, int]]:
+    """Return the begin and the end of the keys that each sequence's tiles attend to."""
+    ranges: dict[int, tuple[int, int]] = {}
+    columns = (each.tolist() for each in (sequences, counts, positions))
+    for sequence, count, position in zip(*columns, strict=True):
+        first = max(0, position - window + 1) if window else 0
+        begin, end = ranges.get(sequence, (first, 0))
+        ranges[sequence] = min(begin, first), max(end, position + count)
+    return [*ranges.values()]
 
 
-@declare_traffic(chunks_traffic)
-@triton.jit
+def _key_elements(
+    k_cache: Tensor, sequences: Tensor, counts: Tensor, positions: Tensor, WINDOW: int = 0
+) -> Callable[[], int]:
+    """Count every sequence's keys up to its last new token, once for all programs."""
+    of_token = k_cache.shape[1] * k_cache.shape[3]
+    return lambda: (
+        of_token
+        * sum(end - begin for begin, end in _key_ranges(sequences, counts, positions, WINDOW))
+    )
+
+
+def _table_elements(
+    k_cache: Tensor, sequences: Tensor, counts: Tensor, positions: Tensor, WINDOW: int = 0
+) -> Callable[[], int]:
+    block = k_cache.shape[2]
+    return lambda: sum(
+        (end - 1) // block - begin // block + 1
+        for begin, end in _key_ranges(sequences, counts, positions, WINDOW)
+    )
+
+
+CHUNK_TRAFFIC: TrafficTable = {
+    **dict.fromkeys(("query", "out", "sequences", "rows", "counts", "positions"), numel),
+    "tables": _table_elements,
+    "k_cache": _key_elements,
+    "v_cache": _key_elements,
+}
+"""Traffic of a kernel without traits that have a number per head."""
+
+
+@kernel({**CHUNK_TRAFFIC, **PER_HEAD_TRAFFIC}, fp_fusion=False)
 def _chunk_kernel(
     query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,
     scale, cap, sinks, slopes,
@@ -239,12 +242,16 @@ def paged_attention_chunks(
     out = query.new_empty(query.shape)
     group = q_heads // kv_heads
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
-    launch(
-        _chunk_kernel, (len(tiles[0]), kv_heads),
-        query, k_cache, v_cache, tables, *tiles, out, *score_arguments(traits, query),
-        *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
-        tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d,
-        tile_of_tokens(tile_d * k_cache.element_size()), longest if is_interpreted() else 0,
-        _STAGES, no_fp_fusion=True,
+    sequences, rows, counts, positions = tiles
+    _chunk_kernel.launch(
+        (len(sequences), kv_heads), **score_arguments(traits, query),
+        query=query, k_cache=k_cache, v_cache=v_cache, tables=tables, out=out,
+        sequences=sequences, rows=rows, counts=counts, positions=positions,
+        **strides("q_shd", query.stride()), **strides("o_shd", out.stride()),
+        **strides("kc_bhtd", k_cache.stride()), **strides("vc_bhtd", v_cache.stride()),
+        table_width=tables.stride(0), GROUP=group, D=head_dim, BLOCK=block_size,
+        TILE_Q=tile_q, TILE_G=tile_g, TILE_D=tile_d,
+        TILE_T=tile_of_tokens(tile_d * k_cache.element_size()),
+        LIMIT=longest if is_interpreted() else 0, STAGES=_STAGES,
     )  # fmt: skip
     return out

@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.runtime import launch, next_power_of_2
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
+from roseinfer.kernels.kernel import kernel, strides
+from roseinfer.kernels.runtime import next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import LaunchArguments
+    from roseinfer.kernels.kernel import TrafficTable
     from roseinfer.layer_traits import RotaryEmbedding
 
 
-class RotaryArguments(NamedTuple):
-    """Arguments of a kernel that rotates heads, in its order of parameters."""
-
-    cosines: Tensor
-    sines: Tensor
-    query_norm_weight: Tensor
-    key_norm_weight: Tensor
-    epsilon: float
-    rotary_dim: int
-    """Rotated elements of a head; 0 without a rotation."""
-    has_head_norm: bool
-    norm_across_heads: bool
-    """True where all heads of a token are normed as one row."""
+def angle_elements(query: Tensor, own: Tensor | None, TURN: int | None = None) -> int:
+    """Return the cosines, or sines, by which rows are rotated, each by its position."""
+    if TURN is None:
+        TURN = 0 if own is None else own.shape[1]
+    return len(query) * TURN
 
 
-def rotary_arguments(rotation: RotaryEmbedding | None, unused: Tensor) -> RotaryArguments:
-    """Return the arguments; ``unused`` stands for what a layer does not have."""
-    if rotation is None:
-        return RotaryArguments(unused, unused, unused, unused, 0.0, 0, False, False)
-    query, key = rotation.query_norm_weight, rotation.key_norm_weight
-    return RotaryArguments(
-        rotation.cosines,
-        rotation.sines,
-        unused if query is None else query,
-        unused if key is None else key,
-        rotation.epsilon,
-        rotation.cosines.shape[1],
-        query is not None,
-        rotation.norm_across_heads,
-    )
-
-
-def rotation_traffic(arguments: LaunchArguments, rows: int) -> dict[str, int]:
-    """Return the bytes of the norms, and of the angles of ``rows`` positions."""
-    traffic = {
-        name: num_bytes(arguments[name], rows * arguments["TURN"]) for name in ("cosines", "sines")
-    }
-    if arguments["NORMED"]:
-        traffic |= {
-            name: num_bytes(arguments[name], arguments[name].numel())
-            for name in ("query_norm_weight", "key_norm_weight")
-        }
-    return traffic
+_ROTATE_TRAFFIC: TrafficTable = {
+    "query": lambda own: 2 * own.numel(),
+    "key": lambda own: 2 * own.numel(),
+    "positions": lambda query: len(query),
+    "cosines": angle_elements,
+    "sines": angle_elements,
+    **dict.fromkeys(
+        ("query_norm_weight", "key_norm_weight"),
+        lambda own, NORMED: own.numel() if NORMED else 0,
+    ),
+}
 
 
 @triton.jit
@@ -98,20 +73,7 @@ def load_rotated(
     return x * cosine[None, :] + y * sine[None, :]
 
 
-def _rotated_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count every head twice, read and written, and the angles and norms."""
-    tokens = len(arguments["positions"])
-    heads = {"query": arguments["Q_HEADS"], "key": arguments["K_HEADS"]}
-    traffic = {
-        name: 2 * num_bytes(arguments[name], tokens * count * arguments["D"])
-        for name, count in heads.items()
-    }
-    traffic["positions"] = num_bytes(arguments["positions"], tokens)
-    return traffic | rotation_traffic(arguments, tokens)
-
-
-@declare_traffic(_rotated_traffic)
-@triton.jit
+@kernel(_ROTATE_TRAFFIC)
 def _rotate_kernel(
     query, key, positions, cosines, sines, query_norm_weight, key_norm_weight, epsilon,
     TURN: tl.constexpr, NORMED: tl.constexpr, TOGETHER: tl.constexpr,
@@ -131,12 +93,12 @@ def _rotate_kernel(
     queries = query + token * q_s + q * q_h
     keys = key + token * k_s + k * k_h
     if Q_HEADS:
-        turned_q = load_rotated(
+        rotated_q = load_rotated(
             queries, q, dims, position, cosines, sines, query_norm_weight, epsilon,
             Q_HEADS, D, TURN, NORMED, TOGETHER,
         )  # fmt: skip
     if K_HEADS:
-        turned_k = load_rotated(
+        rotated_k = load_rotated(
             keys, k, dims, position, cosines, sines, key_norm_weight, epsilon,
             K_HEADS, D, TURN, NORMED, TOGETHER,
         )  # fmt: skip
@@ -144,12 +106,12 @@ def _rotate_kernel(
     tl.debug_barrier()
     if Q_HEADS:
         tl.store(
-            queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+            queries[:, None] + dims[None, :], rotated_q.to(query.dtype.element_ty),
             (q < Q_HEADS)[:, None] & whole,
         )  # fmt: skip
     if K_HEADS:
         tl.store(
-            keys[:, None] + dims[None, :], turned_k.to(key.dtype.element_ty),
+            keys[:, None] + dims[None, :], rotated_k.to(key.dtype.element_ty),
             (k < K_HEADS)[:, None] & whole,
         )  # fmt: skip
 
@@ -161,16 +123,24 @@ def rotate(
 
     Either may be None; only the other is rotated then.
     """
-    given = query if query is not None else key
-    assert given is not None
-    query, key = (given[:, :0] if each is None else each for each in (query, key))
+    either = query if query is not None else key
+    assert either is not None
+    query, key = (either[:, :0] if each is None else each for each in (query, key))
     tokens, q_heads, head_dim = query.shape
     k_heads = key.shape[1]
-    arguments = rotary_arguments(rotation, given)
-    launch(
-        _rotate_kernel, (tokens,), query, key, positions, *arguments,
-        *query.stride()[:2], *key.stride()[:2], positions.stride(0),
-        q_heads, k_heads, head_dim,
-        next_power_of_2(q_heads), next_power_of_2(k_heads),
-        next_power_of_2(head_dim), num_warps=4, pdl=True,
+    norm_weights = rotation.query_norm_weight, rotation.key_norm_weight
+    query_norm_weight, key_norm_weight = (
+        either if each is None else each
+        for each in norm_weights  # not read without a norm
+    )
+    _rotate_kernel.launch(
+        (tokens,), query=query, key=key, positions=positions,
+        cosines=rotation.cosines, sines=rotation.sines, TURN=rotation.cosines.shape[1],
+        query_norm_weight=query_norm_weight, key_norm_weight=key_norm_weight,
+        epsilon=rotation.epsilon, NORMED=rotation.query_norm_weight is not None,
+        TOGETHER=rotation.norm_across_heads,
+        **strides("q_sh", query.stride()), **strides("k_sh", key.stride()),
+        p_s=positions.stride(0), Q_HEADS=q_heads, K_HEADS=k_heads, D=head_dim,
+        TILE_Q=next_power_of_2(q_heads), TILE_K=next_power_of_2(k_heads),
+        TILE_D=next_power_of_2(head_dim),
     )  # fmt: skip

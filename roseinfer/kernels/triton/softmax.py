@@ -8,18 +8,16 @@ out, and launches of these kernels forbid the compiler to fuse multiplications w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.traffic import num_bytes
 from roseinfer.kernels.triton.linear import dot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roseinfer.kernels.traffic import LaunchArguments
     from roseinfer.layer_traits import LayerTraits
 
 # A layer's traits as score arguments, in the units of the attention kernels.
@@ -30,44 +28,30 @@ _LOG2_E = 1.4426950408889634
 _LOG2_E_IN_KERNELS = tl.constexpr(_LOG2_E)
 
 
-class ScoreArguments(NamedTuple):
-    """Arguments of a kernel that transform scores, in its order of parameters."""
+def score_arguments(traits: LayerTraits, unused: Tensor) -> dict[str, Any]:
+    """Return a kernel's arguments that transform scores.
 
-    scale: float
-    """Factor from query-key products to exponents of two, or with a soft cap to arguments of tanh.
+    ``unused`` stands for what a layer does not have. ``scale`` is the factor from query-key
+    products to exponents of two, or with a soft cap to arguments of tanh.
     """
-    cap: float
-    sinks: Tensor
-    slopes: Tensor
-    window: int
-    """Window in tokens; 0 without one."""
-    has_softcap: bool
-    has_sinks: bool
-    has_slopes: bool
-
-
-def score_arguments(traits: LayerTraits, unused: Tensor) -> ScoreArguments:
-    """Return the arguments; ``unused`` stands for what a layer does not have."""
     cap = traits.softcap
-    return ScoreArguments(
-        traits.scale * _LOG2_E if cap is None else traits.scale / cap,
-        0.0 if cap is None else cap * _LOG2_E,
-        unused if traits.sinks is None else traits.sinks,
-        unused if traits.slopes is None else traits.slopes,
-        traits.window or 0,
-        cap is not None,
-        traits.sinks is not None,
-        traits.slopes is not None,
-    )
-
-
-def per_head_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Return the bytes that a launch reads of traits with one number per query head."""
-    heads = arguments["query"].shape[1]
-    flags = {"sinks": "SINKING", "slopes": "SLOPED"}
     return {
-        name: num_bytes(arguments[name], heads) for name, flag in flags.items() if arguments[flag]
+        "scale": traits.scale * _LOG2_E if cap is None else traits.scale / cap,
+        "cap": 0.0 if cap is None else cap * _LOG2_E,
+        "sinks": unused if traits.sinks is None else traits.sinks,
+        "slopes": unused if traits.slopes is None else traits.slopes,
+        "WINDOW": traits.window or 0,
+        "CAPPED": cap is not None,
+        "SINKING": traits.sinks is not None,
+        "SLOPED": traits.slopes is not None,
     }
+
+
+PER_HEAD_TRAFFIC = {
+    "sinks": lambda query, SINKING: query.shape[1] * SINKING,
+    "slopes": lambda query, SLOPED: query.shape[1] * SLOPED,
+}
+"""Traffic of traits with one number per query head."""
 
 
 @triton.jit

@@ -9,7 +9,7 @@ which inputs are added up nor their split into parts.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -17,12 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.cuda.streamed import can_stream_gemm, stream_gemm
-from roseinfer.kernels.runtime import cdiv, launch, next_power_of_2
-from roseinfer.kernels.traffic import declare_traffic, num_bytes
-from roseinfer.kernels.triton.linear import add_after, dot
-
-if TYPE_CHECKING:
-    from roseinfer.kernels.traffic import LaunchArguments
+from roseinfer.kernels.kernel import kernel, numel, strides
+from roseinfer.kernels.runtime import cdiv, next_power_of_2
+from roseinfer.kernels.triton.linear import BIASED_GEMM_TRAFFIC, GEMM_TRAFFIC, add_after, dot
 
 _TILE_N = 64
 _TILE_K = 128
@@ -42,18 +39,6 @@ _MANY_OUTPUTS = 1 << 14
 """Outputs with which a layer has enough programs, however large each is."""
 
 
-def _streamed_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the weights, the rows, and the outputs, once or for every part."""
-    traffic = {
-        "x": num_bytes(arguments["x"], arguments["rows"] * arguments["K"]),
-        "weight": num_bytes(arguments["weight"], arguments["K"] * arguments["N"]),
-        "out": num_bytes(arguments["out"], arguments["PARTS"] * arguments["rows"] * arguments["N"]),
-    }
-    if arguments["BIAS"]:
-        traffic["bias"] = num_bytes(arguments["bias"], arguments["N"])
-    return traffic
-
-
 @triton.jit
 def prefetch_l2(begins):
     """Prefetch the first bytes at each address into the L2 cache, without waiting for them."""
@@ -70,14 +55,13 @@ def can_prefetch(weight: Tensor, inputs: int) -> bool:
     return aligned and inputs * size >= _PREFETCH_BYTES
 
 
-@declare_traffic(_streamed_traffic)
-@triton.jit(do_not_specialize=["rows"])
+@kernel(BIASED_GEMM_TRAFFIC, do_not_specialize=["rows"])
 def _streamed_kernel(
     x, weight, bias, out, rows,
     x_r, w_n, o_p, o_r,
     N: tl.constexpr, K: tl.constexpr,
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr, ASKS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, PREFETCHES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a strip of outputs of a part of the inputs, of some rows."""
     r = (tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
@@ -91,7 +75,7 @@ def _streamed_kernel(
     if BIAS:
         b = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
     if EARLY:
-        if ASKS:
+        if PREFETCHES:
             prefetch_l2(weight + tl.minimum(n, N - 1).to(tl.int64) * w_n + begin)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -140,11 +124,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     tile_n, tile_k = (2 * _TILE_N, _TILE_K // 2) if outputs >= _MANY_OUTPUTS else (_TILE_N, _TILE_K)
     last = inputs - (parts - 1) * cdiv(inputs, parts * tile_k) * tile_k
     stages = num_stages((tile_n + tile_r) * tile_k * x.element_size(), x.get_device())
-    launch(
-        _streamed_kernel, (cdiv(outputs, tile_n), parts, cdiv(rows, tile_r)),
-        x, weight, bias, out, rows, x.stride(0), weight.stride(0), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, tile_k, parts, stages, bias is not None,
-        can_prefetch(weight, last), pdl=True,
+    _streamed_kernel.launch(
+        (cdiv(outputs, tile_n), parts, cdiv(rows, tile_r)),
+        x=x, weight=weight, bias=bias, out=out, rows=rows,
+        x_r=x.stride(0), w_n=weight.stride(0), **strides("o_pr", out.stride()),
+        N=outputs, K=inputs, TILE_R=tile_r, TILE_N=tile_n, TILE_K=tile_k, PARTS=parts,
+        STAGES=stages, BIAS=bias is not None, PREFETCHES=can_prefetch(weight, last),
     )  # fmt: skip
 
 
@@ -185,17 +170,8 @@ _MIN_ROWS = 16
 _TILE = 1024
 
 
-def _gated_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    """Count the rows, the weights of gates and of gated values, and the outputs."""
-    return {
-        "x": num_bytes(arguments["x"], arguments["rows"] * arguments["K"]),
-        "weight": num_bytes(arguments["weight"], 2 * arguments["K"] * arguments["N"]),
-        "out": num_bytes(arguments["out"], arguments["rows"] * arguments["N"]),
-    }
-
-
-def _multiplied_traffic(arguments: LaunchArguments) -> dict[str, int]:
-    return {name: num_bytes(arguments[name], arguments[name].numel()) for name in ("both", "out")}
+GATED_GEMM_TRAFFIC = {**GEMM_TRAFFIC, "weight": lambda K, N: 2 * K * N}
+"""Traffic of a GEMM of gates and one of gated values, of the same rows."""
 
 
 @triton.jit
@@ -206,14 +182,13 @@ def silu_mul(gate, up, dtype: tl.constexpr):
     return ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
 
 
-@declare_traffic(_gated_traffic)
-@triton.jit(do_not_specialize=["rows"])
+@kernel(GATED_GEMM_TRAFFIC, do_not_specialize=["rows"])
 def _gated_kernel(
     x, weight, out, rows,
     x_r, w_n, o_r,
     N: tl.constexpr, K: tl.constexpr,
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
-    ASKS: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCHES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a strip of outputs of some rows, as ``_streamed_kernel`` does."""
     r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
@@ -223,10 +198,10 @@ def _gated_kernel(
     x_rows = x + r[None, :] * x_r
     w_in, x_in = (n < N)[:, None], (r < rows)[None, :]
     if EARLY:
-        if ASKS:
-            asked = weight + tl.minimum(n, N - 1) * w_n
-            prefetch_l2(asked)
-            prefetch_l2(asked + tl.cast(N, tl.int64) * w_n)
+        if PREFETCHES:
+            begins = weight + tl.minimum(n, N - 1) * w_n
+            prefetch_l2(begins)
+            prefetch_l2(begins + tl.cast(N, tl.int64) * w_n)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     gate = tl.zeros((TILE_N, TILE_R), tl.float32)
@@ -244,8 +219,7 @@ def _gated_kernel(
     )  # fmt: skip
 
 
-@declare_traffic(_multiplied_traffic)
-@triton.jit
+@kernel({"both": numel, "out": numel})
 def _multiply_kernel(both, out, b_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows may exceed the limit of another axis
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -271,10 +245,12 @@ def stream_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     tile_r = tile_of_rows(rows)
     tile_k = _LARGE_TILE_K if tile_r == _MIN_ROWS else _LARGE_TILE_K // 2
     stages = num_stages((2 * _TILE_N + tile_r) * tile_k * x.element_size(), x.get_device())
-    launch(
-        _gated_kernel, (cdiv(outputs, _TILE_N), cdiv(rows, tile_r)),
-        x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),
-        outputs, inputs, tile_r, _TILE_N, tile_k, stages, can_prefetch(weight, inputs), pdl=True,
+    _gated_kernel.launch(
+        (cdiv(outputs, _TILE_N), cdiv(rows, tile_r)),
+        x=x, weight=weight, out=out, rows=rows,
+        x_r=x.stride(0), w_n=weight.stride(0), o_r=out.stride(0),
+        N=outputs, K=inputs, TILE_R=tile_r, TILE_N=_TILE_N, TILE_K=tile_k,
+        STAGES=stages, PREFETCHES=can_prefetch(weight, inputs),
     )  # fmt: skip
     return out
 
@@ -283,8 +259,8 @@ def silu_and_mul(both: Tensor) -> Tensor:
     """Compute ``silu(gates) * ups`` of ``[rows, 2 * outputs]``, gates first."""
     rows, outputs = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, outputs))
-    launch(
-        _multiply_kernel, (rows, cdiv(outputs, _TILE)), both, out,
-        both.stride(0), out.stride(0), outputs, _TILE, pdl=True,
+    _multiply_kernel.launch(
+        (rows, cdiv(outputs, _TILE)),
+        both=both, out=out, b_r=both.stride(0), o_r=out.stride(0), N=outputs, TILE=_TILE,
     )  # fmt: skip
     return out

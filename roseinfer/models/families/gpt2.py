@@ -95,8 +95,8 @@ class FusedGPT2(CausalModel):
             x = x[last_rows]
         head = self._model.lm_head.weight
         # With an odd vocabulary size, torch's GEMM has other bits.
-        ours = len(x) <= MAX_ROWS or self.batch_invariant
-        logits = linear(x, head.T) if ours else torch_linear(x, head)
+        uses_kernels = len(x) <= MAX_ROWS or self.batch_invariant
+        logits = linear(x, head.T) if uses_kernels else torch_linear(x, head)
         return self._model.lm_head.gather_logits(logits) if self.ranks else logits
 
     def _split_k(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -117,8 +117,8 @@ class FusedGPT2(CausalModel):
 
 def _make_inputs_contiguous(layer: Any) -> None:
     """Make the inputs of a layer contiguous, for streaming GEMMs: checkpoints have outputs so."""
-    turned = layer.weight.detach().T.contiguous().T
-    layer.weight = torch.nn.Parameter(turned, requires_grad=False)
+    transposed = layer.weight.detach().T.contiguous().T
+    layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
 
 
 def _linear_layer(

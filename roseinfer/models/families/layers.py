@@ -81,10 +81,10 @@ class ResidualGemm:
         return split_k_gemm(self.x, self.weight, always=always)
 
     def add_paired(self, residual: Tensor, times: float) -> bool:
-        """Add it, ``times`` the sum of its parts, to ``residual`` if that is faster than adding
-        later.
+        """Add it to ``residual`` if that is faster than adding later.
 
-        Return True if it was added. The bits are the same.
+        ``times`` multiplies the sum of its parts. Return True if it was added. The bits are the
+        same.
         """
         if len(self.x) <= MAX_ROWS or not splits_evenly(*self.weight.shape):
             return False
@@ -168,7 +168,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: gated MLPs, to a few of which each row is routed."""
+    """A mixture of experts: gated MLPs; each row is routed to a few of them."""
 
     router: Tensor
     gate_up_weight: Tensor
@@ -203,9 +203,9 @@ class Experts:
         )
         if (noted := _RECORDED_ROUTING.get()) is not None:
             noted.append((experts, weights))
-        visits = route_rows(experts, len(self.router))
+        routing = route_rows(experts, len(self.router))
         return expert_down(
-            expert_gate_up(x, self.gate_up_weight, visits), self.down, weights, visits
+            expert_gate_up(x, self.gate_up_weight, routing), self.down, weights, routing
         )
 
 

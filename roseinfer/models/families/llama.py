@@ -1,7 +1,7 @@
 """Llama and its kin on fused kernels: the same weights and arithmetic as transformers' modules.
 
 The models differ in details alone: norms of queries and keys, biases, projections that are joined
-already, layers without rotary embeddings, multipliers of what is added.
+already, layers without rotary embeddings, multipliers of residual updates.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.distributed.ranks import Ranks
-    from roseinfer.kernels.exchange import AllReduceBuffers
+    from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
 
 _LENGTH_INDEPENDENT_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Types of rotary embeddings in which a position's angles do not depend on the sequence length."""
+"""Types of rotary embeddings whose angles do not depend on the sequence length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class FusedLlama(CausalModel):
         last_rows: Tensor | None,
         attention: AttentionBackend,
     ) -> Tensor:
-        if (found := self._in_one_kernel.logits(token_ids, attention)) is not None:
-            return self._scale_logits(found)
+        if (whole_step_logits := self._in_one_kernel.logits(token_ids, attention)) is not None:
+            return self._scale_logits(whole_step_logits)
         body, layers = self._model.model, self._layers
         exchange = self.all_reduce_for(len(token_ids), attention)
         residual, x = embed_rms_norm(
@@ -152,8 +152,8 @@ class FusedLlama(CausalModel):
         new = dispatch_linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
         query, key, value = new.tensor_split([-2 * kv_heads, -kv_heads], 1)
         if ends is not None:
-            given = query, key, value, positions, layer.rotation
-            return attention.attend_last_tokens(at, *given, ends).flatten(1)
+            arguments = query, key, value, positions, layer.rotation
+            return attention.attend_last_tokens(at, *arguments, ends).flatten(1)
         if layer.rotation is None:
             out = attention.store_and_attend(at, query, key, value)
         else:
@@ -171,8 +171,8 @@ class FusedLlama(CausalModel):
     ) -> Tensor:
         """Add a GEMM or parts to the residual stream in place; return the normed residual."""
         if isinstance(added, ResidualGemm):
-            alone = self.batch_invariant and not self.ranks
-            if alone and added.add_paired(residual, self._residual_multiplier):
+            pairs_allowed = self.batch_invariant and not self.ranks
+            if pairs_allowed and added.add_paired(residual, self._residual_multiplier):
                 return rms_norm(residual, *_norm_parameters(norm))
         parts = self.reduce_parts(self._split_k(added), exchange)
         return add_rms_norm(
@@ -212,7 +212,7 @@ class FusedLlama(CausalModel):
             epsilon=body.norm.variance_epsilon,
             embedding_multiplier=self._embedding_multiplier,
             residual_multiplier=self._residual_multiplier,
-            scale=score_arguments(self.traits[0], body.norm.weight).scale,
+            scale=score_arguments(self.traits[0], body.norm.weight)["scale"],
         )  # fmt: skip
 
 
@@ -328,18 +328,18 @@ class FusedMixtral(FusedLlama):
         tie.
         """
         with record_routing() as noted:
-            ours = self.logits(token_ids, positions, None, attention)
+            fused_logits = self.logits(token_ids, positions, None, attention)
         wrong: list[Tensor] = []
         with ExitStack() as stack:
             chosen = iter(noted)
-            for own, layer in zip(self._layers, self._model.model.layers, strict=True):
-                if isinstance(own.mlp, Experts):
+            for fused_layer, layer in zip(self._layers, self._model.model.layers, strict=True):
+                if isinstance(fused_layer.mlp, Experts):
                     send = partial(_force_routing, *next(chosen), wrong)
                     stack.callback(layer.mlp.gate.register_forward_hook(send).remove)
             logits = CausalModel.logits(self, token_ids, positions, None, attention)
         if wrong and torch.stack(wrong).any():
             logits = torch.full_like(logits, torch.inf)
-        return ours, logits
+        return fused_logits, logits
 
 
 def _force_routing(
@@ -354,14 +354,21 @@ def _force_routing(
 
     Record whether the router finds others more probable, or weights these differently.
     """
-    logits, own_weights, own = routing
+    logits, own_weights, own_experts = routing
     at = experts.long()
     rounded = torch.finfo(logits.dtype).eps ** 0.5
     near = rounded * logits.abs().max()
-    least = logits.gather(1, own).min(-1, keepdim=True).values
-    wrong.append((least - logits.gather(1, at) > near).any())
+    lowest_logit = logits.gather(1, own_experts).min(-1, keepdim=True).values
+    wrong.append((lowest_logit - logits.gather(1, at) > near).any())
     likely = logits.float().softmax(-1)
-    times = own_weights.float().sum(-1, keepdim=True) / likely.gather(1, own).sum(-1, keepdim=True)
-    want = likely.gather(1, at) * times
-    wrong.append(((weights.float() - want).abs() > near.float().expm1() * want + rounded).any())
+    times = own_weights.float().sum(-1, keepdim=True) / likely.gather(1, own_experts).sum(
+        -1, keepdim=True
+    )
+    expected_weights = likely.gather(1, at) * times
+    wrong.append(
+        (
+            (weights.float() - expected_weights).abs()
+            > near.float().expm1() * expected_weights + rounded
+        ).any()
+    )
     return logits, weights.to(own_weights.dtype), at

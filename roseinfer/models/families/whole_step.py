@@ -80,7 +80,7 @@ With more tokens, parts of a context are too long to be distributed evenly.
 
 
 class MegakernelRunner:
-    """Runner of the decode steps for which there is a megakernel."""
+    """Runner of the decode steps that have a megakernel."""
 
     def __init__(self, model: CausalModel, weights: Callable[[], MegakernelWeights]) -> None:
         """``weights`` returns views of the weights; it is called before the first step."""

@@ -362,11 +362,11 @@ class _MessageBuilder:
     def __init__(self, parser: ToolCallParser | None) -> None:
         self._parser = parser
         self._id = f"call_{uuid4().hex[:24]}"
-        self._begun = False
+        self._has_begun = False
 
     def next_delta(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the part of the message that a delta adds."""
-        first, self._begun = not self._begun, True
+        first, self._has_begun = not self._has_begun, True
         fields: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         if self._parser is None:
             return fields | {"content": delta.text} if delta.text else fields

@@ -48,15 +48,15 @@ class TokenTexts:
         from roseinfer.text.completion_text import new_detokenizer_factory
 
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
+        self._cached_texts: dict[int, tuple[str, list[int]]] = {}
         self._special: dict[int, str] = {}
         self.detokenizer = new_detokenizer_factory(tokenizer)
         """Factory of detokenizers, each for one completion, like those of the engine."""
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
-        if token not in self._known:
-            self._known[token] = self._look_up(token)
-        return self._known[token]
+        if token not in self._cached_texts:
+            self._cached_texts[token] = self._look_up(token)
+        return self._cached_texts[token]
 
     def special(self, token: int) -> str:
         """Return the text of a special token, which only prompts show; empty for other tokens."""
@@ -126,8 +126,8 @@ def _bytes_of(written: str) -> bytes:
     """Return the bytes of a token that is a part of a character; empty if they are unknown."""
     if match := BYTE_TOKEN.fullmatch(written):
         return bytes([int(match[1], 16)])
-    known = all(character in BYTE_OF for character in written)
-    return bytes(BYTE_OF[character] for character in written) if known else b""
+    is_byte_level = all(character in BYTE_OF for character in written)
+    return bytes(BYTE_OF[character] for character in written) if is_byte_level else b""
 
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ class ChoicesResponse(ABC):
 
     @abstractmethod
     async def part(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return a choice of a chunk; None if the delta needs no chunk yet, as it has no certain
-        text."""
+        """Return a choice of a chunk; None if the delta has no certain text, so needs no chunk."""
 
     async def json_parts(self) -> list[bytes]:
         self._encode = encode_finite
@@ -205,29 +204,29 @@ class ChoicesResponse(ABC):
         self,
         count: int,
         each: int,
-        told: Callable[[slice], Lists],
+        lists_of: Callable[[slice], Lists],
         before: Mapping[str, bytes] | None = None,
     ) -> dict[str, Any]:
-        """Return the lists that ``told`` makes of ``count`` tokens, each with ``each`` logprobs.
+        """Return the lists that ``lists_of`` makes of ``count`` tokens of ``each`` logprobs.
 
         They are encoded if they are long, or if they continue the encoded items ``before`` them.
         """
         if before is None and count * each <= LOGPROBS_PER_TURN:
             await self._yielder.after(count * each)
-            return dict(told(slice(0, count)))
-        columns = await self.columns(count, each, told)
+            return dict(lists_of(slice(0, count)))
+        columns = await self.columns(count, each, lists_of)
         return {
             name: join_items((before or {}).get(name), items) for name, items in columns.items()
         }
 
     async def columns(
-        self, count: int, each: int, told: Callable[[slice], Lists]
+        self, count: int, each: int, lists_of: Callable[[slice], Lists]
     ) -> dict[str, bytes]:
         """Return the items of the lists as JSON; yield to the event loop between slices."""
         columns: dict[str, list[bytes]] = {}
         size = max(1, LOGPROBS_PER_TURN // each)
         for begin in range(0, max(1, count), size):
-            for name, values in told(slice(begin, begin + size)).items():
+            for name, values in lists_of(slice(begin, begin + size)).items():
                 columns.setdefault(name, []).append(encode_items(values, self._encode))
             await self._yielder.after(min(size, count - begin) * each)
         return {name: b",".join(filter(None, slices)) for name, slices in columns.items()}

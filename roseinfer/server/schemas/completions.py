@@ -78,10 +78,10 @@ class _IncrementalText:
         self._detokenizer = token_texts.detokenizer()
         self.end = begin
 
-    def add(self, token: int, shown: str = "") -> int:
-        """Add a token, and return its offset. ``shown`` is appended to its text."""
+    def add(self, token: int, text: str = "") -> int:
+        """Add a token, and return its offset. ``text`` is appended to its text."""
         begin, token_text = self.end, self._token_texts[token][0]
-        added = self._detokenizer.add(token) + shown
+        added = self._detokenizer.add(token) + text
         self.end += len(added)
         # The added text may begin with the rest of a character that earlier tokens began.
         return self.end - len(token_text) if added.endswith(token_text) else begin

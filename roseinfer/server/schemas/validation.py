@@ -1,5 +1,7 @@
-"""Validation of request bodies. An unknown field, or a value that is not supported, is refused:
-nothing is ignored that would change a response.
+"""Validation of request bodies.
+
+An unknown field, or a value that is not supported, is refused: nothing is ignored that would change
+a response.
 """
 
 from __future__ import annotations
@@ -67,14 +69,14 @@ _UNSUPPORTED_TYPES = (_UNSUPPORTED, "literal_error", "none_required")
 """Error types of values that may be valid elsewhere, but are not supported by this server."""
 
 
-def value_error(what: str) -> PydanticCustomError:
-    """Return an error of a value; the message is the field's name and ``what``."""
-    return PydanticCustomError(_WRONG, "{what}", {"what": what})
+def value_error(message: str) -> PydanticCustomError:
+    """Return an error of a value; the message is the field's name and ``message``."""
+    return PydanticCustomError(_WRONG, "{what}", {"what": message})
 
 
-def unsupported_value_error(what: str) -> PydanticCustomError:
-    """Return an error of an unsupported value; ``what`` names the supported ones."""
-    return PydanticCustomError(_UNSUPPORTED, "{what}", {"what": what})
+def unsupported_value_error(message: str) -> PydanticCustomError:
+    """Return an error of an unsupported value; ``message`` names the supported ones."""
+    return PydanticCustomError(_UNSUPPORTED, "{what}", {"what": message})
 
 
 def to_body_error(error: ValidationError) -> ApiError:
@@ -199,7 +201,7 @@ Stops = Annotated[
 
 
 class StrictModel(BaseModel):
-    """Base of schemas in which unknown fields, type coercion, NaN and infinity are errors."""
+    """Base of schemas that refuse unknown fields, type coercion, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -216,8 +218,8 @@ class ContentPart(StrictModel):
             return check(kind)
         except ValidationError as error:
             expected = error.errors()[0]["ctx"]["expected"]
-            why = "images, audio and files are not supported by this server"
-            raise value_error(f"must be {expected}: {why}") from None
+            message = "images, audio and files are not supported by this server"
+            raise value_error(f"must be {expected}: {message}") from None
 
 
 class ChatMessage(StrictModel):

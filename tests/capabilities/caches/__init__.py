@@ -1,1 +1,1 @@
-"""Caches for the projects that the tests make up, where they are copied to."""
+"""Caches that are copied into the test projects."""

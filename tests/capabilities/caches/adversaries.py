@@ -1,4 +1,4 @@
-"""Caches that would fool a careless harness. Each is wrong in one way; none may pass."""
+"""Caches that would pass a careless harness. Each has one bug; none may pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReturnsItsInputs(ListCache):
-    """It keeps what it is handed and hands it back, so what it never stored is always right."""
+    """Returns the tensors of its inputs, so that tokens which it never stored read back right."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         for i, seq in enumerate(seqs):
@@ -37,34 +37,34 @@ class IgnoresAppends(ListCache):
 
 
 class WritesNothing(PagedCache):
-    """Its books are perfect."""
+    """Has right books."""
 
     def write(self, *_: object) -> None:
         self.counts["row_by_row"] += 1
 
 
 class PeekSharesMemory(PagedCache):
-    """It stores nothing, and shows the caller's own tensors as what is stored."""
+    """Stores nothing, and returns the caller's own tensors as stored ones."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.shown: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.inputs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value)
         for i, seq in enumerate(seqs):
-            self.shown.setdefault(seq, []).append((key[:, i], value[:, i]))
+            self.inputs.setdefault(seq, []).append((key[:, i], value[:, i]))
 
     def write(self, *_: object) -> None:
         self.counts["row_by_row"] += 1
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = zip(*self.shown[seq], strict=True)
+        keys, values = zip(*self.inputs[seq], strict=True)
         return torch.stack(keys, 1)[layer], torch.stack(values, 1)[layer]
 
 
 class ChangesItsInputs(ListCache):
-    """What it stores is right; the caller's keys are not, and attention may need them yet."""
+    """Stores the right tokens, and changes the caller's keys, which attention may still need."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value)
@@ -72,9 +72,9 @@ class ChangesItsInputs(ListCache):
 
 
 class UploadsItsTableLate(PagedCache):
-    """A read brings the table on the device up to date, unless it has as many blocks as before.
+    """Updates the table on the device at a read, unless the number of blocks is unchanged.
 
-    If all is read after every step, it never has other ones.
+    The bug has no effect if all sequences are read after every step.
     """
 
     def make(self, spec: CacheSpec) -> None:
@@ -111,7 +111,7 @@ class NeverTakesItsFastPath(PagedCache):
 
 
 class _Claims(PagedCache):
-    """It writes row by row and counts what ``claim`` says."""
+    """Writes row by row, and counts the path that ``claim`` returns."""
 
     def claim(self) -> str:
         raise NotImplementedError
@@ -127,7 +127,7 @@ class _Claims(PagedCache):
 
 
 class ClaimsAPathItsRowsRuleOut(_Claims):
-    """Its fast path can only write one position, and it says that it wrote two."""
+    """Counts a fast path that can only write one position, for rows of two."""
 
     def claim(self) -> str:
         return "all_rows"

@@ -1,4 +1,4 @@
-"""A paged cache that attends over its blocks, and the ways in which people get that wrong."""
+"""A paged cache that attends over its blocks, and broken variants."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AttendingCache(PagedCache):
         for seq, row in zip(seqs, query, strict=True):
             keys, values = self.blocks_of(seq, layer)
             keys, values = self.for_each(row, keys), self.for_each(row, values)
-            outputs.append(self.weigh(row, keys, values, self.length_of(seq)))
+            outputs.append(self.attend_one(row, keys, values, self.length_of(seq)))
         return torch.stack(outputs).to(query.dtype)
 
     def blocks_of(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whole blocks, ``[heads, tokens, head_dim]``; the last token may not end them."""
+        """Return whole blocks, ``[heads, tokens, head_dim]``, which may contain more tokens."""
         blocks = self.tables[seq]
         return (
             self.keys[layer, blocks].transpose(0, 1).flatten(1, 2).float(),
@@ -38,16 +38,16 @@ class AttendingCache(PagedCache):
         )
 
     def for_each(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Return the head that each query head attends to."""
+        """Return the KV head of each query head."""
         return cache.repeat_interleave(len(query) // len(cache), 0)
 
     def length_of(self, seq: int) -> int:
         return self.lengths[seq]
 
-    def weigh(
+    def attend_one(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
     ) -> torch.Tensor:
-        """Attend to the first so many tokens of one sequence."""
+        """Attend to the first ``length`` tokens of one sequence."""
         scores = torch.einsum("hd,htd->ht", query.float(), keys[:, :length])
         weights = torch.softmax(scores * self.scale, -1)
         return torch.einsum("ht,htd->hd", weights, values[:, :length])
@@ -67,22 +67,22 @@ class GroupsQueryHeadsTheOtherWay(AttendingCache):
         return cache.repeat(len(query) // len(cache), 1, 1)
 
 
-class MissesTheLastToken(AttendingCache):
+class OmitsTheLastToken(AttendingCache):
     def length_of(self, seq: int) -> int:
         return max(1, super().length_of(seq) - 1)
 
 
-class TakesATokenTooMany(AttendingCache):
-    """The last block may have one that was never written, or that another sequence left there."""
+class AttendsToAnUnwrittenToken(AttendingCache):
+    """Attends to a slot of the last block that is unwritten, or holds another sequence's token."""
 
     def length_of(self, seq: int) -> int:
         return super().length_of(seq) + 1
 
 
-class WeighsTheTailWithZero(AttendingCache):
-    """It masks the scores behind the last token and not the values: zero times NaN is NaN."""
+class MasksScoresOnly(AttendingCache):
+    """Masks the scores after the last token and not the values: zero times NaN is NaN."""
 
-    def weigh(
+    def attend_one(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
     ) -> torch.Tensor:
         scores = torch.einsum("hd,htd->ht", query.float(), keys) * self.scale
@@ -90,30 +90,30 @@ class WeighsTheTailWithZero(AttendingCache):
         return torch.einsum("ht,htd->hd", torch.softmax(scores, -1), values)
 
 
-class _TakesFromAnother(AttendingCache):
-    """It takes from the first sequence as far as that goes."""
+class _ReadsAnotherSequence(AttendingCache):
+    """Reads the tokens of the first sequence, up to its length."""
 
-    takes: ClassVar[tuple[int, ...]]
+    kinds: ClassVar[tuple[int, ...]]
 
     def blocks_of(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         both = list(super().blocks_of(seq, layer))
         first = min(self.tables)
         length = min(self.lengths[first], self.lengths[seq])
-        for kind in self.takes:
+        for kind in self.kinds:
             both[kind][:, :length] = super().blocks_of(first, layer)[kind][:, :length]
         return both[0], both[1]
 
 
-class TakesKeysOfAnother(_TakesFromAnother):
-    takes = (0,)
+class ReadsKeysOfAnotherSequence(_ReadsAnotherSequence):
+    kinds = (0,)
 
 
-class TakesValuesOfAnother(_TakesFromAnother):
-    takes = (1,)
+class ReadsValuesOfAnotherSequence(_ReadsAnotherSequence):
+    kinds = (1,)
 
 
-class AnswersInOrder(AttendingCache):
-    """Its rows come back in the order of the sequences' names."""
+class ReturnsRowsInNameOrder(AttendingCache):
+    """Returns rows in the order of the sequences' names."""
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
         return super().attend(sorted(seqs), query, layer)
@@ -130,7 +130,7 @@ class ForgetsTheScale(AttendingCache):
 
 class StoresTheQuery(AttendingCache):
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        found = super().attend(seqs, query, layer)
+        output = super().attend(seqs, query, layer)
         for seq, row in zip(seqs, query, strict=True):
             self.keys[layer, self.tables[seq][-1], :, -1] = row[0]
-        return found
+        return output

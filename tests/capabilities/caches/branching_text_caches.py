@@ -1,4 +1,4 @@
-"""Caches of texts that fork and are cut, so that texts branch: right ones, and wrong ones."""
+"""Caches of texts that branch by forks and truncation: right ones, and broken ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BranchingTextCache(TextCache):
-    """A fork shares all blocks; whoever writes into a shared one, or cuts it, gets a copy."""
+    """Shares all blocks with forks; a write or cut within a shared block copies it."""
 
     truncation = TextCache.truncation.but(copies=True)
 
@@ -25,34 +25,36 @@ class BranchingTextCache(TextCache):
         self.tables[child] = list(self.tables[parent])
         for block in self.tables[child]:
             self.hold(block)
-        self.said[child] = list(self.said[parent])
+        self.token_ids[child] = list(self.token_ids[parent])
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         size = self.spec.block_size
         needed, leaving = 0, Counter[int]()
         for seq in seqs:
             table = self.tables.get(seq, [])
-            if len(self.said.get(seq, ())) % size == 0:
+            if len(self.token_ids.get(seq, ())) % size == 0:
                 needed += 1
             elif self.others(seq, len(table) - 1) > leaving[table[-1]]:
                 leaving[table[-1]] += 1
                 needed += 1
         if needed > len(self.unused):
             raise CacheFull(f"{needed} blocks needed, {len(self.unused)} free")
-        for row, (seq, said) in enumerate(zip(seqs, self.row_tokens, strict=True)):
-            self.write(seq, said, key[:, row : row + 1], value[:, row : row + 1])
+        for row, (seq, token_ids) in enumerate(zip(seqs, self.row_tokens, strict=True)):
+            self.write(seq, token_ids, key[:, row : row + 1], value[:, row : row + 1])
 
-    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        if len(self.said.get(seq, ())) % self.spec.block_size:
+    def write(
+        self, seq: int, token_ids: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        if len(self.token_ids.get(seq, ())) % self.spec.block_size:
             self.own_last(seq)
-        super().write(seq, said, key, value)
+        super().write(seq, token_ids, key, value)
 
     def others(self, seq: int, at: int) -> int:
-        """Count who has a block of a sequence besides."""
+        """Return the number of other holders of a block of a sequence."""
         return self.holders[self.tables[seq][at]] - 1
 
     def own_last(self, seq: int) -> None:
-        """Leave a sequence alone in its last block, which nobody can find any more."""
+        """Give a sequence its last block alone, under no key."""
         table = self.tables[seq]
         last = table[-1]
         if not self.others(seq, len(table) - 1):
@@ -68,7 +70,7 @@ class BranchingTextCache(TextCache):
 
     def truncate(self, seq: int, length: int) -> None:
         size, table = self.spec.block_size, self.tables[seq]
-        if length == len(self.said[seq]):
+        if length == len(self.token_ids[seq]):
             return
         kept = -(-length // size)
         within = bool(length % size)
@@ -78,7 +80,7 @@ class BranchingTextCache(TextCache):
             raise CacheFull("no block for a copy")
         for block in reversed(table[kept:]):
             self.drop(block)
-        del table[kept:], self.said[seq][length:]
+        del table[kept:], self.token_ids[seq][length:]
         if within:
             self.after_the_cut(seq)
 
@@ -87,7 +89,7 @@ class BranchingTextCache(TextCache):
 
 
 class CutsWithoutCopies(BranchingTextCache):
-    """A shared block that is cut stays shared, and stays known, until it is written to."""
+    """Leaves a truncated shared block shared, and findable, until it is written to."""
 
     truncation = BranchingTextCache.truncation.but(copies=False)
 
@@ -101,52 +103,54 @@ RIGHT = (BranchingTextCache, CutsWithoutCopies)
 
 
 class RegistersTheParentsText(BranchingTextCache):
-    """S3: a fork notes what it says where its parent does, so that its block gets the other's key.
+    """S3: records a fork's tokens in its parent's list, so that its block gets the parent's key.
 
-    What stands there already, because the other one wrote first, is left as it is.
+    Tokens that the other sequence recorded first stay as they are.
     """
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.notes: dict[int, list[int]] = {}
+        self.recorded: dict[int, list[int]] = {}
 
     def fork(self, parent: int, child: int) -> None:
         super().fork(parent, child)
-        self.notes[child] = self.notes[parent]
+        self.recorded[child] = self.recorded[parent]
 
-    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.noted = self.notes.setdefault(seq, [])
-        all_said = [*self.said.get(seq, ()), *said]
-        self.noted += all_said[len(self.noted) :]
-        super().write(seq, said, key, value)
+    def write(
+        self, seq: int, token_ids: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self.record = self.recorded.setdefault(seq, [])
+        all_said = [*self.token_ids.get(seq, ()), *token_ids]
+        self.record += all_said[len(self.record) :]
+        super().write(seq, token_ids, key, value)
 
-    def register(self, table: list[int], said: Sequence[int]) -> None:
-        super().register(table, self.noted[: len(said)])
+    def register(self, table: list[int], token_ids: Sequence[int]) -> None:
+        super().register(table, self.record[: len(token_ids)])
 
     def begin_with(self, found: Any, seq: int) -> int:
         tokens = super().begin_with(found, seq)
-        self.notes[seq] = list(self.said[seq])
+        self.recorded[seq] = list(self.token_ids[seq])
         return tokens
 
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)
-        self.notes[seq] = list(self.said[seq])
+        self.recorded[seq] = list(self.token_ids[seq])
 
     def free(self, seq: int) -> None:
         super().free(seq)
-        self.notes.pop(seq, None)
+        self.recorded.pop(seq, None)
 
 
-class KeepsTheKeyOfWhatWasCut(BranchingTextCache):
-    """S11: a block that is cut is still found with what it held, whatever is written there next."""
+class KeepsKeysOfTruncatedBlocks(BranchingTextCache):
+    """S11: finds a truncated block by its old tokens, whatever is written there next."""
 
     def forget(self, block: int) -> None: ...
 
 
 class WritesUnderAKeptKey(CutsWithoutCopies):
-    """S11: who was cut in a block of two, and then has it alone, writes there and keeps its key.
+    """S11: writes to a block that was shared when truncated, and is not now, and keeps its key.
 
-    Nothing is forked or looked up: a prompt must find the block to show it.
+    It has no forks and no lookups: a prompt must find the block to reveal the bug.
     """
 
     fork: Any = KVCacheAdapter.fork
@@ -159,4 +163,4 @@ class WritesUnderAKeptKey(CutsWithoutCopies):
             super().own_last(seq)
 
 
-BROKEN = (RegistersTheParentsText, KeepsTheKeyOfWhatWasCut, WritesUnderAKeptKey)
+BROKEN = (RegistersTheParentsText, KeepsKeysOfTruncatedBlocks, WritesUnderAKeptKey)

@@ -1,4 +1,4 @@
-"""Caches with one bug each, of the kind that people write."""
+"""Caches with one bug each, as real caches have had."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SwapsRows(PagedCache):
-    """The fast path writes the first row of a batch where the last one belongs, and back."""
+    """Swaps the first and the last row of a batch in the fast path."""
 
     def write(
         self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
@@ -37,7 +37,7 @@ class HasNoBooks(PagedCache):
 
 
 class WorksTheSecondTime(PagedCache):
-    """What it does depends on how often it was built."""
+    """Behaves differently on its first build."""
 
     built = 0
 
@@ -52,7 +52,7 @@ class WorksTheSecondTime(PagedCache):
 
 
 class FillsFromTheEnd(PagedCache):
-    """No sequence reads back wrong, but one option leaves other bits behind than the other."""
+    """Leaves different bits in storage for each option; every sequence reads back right."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"from_the_end": (False, True)}
 

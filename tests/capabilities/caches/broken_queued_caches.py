@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class ReusesTheBufferEarly(QueuedCache):
-    """It fills a staging buffer that the device has not copied yet."""
+    """Fills a staging buffer that the device has not copied yet."""
 
     def wait_for_buffer(self, at: int) -> None: ...
 
 
 class RecordsTheCopyEarly(QueuedCache):
-    """It takes a staging buffer for copied when the device comes to the copy."""
+    """Takes a staging buffer for copied when the device reaches the copy."""
 
     def copy_slots(self, at: int) -> None:
         early = self.queue.record_event()
@@ -28,25 +28,25 @@ class RecordsTheCopyEarly(QueuedCache):
 
 
 class FreesUnderAWriter(QueuedCache):
-    """S6: it writes a prompt to blocks that were freed while a token is on its way to them."""
+    """S6: writes a prompt to freed blocks while a queued token write to them is pending."""
 
     def begin_prompt(self) -> None: ...
 
 
 class LetsInputsBeOverwritten(QueuedCache):
-    """S6: it does not say that what it was handed is still to be read by another stream."""
+    """S6: does not mark its inputs as still read by another stream."""
 
     def end_prompt(self) -> None: ...
 
 
-class ReadsBeforeItIsThere(QueuedCache):
-    """It returns what it copies to the host without waiting for it."""
+class ReadsBeforeTheCopy(QueuedCache):
+    """Returns host memory without waiting for the copy to it."""
 
     def wait_for(self, arrived: Event) -> None: ...
 
 
 class RecordsTheArrivalEarly(QueuedCache):
-    """It waits for all that the device was asked for before the copy to the host."""
+    """Waits for all calls queued before the copy to the host."""
 
     def read_back(self, copy: partial[None]) -> Event:
         arrived = self.queue.record_event()
@@ -59,6 +59,6 @@ BROKEN = (
     RecordsTheCopyEarly,
     FreesUnderAWriter,
     LetsInputsBeOverwritten,
-    ReadsBeforeItIsThere,
+    ReadsBeforeTheCopy,
     RecordsTheArrivalEarly,
 )

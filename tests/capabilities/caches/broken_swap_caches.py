@@ -1,4 +1,4 @@
-"""Caches that preempt or swap wrongly."""
+"""Caches with broken preemption or swapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReusesBlocksBeforeTheCopy(SwapCache):
-    """S7: the blocks are free for others while they are copied out."""
+    """S7: frees the blocks while they are copied out."""
 
     def swap_out(self, seq: int) -> object:
         leaving = super().swap_out(seq)
@@ -23,7 +23,7 @@ class ReusesBlocksBeforeTheCopy(SwapCache):
 
 
 class LetsForksWriteBeforeTheCopy(SwapCache):
-    """S7: while a sequence is copied out, its forks are alone on the blocks they share with it."""
+    """S7: makes forks the only holders of shared blocks while a sequence is copied out."""
 
     def swap_out(self, seq: int) -> object:
         self.shared = [block for block in self.tables[seq] if self.holders[block] > 1]
@@ -35,12 +35,12 @@ class LetsForksWriteBeforeTheCopy(SwapCache):
         super().give_back(leaving)
 
 
-class CopiesWhatIsFree(EagerSwapCache):
-    """S7: the copy is made when the blocks may be another's."""
+class CopiesFreedBlocks(EagerSwapCache):
+    """S7: copies out after the blocks were freed, and possibly reused."""
 
     def swap_out(self, seq: int) -> object:
         leaving = SwapCache.swap_out(self, seq)
-        self.give_back(self.away[seq])
+        self.give_back(self.transfers[seq])
         return leaving
 
     def finish_swap_out(self, leaving: Any) -> None:
@@ -48,7 +48,7 @@ class CopiesWhatIsFree(EagerSwapCache):
 
 
 class BringsBackInAnotherOrder(SwapCache):
-    """S8: the blocks are those of the sequence, and not in its order."""
+    """S8: restores the right blocks in the wrong order."""
 
     def copy_in(self, coming: Transfer) -> None:
         coming.space.sort()
@@ -56,17 +56,17 @@ class BringsBackInAnotherOrder(SwapCache):
 
 
 class BringsBackToTheOldBlocks(SwapCache):
-    """S8: it writes to the blocks that the sequence had."""
+    """S8: restores to the blocks that the sequence had before."""
 
     def swap_in(self, seq: int) -> object:
-        old = self.away[seq].blocks
+        old = self.transfers[seq].blocks
         coming = super().swap_in(seq)
-        self.away[seq].blocks = old
+        self.transfers[seq].blocks = old
         return coming
 
 
 class BringsBackOneLayer(SwapCache):
-    """S8: what the other layers hold is left behind."""
+    """S8: restores the first layer only."""
 
     def copy_in(self, coming: Transfer) -> None:
         self.keys[0, coming.blocks] = self.space_keys[0, coming.space]
@@ -74,7 +74,7 @@ class BringsBackOneLayer(SwapCache):
 
 
 class BringsBackFullBlocks(SwapCache):
-    """S8: a partial block is left behind."""
+    """S8: restores full blocks only."""
 
     def copy_in(self, coming: Transfer) -> None:
         full = coming.length // self.spec.block_size
@@ -83,29 +83,29 @@ class BringsBackFullBlocks(SwapCache):
         )
 
 
-class ReadsWhatIsNotBack(SwapCache):
-    """S8: a sequence can be read from the moment it has blocks."""
+class ReadsBeforeSwapIn(SwapCache):
+    """S8: lets a sequence be read as soon as it has blocks."""
 
     def swap_in(self, seq: int) -> object:
         coming = super().swap_in(seq)
-        self.lengths[seq] = self.away[seq].length
+        self.lengths[seq] = self.transfers[seq].length
         return coming
 
 
-class FindsWhatIsNotBack(SwapTextCache):
-    """S8: others find the text of a sequence that is on its way back."""
+class FindsTextsBeforeSwapIn(SwapTextCache):
+    """S8: lets lookups find the text of a sequence that is still being swapped in."""
 
     def swap_in(self, seq: int) -> object:
         coming = super().swap_in(seq)
-        self.register_all(seq, self.out[seq][0])
+        self.register_all(seq, self.swapped_out[seq][0])
         return coming
 
 
-class SharesWhatWasThere(SwapTextCache):
-    """S8: it takes for granted that the cache still holds what is not written there again."""
+class SharesBlocksByOldContents(SwapTextCache):
+    """S8: assumes that blocks it does not restore still hold their old tokens."""
 
     def finish_swap_out(self, leaving: Any) -> None:
-        self.was = self.tables[leaving]
+        self.old_table = self.tables[leaving]
         super().finish_swap_out(leaving)
 
     def finish_swap_in(self, coming: Any) -> None:
@@ -114,7 +114,7 @@ class SharesWhatWasThere(SwapTextCache):
 
 
 class FreesUnderOthers(SwapCache):
-    """The blocks are free, whoever else holds them."""
+    """Frees the blocks, whoever else holds them."""
 
     def give_back(self, leaving: Transfer) -> None:
         for block in self.tables.pop(leaving.seq):
@@ -124,8 +124,8 @@ class FreesUnderOthers(SwapCache):
         del self.lengths[leaving.seq]
 
 
-class HoldsWhatIsShared(SwapCache):
-    """It gives back the blocks that nobody else holds, and stays a holder of the others."""
+class KeepsSharedBlocks(SwapCache):
+    """Frees its own blocks, and stays a holder of shared ones."""
 
     def give_back(self, leaving: Transfer) -> None:
         self.drop(block for block in self.tables.pop(leaving.seq) if self.holders[block] == 1)
@@ -133,15 +133,15 @@ class HoldsWhatIsShared(SwapCache):
 
 
 class GivesBackTwice(SwapCache):
-    """It takes two holders off blocks that others hold."""
+    """Drops two references to each shared block."""
 
     def give_back(self, leaving: Transfer) -> None:
         self.drop(block for block in leaving.blocks if self.holders[block] > 1)
         super().give_back(leaving)
 
 
-class LeaksSpaceOfTheFreed(SwapCache):
-    """S9: what is away when it is freed keeps its swap space."""
+class LeaksSwapSpaceOnFree(SwapCache):
+    """S9: leaks the swap space of a sequence that is freed while swapped out."""
 
     def free(self, seq: int) -> None:
         space = list(self.space)
@@ -149,28 +149,28 @@ class LeaksSpaceOfTheFreed(SwapCache):
         self.space = space
 
 
-class LeaksSpaceOfTheCancelled(SwapCache):
-    """S9: a sequence that is freed on its way out keeps its swap space."""
+class LeaksSwapSpaceOnCancelledSwapOut(SwapCache):
+    """S9: leaks the swap space of a sequence that is freed during its swap out."""
 
     def free(self, seq: int) -> None:
-        leaving = seq in self.away and seq in self.lengths
+        leaving = seq in self.transfers and seq in self.lengths
         space = list(self.space)
         super().free(seq)
         if leaving:
             self.space = space
 
 
-class KeepsTheBlocksOfTheCancelled(SwapCache):
-    """S9: a sequence that is freed on its way back keeps the blocks it was to have."""
+class LeaksBlocksOnCancelledSwapIn(SwapCache):
+    """S9: leaks the blocks of a sequence that is freed during its swap in."""
 
     def free(self, seq: int) -> None:
-        if seq in self.away and seq not in self.lengths:
+        if seq in self.transfers and seq not in self.lengths:
             self.tables.pop(seq, None)
         super().free(seq)
 
 
-class GivesNoSpaceBack(SwapCache):
-    """What is back keeps its swap space."""
+class LeaksSwapSpaceOnSwapIn(SwapCache):
+    """Leaks the swap space of a sequence that was swapped in."""
 
     def finish_swap_in(self, coming: Any) -> None:
         space = list(self.space)
@@ -179,21 +179,21 @@ class GivesNoSpaceBack(SwapCache):
 
 
 class TakesBlocksBeforeItRefuses(SwapCache):
-    """A sequence for which there is no room has what room there was."""
+    """Takes the free blocks before it refuses a sequence that does not fit."""
 
     def take_for(self, tokens: int) -> list[int]:
         return [self.take() for _ in range(-(-tokens // self.spec.block_size))]
 
 
 class KeepsTheOldLength(SwapCache):
-    """23: what is resumed comes behind what was there."""
+    """23: keeps the length of a preempted sequence, and resumes it after its old tokens."""
 
     def preempt(self, seq: int) -> None:
         self.drop(self.tables.pop(seq))
 
 
 class KeepsTheBlocks(SwapCache):
-    """What is preempted holds its blocks until it is resumed."""
+    """Holds the blocks of a preempted sequence until it is resumed."""
 
     def preempt(self, seq: int) -> None:
         del self.lengths[seq]
@@ -204,7 +204,7 @@ class KeepsTheBlocks(SwapCache):
 
 
 class ForgetsForks(SwapCache):
-    """A preempted sequence frees its blocks under its forks."""
+    """Frees the blocks that a preempted sequence shares with its forks."""
 
     def preempt(self, seq: int) -> None:
         for block in self.tables[seq]:
@@ -215,21 +215,21 @@ class ForgetsForks(SwapCache):
 BROKEN = (
     ReusesBlocksBeforeTheCopy,
     LetsForksWriteBeforeTheCopy,
-    CopiesWhatIsFree,
+    CopiesFreedBlocks,
     BringsBackInAnotherOrder,
     BringsBackToTheOldBlocks,
     BringsBackOneLayer,
     BringsBackFullBlocks,
-    ReadsWhatIsNotBack,
-    FindsWhatIsNotBack,
-    SharesWhatWasThere,
+    ReadsBeforeSwapIn,
+    FindsTextsBeforeSwapIn,
+    SharesBlocksByOldContents,
     FreesUnderOthers,
-    HoldsWhatIsShared,
+    KeepsSharedBlocks,
     GivesBackTwice,
-    LeaksSpaceOfTheFreed,
-    LeaksSpaceOfTheCancelled,
-    KeepsTheBlocksOfTheCancelled,
-    GivesNoSpaceBack,
+    LeaksSwapSpaceOnFree,
+    LeaksSwapSpaceOnCancelledSwapOut,
+    LeaksBlocksOnCancelledSwapIn,
+    LeaksSwapSpaceOnSwapIn,
     TakesBlocksBeforeItRefuses,
     KeepsTheOldLength,
     KeepsTheBlocks,

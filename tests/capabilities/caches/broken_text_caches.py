@@ -1,4 +1,4 @@
-"""Caches that keep a block for every text, and do it wrongly."""
+"""Caches with broken prefix reuse."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec
 
 
-class KnowsTheBlockAlone(TextCache):
-    """24: its key leaves out what came before the block."""
+class KeysByTheBlockAlone(TextCache):
+    """24: leaves the prefix of a block out of its key."""
 
-    def key(self, said: Sequence[int]) -> Hashable:
-        return tuple(said[-self.spec.block_size :])
-
-
-class KnowsTheBlockAtItsPlace(TextCache):
-    """Its key says at which position a block stands, and leaves out what came before it."""
-
-    def key(self, said: Sequence[int]) -> Hashable:
-        return len(said), *said[-self.spec.block_size :]
+    def key(self, token_ids: Sequence[int]) -> Hashable:
+        return tuple(token_ids[-self.spec.block_size :])
 
 
-class KnowsABareHash(TextCache):
-    """24, S3: its keys are hashes of four values, and what they stand for is not compared."""
+class KeysByBlockAndPosition(TextCache):
+    """Has the position of a block in its key, and not its prefix."""
 
-    def key(self, said: Sequence[int]) -> Hashable:
-        return hash(tuple(said)) % 4
+    def key(self, token_ids: Sequence[int]) -> Hashable:
+        return len(token_ids), *token_ids[-self.spec.block_size :]
+
+
+class KeysByABareHash(TextCache):
+    """24, S3: has hashes of four values as keys, and does not compare the tokens."""
+
+    def key(self, token_ids: Sequence[int]) -> Hashable:
+        return hash(tuple(token_ids)) % 4
 
 
 class FreesTheDuplicatesBlock(TextCache):
-    """S19: it gives up a block for an equal one, and does not hold that."""
+    """S19: replaces a block by an equal one without holding it."""
 
-    def register(self, table: list[int], said: Sequence[int]) -> None:
-        key = self.key(said)
+    def register(self, table: list[int], token_ids: Sequence[int]) -> None:
+        key = self.key(token_ids)
         other = self.block_of.setdefault(key, table[-1])
         if other == table[-1]:
             self.key_of[other] = key
@@ -46,8 +46,8 @@ class FreesTheDuplicatesBlock(TextCache):
         table[-1] = other
 
 
-class FindsWhatWasEvicted(TextCache):
-    """2: a block that is taken for something else can still be found."""
+class FindsEvictedBlocks(TextCache):
+    """2: finds a block after it was evicted."""
 
     def open(self) -> int:
         block = self.unused.pop(0)
@@ -56,33 +56,33 @@ class FindsWhatWasEvicted(TextCache):
 
 
 class FindsAPartialBlock(TextCache):
-    """S4: a block is known one token before it is full."""
+    """S4: finds a block one token before it is full."""
 
-    def found(self, said: Sequence[int]) -> list[int]:
+    def found(self, token_ids: Sequence[int]) -> list[int]:
         size = self.spec.block_size
-        if len(said) % size != size - 1 or size == 1:
-            return super().found(said)
-        return super().found([*said, said[-1]])
+        if len(token_ids) % size != size - 1 or size == 1:
+            return super().found(token_ids)
+        return super().found([*token_ids, token_ids[-1]])
 
 
 class ForgetsToCountHits(TextCache):
-    """3: blocks that a prompt finds, and nobody holds, are counted as room as well."""
+    """3: counts found blocks without holders as free room too."""
 
     def prefill(self, seq, key, value):  # type: ignore[no-untyped-def]
-        size, (said,) = self.spec.block_size, self.row_tokens
-        found = self.found(said)
-        if -(-len(said) // size) - len(found) <= len(self.unused):
+        size, (token_ids,) = self.spec.block_size, self.row_tokens
+        found = self.found(token_ids)
+        if -(-len(token_ids) // size) - len(found) <= len(self.unused):
             for block in found:
                 self.hold(block)
             begin = len(found) * size
-            self.tables[seq], self.said[seq] = found, list(said[:begin])
-            self.write(seq, said[begin:], key[:, begin:], value[:, begin:])
+            self.tables[seq], self.token_ids[seq] = found, list(token_ids[:begin])
+            self.write(seq, token_ids[begin:], key[:, begin:], value[:, begin:])
             return
         super().prefill(seq, key, value)
 
 
 class RevivesWithoutItsKey(TextCache):
-    """A block that somebody holds again is not found by the next."""
+    """Does not find a cached block that a sequence holds again."""
 
     def hold(self, block: int) -> None:
         if not self.holders[block]:
@@ -90,57 +90,59 @@ class RevivesWithoutItsKey(TextCache):
         super().hold(block)
 
 
-class FindsWhatIsNotWritten(TextCache):
-    """S2: it says that the last block of a text is there as soon as it is begun."""
+class FindsUnwrittenBlocks(TextCache):
+    """S2: finds the first block of a text as soon as it is begun."""
 
-    def match_prefix(self, said: Sequence[int]) -> int:
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
         size = self.spec.block_size
-        begun = any(said[: len(known)] == known for known in self.said.values() if known)
-        return max(super().match_prefix(said), size if begun and len(said) >= size else 0)
+        begun = any(
+            token_ids[: len(stored)] == stored for stored in self.token_ids.values() if stored
+        )
+        return max(super().match_prefix(token_ids), size if begun and len(token_ids) >= size else 0)
 
 
 class DoesNotCompare(HashedTextCache):
-    """24, S3: it takes a block for another one that has the same hash."""
+    """24, S3: takes a block for another one with the same hash."""
 
-    def find(self, said: Sequence[int]) -> int | None:
-        return self.block_of.get(self.key(said))
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        return self.block_of.get(self.key(token_ids))
 
 
 class DropsHits(HashedTextCache):
-    """It misses a block that nobody holds, though no other text ever had its hash."""
+    """Misses a block without holders whose hash collides with no other text's."""
 
     def use_hash(self, hashed: Callable[[object], int]) -> None:
         super().use_hash(hashed)
-        self.alike: dict[Hashable, set[tuple[int, ...]]] = {}
+        self.texts_of_hash: dict[Hashable, set[tuple[int, ...]]] = {}
 
-    def register(self, table: list[int], said: Sequence[int]) -> None:
-        self.alike.setdefault(self.key(said), set()).add(tuple(said))
-        super().register(table, said)
+    def register(self, table: list[int], token_ids: Sequence[int]) -> None:
+        self.texts_of_hash.setdefault(self.key(token_ids), set()).add(tuple(token_ids))
+        super().register(table, token_ids)
 
-    def find(self, said: Sequence[int]) -> int | None:
-        block = super().find(said)
-        if block is None or self.holders[block] or len(self.alike[self.key(said)]) > 1:
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        block = super().find(token_ids)
+        if block is None or self.holders[block] or len(self.texts_of_hash[self.key(token_ids)]) > 1:
             return block
         return None
 
 
-class TakesWhatWasThere(TextCache):
-    """S1: it begins a sequence with the blocks of the lookup, whatever they hold by now."""
+class ReusesAStaleLookup(TextCache):
+    """S1: begins a sequence with the blocks of an earlier lookup, whatever they hold now."""
 
-    def look_up(self, said: Sequence[int]) -> object:
-        return list(said), self.found(said)
+    def look_up(self, token_ids: Sequence[int]) -> object:
+        return list(token_ids), self.found(token_ids)
 
     def begin_with(self, found: Any, seq: int) -> int:
-        said, blocks = found
+        token_ids, blocks = found
         for block in blocks:
             self.hold(block)
         self.tables[seq] = list(blocks)
-        self.said[seq] = said[: len(blocks) * self.spec.block_size]
-        return len(self.said[seq])
+        self.token_ids[seq] = token_ids[: len(blocks) * self.spec.block_size]
+        return len(self.token_ids[seq])
 
 
 class CountsOneMore(TextCache):
-    """It says of a text that it took as much as was looked up."""
+    """Returns the length of the lookup for the tokens it reused."""
 
     def begin_with(self, found: Any, seq: int) -> int:
         super().begin_with(found, seq)
@@ -148,7 +150,7 @@ class CountsOneMore(TextCache):
 
 
 class EvictsTheMostRecent(TextCache):
-    """It takes the block that was released last."""
+    """Evicts the block that was freed last."""
 
     def open(self) -> int:
         self.unused.insert(0, self.unused.pop())
@@ -156,36 +158,36 @@ class EvictsTheMostRecent(TextCache):
 
 
 class EvictsTheHeadFirst(TextCache):
-    """It releases the blocks of a sequence from its head on, so that they go in this order."""
+    """Frees the blocks of a sequence from its head on, so that the head is evicted first."""
 
     def free(self, seq: int) -> None:
         for block in self.tables.pop(seq):
             self.drop(block)
-        del self.said[seq]
+        del self.token_ids[seq]
 
 
 class HitsDoNotRenew(TextCache):
-    """A block that was found again goes where it stood among those that wait."""
+    """Returns a block that was reused to its old place in the order of evictions."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.kept: list[int] = []
+        self.evictable: list[int] = []
 
     def drop(self, block: int) -> None:
         super().drop(block)
         if not self.holders[block] and block in self.key_of:
-            if block in self.kept:
-                later = self.kept[self.kept.index(block) :]
+            if block in self.evictable:
+                later = self.evictable[self.evictable.index(block) :]
                 self.unused.remove(block)
-                ahead = [each for each in self.unused if each not in later]
-                self.unused.insert(len(ahead), block)
+                earlier = [each for each in self.unused if each not in later]
+                self.unused.insert(len(earlier), block)
             else:
-                self.kept.append(block)
+                self.evictable.append(block)
 
     def open(self) -> int:
         block = super().open()
-        if block in self.kept:
-            self.kept.remove(block)
+        if block in self.evictable:
+            self.evictable.remove(block)
         return block
 
 
@@ -193,22 +195,22 @@ BROKEN = (
     EvictsTheMostRecent,
     EvictsTheHeadFirst,
     HitsDoNotRenew,
-    TakesWhatWasThere,
+    ReusesAStaleLookup,
     CountsOneMore,
     RevivesWithoutItsKey,
-    FindsWhatIsNotWritten,
+    FindsUnwrittenBlocks,
     DoesNotCompare,
     DropsHits,
-    KnowsTheBlockAlone,
-    KnowsABareHash,
+    KeysByTheBlockAlone,
+    KeysByABareHash,
     FreesTheDuplicatesBlock,
-    FindsWhatWasEvicted,
+    FindsEvictedBlocks,
     FindsAPartialBlock,
     ForgetsToCountHits,
 )
 
 
 class NeverHashes(TextCache):
-    """It takes a hash function and leaves it alone."""
+    """Takes a hash function and does not call it."""
 
     def use_hash(self, hashed: Callable[[object], int]) -> None: ...

@@ -1,4 +1,4 @@
-"""Ways to get windows wrong: each is `WindowCache`, or one of its kin, with one mistake."""
+"""Windowed caches with one bug each, based on `WindowCache` or a variant of it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class FreesATokenEarly(WindowCache):
-    """S13, too early: a block is given back while its last token may be attended to."""
+    """S13, too early: frees a block while its last token may be attended to."""
 
     def live_of(self, group: Group, length: int) -> int:
         return super().live_of(group, length + 1)
 
 
 class FreesATokenLate(WindowCache):
-    """S13, too late: it counts W tokens before the next one, not W - 1."""
+    """S13, too late: counts W tokens before the next one, not W - 1."""
 
     def live_of(self, group: Group, length: int) -> int:
         return super().live_of(group, max(0, length - 1))
 
 
 class FreesByTheNextWriteOnly(WindowCache):
-    """S13, too late: it says "at once" and gives back when the sequence is written to again."""
+    """S13, too late: declares "at once", and frees on the next write to the sequence."""
 
     def reserve(
         self, seqs: Sequence[int], counts: Sequence[int]
@@ -52,7 +52,7 @@ class FreesByTheNextWriteOnly(WindowCache):
 
 
 class FreesOneBlockAtATime(LazyCache):
-    """S13, too late: where several blocks left the window, only the latest is given back."""
+    """S13, too late: frees only the latest of several blocks out of the window."""
 
     def give_back(self, group: Group, table: list[int | None], left: int) -> None:
         latest = table[max(0, left - 1) : left]
@@ -61,7 +61,7 @@ class FreesOneBlockAtATime(LazyCache):
 
 
 class FreesEachBlockButTheFirst(SharedPoolCache):
-    """S13, never: it stops a block short of the first, as if that were None already."""
+    """S13, never: stops one block before the first, as if that were None already."""
 
     def give_back(self, group: Group, table: list[int | None], left: int) -> None:
         group.pool.drop(table[1:left])
@@ -69,26 +69,26 @@ class FreesEachBlockButTheFirst(SharedPoolCache):
 
 
 class FreesAgainAtTheEnd(WindowCache):
-    """S13, twice: what was given back is given back again when the sequence is freed."""
+    """S13, twice: frees a block out of the window again when the sequence is freed."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.ever: dict[tuple[int, int], set[int]] = {}
+        self.freed: dict[tuple[int, int], set[int]] = {}
 
     def give_back(self, group: Group, table: list[int | None], left: int) -> None:
         (seq,) = (name for name, own in group.tables.items() if own is table)
-        gone = [block for block in table[:left] if block is not None]
-        self.ever.setdefault((self.groups.index(group), seq), set()).update(gone)
+        freed_blocks = [block for block in table[:left] if block is not None]
+        self.freed.setdefault((self.groups.index(group), seq), set()).update(freed_blocks)
         super().give_back(group, table, left)
 
     def free(self, seq: int) -> None:
         for at, group in enumerate(self.groups):
-            group.pool.unused += self.ever.pop((at, seq), set())
+            group.pool.unused += self.freed.pop((at, seq), set())
         super().free(seq)
 
 
 class FreesTwiceAcrossGroups(SharedPoolCache):
-    """S13, twice across groups: a window's block is given back for every group of the pool."""
+    """S13, twice across groups: frees a window's block once for every group of the pool."""
 
     def give_back(
         self,
@@ -103,38 +103,38 @@ class FreesTwiceAcrossGroups(SharedPoolCache):
 
 
 class GivesOneBlockToTwoGroups(EagerSharedCache):
-    """The second group gets the block that the first one got, as if its pool were its own."""
+    """Gives the second group the first group's block, as if it had a pool of its own."""
 
     def slot(
         self, group: Group, seq: int, more: int, copied: list[tuple[int, int]]
     ) -> tuple[int, int]:
-        place = super().slot(group, seq, more, copied)
+        slot = super().slot(group, seq, more, copied)
         first = self.groups[0].tables[seq]
         table = group.tables[seq]
-        if group is not self.groups[0] and place[1] == 0 and first[-1] is not None:
+        if group is not self.groups[0] and slot[1] == 0 and first[-1] is not None:
             group.pool.drop(table[-1:])
             table[-1] = first[-1]
             group.pool.holders[first[-1]] += 1
             return first[-1], 0
-        return place
+        return slot
 
 
 class UsesTheFirstGroupsWindow(WindowCache):
-    """Every group is slid by the window of the first one."""
+    """Applies the window of the first group to every group."""
 
     def live_of(self, group: Group, length: int) -> int:  # noqa: ARG002
         return super().live_of(self.groups[0], length)
 
 
 class SlidesTheFirstGroupOnly(EagerSharedCache):
-    """Other groups keep what left their windows."""
+    """Keeps blocks out of the window in all groups but the first."""
 
     def slide(self, seq: int) -> None:
         self.slide_in(self.groups[0], seq)
 
 
 class ReturnsATokenTooMany(LazyCache):
-    """21: it returns W tokens, the one before the window among them."""
+    """21: returns W tokens, and so the one before the window."""
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.first_live(self.spec.windows[layer], max(0, self.lengths[seq] - 1))
@@ -142,56 +142,56 @@ class ReturnsATokenTooMany(LazyCache):
 
 
 class AttendsToATokenTooMany(LazyCache):
-    """21: it attends to the token before the window, if that is still there."""
+    """21: attends to the token before the window, if it is still stored."""
 
-    def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attended_tokens(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.first_live(self.spec.windows[layer], self.lengths[seq])
         held = start and self.table(seq, layer)[(start - 1) // self.spec.block_size] is not None
         return self.tokens_from(start - bool(held), seq, layer)
 
 
 class AttendsToAll(SharedPoolCache):
-    """It attends to all that is still there."""
+    """Attends to all tokens that are still stored."""
 
-    def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attended_tokens(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tokens_from(
             self.table(seq, layer).count(None) * self.spec.block_size, seq, layer
         )
 
 
 class AttendsByAnotherLayersWindow(WindowCache):
-    """It attends in every layer by the smallest window of all."""
+    """Attends in every layer by the smallest window of all."""
 
-    def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attended_tokens(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         length = self.lengths[seq]
         return self.tokens_from(
-            max(self.first_live(window, length) for window in self.kinds), seq, layer
+            max(self.first_live(window, length) for window in self.windows_of_groups), seq, layer
         )
 
 
-class LeavesNoneOut(WindowCache):
-    """Its table begins with the first block that is held."""
+class OmitsNones(WindowCache):
+    """Leaves the Nones of freed blocks out of its table."""
 
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return [block for block in super().table(seq, layer) if block is not None]
 
 
-class NamesWhatItGaveBack(WindowCache):
-    """Its table still names the blocks that it gave back."""
+class NamesFreedBlocks(WindowCache):
+    """Names freed blocks in its table."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.named: dict[tuple[int, int], dict[int, int]] = {}
+        self.named_blocks: dict[tuple[int, int], dict[int, int]] = {}
 
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
         table = super().table(seq, layer)
-        named = self.named.setdefault((seq, layer), {})
-        named.update({at: block for at, block in enumerate(table) if block is not None})
-        return [named.get(at) for at in range(len(table))]
+        named_blocks = self.named_blocks.setdefault((seq, layer), {})
+        named_blocks.update({at: block for at, block in enumerate(table) if block is not None})
+        return [named_blocks.get(at) for at in range(len(table))]
 
 
 class FreesUnderAFork(LazyCache):
-    """What leaves the window of one sequence is free, whoever else holds it."""
+    """Frees blocks out of the window of one sequence, whoever else holds them."""
 
     def give_back(self, group: Group, table: list[int | None], left: int) -> None:
         for block in table[:left]:
@@ -201,7 +201,7 @@ class FreesUnderAFork(LazyCache):
 
 
 class ForksWithoutTheHoles(SharedPoolCache):
-    """A fork of a sequence that gave blocks back begins with the blocks that it still has."""
+    """Begins a fork's table with the blocks that are left, without the Nones before them."""
 
     def fork(self, parent: int, child: int) -> None:
         super().fork(parent, child)
@@ -210,19 +210,19 @@ class ForksWithoutTheHoles(SharedPoolCache):
 
 
 class SlidesBeforeItIsWritten(WindowCache):
-    """Room that was reserved is given back before the tokens come that it was for."""
+    """Frees reserved blocks before their tokens are written."""
 
     def reserve(
         self, seqs: Sequence[int], counts: Sequence[int]
     ) -> tuple[Sequence[int], list[Slots]]:
-        answer = super().reserve(seqs, counts)
+        reservation = super().reserve(seqs, counts)
         for seq in seqs:
             self.slide(seq)
-        return answer
+        return reservation
 
 
-class CutsWhatItGaveBack(WindowCache):
-    """It does not refuse to roll back to where blocks are missing."""
+class TruncatesIntoFreedBlocks(WindowCache):
+    """Accepts truncations into freed blocks."""
 
     def truncate(self, seq: int, length: int) -> None:
         can_truncate, self.can_truncate = self.can_truncate, lambda *_: True  # type: ignore[method-assign]
@@ -232,8 +232,8 @@ class CutsWhatItGaveBack(WindowCache):
             self.can_truncate = can_truncate  # type: ignore[method-assign]
 
 
-class SlidesThoughItRefuses(LazyCache):
-    """A write that finds no room has given back what left the window before it."""
+class FreesOnRefusedWrites(LazyCache):
+    """Frees blocks out of the window before it refuses a write."""
 
     def reserve(
         self, seqs: Sequence[int], counts: Sequence[int]
@@ -243,8 +243,8 @@ class SlidesThoughItRefuses(LazyCache):
         return super().reserve(seqs, counts)
 
 
-class SlidesOnlyWhatItAdmits(TryingCache):
-    """A row that finds no room for want of what it would give back gives nothing back."""
+class FreesForAdmittedRowsOnly(TryingCache):
+    """Frees blocks for admitted rows only."""
 
     def give_back_for(self, seq: int) -> None:
         pass
@@ -265,12 +265,12 @@ BROKEN = (
     AttendsToATokenTooMany,
     AttendsToAll,
     AttendsByAnotherLayersWindow,
-    LeavesNoneOut,
-    NamesWhatItGaveBack,
+    OmitsNones,
+    NamesFreedBlocks,
     FreesUnderAFork,
     ForksWithoutTheHoles,
     SlidesBeforeItIsWritten,
-    CutsWhatItGaveBack,
-    SlidesThoughItRefuses,
-    SlidesOnlyWhatItAdmits,
+    TruncatesIntoFreedBlocks,
+    FreesOnRefusedWrites,
+    FreesForAdmittedRowsOnly,
 )

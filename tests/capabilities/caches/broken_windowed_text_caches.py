@@ -1,4 +1,4 @@
-"""Caches that mix up what each window's layers keep of texts, one in each way."""
+"""Windowed caches with prefix reuse that have one bug each."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ if TYPE_CHECKING:
 
 
 class BeginsATokenTooLate(WindowedTextCache):
-    """The block that holds the first live token of what was found is left out."""
+    """Leaves out the block with the first live token of a found prefix."""
 
     def first_needed(self, group: Group, found: int) -> int:
         return super().first_needed(group, found + 1)
 
 
 class LooksIntoOneGroup(WindowedTextCache):
-    """What the last group has of a text counts as found, in whichever window."""
+    """Finds a text where only the last group has it."""
 
-    def looked_into(self) -> list[tuple[int, Group]]:
-        return super().looked_into()[-1:]
+    def lookup_groups(self) -> list[tuple[int, Group]]:
+        return super().lookup_groups()[-1:]
 
 
 class OneKeyForAllGroups(WindowedTextCache):
-    """A block is found for its text in whichever group it was stored."""
+    """Finds the block of a text in another group than stored it."""
 
-    def blocks_of(self, at: int, said: Sequence[int]) -> list[int | None]:
+    def blocks_of(self, at: int, token_ids: Sequence[int]) -> list[int | None]:
         groups = [at, *range(len(self.groups))]
         every = zip(
-            *(super(OneKeyForAllGroups, self).blocks_of(of, said) for of in groups), strict=True
+            *(
+                super(OneKeyForAllGroups, self).blocks_of(group_index, token_ids)
+                for group_index in groups
+            ),
+            strict=True,
         )
         return [next((block for block in same if block is not None), None) for same in every]
 
 
-class RemembersWhatWasTaken(WindowedTextCache):
-    """A block that another group took is still found for what it held."""
+class FindsTakenBlocks(WindowedTextCache):
+    """Finds a block by its old tokens after another group took it."""
 
     class Pool(KeepingPool):
         def take(self) -> int:
@@ -58,12 +62,12 @@ class RemembersWhatWasTaken(WindowedTextCache):
         return self.Pool(list(range(self.spec.num_blocks)))
 
 
-class LeavesOutWhatThePromptLeaves(WindowedTextCache):
-    """What is found is left out as if the whole prompt had been, and not only what was found."""
+class FreesByThePromptLength(WindowedTextCache):
+    """Frees blocks of a found prefix by the window of the whole prompt."""
 
-    def begin(self, seq: int, said: Sequence[int]) -> None:
+    def begin(self, seq: int, token_ids: Sequence[int]) -> None:
         self.prompt = len(self.row_tokens[0])
-        super().begin(seq, said)
+        super().begin(seq, token_ids)
         for group in self.groups:
             table = group.tables[seq]
             left = min(
@@ -72,23 +76,23 @@ class LeavesOutWhatThePromptLeaves(WindowedTextCache):
             self.give_back(group, table, left)
 
 
-class HoldsWhatItLeavesOut(WindowedTextCache):
-    """Blocks of a text that are behind its window are held, and named in no table."""
+class HoldsBlocksOutOfWindow(WindowedTextCache):
+    """Holds blocks of a text that are out of the window, and names them in no table."""
 
-    def begin(self, seq: int, said: Sequence[int]) -> None:
-        super().begin(seq, said)
+    def begin(self, seq: int, token_ids: Sequence[int]) -> None:
+        super().begin(seq, token_ids)
         for at, group in enumerate(self.groups):
-            for block in self.blocks_of(at, said)[: self.first_needed(group, len(said))]:
+            for block in self.blocks_of(at, token_ids)[: self.first_needed(group, len(token_ids))]:
                 if block is not None:
                     self.pool_of(group).hold(block)
 
 
-class ForgetsThatFoundBlocksNeedRoom(WindowedTextCache):
-    """A prompt is admitted by the blocks that are free before it takes those that it found."""
+class AdmitsWithoutCountingFoundBlocks(WindowedTextCache):
+    """Admits a prompt by the blocks that are free before it takes the found ones."""
 
-    def begin(self, seq: int, said: Sequence[int]) -> None:
+    def begin(self, seq: int, token_ids: Sequence[int]) -> None:
         free = len(self.groups[0].pool.unused)
-        super().begin(seq, said)
+        super().begin(seq, token_ids)
         new = -(-len(self.row_tokens[0]) // self.spec.block_size) * len(self.groups)
         if new > free:
             raise CacheFull
@@ -98,8 +102,8 @@ BROKEN = (
     BeginsATokenTooLate,
     LooksIntoOneGroup,
     OneKeyForAllGroups,
-    RemembersWhatWasTaken,
-    LeavesOutWhatThePromptLeaves,
-    HoldsWhatItLeavesOut,
-    ForgetsThatFoundBlocksNeedRoom,
+    FindsTakenBlocks,
+    FreesByThePromptLength,
+    HoldsBlocksOutOfWindow,
+    AdmitsWithoutCountingFoundBlocks,
 )

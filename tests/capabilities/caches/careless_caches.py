@@ -1,4 +1,4 @@
-"""A paged cache that refuses all the catalogue of bad calls has, and others that take some."""
+"""A paged cache that refuses every standard bad call, and variants that accept some."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 
 class CarefulCache(KVCacheAdapter):
-    """Blocks have holders, a fork copies its partial block at once, and block 0 is scratch."""
+    """Refcounts blocks, copies the partial block of a fork at once, and has block 0 as scratch."""
 
     fork_shares = "full blocks"
     scratch_blocks = frozenset({0})
@@ -65,7 +65,7 @@ class CarefulCache(KVCacheAdapter):
         self.tables[seq] = own
 
     def fork(self, parent: int, child: int) -> None:
-        own = self.known(parent)
+        own = self.table_of(parent)
         if child in self.tables:
             raise Refused(child)
         partial = own[-1:] if self.filled[own[-1]] < self.spec.block_size else []
@@ -80,7 +80,7 @@ class CarefulCache(KVCacheAdapter):
             self.filled[copy] = self.filled[block]
 
     def free(self, seq: int) -> None:
-        own = self.known(seq)
+        own = self.table_of(seq)
         del self.tables[seq]
         for block in own:
             self.drop(block)
@@ -89,7 +89,7 @@ class CarefulCache(KVCacheAdapter):
         return self.read(layer, self.tables[seq])
 
     def gather(self, seq: int, layer: int) -> Pair:
-        return self.read(layer, self.known(seq))
+        return self.read(layer, self.table_of(seq))
 
     # ------------------------------------------------------------------------- blocks
 
@@ -139,7 +139,7 @@ class CarefulCache(KVCacheAdapter):
         if len(set(seqs)) < len(seqs):
             raise Refused(seqs)
 
-    def known(self, seq: int) -> list[int]:
+    def table_of(self, seq: int) -> list[int]:
         if seq not in self.tables:
             raise Refused(seq)
         return self.tables[seq]
@@ -190,28 +190,28 @@ class CarefulCache(KVCacheAdapter):
 
 
 class TakesAnyBlock(CarefulCache):
-    """It trusts the blocks that it is handed."""
+    """Does not check the blocks of a call."""
 
     def check_held(self, blocks: Sequence[int]) -> None:
         pass
 
 
 class TakesAnyName(CarefulCache):
-    """A name that it does not know is an empty sequence, wherever it is used."""
+    """Takes an unknown name for an empty sequence."""
 
-    def known(self, seq: int) -> list[int]:
+    def table_of(self, seq: int) -> list[int]:
         return self.tables.setdefault(seq, [])
 
 
 class TakesAnyTokens(CarefulCache):
-    """It finds out in the middle of a write that the tokens do not fit."""
+    """Fails in the middle of a write whose tokens do not fit."""
 
     def check_tokens(self, rows: int, key: torch.Tensor, value: torch.Tensor) -> None:
         pass
 
 
 class CountsHoldersTooLate(CarefulCache):
-    """It notices a block freed too often when that is done in part."""
+    """Checks the refcount of a block after it has freed others."""
 
     def decref_blocks(self, layer: int, blocks: Sequence[int]) -> None:  # noqa: ARG002
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Caches with an endless loop, each of another kind."""
+"""Caches with endless loops of different kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HangsOnTheThirdBlock(PagedCache):
-    """Its search for a free block does not end once it has handed out two."""
+    """Never ends its search for a third free block."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value)
@@ -28,15 +28,15 @@ class HangsOnTheThirdBlock(PagedCache):
 
 
 class CatchesEverything(HangsOnTheThirdBlock):
-    """No error gets out of it, so no signal ends it. It uses hardly any processor time."""
+    """Catches every error, so that no signal ends it, and uses hardly any processor time."""
 
     def spin(self) -> None:
         with suppress(BaseException):
             sleep(0.001)
 
 
-class KeepsTheInterpretersLock(HangsOnTheThirdBlock):
-    """No other thread runs while it hangs in native code."""
+class HoldsTheInterpreterLock(HangsOnTheThirdBlock):
+    """Holds the interpreter lock while it hangs in native code."""
 
     def spin(self) -> None:
         sum(range(10**12))

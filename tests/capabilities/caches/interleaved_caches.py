@@ -1,4 +1,4 @@
-"""Caches that keep keys and values in one tensor, and some that read it with another layout."""
+"""Caches with keys and values in one tensor: a right one, and ones that read another layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Interleaved(CutCache):
-    """Slots come before heads, and an element's key and value lie side by side. It is right."""
+    """Stores slots before heads, with key and value of an element side by side. It is right."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -24,29 +24,29 @@ class Interleaved(CutCache):
         self.keys, self.values = self.both.transpose(2, 3).unbind(-1)
 
     def gather(self, seq: int, layer: int) -> Pair:
-        found = self.both[layer, self.tables[seq]].flatten(0, 1)[: self.lengths[seq]]
-        return self.apart(found)
+        tokens = self.both[layer, self.tables[seq]].flatten(0, 1)[: self.lengths[seq]]
+        return self.split(tokens)
 
-    def apart(self, both: torch.Tensor) -> Pair:
-        """Take ``[tokens, heads, head_dim, 2]`` apart."""
+    def split(self, both: torch.Tensor) -> Pair:
+        """Split ``[tokens, heads, head_dim, 2]`` into keys and values."""
         return both[..., 0], both[..., 1]
 
 
 class ReadsHalves(Interleaved):
-    """S10: its reader takes all keys to come before all values, as in LMCache 4463."""
+    """S10: reads all keys before all values, as in LMCache 4463."""
 
-    def apart(self, both: torch.Tensor) -> Pair:
+    def split(self, both: torch.Tensor) -> Pair:
         keys, values = both.flatten(2).chunk(2, 2)
         return keys, values
 
 
 class ReadsHeadsFirst(Interleaved):
-    """S10: its reader takes heads to come before slots, where both are right for one head."""
+    """S10: reads heads before slots, which are the same for one head."""
 
     def gather(self, seq: int, layer: int) -> Pair:
         layers, blocks, size, heads, dim, _ = self.both.shape
         other = self.both.view(layers, blocks, heads, size, dim, 2).transpose(2, 3)
-        return self.apart(other[layer, self.tables[seq]].flatten(0, 1)[: self.lengths[seq]])
+        return self.split(other[layer, self.tables[seq]].flatten(0, 1)[: self.lengths[seq]])
 
 
 BROKEN = (ReadsHalves, ReadsHeadsFirst)

@@ -1,4 +1,4 @@
-"""The cache of the tutorial, which is right, and offers what it must and no more."""
+"""The cache of the tutorial: right, with the required methods only."""
 
 from __future__ import annotations
 

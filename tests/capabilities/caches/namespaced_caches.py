@@ -1,4 +1,4 @@
-"""Caches that keep a block for every text of every namespace: a right one, and wrong ones."""
+"""Caches with prefix reuse in namespaces: a right one, and broken ones."""
 
 from __future__ import annotations
 
@@ -13,54 +13,57 @@ if TYPE_CHECKING:
 
 
 class NamespacedCache(TextCache):
-    """Each token is known together with its namespace."""
+    """Stores each token together with its namespace."""
 
-    def use_namespaces(self, names: Sequence[int]) -> None:
-        self.names = names
+    def use_namespaces(self, namespaces: Sequence[int]) -> None:
+        self.namespaces = namespaces
 
-    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
-        super().use_tokens([self.named(*row) for row in zip(said, self.names, strict=True)])
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
+        super().use_tokens(
+            [self.with_namespace(*row) for row in zip(token_ids, self.namespaces, strict=True)]
+        )
 
-    def match_prefix(self, said: Sequence[int]) -> int:
-        return super().match_prefix(self.named(said, *self.names))
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
+        return super().match_prefix(self.with_namespace(token_ids, *self.namespaces))
 
-    def look_up(self, said: Sequence[int]) -> object:
-        return self.named(said, *self.names)
+    def look_up(self, token_ids: Sequence[int]) -> object:
+        return self.with_namespace(token_ids, *self.namespaces)
 
-    def named(self, said: Sequence[int], name: int) -> Any:
-        return [(name, token) for token in said]
+    def with_namespace(self, token_ids: Sequence[int], namespace: int) -> Any:
+        return [(namespace, token) for token in token_ids]
 
 
 class LeavesTheNamespaceOut(NamespacedCache):
-    """7, S3: its keys are of tokens alone."""
+    """7, S3: has keys of tokens without namespaces."""
 
-    def key(self, said: Sequence[Any]) -> Hashable:
-        return tuple(token for _, token in said)
+    def key(self, token_ids: Sequence[Any]) -> Hashable:
+        return tuple(token for _, token in token_ids)
 
 
-class NamesTheFirstBlockAlone(NamespacedCache):
-    """7, S3: the namespace is part of the key of a first block, and of no other."""
+class NamesTheFirstBlockOnly(NamespacedCache):
+    """7, S3: has the namespace in the key of a first block only."""
 
-    def key(self, said: Sequence[Any]) -> Hashable:
-        tokens = tuple(token for _, token in said)
-        return (said[0][0], tokens) if len(said) == self.spec.block_size else tokens
+    def key(self, token_ids: Sequence[Any]) -> Hashable:
+        tokens = tuple(token for _, token in token_ids)
+        return (token_ids[0][0], tokens) if len(token_ids) == self.spec.block_size else tokens
 
 
 class LooksUpInAll(NamespacedCache):
-    """7, S3: sequences share within their namespaces, but a lookup knows of none."""
+    """7, S3: shares within namespaces, and looks up in all of them."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.names_of_all: set[int] = set()
+        self.all_namespaces: set[int] = set()
 
-    def use_namespaces(self, names: Sequence[int]) -> None:
-        super().use_namespaces(names)
-        self.names_of_all.update(names)
+    def use_namespaces(self, namespaces: Sequence[int]) -> None:
+        super().use_namespaces(namespaces)
+        self.all_namespaces.update(namespaces)
 
-    def match_prefix(self, said: Sequence[int]) -> int:
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
         return max(
-            TextCache.match_prefix(self, self.named(said, name)) for name in self.names_of_all
+            TextCache.match_prefix(self, self.with_namespace(token_ids, namespace))
+            for namespace in self.all_namespaces
         )
 
 
-BROKEN = (LeavesTheNamespaceOut, NamesTheFirstBlockAlone, LooksUpInAll)
+BROKEN = (LeavesTheNamespaceOut, NamesTheFirstBlockOnly, LooksUpInAll)

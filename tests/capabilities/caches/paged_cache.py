@@ -1,4 +1,4 @@
-"""A paged cache with a fast path and a slow one, and books that can be checked. It is right."""
+"""A paged cache with a fast path, a slow path and a ledger. It is right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PagedCache(KVCacheAdapter):
         self.lengths.update(seqs)
 
     def position(self, seq: int) -> int:
-        """Return where in its last block the next token goes."""
+        """Return the position of the next token in its last block."""
         return self.lengths[seq] % self.spec.block_size
 
     def write(
@@ -75,8 +75,8 @@ class PagedCache(KVCacheAdapter):
         return self.tables[seq]
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
-        held = {block: 1 for blocks in self.tables.values() for block in blocks}
-        return Ledger(held, self.unused, self.spec.num_blocks)
+        refcounts = {block: 1 for blocks in self.tables.values() for block in blocks}
+        return Ledger(refcounts, self.unused, self.spec.num_blocks)
 
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.values

@@ -1,6 +1,6 @@
-"""Caches that keep a byte for each element: with a scale for a token or a block, or with none.
+"""Caches that store a byte per element: with a scale per token or per block, or without scales.
 
-They are right, and behind them are ways to get that wrong.
+Right ones come first, then broken ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def encoded(new: torch.Tensor) -> Pair:
+def encode(new: torch.Tensor) -> Pair:
     """Encode ``[..., head_dim]`` in bytes, with a scale for each row."""
     scale = new.abs().amax(-1) / 127
     return (new / scale[..., None]).round(), scale
 
 
 class Float8(CutCache):
-    """Numbers of the dtype itself are stored, as vLLM does with scales of 1."""
+    """Stores elements in the dtype itself, as vLLM does with scales of 1."""
 
     dtypes = ("float8_e4m3fn",)
     tolerance: ClassVar[Mapping[str, Tolerance]] = {
@@ -51,7 +51,7 @@ class Float8(CutCache):
 
 
 class Int8Tokens(CutCache):
-    """Each head of a token has a scale."""
+    """Has a scale for each head of a token."""
 
     dtypes: ClassVar[Sequence[str]] = ("int8",)
     tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 250)}
@@ -80,7 +80,7 @@ class Int8Tokens(CutCache):
     def write_one(
         self, codes: torch.Tensor, scales: torch.Tensor, block: int, at: int, new: torch.Tensor
     ) -> None:
-        codes[:, block, :, at], scales[:, block, :, at] = encoded(new)
+        codes[:, block, :, at], scales[:, block, :, at] = encode(new)
 
     def peek(self, seq: int, layer: int) -> Pair:
         keys = self.read(self.keys[layer], self.key_scales[layer], self.tables[seq])
@@ -88,17 +88,19 @@ class Int8Tokens(CutCache):
         return keys[: self.lengths[seq]], values[: self.lengths[seq]]
 
     def read(self, codes: torch.Tensor, scales: torch.Tensor, table: list[int]) -> torch.Tensor:
-        found = scales[self.scaled_by(table)]
-        found = found[..., None] if found.ndim == 3 else found[..., None, None]
-        return (codes[table] * found).transpose(1, 2).flatten(0, 1)
+        block_scales = scales[self.scaled_by(table)]
+        block_scales = (
+            block_scales[..., None] if block_scales.ndim == 3 else block_scales[..., None, None]
+        )
+        return (codes[table] * block_scales).transpose(1, 2).flatten(0, 1)
 
     def scaled_by(self, table: list[int]) -> list[int]:
-        """List the block whose scale each of these is read with."""
+        """Return the blocks whose scales these blocks are read with."""
         return table
 
 
 class Int8Blocks(Int8Tokens):
-    """Each head of a block has a scale: when a larger token comes, those before it change."""
+    """Has a scale for each head of a block: a larger token changes the codes before it."""
 
     tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 30, over="block")}
     block_sizes = (4, 1, 2, 3, 5, 8)
@@ -121,34 +123,34 @@ class Int8Blocks(Int8Tokens):
 
 
 class KeepsAnOldScale(Int8Blocks):
-    """S14: a block that was used before goes on with the scale it had."""
+    """S14: begins a reused block with the scale it had."""
 
     def scale_before(self, scale: torch.Tensor, at: int) -> torch.Tensor:  # noqa: ARG002
         return scale
 
 
 class KeepsAnOldScaleUnseen(KeepsAnOldScale):
-    """The same in a cache that does not show its scales."""
+    """Does the same, and does not show its scales."""
 
     scales = KVCacheAdapter.scales
 
 
 class ReadsTheScaleOfAnotherBlock(Int8Blocks):
-    """S14: the last block's scale serves for all of the table."""
+    """S14: reads every block of a table with the last block's scale."""
 
     def scaled_by(self, table: list[int]) -> list[int]:
         return table[-1:] * len(table)
 
 
 class CopiesNoScales(Int8Tokens):
-    """S14: copy-on-write copies the codes alone."""
+    """S14: copies codes without scales in copy-on-write."""
 
     def copy(self, source: int, target: int) -> None:
         CutCache.copy(self, source, target)
 
 
 class CopiesTheScalesOfKeys(Int8Blocks):
-    """S14: copy-on-write forgets the scales of values."""
+    """S14: copies codes with the scales of keys only in copy-on-write."""
 
     def copy(self, source: int, target: int) -> None:
         CutCache.copy(self, source, target)
@@ -156,14 +158,14 @@ class CopiesTheScalesOfKeys(Int8Blocks):
 
 
 class ReadsOneScaleForAll(Int8Tokens):
-    """S14: all tokens of a block are read with the scale of its last one."""
+    """S14: reads all tokens of a block with the scale of its last token."""
 
     def read(self, codes: torch.Tensor, scales: torch.Tensor, table: list[int]) -> torch.Tensor:
         return super().read(codes, scales[..., -1:].expand(scales.shape), table)
 
 
 class WritesOneScaleForAllLayers(Int8Tokens):
-    """The scales of all layers are at one address, as in kvcached 434."""
+    """Stores the scales of all layers at one address, as in kvcached 434."""
 
     def write_one(
         self, codes: torch.Tensor, scales: torch.Tensor, block: int, at: int, new: torch.Tensor
@@ -173,7 +175,7 @@ class WritesOneScaleForAllLayers(Int8Tokens):
 
 
 class ResetsScalesLate(Int8Tokens):
-    """Scales are set to 1 when they are first looked for, after some were written: vLLM 51091."""
+    """Sets scales to 1 on their first use, after some were written: vLLM 51091."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -188,7 +190,7 @@ class ResetsScalesLate(Int8Tokens):
 
 
 class EncodesAgain(Int8Tokens):
-    """It encodes a block anew whenever a token comes into it, and rounds down. Nobody sees how."""
+    """Re-encodes a block for each new token, rounding down, and shows neither codes nor scales."""
 
     arena = KVCacheAdapter.arena
     scales = KVCacheAdapter.scales
@@ -205,24 +207,24 @@ class EncodesAgain(Int8Tokens):
 
 
 class Attends(Int8Tokens):
-    """It attends over what it reads back."""
+    """Attends to the tokens that it reads back."""
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        found = []
+        outputs = []
         for row, seq in zip(query, seqs, strict=True):
             keys, values = (
                 each.repeat_interleave(len(row) // each.shape[1], 1).transpose(0, 1)
                 for each in self.attended(seq, layer)
             )
-            found.append(scaled_dot_product_attention(row[:, None], keys, values)[:, 0])
-        return torch.stack(found)
+            outputs.append(scaled_dot_product_attention(row[:, None], keys, values)[:, 0])
+        return torch.stack(outputs)
 
     def attended(self, seq: int, layer: int) -> Pair:
         return self.peek(seq, layer)
 
 
 class AttendsWithOneScale(Attends):
-    """Its kernel takes the scale of the last token for all."""
+    """Attends with the scale of the last token for all tokens."""
 
     def attended(self, seq: int, layer: int) -> Pair:
         keys, values = self.peek(seq, layer)
@@ -230,7 +232,7 @@ class AttendsWithOneScale(Attends):
 
 
 class Int8Texts(TextCache):
-    """It keeps blocks for texts, with a scale for each head of a token. It is right."""
+    """Reuses prefixes, with a scale for each head of a token. It is right."""
 
     dtypes = ("int8",)
     tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 250)}
@@ -245,18 +247,20 @@ class Int8Texts(TextCache):
     def scales(self) -> Pair:
         return self.key_scales, self.value_scales
 
-    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Each token gets its codes where it gets its scale: behind those that are there."""
-        for at, token in enumerate(said):
-            size, so_far = self.spec.block_size, len(self.said.get(seq, ()))
-            codes, scales = zip(*(encoded(new[:, at]) for new in (key, value)), strict=True)
+    def write(
+        self, seq: int, token_ids: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write the codes and the scale of each token after the stored ones."""
+        for at, token in enumerate(token_ids):
+            size, stored = self.spec.block_size, len(self.token_ids.get(seq, ()))
+            codes, scales = zip(*(encode(new[:, at]) for new in (key, value)), strict=True)
             super().write(seq, [token], codes[0][:, None], codes[1][:, None])
-            block = self.tables[seq][so_far // size]
+            block = self.tables[seq][stored // size]
             for own, scale in zip(self.scales(), scales, strict=True):
-                own[:, block, :, so_far % size] = scale
+                own[:, block, :, stored % size] = scale
 
     def peek(self, seq: int, layer: int) -> Pair:
-        table, length = self.tables[seq], len(self.said[seq])
+        table, length = self.tables[seq], len(self.token_ids[seq])
         keys, values = (
             (codes[layer, table] * scales[layer, table][..., None]).transpose(1, 2).flatten(0, 1)
             for codes, scales in zip(self.arena(), self.scales(), strict=True)
@@ -265,7 +269,7 @@ class Int8Texts(TextCache):
 
 
 class ResetsScalesOfCachedBlocks(Int8Texts):
-    """The scales of a block are reset when nobody holds it, though a text may find it again."""
+    """Resets the scales of a block without holders, which a text may still find."""
 
     def drop(self, block: int) -> None:
         super().drop(block)

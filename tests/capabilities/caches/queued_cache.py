@@ -1,4 +1,4 @@
-"""A paged cache whose device works later, on two streams. It is right."""
+"""A paged cache whose device runs calls later, on two streams. It is right."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Slots = tuple[list[int], list[int]]
 
 
 class QueuedCache(PagedCache):
-    """Tokens are written where a staging buffer says, which the device copies for itself.
+    """Writes tokens to the slots of a staging buffer, which the device copies first.
 
-    Prompts are written on a stream of their own. What is gathered is copied to the host.
+    Prompts are written on a stream of their own. Gathered tokens are copied to the host.
     """
 
     paths: ClassVar[dict[str, FastPath]] = {"prompt": FastPath(equals="token")}
@@ -38,11 +38,11 @@ class QueuedCache(PagedCache):
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
         self.staging: list[Slots] = [([], []) for _ in range(_BUFFERS)]
-        """On the host, and used again."""
+        """Buffers on the host, which are reused."""
         self.copied = [Event() for _ in range(_BUFFERS)]
         self.staged = 0
         self.slots: Slots = ([], [])
-        """On the device."""
+        """Slots on the device."""
 
     def use_queue(self, queue: DeviceQueue) -> None:
         self.queue = queue
@@ -91,20 +91,20 @@ class QueuedCache(PagedCache):
         self.end_prompt()
 
     def free(self, seq: int) -> None:
-        """What was freed last is taken first."""
+        """Free a sequence so that its blocks are taken next."""
         self.unused[:0] = self.tables.pop(seq)
         del self.lengths[seq]
 
     def begin_prompt(self) -> None:
-        """A block may be another's still, as far as the device is."""
+        """Wait for pending writes to blocks that another sequence freed."""
         self.prompts.wait_event(self.queue.record_event())
 
     def end_prompt(self) -> None:
-        """What follows may read the prompt, or overwrite what it was read from."""
+        """Keep later calls from overwriting the prompt's inputs, or reading it too early."""
         self.queue.wait_event(self.prompts.record_event())
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy what is stored to the host, and wait for the copy."""
+        """Copy stored tokens to the host, and wait for the copy."""
         shape = (2, self.lengths[seq], self.spec.num_heads, self.spec.head_dim)
         host = self.keys.new_full(shape, float("nan"))
         table = list(self.tables[seq])
@@ -120,5 +120,5 @@ class QueuedCache(PagedCache):
         arrived.synchronize()
 
     def copy_out(self, host: torch.Tensor, table: Sequence[int], layer: int) -> None:
-        for to, cache in zip(host, (self.keys, self.values), strict=True):
-            to.copy_(cache[layer, table].transpose(1, 2).flatten(0, 1)[: len(to)])
+        for target, cache in zip(host, (self.keys, self.values), strict=True):
+            target.copy_(cache[layer, table].transpose(1, 2).flatten(0, 1)[: len(target)])

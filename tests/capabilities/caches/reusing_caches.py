@@ -1,4 +1,4 @@
-"""Caches that give out again what they got back: handles, slots, lists."""
+"""Caches that reuse what was returned to them: handles, slots, lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Places:
-    """Where the tokens of a reservation go."""
+    """The blocks and positions of a reservation's tokens."""
 
     blocks: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ReusesHandles(PagedCache):
 
 
 class HandsBackAFullHandle(ReusesHandles):
-    """What a handle was used for is still in it when it is used again."""
+    """Reuses a handle that still holds its old blocks."""
 
     def give_back(self, places: Places) -> None:
         self.spare.append(places)
@@ -79,14 +79,14 @@ class HandsBackAFullHandle(ReusesHandles):
 
 
 class ReusesSlots(PagedCache):
-    """What it knows of a sequence is in its slot; the lowest free one is taken."""
+    """Stores a sequence's length in its slot; takes the lowest free slot."""
 
     conditions = (*PagedCache.conditions, "slot_used_again")
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
         self.slots: dict[int, int] = {}
-        self.of_slot: Counter[int] = Counter()
+        self.length_of_slot: Counter[int] = Counter()
         """The length of the sequence in each slot."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -101,11 +101,11 @@ class ReusesSlots(PagedCache):
                 del self.slots[seq], self.lengths[seq]
             raise
         for seq in seqs:
-            self.of_slot[self.slots[seq]] += 1
+            self.length_of_slot[self.slots[seq]] += 1
 
     def length_in(self, slot: int) -> int:
-        """Return the length of a sequence that begins in a slot."""
-        return self.of_slot[slot]
+        """Return the initial length of a sequence in a slot."""
+        return self.length_of_slot[slot]
 
     def free_slot(self) -> int:
         return next(slot for slot in range(99) if slot not in self.slots.values())
@@ -115,32 +115,32 @@ class ReusesSlots(PagedCache):
         self.clear(self.slots.pop(seq))
 
     def clear(self, slot: int) -> None:
-        self.of_slot[slot] = 0
+        self.length_of_slot[slot] = 0
 
     def container(self, seq: int) -> int | list[Any]:
         return self.slots[seq]
 
 
 class LeavesASlotActive(ReusesSlots):
-    """A slot that was left is as long as the sequence that left it."""
+    """Begins a sequence with the length left in its slot."""
 
     def clear(self, slot: int) -> None:
         pass
 
 
 class PutsTwoInASlot(ReusesSlots):
-    """12: a slot that was freed is free twice. Nothing reads back wrong as yet."""
+    """12: lists a freed slot twice as free, though nothing reads back wrong yet."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.left: list[int] = []
+        self.free_slots: list[int] = []
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
-        self.left += [slot, slot]
+        self.free_slots += [slot, slot]
 
     def free_slot(self) -> int:
-        return self.left.pop() if self.left else super().free_slot()
+        return self.free_slots.pop() if self.free_slots else super().free_slot()
 
     def length_in(self, slot: int) -> int:
         return slot * 0
@@ -169,8 +169,8 @@ class ReusesLists(PagedCache):
         return self.tables[seq]
 
 
-class KnowsListsByIdentity(ReusesLists):
-    """14: it makes the indices of a list once for each length that the list has."""
+class CachesIndicesByListIdentity(ReusesLists):
+    """14: caches the indices of a list by its identity and length."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -178,9 +178,9 @@ class KnowsListsByIdentity(ReusesLists):
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.tables[seq]
-        known = self.indices.setdefault((id(table), len(table)), list(table))
+        cached = self.indices.setdefault((id(table), len(table)), list(table))
         keys, values = (
-            cache[layer, known].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
+            cache[layer, cached].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
             for cache in (self.keys, self.values)
         )
         return keys, values

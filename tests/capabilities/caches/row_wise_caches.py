@@ -1,4 +1,4 @@
-"""Caches that admit row by row: what finds room is stored, up to the first row that finds none."""
+"""Caches that admit row by row: they store rows up to the first one without room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RowWise(PagedCache):
-    """It is right. A scheduler would keep the requests from the first refused one on waiting."""
+    """Admits row by row; a scheduler would make the first refused request and later ones wait."""
 
     atomic_batches = False
     conditions = (*PagedCache.conditions, "out_of_room_mid_batch", "name_used_again")
@@ -44,20 +44,20 @@ class RowWise(PagedCache):
             super().append([seq], key[:, at : at + 1], value[:, at : at + 1])
 
     def needed(self, seq: int, count: int) -> int:
-        """Count the new blocks that so many tokens take."""
+        """Return the number of new blocks that ``count`` tokens need."""
         room = -self.lengths[seq] % self.spec.block_size
         return -(-max(0, count - room) // self.spec.block_size)
 
 
 class StoresTheRefusedRow(RowWise):
-    """26: it has stored a part of the row that finds no room."""
+    """26: stores a part of the refused row."""
 
     def needed(self, seq: int, count: int) -> int:
         return min(1, super().needed(seq, count))
 
 
 class BeginsTheRefusedRow(RowWise):
-    """26: it takes a block for the refused row before it finds that it needs a second one."""
+    """26: takes one block for a refused row that needs two."""
 
     def admit_row(self, seq: int, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if self.needed(seq, count) > len(self.unused) > 0:
@@ -65,8 +65,8 @@ class BeginsTheRefusedRow(RowWise):
         super().admit_row(seq, count, key, value)
 
 
-class LosesTheRowsBefore(RowWise):
-    """It says no before it has looked at a single row."""
+class RefusesTheWholeBatch(RowWise):
+    """Refuses a batch before it stores any row."""
 
     def admit(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
@@ -77,7 +77,7 @@ class LosesTheRowsBefore(RowWise):
 
 
 class AdmitsALaterRow(RowWise):
-    """It goes on behind the row that found no room, and stores those that need no block."""
+    """Stores rows after the refused one if they need no block."""
 
     def admit(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
@@ -94,8 +94,8 @@ class AdmitsALaterRow(RowWise):
             raise refused
 
 
-class SaysNothing(RowWise):
-    """It stores the rows that fit, and returns as if it had stored them all."""
+class ReturnsWithoutRefusing(RowWise):
+    """Stores the rows that fit, and returns as if all were stored."""
 
     def admit(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor

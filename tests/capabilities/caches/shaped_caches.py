@@ -1,4 +1,4 @@
-"""Caches that can be built in some shapes only, and caches that are wrong in some."""
+"""Caches that can be built in few shapes, and caches that are wrong in some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FewShapes(PagedCache):
-    """It is right in the shapes that it lists, and can be built in no other."""
+    """Is right in the shapes that it lists, and cannot be built in others."""
 
     dtypes = ("bfloat16",)
     head_counts = (8, 12)
@@ -29,7 +29,7 @@ class FewShapes(PagedCache):
 
 
 class CutsHeadsAt128(PagedCache):
-    """It moves as much of a head as one tile of its kernel holds."""
+    """Zeroes the elements of a head beyond the 128 that one tile of its kernel holds."""
 
     def write(
         self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
@@ -39,7 +39,7 @@ class CutsHeadsAt128(PagedCache):
 
 
 class MasksPositions(PagedCache):
-    """It takes a position by a mask, which blocks of one token leave no bit."""
+    """Takes a position by a bit mask, which is wrong for blocks of one token."""
 
     block_sizes = (16, 2, 4, 1, 8)
 

@@ -1,4 +1,4 @@
-"""Caches on two ranks: right ones, and ones whose ranks do not do the same."""
+"""Caches on several ranks: right ones, and ones whose ranks differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OneBlockLess(PagedCache):
 
 
 class HasFewerBlocks(PagedRanks):
-    """S17: each rank counts for itself how many blocks there is memory for."""
+    """S17: each rank computes the number of its blocks for itself."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return OneBlockLess() if at else PagedCache()
@@ -60,7 +60,7 @@ class OneBlockLessWithoutBooks(OneBlockLess):
 
 
 class HasFewerBlocksUnseen(ShardedAdapter):
-    """S17: the same where no rank shows its books."""
+    """S17: does the same, and shows no rank's books."""
 
     of = WithoutBooks
     head_dims = (4, 1)
@@ -79,7 +79,7 @@ class KeepsOneBlockBack(PagedCache):
 
 
 class RefusesAlone(PagedRanks):
-    """S17: rank 1 refuses what fits."""
+    """S17: rank 1 refuses a step that fits."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return KeepsOneBlockBack() if at else PagedCache()
@@ -92,7 +92,7 @@ class FreesToTheFront(PagedCache):
 
 
 class FreesInAnotherOrder(PagedRanks):
-    """S17: blocks that one rank uses again last are used again first by the other."""
+    """S17: the ranks reuse freed blocks in different orders."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return FreesToTheFront() if at else PagedCache()
@@ -107,14 +107,14 @@ class EvictsTheNewest(TextCache):
 
 
 class EvictsInAnotherOrder(TextRanks):
-    """S17: rank 2 gives up another text than the others do."""
+    """S17: rank 2 evicts another text than the other ranks."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return EvictsTheNewest() if at == 2 else TextCache()
 
 
 class KeepsOneBuffer(PagedRanks):
-    """All ranks of a process write to the storage of the first."""
+    """All ranks of a process write to the storage of the first rank."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -125,7 +125,7 @@ class KeepsOneBuffer(PagedRanks):
 
 
 class WritesTheHeadsOfAnother(PagedRanks):
-    """The values that a rank gets are those of the other rank's heads."""
+    """A rank gets the values of the other rank's heads."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value.roll(value.shape[2] // self.ranks, 2))
@@ -141,4 +141,4 @@ BROKEN = {
     KeepsOneBuffer: "peek: sequence ",
     WritesTheHeadsOfAnother: "peek: sequence ",
 }
-"""Each with what is said of it."""
+"""Broken caches, each with the beginning of its failure."""

@@ -1,4 +1,4 @@
-"""Caches that remember something of a sequence they freed, and take it for the next one's."""
+"""Caches that keep state of a freed sequence, and use it for the next one of its name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class KeepsTheLength(PagedCache):
-    """It frees the table and keeps the length."""
+    """Frees the table and keeps the length."""
 
     def free(self, seq: int) -> None:
         self.unused += self.tables.pop(seq)
 
 
 class KeepsTheTokens(ListCache):
-    """It frees a sequence by its length alone, and does not write again what it has written."""
+    """Frees only the length of a sequence, and does not overwrite its stored tokens."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -46,16 +46,16 @@ class KeepsTheTokens(ListCache):
 
 
 class ForksToTheOldLength(PagedCache):
-    """A fork is as long as the sequence was that had its name before."""
+    """Gives a fork the length of the earlier sequence of its name."""
 
     fork_shares = "nothing"
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.freed: dict[int, int] = {}
+        self.freed_lengths: dict[int, int] = {}
 
     def free(self, seq: int) -> None:
-        self.freed[seq] = self.lengths[seq]
+        self.freed_lengths[seq] = self.lengths[seq]
         super().free(seq)
 
     def fork(self, parent: int, child: int) -> None:
@@ -65,4 +65,4 @@ class ForksToTheOldLength(PagedCache):
         self.tables[child] = [self.unused.pop(0) for _ in table]
         for cache in (self.keys, self.values):
             cache[:, self.tables[child]] = cache[:, table]
-        self.lengths[child] = self.freed.get(child, self.lengths[parent])
+        self.lengths[child] = self.freed_lengths.get(child, self.lengths[parent])

@@ -1,4 +1,4 @@
-"""Caches from which sequences are preempted, and swapped out and in. They are right."""
+"""Caches with preemption and swapping. They are right."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Transfer:
-    """What is swapped out of a sequence, or is about to be."""
+    """A sequence that is swapped out, or is being swapped out or in."""
 
     seq: int
     length: int
     blocks: list[int]
-    """In the cache."""
+    """Blocks in the cache."""
     space: list[int]
-    """In the swap space."""
+    """Blocks in the swap space."""
 
 
 class SwapCache(CutCache):
-    """It copies as late as it may. Its swap space is as large as the cache."""
+    """Copies as late as allowed, and has a swap space as large as the cache."""
 
     conditions = ("block_used_while_absent",)
     head_counts = (1, 2)
@@ -45,12 +45,12 @@ class SwapCache(CutCache):
         super().make(spec)
         self.space_keys, self.space_values = map(torch.zeros_like, (self.keys, self.values))
         self.space = list(range(spec.num_blocks))
-        """Blocks of the swap space that are free."""
-        self.away: dict[int, Transfer] = {}
+        """Free blocks of the swap space."""
+        self.transfers: dict[int, Transfer] = {}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        if not self.away.keys().isdisjoint(seqs):
-            raise KeyError(f"of {seqs}, {[*self.away]} are away")
+        if not self.transfers.keys().isdisjoint(seqs):
+            raise KeyError(f"of {seqs}, {[*self.transfers]} are swapped out")
         super().append(seqs, key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class SwapCache(CutCache):
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if seq not in self.lengths:
-            raise KeyError(f"sequence {seq} is away")
+            raise KeyError(f"sequence {seq} is swapped out")
         return self.peek(seq, layer)
 
     def preempt(self, seq: int) -> None:
@@ -82,8 +82,8 @@ class SwapCache(CutCache):
     def swap_out(self, seq: int) -> object:
         blocks = self.tables[seq]
         space = [self.space.pop() for _ in blocks]
-        self.away[seq] = Transfer(seq, self.lengths[seq], blocks, space)
-        return self.away[seq]
+        self.transfers[seq] = Transfer(seq, self.lengths[seq], blocks, space)
+        return self.transfers[seq]
 
     def finish_swap_out(self, leaving: Any) -> None:
         self.copy_out(leaving)
@@ -98,14 +98,14 @@ class SwapCache(CutCache):
         del self.lengths[leaving.seq]
 
     def swap_in(self, seq: int) -> object:
-        coming = self.away[seq]
+        coming = self.transfers[seq]
         coming.blocks = self.tables[seq] = self.take_for(coming.length)
         return coming
 
     def finish_swap_in(self, coming: Any) -> None:
         self.copy_in(coming)
         self.lengths[coming.seq] = coming.length
-        self.space += self.away.pop(coming.seq).space
+        self.space += self.transfers.pop(coming.seq).space
 
     def copy_in(self, coming: Transfer) -> None:
         self.keys[:, coming.blocks] = self.space_keys[:, coming.space]
@@ -114,16 +114,16 @@ class SwapCache(CutCache):
     def free(self, seq: int) -> None:
         self.drop(self.tables.pop(seq, ()))
         del self.lengths[seq]
-        if seq in self.away:
-            self.space += self.away.pop(seq).space
+        if seq in self.transfers:
+            self.space += self.transfers.pop(seq).space
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
-        swapped = self.spec.num_blocks - len(self.space)
-        return Ledger(dict(self.holders), self.unused, self.spec.num_blocks, swapped=swapped)
+        swap_state = self.spec.num_blocks - len(self.space)
+        return Ledger(dict(self.holders), self.unused, self.spec.num_blocks, swapped=swap_state)
 
 
 class EagerSwapCache(SwapCache):
-    """It copies out at once, and has the blocks free by then."""
+    """Copies out at once, and frees the blocks before it returns."""
 
     swap_out_holds = False
 
@@ -133,13 +133,13 @@ class EagerSwapCache(SwapCache):
         return leaving
 
     def finish_swap_out(self, leaving: Any) -> None:
-        """All is done by now."""
+        """Do nothing, as the copy is complete."""
 
 
 class SwapTextCache(TextCache):
-    """A text that is swapped out is found no more, but for the blocks that others hold.
+    """Does not find texts that are swapped out, except in blocks that other sequences hold.
 
-    These are not copied back.
+    Such shared blocks are not copied back.
     """
 
     look_up, begin_with = KVCacheAdapter.look_up, KVCacheAdapter.begin_with
@@ -149,7 +149,7 @@ class SwapTextCache(TextCache):
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.out: dict[int, tuple[list[int], torch.Tensor, torch.Tensor]] = {}
+        self.swapped_out: dict[int, tuple[list[int], torch.Tensor, torch.Tensor]] = {}
 
     def preempt(self, seq: int) -> None:
         self.free(seq)
@@ -162,37 +162,41 @@ class SwapTextCache(TextCache):
 
     def finish_swap_out(self, leaving: Any) -> None:
         table = self.tables[leaving]
-        self.out[leaving] = self.said[leaving], self.keys[:, table], self.values[:, table]
+        self.swapped_out[leaving] = (
+            self.token_ids[leaving],
+            self.keys[:, table],
+            self.values[:, table],
+        )
         super().free(leaving)
         for block in table:
             if not self.holders[block]:
                 self.block_of.pop(self.key_of.pop(block, None), None)
 
     def swap_in(self, seq: int) -> object:
-        said = self.out[seq][0]
-        found = self.hold_found(said)
-        missing = -(-len(said) // self.spec.block_size) - len(found)
+        token_ids = self.swapped_out[seq][0]
+        found = self.hold_found(token_ids)
+        missing = -(-len(token_ids) // self.spec.block_size) - len(found)
         self.tables[seq] = [*found, *(self.open() for _ in range(missing))]
         return seq, len(found)
 
     def finish_swap_in(self, coming: Any) -> None:
         seq, found = coming
-        said, keys, values = self.out.pop(seq)
+        token_ids, keys, values = self.swapped_out.pop(seq)
         table = self.tables[seq]
         for at in range(found, len(table)):
             self.keys[:, table[at]], self.values[:, table[at]] = keys[:, at], values[:, at]
-        self.said[seq] = said
-        self.register_all(seq, said)
+        self.token_ids[seq] = token_ids
+        self.register_all(seq, token_ids)
 
-    def register_all(self, seq: int, said: Sequence[int]) -> None:
+    def register_all(self, seq: int, token_ids: Sequence[int]) -> None:
         size, table = self.spec.block_size, self.tables[seq]
-        for at in range(len(said) // size):
+        for at in range(len(token_ids) // size):
             up_to = table[: at + 1]
-            self.register(up_to, said[: (at + 1) * size])
+            self.register(up_to, token_ids[: (at + 1) * size])
             table[at] = up_to[-1]
 
     def free(self, seq: int) -> None:
-        self.out.pop(seq, None)
-        self.said.setdefault(seq, [])
+        self.swapped_out.pop(seq, None)
+        self.token_ids.setdefault(seq, [])
         self.tables.setdefault(seq, [])
         super().free(seq)

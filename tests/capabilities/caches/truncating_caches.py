@@ -1,4 +1,4 @@
-"""A paged cache that shares blocks and truncates without copying, and ways to get that wrong."""
+"""A paged cache with forks that truncates without copies, and broken variants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CutCache(KVCacheAdapter):
-    """A block stays shared until a sequence that is not alone on it writes to it. It is right."""
+    """Shares a block until one of its holders writes to it. It is right."""
 
     dtypes: ClassVar[Sequence[str]] = ("float32",)
 
@@ -29,12 +29,12 @@ class CutCache(KVCacheAdapter):
         self.lengths: Counter[int] = Counter()
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        books = list(self.unused), self.holders.copy(), dict(self.tables), self.lengths.copy()
+        previous = list(self.unused), self.holders.copy(), dict(self.tables), self.lengths.copy()
         copies: list[tuple[int, int]] = []
         try:
             slots = [self.slot(seq, copies) for seq in seqs]
         except CacheFull:
-            self.unused, self.holders, self.tables, self.lengths = books
+            self.unused, self.holders, self.tables, self.lengths = previous
             raise
         for source, target in copies:
             self.copy(source, target)
@@ -115,29 +115,29 @@ class CutCache(KVCacheAdapter):
         return self.keys, self.values
 
 
-class GivesNothingBack(CutCache):
-    """S11, too few: what was rolled back stays in the table."""
+class KeepsTruncatedBlocks(CutCache):
+    """S11, too few: keeps truncated blocks in the table."""
 
     def keep(self, seq: int, blocks: int) -> None:
-        """Keep them all."""
+        """Do nothing."""
 
 
-class GivesBackTheLastBlockToo(CutCache):
-    """S11, too many: a block of which a part is kept is given back."""
+class FreesTheLastBlockToo(CutCache):
+    """S11, too many: frees a block of which a part is kept."""
 
     def blocks_of(self, length: int) -> int:
         return length // self.spec.block_size
 
 
 class KeepsABlockAtTheEdge(CutCache):
-    """A cut at a block's end leaves the block behind it."""
+    """Keeps the block after a cut at a block's end."""
 
     def blocks_of(self, length: int) -> int:
         return length // self.spec.block_size + 1
 
 
 class FreesUnderOthers(CutCache):
-    """Blocks that are cut off are free, whoever else holds them."""
+    """Frees truncated blocks, whoever else holds them."""
 
     def keep(self, seq: int, blocks: int) -> None:
         for block in self.tables[seq][blocks:]:
@@ -147,7 +147,7 @@ class FreesUnderOthers(CutCache):
 
 
 class KeepsTheCount(CutCache):
-    """A cut within the last block is forgotten."""
+    """Ignores a cut within the last block."""
 
     def truncate(self, seq: int, length: int) -> None:
         if self.blocks_of(length) < len(self.tables[seq]):
@@ -155,22 +155,22 @@ class KeepsTheCount(CutCache):
 
 
 class WritesToASharedBlock(CutCache):
-    """A sequence that was cut thinks that it is alone on its last block."""
+    """Takes a truncated sequence for the only holder of its last block."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.cut: set[int] = set()
+        self.truncated: set[int] = set()
 
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)
-        self.cut.add(seq)
+        self.truncated.add(seq)
 
     def must_copy(self, seq: int) -> bool:
-        return seq not in self.cut and super().must_copy(seq)
+        return seq not in self.truncated and super().must_copy(seq)
 
 
 class CutsTheParentToo(CutCache):
-    """A block has one fill count, which the sequences that share the block all see."""
+    """Has one fill count per block, which all of its holders see."""
 
     def truncate(self, seq: int, length: int) -> None:
         last = self.tables[seq][-1:]
@@ -181,11 +181,11 @@ class CutsTheParentToo(CutCache):
 
 
 class CannotTrim(Exception):
-    """The state holds more than the tokens that are left."""
+    """A state holds more tokens than would be left."""
 
 
 class StateCache(CutCache):
-    """A cache that cannot be cut any more once it holds more than a block. It is right."""
+    """Cannot be truncated once it holds more than a block. It is right."""
 
     truncation = CutCache.truncation.but(errors=(CannotTrim,))
 
@@ -208,14 +208,14 @@ class StateCache(CutCache):
 
 
 class TrimsAnyState(StateCache):
-    """S12: it cuts the tokens, and the state is not that of what is left."""
+    """S12: truncates the tokens, and not the state."""
 
     def refuse(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Refuse nothing."""
+        """Do nothing."""
 
 
 class TrimsBeforeItRefuses(StateCache):
-    """S12: blocks are given back before it is found out that they must not be."""
+    """S12: frees blocks before it refuses a truncation."""
 
     def refuse(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
         try:
@@ -225,16 +225,16 @@ class TrimsBeforeItRefuses(StateCache):
             raise
 
 
-class CutsTheFirstOfABatch(StateCache):
-    """S12: a batch of which a later row is refused has cut the rows before it."""
+class TruncatesRowsBeforeARefusal(StateCache):
+    """S12: truncates the rows before a refused one."""
 
     def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
         for seq, length in zip(seqs, lengths, strict=True):
             super().truncate_many([seq], [length])
 
 
-class RefusesWhatItCould(StateCache):
-    """It refuses whatever it is asked to cut."""
+class RefusesEveryTruncation(StateCache):
+    """Refuses every truncation."""
 
     def refuse(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:  # noqa: ARG002
         raise CannotTrim
@@ -242,8 +242,8 @@ class RefusesWhatItCould(StateCache):
 
 RIGHT = (CutCache, StateCache)
 BROKEN = (
-    GivesNothingBack,
-    GivesBackTheLastBlockToo,
+    KeepsTruncatedBlocks,
+    FreesTheLastBlockToo,
     KeepsABlockAtTheEdge,
     FreesUnderOthers,
     KeepsTheCount,
@@ -251,6 +251,6 @@ BROKEN = (
     CutsTheParentToo,
     TrimsAnyState,
     TrimsBeforeItRefuses,
-    CutsTheFirstOfABatch,
-    RefusesWhatItCould,
+    TruncatesRowsBeforeARefusal,
+    RefusesEveryTruncation,
 )

@@ -1,4 +1,4 @@
-"""Caches that count nothing, and declare the conditions that the harness counts."""
+"""Caches without counts that declare conditions which the harness counts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class UncountedCache(PagedCache):
 
 
 class EndlessCache(ListCache):
-    """It is never out of room, and declares that it is."""
+    """Is never out of room, and declares that it is."""
 
     conditions = ALL[:2]
 
 
 class NeverFreesCache(ListCache):
-    """It frees no sequence, and declares that names are used again."""
+    """Frees no sequence, and declares that names are reused."""
 
     conditions = ALL[2:]
 
 
-class CountsItAgain(PagedCache):
+class CountsAHarnessCondition(PagedCache):
     conditions = ("new_block", "last_position")
 
     def free(self, seq: int) -> None:

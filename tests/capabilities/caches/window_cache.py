@@ -1,4 +1,4 @@
-"""A paged cache whose layers have windows, with the choices that such caches make."""
+"""Windowed paged caches, one for each choice of the window traits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CannotTrim(Exception):
-    """A block that would be needed was given back."""
+    """A block that would be needed was freed."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Pool:
 
 @dataclass
 class Group:
-    """The layers of one window, which have the same tables."""
+    """The layers of one window, which have equal tables."""
 
     window: int | None
     pool: Pool
@@ -60,7 +60,7 @@ class Group:
 
 
 class WindowCache(KVCacheAdapter):
-    """Each group has a pool, and a write gives back at once what it moved out. It is right."""
+    """Has a pool per group, and frees blocks at once after a write. It is right."""
 
     dtypes = ("float32",)
     head_counts = (1, 2)
@@ -74,8 +74,8 @@ class WindowCache(KVCacheAdapter):
         shape = (spec.num_layers, spec.num_blocks, spec.num_heads, spec.block_size, spec.head_dim)
         self.keys = torch.zeros(shape, device=spec.device)
         self.values = torch.zeros_like(self.keys)
-        self.kinds = list(dict.fromkeys(spec.windows))
-        self.groups = [Group(window, self.new_pool()) for window in self.kinds]
+        self.windows_of_groups = list(dict.fromkeys(spec.windows))
+        self.groups = [Group(window, self.new_pool()) for window in self.windows_of_groups]
         if self.windows.pools == "shared":
             for group in self.groups:
                 group.pool = self.groups[0].pool
@@ -85,16 +85,16 @@ class WindowCache(KVCacheAdapter):
         return Pool(list(range(self.spec.num_blocks)))
 
     def group_of(self, layer: int) -> Group:
-        return self.groups[self.kinds.index(self.spec.windows[layer])]
+        return self.groups[self.windows_of_groups.index(self.spec.windows[layer])]
 
-    # ------------------------------------------------------------------ what is live
+    # ------------------------------------------------------------------- live tokens
 
     @classmethod
     def first_live(cls, window: int | None, length: int) -> int:
         return max(0, length - window + 1) if window else 0
 
     def live_of(self, group: Group, length: int) -> int:
-        """Return the first live position, as it decides what is given back."""
+        """Return the first live position, which decides the blocks to free."""
         return self.first_live(group.window, length)
 
     def slide(self, seq: int) -> None:
@@ -103,12 +103,12 @@ class WindowCache(KVCacheAdapter):
 
     def slide_in(self, group: Group, seq: int) -> None:
         table = group.tables.get(seq, [])
-        left = self.live_of(group, self.lengths[seq]) // self.spec.block_size
-        self.give_back(group, table, left)
+        num_freed = self.live_of(group, self.lengths[seq]) // self.spec.block_size
+        self.give_back(group, table, num_freed)
 
-    def give_back(self, group: Group, table: list[int | None], left: int) -> None:
-        group.pool.drop(table[:left])
-        table[:left] = [None] * len(table[:left])
+    def give_back(self, group: Group, table: list[int | None], num_freed: int) -> None:
+        group.pool.drop(table[:num_freed])
+        table[:num_freed] = [None] * len(table[:num_freed])
 
     # ---------------------------------------------------------------------- writing
 
@@ -123,19 +123,19 @@ class WindowCache(KVCacheAdapter):
     def reserve(
         self, seqs: Sequence[int], counts: Sequence[int]
     ) -> tuple[Sequence[int], list[Slots]]:
-        """Return the sequences, and for each group where their tokens go."""
-        books = deepcopy((self.groups, self.lengths))
+        """Return the sequences, and for each group the slots of their tokens."""
+        previous = deepcopy((self.groups, self.lengths))
         slots: list[Slots] = [[] for _ in self.groups]
         copies: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         try:
             for seq, count in zip(seqs, counts, strict=True):
-                if self.windows.gives_back == "next write":
+                if self.windows.frees == "next write":
                     self.slide(seq)
                 for group, own, copied in zip(self.groups, slots, copies, strict=True):
                     own += [self.slot(group, seq, more, copied) for more in range(count)]
                 self.lengths[seq] += count
         except CacheFull:
-            self.groups, self.lengths = books
+            self.groups, self.lengths = previous
             raise
         for layer in range(self.spec.num_layers):
             for source, target in copies[self.groups.index(self.group_of(layer))]:
@@ -146,7 +146,7 @@ class WindowCache(KVCacheAdapter):
     def slot(
         self, group: Group, seq: int, more: int, copied: list[tuple[int, int]]
     ) -> tuple[int, int]:
-        """Find a place for the token that is so many behind the last one."""
+        """Return the slot of the token that comes ``more`` after the next one."""
         table = group.tables.setdefault(seq, [])
         position = (self.lengths[seq] + more) % self.spec.block_size
         if position == 0:
@@ -172,7 +172,7 @@ class WindowCache(KVCacheAdapter):
             for cache, new in ((self.keys, key), (self.values, value)):
                 for row, (block, position) in enumerate(own):
                     cache[layer, block, :, position] = new[layer, row]
-        if self.windows.gives_back == "at once":
+        if self.windows.frees == "at once":
             for seq in seqs:
                 self.slide(seq)
 
@@ -191,11 +191,11 @@ class WindowCache(KVCacheAdapter):
 
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
-        """Cut where no block is needed that was given back, or may have been."""
+        """Return True if every block needed after a truncation is still held for sure."""
         size = spec.block_size
         for window in spec.windows:
-            needed, gone = (cls.first_live(window, n) // size for n in (length, stored))
-            if needed < min(gone, -(-length // size)):
+            needed, freed = (cls.first_live(window, n) // size for n in (length, stored))
+            if needed < min(freed, -(-length // size)):
                 return False
         return True
 
@@ -223,16 +223,16 @@ class WindowCache(KVCacheAdapter):
         return self.keys[layer][blocks, :, slots], self.values[layer][blocks, :, slots]
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        found = torch.empty_like(query)
-        for row, (seq, asked) in enumerate(zip(seqs, query, strict=True)):
-            keys, values = self.attended(seq, layer)
-            times = len(asked) // keys.shape[1]
+        output = torch.empty_like(query)
+        for row, (seq, row_query) in enumerate(zip(seqs, query, strict=True)):
+            keys, values = self.attended_tokens(seq, layer)
+            times = len(row_query) // keys.shape[1]
             keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
-            scores = torch.einsum("hd,thd->ht", asked, keys) * self.spec.head_dim**-0.5
-            found[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, -1), values)
-        return found
+            scores = torch.einsum("hd,thd->ht", row_query, keys) * self.spec.head_dim**-0.5
+            output[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, -1), values)
+        return output
 
-    def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attended_tokens(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.peek(seq, layer)
 
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
@@ -247,27 +247,27 @@ class WindowCache(KVCacheAdapter):
 
 
 class SharedPoolCache(WindowCache):
-    """All groups share a pool, and give blocks back by the next write. It is right."""
+    """Has one pool for all groups, and frees blocks on the next write. It is right."""
 
-    windows = WindowCache.windows.but(pools="shared", gives_back="next write")
+    windows = WindowCache.windows.but(pools="shared", frees="next write")
 
 
 class LazyCache(WindowCache):
-    """Each group has a pool, and gives back by the next write. It is right."""
+    """Has a pool per group, and frees blocks on the next write. It is right."""
 
-    windows = WindowCache.windows.but(gives_back="next write")
+    windows = WindowCache.windows.but(frees="next write")
 
 
 class EagerSharedCache(WindowCache):
-    """One pool for all groups, and blocks are given back at once. It is right."""
+    """Has one pool for all groups, and frees blocks at once. It is right."""
 
     windows = WindowCache.windows.but(pools="shared")
 
 
 class TryingCache(SharedPoolCache):
-    """It admits row by row, and a row gives back before it is known that it fits. It is right."""
+    """Admits row by row, and frees blocks before it knows that a row fits. It is right."""
 
-    windows = SharedPoolCache.windows.but(gives_back="next try")
+    windows = SharedPoolCache.windows.but(frees="next try")
     atomic_batches = False
     reserve: Any = KVCacheAdapter.reserve  # not offered
     fill: Any = KVCacheAdapter.fill  # not offered

@@ -1,4 +1,4 @@
-"""A cache of several windows that finds texts again: each group keeps blocks of its own."""
+"""A windowed cache with prefix reuse, in which each group finds blocks of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from tests.capabilities.caches.window_cache import Group
 
     Key = tuple[int, tuple[int, ...]]
-    """A group, and what is said up to the end of a block."""
+    """A group, and the tokens up to the end of a block."""
 
 
 @dataclass
 class KeepingPool(Pool):
-    """What a block holds is known until it is taken for something else."""
+    """A pool whose blocks can be found until they are evicted."""
 
     block_of: dict[Key, int] = field(default_factory=dict)
     key_of: dict[int, Key] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class KeepingPool(Pool):
         return block
 
     def drop(self, blocks: Any) -> None:
-        """Put what is given up where it is taken last."""
+        """Free blocks so that they are taken last."""
         before = len(self.unused)
         super().drop(blocks)
         self.unused[:] = self.unused[before:] + self.unused[:before]
@@ -50,7 +50,7 @@ class KeepingPool(Pool):
 
 
 class WindowedTextCache(SharedPoolCache):
-    """A prompt begins with what every group still has of its window there. It is right."""
+    """Begins a prompt with a prefix whose live tokens every group still stores. It is right."""
 
     prefixes = SharedPoolCache.prefixes.but(
         shares="equal prefixes", recomputed_tokens=1, finds="some"
@@ -62,20 +62,20 @@ class WindowedTextCache(SharedPoolCache):
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
-        self.said: dict[int, list[int]] = {}
+        self.token_ids: dict[int, list[int]] = {}
 
     def new_pool(self) -> KeepingPool:
         return KeepingPool(list(range(self.spec.num_blocks)))
 
-    def use_tokens(self, said: Sequence[Sequence[int]]) -> None:
-        self.row_tokens = said
+    def use_tokens(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self.row_tokens = token_ids
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         super().fill(super().reserve(seqs, counts), key, value)
-        for seq, said in zip(seqs, self.row_tokens, strict=True):
-            self.said.setdefault(seq, []).extend(said)
+        for seq, token_ids in zip(seqs, self.row_tokens, strict=True):
+            self.token_ids.setdefault(seq, []).extend(token_ids)
             self.register(seq)
 
     def register(self, seq: int) -> None:
@@ -83,30 +83,30 @@ class WindowedTextCache(SharedPoolCache):
         for at, group in enumerate(self.groups):
             for page, block in enumerate(group.tables[seq][: self.lengths[seq] // size]):
                 if block is not None:
-                    said = tuple(self.said[seq][: (page + 1) * size])
-                    self.pool_of(group).register((at, said), block)
+                    token_ids = tuple(self.token_ids[seq][: (page + 1) * size])
+                    self.pool_of(group).register((at, token_ids), block)
 
     def pool_of(self, group: Group) -> KeepingPool:
         assert isinstance(group.pool, KeepingPool)
         return group.pool
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        (said,) = self.row_tokens
-        books = deepcopy((self.groups, self.lengths, self.said))
-        found = self.match_prefix(said)
-        self.begin(seq, said[:found])
-        self.row_tokens = [said[found:]]
+        (token_ids,) = self.row_tokens
+        previous = deepcopy((self.groups, self.lengths, self.token_ids))
+        found = self.match_prefix(token_ids)
+        self.begin(seq, token_ids[:found])
+        self.row_tokens = [token_ids[found:]]
         try:
-            self.append_many([seq], [len(said) - found], key[:, found:], value[:, found:])
+            self.append_many([seq], [len(token_ids) - found], key[:, found:], value[:, found:])
         except CacheFull:
-            self.groups, self.lengths, self.said = books
+            self.groups, self.lengths, self.token_ids = previous
             raise
 
-    def begin(self, seq: int, said: Sequence[int]) -> None:
-        self.lengths[seq], self.said[seq] = len(said), list(said)
+    def begin(self, seq: int, token_ids: Sequence[int]) -> None:
+        self.lengths[seq], self.token_ids[seq] = len(token_ids), list(token_ids)
         for at, group in enumerate(self.groups):
-            first = self.first_needed(group, len(said))
-            blocks = self.blocks_of(at, said)[first:]
+            first = self.first_needed(group, len(token_ids))
+            blocks = self.blocks_of(at, token_ids)[first:]
             group.tables[seq] = [*[None] * first, *blocks]
             for block in blocks:
                 assert block is not None
@@ -115,38 +115,38 @@ class WindowedTextCache(SharedPoolCache):
     def first_needed(self, group: Group, found: int) -> int:
         return self.first_live(group.window, found) // self.spec.block_size
 
-    def blocks_of(self, at: int, said: Sequence[int]) -> list[int | None]:
-        ends = range(self.spec.block_size, len(said) + 1, self.spec.block_size)
+    def blocks_of(self, at: int, token_ids: Sequence[int]) -> list[int | None]:
+        ends = range(self.spec.block_size, len(token_ids) + 1, self.spec.block_size)
         pool = self.pool_of(self.groups[at])
-        return [pool.block_of.get((at, tuple(said[:end]))) for end in ends]
+        return [pool.block_of.get((at, tuple(token_ids[:end]))) for end in ends]
 
-    def match_prefix(self, said: Sequence[int]) -> int:
+    def match_prefix(self, token_ids: Sequence[int]) -> int:
         size = self.spec.block_size
-        for found in range((len(said) - 1) // size * size, 0, -size):
+        for found in range((len(token_ids) - 1) // size * size, 0, -size):
             blocks = [
-                self.blocks_of(at, said[:found])[self.first_needed(group, found) :]
-                for at, group in self.looked_into()
+                self.blocks_of(at, token_ids[:found])[self.first_needed(group, found) :]
+                for at, group in self.lookup_groups()
             ]
             if None not in {block for each in blocks for block in each}:
                 return found
         return 0
 
-    def looked_into(self) -> list[tuple[int, Group]]:
+    def lookup_groups(self) -> list[tuple[int, Group]]:
         return list(enumerate(self.groups))
 
     def free(self, seq: int) -> None:
         if seq in self.lengths:
             super().free(seq)
-        del self.said[seq]
+        del self.token_ids[seq]
 
     def preempt(self, seq: int) -> None:
         super().free(seq)
 
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.row_tokens = [self.said[seq]]
+        self.row_tokens = [self.token_ids[seq]]
         self.prefill(seq, key, value)
 
     def ledger(self, layer: int) -> Ledger:
         pool = self.pool_of(self.group_of(layer))
-        shown = super().ledger(layer)
-        return Ledger(shown.refcounts, shown.free, shown.total, {*pool.key_of} & {*shown.free})
+        books = super().ledger(layer)
+        return Ledger(books.refcounts, books.free, books.total, {*pool.key_of} & {*books.free})

@@ -1,1 +1,1 @@
-"""Observations for each room of invariants, of right caches and of wrong ones."""
+"""Observations of right and wrong caches for the invariants."""

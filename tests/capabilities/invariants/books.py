@@ -1,4 +1,4 @@
-"""What invariants about a cache's books must pass, and must find."""
+"""Right and wrong observations for the invariants of a cache's books."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
 from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import separate_containers
-from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swapped
+from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swap_state
 from pytest_roseinfer.capabilities.windows import windows
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.pages import Page, Windows, token_of
@@ -34,42 +34,44 @@ from tests.capabilities.invariants.observations import (
 )
 
 
-def taking(taken: int | None) -> Observation:
-    """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
-    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
-    out = swapped(seen.oracle)
-    out.stages[5], out.tokens[5] = Stage.SWAPPED_OUT, [1, 2, 3]
-    preempted(seen.oracle)[6] = [4]
-    return seen
+def swapping(blocks_in_use: int | None) -> Observation:
+    """Return an observation with three tokens swapped out and so many swap blocks in use."""
+    observation = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=blocks_in_use)])
+    state = swap_state(observation.oracle)
+    state.stages[5], state.tokens[5] = Stage.SWAPPED_OUT, [1, 2, 3]
+    preempted(observation.oracle)[6] = [4]
+    return observation
 
 
-def counting(num_free: int) -> Observation:
+def with_free_count(num_free: int) -> Observation:
     return after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=num_free)])
 
 
-def evicting(of_2: ReleasedBlock, of_3: ReleasedBlock, **declared: Any) -> Observation:
-    """Blocks 2 and 3 were cached, and the first of them was taken."""
-    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
-    declared = {"shares": "equal prefixes", "evicts": "least recent", **declared}
-    notes = {CachedBlocks: CachedBlocksNote(released={2: of_2, 3: of_3})}
-    return replace(seen, notes=notes, declared=declaring(prefixes=PrefixTraits(**declared)))
+def with_eviction(
+    released_2: ReleasedBlock, released_3: ReleasedBlock, **traits: Any
+) -> Observation:
+    """Return an observation in which blocks 2 and 3 were cached, and block 2 was evicted."""
+    observation = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
+    traits = {"shares": "equal prefixes", "evicts": "least recent", **traits}
+    notes = {CachedBlocks: CachedBlocksNote(released={2: released_2, 3: released_3})}
+    return replace(observation, notes=notes, declared=declaring(prefixes=PrefixTraits(**traits)))
 
 
-def sharing(page: list[int]) -> Observation:
-    """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
-    seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
-    seen.oracle.sequences[1] = [Page(page)]
-    return replace(seen, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes")))
+def with_shared_block(page: list[int]) -> Observation:
+    """Return an observation in which sequences 0 and 1 share block 0, with sequence 1's tokens."""
+    observation = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
+    observation.oracle.sequences[1] = [Page(page)]
+    return replace(observation, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes")))
 
 
-def on_ranks(**shown: Any) -> Observation:
-    """Two ranks keep the cache; the second shows something else in its books."""
-    books = observed().after
-    return after(shards=[books, replace(books, **shown)])
+def on_ranks(**second_rank: Any) -> Observation:
+    """Return an observation of two ranks whose books differ as given for the second rank."""
+    first_rank = observed().after
+    return after(shards=[first_rank, replace(first_rank, **second_rank)])
 
 
 def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
-    """Sequence 0 has three tokens, of which the last is live in a window of 2."""
+    """Return an observation in which the last of three tokens is live in a window of 2."""
     spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
     oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
     oracle.append([(0, 3)], range(3))
@@ -82,22 +84,30 @@ def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | N
     )
 
 
-OTHERS, TOGETHER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
+OTHER_TOKENS, SAME_OWNER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
 SHARED = {(0, 0): [0, 2], (1, 0): [0]}
-SAME = [0]
+ONE_LIST = [0]
 
 RIGHT: Right = {
     windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
-    ownership: [observed(), counting(1), sharing([token_of(0, 0), token_of(0, 1)])],
-    swap_space: [taking(2), taking(0), taking(None), observed()],
+    ownership: [
+        observed(),
+        with_free_count(1),
+        with_shared_block([token_of(0, 0), token_of(0, 1)]),
+    ],
+    swap_space: [swapping(2), swapping(0), swapping(None), observed()],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     evictions: [
         observed(),
-        evicting(ReleasedBlock(1, 0, tokens=OTHERS), ReleasedBlock(2, 0)),
-        evicting(ReleasedBlock(1, 1, TOGETHER, OTHERS), ReleasedBlock(1, 0, TOGETHER)),
-        evicting(ReleasedBlock(1, 0, frozenset({3}), OTHERS), ReleasedBlock(1, 1, frozenset({4}))),
-        evicting(ReleasedBlock(2, 0, tokens=(NEW,)), ReleasedBlock(1, 0)),
-        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0), evicts="any"),
+        with_eviction(ReleasedBlock(1, 0, tokens=OTHER_TOKENS), ReleasedBlock(2, 0)),
+        with_eviction(
+            ReleasedBlock(1, 1, SAME_OWNER, OTHER_TOKENS), ReleasedBlock(1, 0, SAME_OWNER)
+        ),
+        with_eviction(
+            ReleasedBlock(1, 0, frozenset({3}), OTHER_TOKENS), ReleasedBlock(1, 1, frozenset({4}))
+        ),
+        with_eviction(ReleasedBlock(2, 0, tokens=(NEW,)), ReleasedBlock(1, 0)),
+        with_eviction(ReleasedBlock(2, 0, tokens=OTHER_TOKENS), ReleasedBlock(1, 0), evicts="any"),
     ],
     separate_containers: [
         observed(),
@@ -154,7 +164,7 @@ WRONG: Wrong = [
     (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
     (
         ownership,
-        counting(2),
+        with_free_count(2),
         "layer 0: the cache counts 2 free blocks, and has 1",
     ),
     (
@@ -172,26 +182,32 @@ WRONG: Wrong = [
         after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
         "sequence 0 has 1 blocks for 3 tokens; 2 are right",
     ),
-    (ownership, sharing([token_of(0, 0), NEW]), "block 0 of sequence 1 is shared with a sequence"),
+    (
+        ownership,
+        with_shared_block([token_of(0, 0), NEW]),
+        "block 0 of sequence 1 is shared with a sequence",
+    ),
     (
         evictions,
-        evicting(ReleasedBlock(2, 0, tokens=OTHERS), ReleasedBlock(1, 0)),
+        with_eviction(ReleasedBlock(2, 0, tokens=OTHER_TOKENS), ReleasedBlock(1, 0)),
         "block 2 was evicted and block 3 was not, which was released earlier, in step 1 and not",
     ),
     (
         evictions,
-        evicting(ReleasedBlock(1, 0, TOGETHER, OTHERS), ReleasedBlock(1, 1, TOGETHER)),
+        with_eviction(
+            ReleasedBlock(1, 0, SAME_OWNER, OTHER_TOKENS), ReleasedBlock(1, 1, SAME_OWNER)
+        ),
         "was released with it and is nearer to the end: index 1 comes after 0",
     ),
     (
         swap_space,
-        taking(3),
+        swapping(3),
         "3 blocks of swap space are in use, and sequences swapped out need 2",
     ),
     (separate_containers, after(containers={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
     (
         separate_containers,
-        after(containers={0: SAME, 1: SAME}),
+        after(containers={0: ONE_LIST, 1: ONE_LIST}),
         "sequences 0 and 1 are kept in the same list",
     ),
     (

@@ -1,4 +1,4 @@
-"""A step that is right, and changes of it.
+"""A right observation, and variants of it.
 
 The cache has blocks of two tokens. Sequence 0 just got its third token, which began block 2;
 sequence 1 has one token, in block 1.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Pair
 
 Right = dict[Invariant, list[Observation]]
-"""For each invariant, what it must pass."""
+"""Observations that each invariant must pass."""
 Wrong = list[tuple[Invariant, Observation, str]]
-"""Invariants, each with what it must not pass and what it says of that."""
+"""Invariants, each with an observation that it must fail, and a part of its message."""
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)
 PAYLOAD = Payload(SPEC)
@@ -45,13 +45,13 @@ DECLARED = {
 NEW = token_of(0, 2)
 
 
-def declaring(**attributes: Any) -> type[KVCacheAdapter]:
-    """Return an adapter that declares this of its cache."""
-    return type("Declares", (KVCacheAdapter,), {**DECLARED, **attributes})
+def declaring(**declarations: Any) -> type[KVCacheAdapter]:
+    """Return an adapter that declares these attributes."""
+    return type("Declares", (KVCacheAdapter,), {**DECLARED, **declarations})
 
 
 def stored(*tokens: tuple[int, int, int]) -> Pair:
-    """Return an arena of poison with each (block, position, token) in it."""
+    """Return a poisoned arena that stores each (block, position, token)."""
     keys, values = (torch.full((1, 4, 2, 2, 4), float("nan")) for _ in range(2))
     for block, position, token in tokens:
         key, value = PAYLOAD.layer([token], 0)
@@ -59,7 +59,7 @@ def stored(*tokens: tuple[int, int, int]) -> Pair:
     return keys, values
 
 
-OLD = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
+STORED_BEFORE = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
 
 
 def observed() -> Observation:
@@ -75,7 +75,7 @@ def observed() -> Observation:
         before=Snapshot(
             tables={(0, 0): [0], (1, 0): [1]},
             ledgers=[Ledger({0: 1, 1: 1}, [2, 3], 4)],
-            arena=stored(*OLD),
+            arena=stored(*STORED_BEFORE),
             counts=Counter(fast=4, fresh=2),
         ),
         outcome=Outcome(True, {"fast": True}, Written([(0, 1)], [NEW])),
@@ -84,35 +84,42 @@ def observed() -> Observation:
             reads=reads,
             tables={(0, 0): [0, 2], (1, 0): [1]},
             ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4)],
-            arena=stored(*OLD, (2, 0, NEW)),
+            arena=stored(*STORED_BEFORE, (2, 0, NEW)),
             counts=Counter(fast=5, fresh=2, full=1),
         ),
         oracle=oracle,
         payload=PAYLOAD,
-        first_writers=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
+        first_writers=dict.fromkeys([*(token for _, _, token in STORED_BEFORE), NEW], 0),
         declared=declaring(),
     )
 
 
-def after(**shown: Any) -> Observation:
-    """Return the same with something else in the cache afterwards."""
-    seen = observed()
-    return replace(seen, after=replace(seen.after, **shown))
+def after(**attributes: Any) -> Observation:
+    """Return an observation with other attributes of the snapshot after the step."""
+    observation = observed()
+    return replace(observation, after=replace(observation.after, **attributes))
 
 
-LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
+LATER = stored((3, 1, token_of(1, 0)), *STORED_BEFORE, (2, 0, NEW))
 CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]))
 QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
 
 
-def attending(found: Any = None, **shown: Any) -> Observation:
-    """Sequence 0 was asked for attention, with two query heads to a KV head."""
-    seen = after(**shown)
+def attending(found: Any = None, **attributes: Any) -> Observation:
+    """Return an observation of attention for sequence 0, with two query heads to a KV head."""
+    observation = after(**attributes)
     if found is None:
-        found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
+        found = attention_by_formula(QUERY[0], *PAYLOAD.layer(observation.oracle.tokens(0), 0))[
+            None
+        ]
     answer = AttentionOutput([0], 0, QUERY, found)
-    asked = Outcome(options={"fast": True})
+    outcome = Outcome(options={"fast": True})
     return replace(
-        seen, operation=None, before=observed().after, outcome=asked, notes={}, answers=[answer]
+        observation,
+        operation=None,
+        before=observed().after,
+        outcome=outcome,
+        notes={},
+        answers=[answer],
     )

@@ -1,4 +1,4 @@
-"""What invariants about counts, lookups and refusals must pass, and must find."""
+"""Right and wrong observations for the invariants of counts, lookups and refusals."""
 
 from __future__ import annotations
 
@@ -30,38 +30,40 @@ from tests.capabilities.invariants.observations import (
 
 
 def refusing(**shown: Any) -> Observation:
-    """A step that was refused: the cache is as it was, but for what is ``shown``."""
-    seen = observed()
-    shown = {"ledgers": seen.before.ledgers, "tables": seen.before.tables, **shown}
+    """Return an observation of a refused step, with changes to the snapshot after it."""
+    observation = observed()
+    shown = {"ledgers": observation.before.ledgers, "tables": observation.before.tables, **shown}
     return replace(
-        seen,
+        observation,
         outcome=Outcome(fits=False),
-        after=replace(seen.before, **shown),
+        after=replace(observation.before, **shown),
         operation=Append((5,)),
     )
 
 
 def refusing_in_part() -> Observation:
-    """A step that was refused behind its first row, which was stored."""
-    seen = observed()
-    return replace(seen, operation=Append((0, 5)), outcome=replace(seen.outcome, fits=False))
+    """Return an observation of a step that was refused after its first row was stored."""
+    observation = observed()
+    return replace(
+        observation, operation=Append((0, 5)), outcome=replace(observation.outcome, fits=False)
+    )
 
 
-def counting(**counted: int) -> Observation:
-    return after(counts=Counter(counted))
+def counting(**counts_shown: int) -> Observation:
+    return after(counts=Counter(counts_shown))
 
 
 def looking_up(
     found: Any, count: int = 3, *, collided: bool = False, **declared: Any
 ) -> Observation:
-    """Text 0 was looked up, whose first three tokens are in blocks 0 and, in part, 2."""
-    said = Oracle(SPEC.block_size, SPEC.num_blocks, branches=((0, 0),))
-    held = said.text_tokens(0, 3)
+    """Return an observation of a lookup of text 0, with three tokens in blocks 0 and 2."""
+    oracle = Oracle(SPEC.block_size, SPEC.num_blocks, branches=((0, 0),))
+    tokens = oracle.text_tokens(0, 3)
     return replace(
         after(matches={(0, count): found}, collided=frozenset([(0, count)] * collided)),
-        oracle=said,
+        oracle=oracle,
         notes={
-            CachedBlocks: CachedBlocksNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})
+            CachedBlocks: CachedBlocksNote({0: {0: tokens[:2], 1: [token_of(1, 0)], 2: tokens[2:]}})
         },
         declared=declaring(prefixes=PrefixTraits(shares="equal prefixes", **declared)),
     )
@@ -70,9 +72,11 @@ def looking_up(
 def calling(
     raised: BaseException | None, *errors: type[BaseException], **shown: Any
 ) -> Observation:
-    seen = after(**shown)
+    observation = after(**shown)
     bad = BadCall("a bad call", lambda: None, errors)
-    return replace(seen, operation=None, before=observed().after, bad_call=bad, raised=raised)
+    return replace(
+        observation, operation=None, before=observed().after, bad_call=bad, raised=raised
+    )
 
 
 RIGHT: Right = {

@@ -1,4 +1,4 @@
-"""What invariants about what is stored must pass, and must find."""
+"""Right and wrong observations for the invariants of stored tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import unwritten_positions
 from pytest_roseinfer.capabilities.reading import read_back
 from pytest_roseinfer.capabilities.storage import arena
-from pytest_roseinfer.capabilities.swapping import Stage, swapped
+from pytest_roseinfer.capabilities.swapping import Stage, swap_state
 from pytest_roseinfer.capabilities.writes import AppendPadded
 from pytest_roseinfer.oracle.pages import padding_token, token_of
 from tests.capabilities.invariants.observations import (
     CHANGED,
     LATER,
     NEW,
-    OLD,
     PAYLOAD,
     QUERY,
     SPEC,
+    STORED_BEFORE,
     WROTE_TWO,
     Right,
     Wrong,
@@ -43,50 +43,54 @@ def reading(found: Any) -> Observation:
 
 
 def one_slot_late() -> Observation:
-    seen = reading(PAYLOAD.layer([NEW], 0))
-    return replace(seen, after=replace(seen.after, arena=stored((1, 1, token_of(1, 0)))))
+    observation = reading(PAYLOAD.layer([NEW], 0))
+    return replace(
+        observation, after=replace(observation.after, arena=stored((1, 1, token_of(1, 0))))
+    )
 
 
 def padded(*, scratch: frozenset[int]) -> Observation:
-    """A row of padding was written into block 3."""
-    seen = after(arena=stored(*OLD, (2, 0, NEW), (3, 1, padding_token(1))))
-    return replace(seen, operation=AppendPadded((0, None)), scratch_blocks=scratch)
+    """Return an observation in which a row of padding was written into block 3."""
+    observation = after(arena=stored(*STORED_BEFORE, (2, 0, NEW), (3, 1, padding_token(1))))
+    return replace(observation, operation=AppendPadded((0, None)), scratch_blocks=scratch)
 
 
 def copied_back(stage: Stage) -> Observation:
-    """The block of sequence 1 got what sequence 0 says, while sequence 1 was away like this."""
-    seen = after(arena=stored(*OLD, (2, 0, NEW), (1, 1, NEW)))
-    out = swapped(seen.oracle)
-    out.stages[1], out.tokens[1] = stage, seen.oracle.tokens(1)
-    return seen
+    """Return an observation in which an absent sequence's block changed during a swap stage."""
+    observation = after(arena=stored(*STORED_BEFORE, (2, 0, NEW), (1, 1, NEW)))
+    state = swap_state(observation.oracle)
+    state.stages[1], state.tokens[1] = stage, observation.oracle.tokens(1)
+    return observation
 
 
 def cached(*, value: int) -> Observation:
-    """Block 3 is free and kept for later texts, and got this token."""
+    """Return an observation in which block 3 is free and cached, and got this token."""
     kept = [Ledger({0: 1, 1: 1, 2: 1}, [3], 4, cached={3})]
-    seen = after(ledgers=kept, arena=stored(*OLD, (2, 0, NEW), (3, 0, value)))
-    before = replace(seen.before, ledgers=kept, arena=stored(*OLD, (3, 0, NEW)))
+    observation = after(ledgers=kept, arena=stored(*STORED_BEFORE, (2, 0, NEW), (3, 0, value)))
+    before = replace(observation.before, ledgers=kept, arena=stored(*STORED_BEFORE, (3, 0, NEW)))
     return replace(
-        seen, before=before, declared=declaring(prefixes=PrefixTraits(shares="equal prefixes"))
+        observation,
+        before=before,
+        declared=declaring(prefixes=PrefixTraits(shares="equal prefixes")),
     )
 
 
 def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: int) -> Observation:
-    """A quantised cache reads back one token of sequence 0 as it was not before, and a scale too.
+    """Return an observation of a quantised cache in which a token and a scale changed.
 
-    Such a token is off by a part of its greatest value.
+    The token is off by the part ``by`` of its greatest value.
     """
-    seen = replace(observed(), payload=Payload(SPEC, tolerance=Tolerance(1 / 250, over)))
-    was = seen.payload.layer(seen.oracle.tokens(0), 0)
-    now = was[0].clone(), was[1].clone()
-    now[1][token, 1] += by * now[1][token].abs().max()
+    observation = replace(observed(), payload=Payload(SPEC, tolerance=Tolerance(1 / 250, over)))
+    before_step = observation.payload.layer(observation.oracle.tokens(0), 0)
+    after_step = before_step[0].clone(), before_step[1].clone()
+    after_step[1][token, 1] += by * after_step[1][token].abs().max()
     old, new = torch.ones(1, 4, 2, 2), torch.ones(1, 4, 2, 2)
     new[0, scaled.get("block", 2), 1, scaled.get("position", 0)] = 2
-    reads = {("peek", 0, 0): (was[0][:2], was[1][:2])}
+    reads = {("peek", 0, 0): (before_step[0][:2], before_step[1][:2])}
     return replace(
-        seen,
-        before=replace(seen.before, reads=reads, scales=(old, old)),
-        after=replace(seen.after, reads={("peek", 0, 0): now}, scales=(old, new)),
+        observation,
+        before=replace(observation.before, reads=reads, scales=(old, old)),
+        after=replace(observation.after, reads={("peek", 0, 0): after_step}, scales=(old, new)),
     )
 
 
@@ -139,7 +143,11 @@ WRONG: Wrong = [
         quantised(block=1, position=1),
         "layer 0, V, block 1, head 1: the scale is 2, and was 1 before the step",
     ),
-    (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),
+    (
+        arena,
+        after(arena=stored(*STORED_BEFORE)),
+        "block 2, position 0, head 0: expected sequence 0, token 2",
+    ),
     (
         arena,
         after(arena=LATER),

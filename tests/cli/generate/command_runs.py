@@ -1,4 +1,4 @@
-"""Running ``roseinfer generate``, and what it should print."""
+"""Runs of ``roseinfer generate``, and their expected output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from roseinfer import LLM, SamplingParams
 if TYPE_CHECKING:
     import pytest
 
-FEW = ("--max-new-tokens", "12")
+TWELVE_TOKENS = ("--max-new-tokens", "12")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 TOO_LONG = "x" * 1024
-STARTS = "roseinfer generate: importing torch and transformers\nroseinfer generate: loading tiny\n"
-"""What every run says that gets to its prompts."""
+STARTUP = "roseinfer generate: importing torch and transformers\nroseinfer generate: loading tiny\n"
+"""Lines that every run prints before its first prompt."""
 _PROGRESS = ("roseinfer generate: importing ", "roseinfer generate: loading ", "generating: ")
 
 
@@ -26,15 +26,15 @@ class Outcome:
     status: int
     out: str
     err: str
-    """Without the lines that say how far the work is."""
+    """Standard error without lines of progress."""
 
     @property
     def objects(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def without_progress(said: str) -> str:
-    lines = said.splitlines(keepends=True)
+def without_progress(stderr: str) -> str:
+    lines = stderr.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(_PROGRESS))
 
 
@@ -42,7 +42,7 @@ class Run(Protocol):
     def __call__(self, *arguments: str) -> Outcome: ...
 
 
-def continued(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> str:
+def completion_of(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> str:
     (output,) = llm.generate(prompt, params)
     assert output.text
     return output.text

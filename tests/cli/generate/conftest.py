@@ -1,4 +1,4 @@
-"""The command in this process, and the model it serves."""
+"""The command run in this process, and the model it serves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.cli.generate.command_runs import Outcome, Run, without_progress
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_it(*arguments: str) -> Outcome:
+    def run_command(*arguments: str) -> Outcome:
         try:
             status = main(["generate", *arguments])
-        except SystemExit as ended:  # argparse
-            status = int(ended.code or 0)
-        printed = capsys.readouterr()
-        return Outcome(status, printed.out, without_progress(printed.err))
+        except SystemExit as exit_error:  # argparse
+            status = int(exit_error.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, without_progress(captured.err))
 
-    return run_it
+    return run_command
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``roseinfer generate``: what cannot be done is said in one line, and the rest is done."""
+"""``roseinfer generate``: failures are reported in one line, and other prompts are served."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from roseinfer import LLM, UnsupportedModel
 from roseinfer.config import EngineConfig
 from roseinfer.engine.engine import Engine
 from tests.cli.generate.command_runs import (
-    FEW,
     GREEDY,
     TOO_LONG,
+    TWELVE_TOKENS,
     Outcome,
     Run,
     Terminal,
-    continued,
+    completion_of,
     give_stdin,
 )
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
 
-def test_one_prompt_that_cannot_be_served(run: Run) -> None:
+def test_rejected_single_prompt_exits_with_1(run: Run) -> None:
     outcome = run("--prompt", TOO_LONG)
     assert (outcome.status, outcome.out) == (1, "")
     (line,) = outcome.err.splitlines()
@@ -38,8 +38,8 @@ def test_one_prompt_that_cannot_be_served(run: Run) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--prompt", "b")])
-def test_a_text_that_has_no_room_is_said_to_be_cut(run: Run, more: tuple[str, ...]) -> None:
-    """The tiny model has 1024 positions, and a token for each character."""
+def test_completion_cut_by_the_positions_is_reported(run: Run, more: tuple[str, ...]) -> None:
+    """The tiny model has 1024 positions, and one token per character."""
     outcome = run("--prompt", TOO_LONG[:-9], "--max-new-tokens", "12", "--ignore-eos", *more)
     assert outcome.status == 0
     (line,) = outcome.err.splitlines()
@@ -47,54 +47,63 @@ def test_a_text_that_has_no_room_is_said_to_be_cut(run: Run, more: tuple[str, ..
     assert "the text was cut after 9 of 12 tokens" in line
 
 
-def test_a_text_of_as_many_tokens_as_were_asked_for_is_not_cut(run: Run) -> None:
+def test_completion_of_max_new_tokens_is_not_reported(run: Run) -> None:
     outcome = run("--prompt", TOO_LONG[:-12], "--max-new-tokens", "12", "--ignore-eos")
     assert (outcome.status, outcome.err) == (0, "")
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_the_other_prompts_are_served(run: Run, llm: LLM, form: str) -> None:
-    outcome = run("--prompt", TOO_LONG, "--prompt", "b", *FEW, *(["--json"] * (form == "json")))
+@pytest.mark.parametrize("output_format", ["text", "json"])
+def test_other_prompts_are_served(run: Run, llm: LLM, output_format: str) -> None:
+    outcome = run(
+        "--prompt",
+        TOO_LONG,
+        "--prompt",
+        "b",
+        *TWELVE_TOKENS,
+        *(["--json"] * (output_format == "json")),
+    )
     assert outcome.status == 1
     (line,) = outcome.err.splitlines()
     assert line.startswith("roseinfer generate: prompt 1: a prompt of 1024 tokens leaves no room")
-    if form == "json":
+    if output_format == "json":
         failed, served = outcome.objects
         assert failed["finish_reason"] == "error"
         assert "leaves no room" in failed["error"]
-        assert (served["text"], served["error"]) == (continued(llm, "b"), None)
+        assert (served["text"], served["error"]) == (completion_of(llm, "b"), None)
     else:
-        assert outcome.out.endswith(f"\n\n==> 2: b <==\n{continued(llm, 'b')}\n")
+        assert outcome.out.endswith(f"\n\n==> 2: b <==\n{completion_of(llm, 'b')}\n")
 
 
-def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_failing_half_way_prints_its_text(
+    run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = iter([False] * 5 + [True])
     monkeypatch.setattr(EngineConfig, "uses_resident_decode", lambda *_: False)
     monkeypatch.setattr(
         "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),
     )
-    outcome = run("--prompt", "Once", *FEW)
+    outcome = run("--prompt", "Once", *TWELVE_TOKENS)
     monkeypatch.undo()
-    assert outcome.out == continued(llm, "Once", replace(GREEDY, max_new_tokens=5)) + "\n"
+    assert outcome.out == completion_of(llm, "Once", replace(GREEDY, max_new_tokens=5)) + "\n"
     assert outcome.status == 1
     assert "hold NaN" in outcome.err
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_a_model_that_is_refused_when_it_runs(
+def test_model_rejected_in_a_step_is_reported(
     run: Run, monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
-    def refuse(_: Engine) -> None:
+    def raise_unsupported(_: Engine) -> None:
         raise UnsupportedModel("it asks its attention\nfor sinks")
 
-    monkeypatch.setattr(Engine, "step", refuse)
+    monkeypatch.setattr(Engine, "step", raise_unsupported)
     assert run(*["--prompt", "x"] * prompts) == Outcome(
         2, "", "roseinfer generate: it asks its attention for sinks\n"
     )
 
 
-NOTHING_DONE = {
+FAILURES = {
     "no prompt": ([], "no prompt: give --prompt TEXT, --prompts-file FILE, or a text"),
     "no such file": (["--prompts-file", "nowhere"], "nowhere cannot be read: No such file"),
     "no name": (["--prompts-file", ""], "cannot be read: Is a directory"),
@@ -128,8 +137,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(("options", "message"), NOTHING_DONE.values(), ids=NOTHING_DONE)
-def test_what_cannot_be_done_takes_one_line(run: Run, options: list[str], message: str) -> None:
+@pytest.mark.parametrize(("options", "message"), FAILURES.values(), ids=FAILURES)
+def test_failure_is_reported_in_one_line(run: Run, options: list[str], message: str) -> None:
     outcome = run(*options)
     assert (outcome.status, outcome.out) == (2, "")
     (line,) = outcome.err.splitlines()
@@ -138,21 +147,25 @@ def test_what_cannot_be_done_takes_one_line(run: Run, options: list[str], messag
 
 
 @pytest.mark.parametrize("data", [b"", b" \n"])
-def test_nothing_on_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def test_empty_standard_input_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
     give_stdin(monkeypatch, data)
     outcome = run()
     assert (outcome.status, outcome.out) == (2, "")
     assert "no prompt" in outcome.err
 
 
-def test_standard_input_that_is_no_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_that_is_not_utf8_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     give_stdin(monkeypatch, b"\xff")
     assert run() == Outcome(
         2, "", "roseinfer generate: standard input is not UTF-8: prompts are texts\n"
     )
 
 
-def test_a_model_the_engine_refuses(run: Run, tmp_path: Path) -> None:
+def test_unsupported_model_is_reported(run: Run, tmp_path: Path) -> None:
     config = transformers.MambaConfig(
         vocab_size=20, hidden_size=16, num_hidden_layers=1, state_size=4
     )
@@ -169,15 +182,17 @@ def test_a_model_the_engine_refuses(run: Run, tmp_path: Path) -> None:
         ["--prompt", "x", "--top-k", "many"],
         ["--prompt", "x", "--prefill-admission-policy", "random"],
     ],
-    ids=["two sources", "no number", "no policy"],
+    ids=["two sources", "not a number", "unknown policy"],
 )
-def test_options_that_are_none(run: Run, options: list[str]) -> None:
+def test_invalid_options_print_the_usage(run: Run, options: list[str]) -> None:
     outcome = run(*options)
     assert (outcome.status, outcome.out) == (2, "")
     assert outcome.err.startswith("usage: roseinfer generate")
 
 
-def test_an_interrupt_ends_it_quietly(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_with_130_without_a_message(
+    run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, steps = Engine.step, iter(range(3))
 
     def interrupted(self: Engine) -> list[Update]:
@@ -189,4 +204,4 @@ def test_an_interrupt_ends_it_quietly(run: Run, llm: LLM, monkeypatch: pytest.Mo
     outcome = run("--prompt", "Once")
     monkeypatch.undo()
     assert (outcome.status, outcome.err) == (130, "")
-    assert continued(llm, "Once").startswith(outcome.out)
+    assert completion_of(llm, "Once").startswith(outcome.out)

@@ -1,4 +1,4 @@
-"""``roseinfer generate``: every option has its effect."""
+"""``roseinfer generate``: options and their effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from roseinfer import LLM, Guide, SamplingParams, tiny_gpt2
 from roseinfer.config import EngineConfig
-from tests.cli.generate.command_runs import FEW, Outcome, Run, continued
+from tests.cli.generate.command_runs import TWELVE_TOKENS, Outcome, Run, completion_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,40 +53,42 @@ ENGINE = {
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LLM, SamplingParams]]:
-    """Return what the prompts were continued with."""
-    found: list[tuple[LLM, SamplingParams]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LLM, SamplingParams]]:
+    """Engines and parameters of the calls of ``LLM.generate``."""
+    recorded: list[tuple[LLM, SamplingParams]] = []
     generate = LLM.generate
 
-    def spy(self: LLM, prompts: Any, params: SamplingParams, *, progress: bool) -> Any:
-        found.append((self, params))
+    def recorded_generate(
+        self: LLM, prompts: Any, params: SamplingParams, *, progress: bool
+    ) -> Any:
+        recorded.append((self, params))
         return generate(self, prompts, params, progress=progress)
 
-    monkeypatch.setattr(LLM, "generate", spy)
-    return found
+    monkeypatch.setattr(LLM, "generate", recorded_generate)
+    return recorded
 
 
 @pytest.mark.parametrize(("options", "changed"), SAMPLING.values(), ids=SAMPLING)
-def test_sampling_options(
+def test_sampling_option_sets_its_parameter(
     run: Run,
-    used: list[tuple[LLM, SamplingParams]],
+    calls: list[tuple[LLM, SamplingParams]],
     options: list[str],
     changed: dict[str, Any],
 ) -> None:
     assert run("--json", "--prompt", "x", *options).status == 0
-    ((_, params),) = used
+    ((_, params),) = calls
     assert params == replace(SamplingParams(temperature=0, max_new_tokens=128), **changed)
 
 
 @pytest.mark.parametrize(("options", "changed"), ENGINE.values(), ids=ENGINE)
-def test_engine_options(
+def test_engine_option_sets_its_setting(
     run: Run,
-    used: list[tuple[LLM, SamplingParams]],
+    calls: list[tuple[LLM, SamplingParams]],
     options: list[str],
     changed: dict[str, Any],
 ) -> None:
-    assert run("--json", "--prompt", "x", *FEW, *options).status == 0
-    ((llm, _),) = used
+    assert run("--json", "--prompt", "x", *TWELVE_TOKENS, *options).status == 0
+    ((llm, _),) = calls
     assert llm.config == replace(EngineConfig(), **changed)
 
 
@@ -95,7 +97,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("guide", "message"),
     [
         ("x", ": it must be a JSON object, as in"),
         ("[]", ": it must be a JSON object, as in"),
@@ -105,44 +107,44 @@ def test_every_sampling_parameter_has_an_option() -> None:
         ('{"choice": "a"}', ": Guide.choice is 'a'; it must be one or more texts"),
     ],
 )
-def test_what_is_no_guide_is_refused(run: Run, given: str, said: str) -> None:
-    outcome = run("--prompt", "x", "--guide", given)
+def test_invalid_guide_is_rejected(run: Run, guide: str, message: str) -> None:
+    outcome = run("--prompt", "x", "--guide", guide)
     assert (outcome.status, outcome.out) == (2, "")
-    assert f"roseinfer generate: --guide {given!r}{said}" in outcome.err
+    assert f"roseinfer generate: --guide {guide!r}{message}" in outcome.err
 
 
-def test_a_text_has_the_form_that_was_asked_for(run: Run) -> None:
+def test_completion_follows_the_guide(run: Run) -> None:
     outcome = run("--prompt", "x", "--guide", '{"regex": "[0-9]{5}"}')
     assert outcome.status == 0
     assert outcome.out.strip().isdigit()
 
 
-def test_device_and_dtype(run: Run, used: list[tuple[LLM, SamplingParams]]) -> None:
+def test_device_and_dtype_are_applied(run: Run, calls: list[tuple[LLM, SamplingParams]]) -> None:
     options = ["--device", "cpu", "--dtype", "bfloat16"]
-    assert run("--json", "--prompt", "x", *options, *FEW).status == 0
-    ((llm, _),) = used
+    assert run("--json", "--prompt", "x", *options, *TWELVE_TOKENS).status == 0
+    ((llm, _),) = calls
     kv = llm.engine.sequence_runner.kv
     assert (kv.device.type, llm.engine.sequence_runner.model.dtype) == ("cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("option", ["--model", "--hf-model-id"])
-def test_a_model_from_a_directory(run: Run, llm: LLM, tmp_path: Path, option: str) -> None:
+def test_model_is_loaded_from_a_directory(run: Run, llm: LLM, tmp_path: Path, option: str) -> None:
     saved = tiny_gpt2()
     saved.tokenizer.save_pretrained(tmp_path)
     saved.model.save_pretrained(tmp_path)
-    outcome = run(option, str(tmp_path), "--prompt", "Once", *FEW)
-    assert (outcome.status, outcome.out) == (0, continued(llm, "Once") + "\n")
+    outcome = run(option, str(tmp_path), "--prompt", "Once", *TWELVE_TOKENS)
+    assert (outcome.status, outcome.out) == (0, completion_of(llm, "Once") + "\n")
 
 
-def test_a_seed_repeats_a_text(run: Run) -> None:
-    first, again, other = (
-        run("--prompt", "Once", "--seed", seed, *FEW).out for seed in ("1", "1", "2")
+def test_seed_repeats_a_completion(run: Run) -> None:
+    first, repeated, other = (
+        run("--prompt", "Once", "--seed", seed, *TWELVE_TOKENS).out for seed in ("1", "1", "2")
     )
-    assert first == again != other
+    assert first == repeated != other
 
 
-def test_a_stop_string_ends_the_text_before_it(run: Run, llm: LLM) -> None:
-    text = continued(llm, "Once")
+def test_stop_string_ends_the_completion_before_it(run: Run, llm: LLM) -> None:
+    text = completion_of(llm, "Once")
     stop = text[5:7]
-    outcome = run("--prompt", "Once", "--stop", stop, *FEW)
+    outcome = run("--prompt", "Once", "--stop", stop, *TWELVE_TOKENS)
     assert outcome == Outcome(0, text[: text.index(stop)] + "\n", "")

@@ -1,4 +1,4 @@
-"""Toy engines that are wrong in one way each."""
+"""Toy engines with one bug each."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 class LeakyEngine(ToyEngine):
     def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
-        chosen = super().choose(batch)
-        return chosen[:1] * 2 if len(batch) == 2 else chosen
+        tokens = super().choose(batch)
+        return tokens[:1] * 2 if len(batch) == 2 else tokens
 
 
-class ANeighboursTokenLeaksIn(ToyAdapter):
+class ReturnsANeighboursToken(ToyAdapter):
     engine_type = LeakyEngine
 
 
 class WrongPrefixEngine(ToyEngine):
-    def known_prefix(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        last = [known for known in self.prefixes or () if len(known) == 2 <= len(prompt)]
-        return last[0] if last else super().known_prefix(prompt)
+    def cached_prefix(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        matching = [prefix for prefix in self.prefixes or () if len(prefix) == 2 <= len(prompt)]
+        return matching[0] if matching else super().cached_prefix(prompt)
 
 
-class TakesAnothersPrefix(ToyAdapter):
+class UsesAnotherPrefix(ToyAdapter):
     engine_type = WrongPrefixEngine
 
 
@@ -48,50 +48,50 @@ class LosesTheLastToken(ToyAdapter):
     engine_type = ForgetfulEngine
 
 
-class TakesATokenBack(ToyAdapter):
-    """Who has to wait is computed again, and shows what it has by then."""
+class RemovesATokenShown(ToyAdapter):
+    """Shows fewer tokens of a request that waits to be recomputed."""
 
     def tokens(self, request: ToyRequest) -> list[int]:
         waits = request in self.engine.running[self.engine.batch_size :]
         return request.tokens[:-2] if waits else request.tokens
 
 
-class TalkativeEngine(ToyEngine):
+class LongerEngine(ToyEngine):
     def limit(self, request: ToyRequest) -> int:
         return request.sampling.max_new_tokens + 1
 
 
 class GeneratesOneTokenMore(ToyAdapter):
-    engine_type = TalkativeEngine
+    engine_type = LongerEngine
 
 
-class StubbornEngine(ToyEngine):
+class IgnoresCancelEngine(ToyEngine):
     def cancel(self, request: ToyRequest) -> None:
         pass
 
 
 class IgnoresCancel(ToyAdapter):
-    engine_type = StubbornEngine
+    engine_type = IgnoresCancelEngine
 
 
-class PanickyEngine(ToyEngine):
+class EndsAllOnCancelEngine(ToyEngine):
     def cancel(self, request: ToyRequest) -> None:
         super().cancel(request)
         for other in list(self.running):
             self.end(other)
 
 
-class EndsOthersWithTheCancelled(ToyAdapter):
-    engine_type = PanickyEngine
+class EndsOthersOnCancel(ToyAdapter):
+    engine_type = EndsAllOnCancelEngine
 
 
-class CautiousEngine(ToyEngine):
+class StrictRoomEngine(ToyEngine):
     def fits(self, request: ToyRequest) -> bool:
         return self.needs(request) < self.room
 
 
-class LetsSomebodyWaitForever(ToyAdapter):
-    engine_type = CautiousEngine
+class StarvesARequest(ToyAdapter):
+    engine_type = StrictRoomEngine
 
 
 class NarrowEngine(ToyEngine):
@@ -105,16 +105,16 @@ class RaisesInAStep(ToyAdapter):
     engine_type = NarrowEngine
 
 
-class PickyEngine(ToyEngine):
+class StrictLengthEngine(ToyEngine):
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> ToyRequest:
         request = super().submit(prompt, sampling)
-        if request.most == self.room:
+        if request.max_tokens == self.room:
             raise ValueError("too long")
         return request
 
 
-class RefusesWhatFits(ToyAdapter):
-    engine_type = PickyEngine
+class RefusesAFittingRequest(ToyAdapter):
+    engine_type = StrictLengthEngine
 
 
 class LeasingEngine(ToyEngine):
@@ -138,8 +138,8 @@ class CountsAnUndeclaredPath(ToyAdapter):
     engine_type = ShortcutEngine
 
 
-class NeverGuesses(ToyAdapter):
-    """Nothing it does is wrong, and what it claims never happens."""
+class NeverTakesADeclaredPath(ToyAdapter):
+    """Does nothing wrong, and declares a path that it never takes."""
 
     paths: ClassVar[Mapping[str, FastPath]] = {
         **ToyAdapter.paths,
@@ -147,21 +147,21 @@ class NeverGuesses(ToyAdapter):
     }
 
 
-class OneDieEngine(ToyEngine):
+class SharedDrawsEngine(ToyEngine):
     def draws_of(self, sampling: Sampling) -> Random:
-        if not hasattr(self, "die"):
-            self.die = Random(sampling.seed)
-        return self.die
+        if not hasattr(self, "shared_draws"):
+            self.shared_draws = Random(sampling.seed)
+        return self.shared_draws
 
 
 class ForksShareTheirDraws(ToyForks):
-    """Only forks do: requests are served by another engine."""
+    """Shares draws among forks only; another engine serves the requests."""
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-        engine, self.engine = self.engine, OneDieEngine(room=0, batch_size=1, prefixes=False)
-        found = super().fork(prompt, samplings)
+        engine, self.engine = self.engine, SharedDrawsEngine(room=0, batch_size=1, prefixes=False)
+        tokens = super().fork(prompt, samplings)
         self.engine = engine
-        return found
+        return tokens
 
 
 class ForksKeepALease(ToyForks):
@@ -171,11 +171,11 @@ class ForksKeepALease(ToyForks):
 
 
 class MisroundingEngine(ToyEngine):
-    """The second token of every request comes out as the one beside the right one."""
+    """Changes the second token of every request to its neighbour."""
 
     def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
-        chosen = super().choose(batch)
-        return [token ^ (len(each.tokens) == 1) for each, token in zip(batch, chosen, strict=True)]
+        tokens = super().choose(batch)
+        return [token ^ (len(each.tokens) == 1) for each, token in zip(batch, tokens, strict=True)]
 
 
 class Misrounds(ToyForks):

@@ -1,6 +1,6 @@
-"""A toy engine that is right: it draws its tokens from logits, and shows their text as it comes.
+"""A right toy engine that draws its tokens from logits, and streams their text.
 
-Its slow twin draws with the same code, as that of many an engine does.
+Its slow twin draws with the same code, as in many engines.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class DrawnRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    rest: bytes = b""
-    held: str = ""
-    over: bool = False
+    rest_bytes: bytes = b""
+    pending: str = ""
+    ended: bool = False
 
 
 class DrawingEngine(EngineAdapter):
@@ -54,10 +54,10 @@ class DrawingEngine(EngineAdapter):
         return self.requests[-1]
 
     def cancel(self, request: DrawnRequest) -> None:
-        request.over = True
+        request.ended = True
 
     def step(self) -> None:
-        for request in [each for each in self.requests if not each.over][: self.batch]:
+        for request in [each for each in self.requests if not each.ended][: self.batch]:
             before = [*request.prompt, *request.tokens]
             self.take(request, self.choose(before, request.sampling, len(request.prompt)))
 
@@ -65,74 +65,78 @@ class DrawingEngine(EngineAdapter):
         before = [*request.prompt, *request.tokens]
         request.tokens.append(token)
         request.logprobs.append(self.logprob(logits_after(before), token, request.sampling))
-        text, request.rest = self.certain(request.rest + BYTES[token])
-        stopped = self.show(request, text)
-        ended = token == END and not request.sampling.ignore_eos
-        request.over = stopped or ended or len(request.tokens) == request.sampling.max_new_tokens
-        if request.over and not stopped:
+        text, request.rest_bytes = self.decode_complete(request.rest_bytes + BYTES[token])
+        at_stop_string = self.stream(request, text)
+        at_end_token = token == END and not request.sampling.ignore_eos
+        request.ended = (
+            at_stop_string or at_end_token or len(request.tokens) == request.sampling.max_new_tokens
+        )
+        if request.ended and not at_stop_string:
             self.flush(request)
 
-    def certain(self, data: bytes) -> tuple[str, bytes]:
+    def decode_complete(self, data: bytes) -> tuple[str, bytes]:
         text, used = utf_8_decode(data, "replace", False)
         return text, data[used:]
 
-    def show(self, request: DrawnRequest, text: str) -> bool:
+    def stream(self, request: DrawnRequest, text: str) -> bool:
         stops = request.sampling.stop
         for character in text:
-            request.held += character
+            request.pending += character
             complete = [len(stop) for stop in stops if self.ends_with(request, stop)]
             if complete:
-                request.pieces.append(request.held[: len(request.held) - max(complete)])
+                request.pieces.append(request.pending[: len(request.pending) - max(complete)])
                 return True
-        hold = self.to_hold(request.held, stops)
-        request.pieces.append(request.held[: len(request.held) - hold])
-        request.held = request.held[len(request.held) - hold :]
+        hold = self.length_to_hold(request.pending, stops)
+        request.pieces.append(request.pending[: len(request.pending) - hold])
+        request.pending = request.pending[len(request.pending) - hold :]
         return False
 
     def ends_with(self, request: DrawnRequest, stop: str) -> bool:
-        return request.held.endswith(stop)
+        return request.pending.endswith(stop)
 
-    def to_hold(self, held: str, stops: Sequence[str]) -> int:
-        begun = (n for n in range(len(held), 0, -1) if any(s.startswith(held[-n:]) for s in stops))
-        return next(begun, 0)
+    def length_to_hold(self, pending: str, stops: Sequence[str]) -> int:
+        lengths = (
+            n for n in range(len(pending), 0, -1) if any(s.startswith(pending[-n:]) for s in stops)
+        )
+        return next(lengths, 0)
 
     def flush(self, request: DrawnRequest) -> None:
-        request.pieces.append(request.held + request.rest.decode(errors="replace"))
+        request.pieces.append(request.pending + request.rest_bytes.decode(errors="replace"))
 
-    def choose(self, tokens: Sequence[int], sampling: Any, prompted: int) -> int:
+    def choose(self, tokens: Sequence[int], sampling: Any, prompt_length: int) -> int:
         logits = logits_after(tokens)
         penalty, temperature = sampling.repetition_penalty, sampling.temperature
         for token in {*tokens}:
             logits[token] *= penalty if logits[token] < 0 else 1 / penalty
-        text = self.penalised(tokens, prompted)
-        for token in {*text}:
+        penalised_tokens = self.penalised(tokens, prompt_length)
+        for token in {*penalised_tokens}:
             logits[token] -= sampling.presence_penalty
-            logits[token] -= text.count(token) * sampling.frequency_penalty
-        logits = self.adjusted(logits, sampling)
+            logits[token] -= penalised_tokens.count(token) * sampling.frequency_penalty
+        logits = self.adjust(logits, sampling)
         if not temperature:
             return logits.index(max(logits))
         weights = {at: exp((each - max(logits)) / temperature) for at, each in enumerate(logits)}
-        kept = self.kept(weights, sampling)
-        (drawn,) = Random(sampling.seed * 99 + len(tokens)).choices(
-            kept, [weights[token] for token in kept]
+        candidates = self.nucleus(weights, sampling)
+        (token_drawn,) = Random(sampling.seed * 99 + len(tokens)).choices(
+            candidates, [weights[token] for token in candidates]
         )
-        return drawn
+        return token_drawn
 
-    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:
-        return [*tokens[prompted:]]
+    def penalised(self, tokens: Sequence[int], prompt_length: int) -> list[int]:
+        return [*tokens[prompt_length:]]
 
-    def adjusted(self, logits: list[float], sampling: Any) -> list[float]:  # noqa: ARG002
+    def adjust(self, logits: list[float], sampling: Any) -> list[float]:  # noqa: ARG002
         return logits
 
-    def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
+    def nucleus(self, weights: dict[int, float], sampling: Any) -> list[int]:
         order = sorted(weights, key=lambda token: -weights[token])
         order = order[: self.top_k(sampling) or None]
-        total, above, kept = sum(weights[token] for token in order), 0.0, []
+        total, above, nucleus_tokens = sum(weights[token] for token in order), 0.0, []
         for token in order:
             if above < sampling.top_p * total:
-                kept.append(token)
+                nucleus_tokens.append(token)
             above += weights[token]
-        return [token for token in kept if weights[token] >= sampling.min_p]
+        return [token for token in nucleus_tokens if weights[token] >= sampling.min_p]
 
     def top_k(self, sampling: Any) -> int:
         return int(sampling.top_k)
@@ -144,7 +148,7 @@ class DrawingEngine(EngineAdapter):
         return list(request.tokens)
 
     def is_finished(self, request: DrawnRequest) -> bool:
-        return request.over
+        return request.ended
 
     def find_leaks(self) -> str:
         return ""
@@ -158,12 +162,12 @@ class DrawingEngine(EngineAdapter):
         sampling: Sampling,
         mix: RequestMix,  # noqa: ARG002
     ) -> list[int]:
-        found: list[int] = []
-        while len(found) < sampling.max_new_tokens:
-            found.append(self.choose([*prompt, *found], sampling, len(prompt)))
-            if found[-1] == END and not sampling.ignore_eos:
+        tokens: list[int] = []
+        while len(tokens) < sampling.max_new_tokens:
+            tokens.append(self.choose([*prompt, *tokens], sampling, len(prompt)))
+            if tokens[-1] == END and not sampling.ignore_eos:
                 break
-        return found
+        return tokens
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:  # noqa: ARG002
         return logits_after(tokens)
@@ -179,16 +183,16 @@ class DrawingEngine(EngineAdapter):
     def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
         logits = logits_after(before)
         order = sorted(range(len(logits)), key=lambda token: -logits[token])
-        told = [(token, self.logprob(logits, token, sampling)) for token in order]
-        return told[: sampling.top_logprobs]
+        logprobs = [(token, self.logprob(logits, token, sampling)) for token in order]
+        return logprobs[: sampling.top_logprobs]
 
     def prompt_logprobs(self, request: DrawnRequest) -> list[float | None]:
         prompt = request.prompt
-        told = (
+        logprobs = (
             self.logprob(logits_after(prompt[:at]), prompt[at], request.sampling)
             for at in range(1, len(prompt))
         )
-        return [None, *told]
+        return [None, *logprobs]
 
     def pieces(self, request: DrawnRequest) -> list[str]:
         return request.pieces
@@ -202,74 +206,74 @@ class IgnoresTopK(DrawingEngine):
         return 2 * int(sampling.top_k)
 
 
-class TakesMinPOfAll(DrawingEngine):
-    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:
-        return [*tokens[prompted:]]
+class AppliesMinPWithoutTemperature(DrawingEngine):
+    def penalised(self, tokens: Sequence[int], prompt_length: int) -> list[int]:
+        return [*tokens[prompt_length:]]
 
-    def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
-        return super().kept({token: weight**0.2 for token, weight in weights.items()}, sampling)
+    def nucleus(self, weights: dict[int, float], sampling: Any) -> list[int]:
+        return super().nucleus({token: weight**0.2 for token, weight in weights.items()}, sampling)
 
 
-class TellsLogprobsOfItsDraws(DrawingEngine):
+class ReturnsLogprobsOfScaledLogits(DrawingEngine):
     def logprob(self, logits: Sequence[float], token: int, sampling: Any) -> float:
-        heat = sampling.temperature or 1.0
-        return super().logprob([each / heat for each in logits], token, sampling)
+        temperature = sampling.temperature or 1.0
+        return super().logprob([each / temperature for each in logits], token, sampling)
 
 
 class CountsThePrompt(DrawingEngine):
-    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:  # noqa: ARG002
+    def penalised(self, tokens: Sequence[int], prompt_length: int) -> list[int]:  # noqa: ARG002
         return [*tokens]
 
 
-class TellsOneOfTheLikeliestTwice(DrawingEngine):
+class RepeatsATopToken(DrawingEngine):
     def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
-        told = super().top(before, sampling)
-        return [*told[:1], *told[:-1]]
+        logprobs = super().top(before, sampling)
+        return [*logprobs[:1], *logprobs[:-1]]
 
 
-class LeavesTheSecondLikeliestOut(DrawingEngine):
+class OmitsTheSecondTopToken(DrawingEngine):
     def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
-        asked = sampling.top_logprobs
-        told = super().top(before, Sampling(top_logprobs=asked + 1))
-        return [*told[:1], *told[2 : asked + 1]] if asked < len(BYTES) else told
+        num_top = sampling.top_logprobs
+        logprobs = super().top(before, Sampling(top_logprobs=num_top + 1))
+        return [*logprobs[:1], *logprobs[2 : num_top + 1]] if num_top < len(BYTES) else logprobs
 
 
-class TellsOfTheLikeliestInItsDraws(DrawingEngine):
+class ShiftsTopLogprobsOfDraws(DrawingEngine):
     def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
         shifted = 0.1 * (sampling.temperature > 0)
         return [(token, value - shifted) for token, value in super().top(before, sampling)]
 
 
-class TellsOfPromptsATokenLate(DrawingEngine):
+class ShiftsPromptLogprobsByAToken(DrawingEngine):
     def prompt_logprobs(self, request: DrawnRequest) -> list[float | None]:
-        told = super().prompt_logprobs(request)
-        return [*told[:1], *told[2:], *told[1:2]]
+        logprobs = super().prompt_logprobs(request)
+        return [*logprobs[:1], *logprobs[2:], *logprobs[1:2]]
 
 
-class LosesWhatItHeldBack(DrawingEngine):
+class LosesPendingText(DrawingEngine):
     def flush(self, request: DrawnRequest) -> None:
-        request.pieces.append(request.rest.decode(errors="replace"))
+        request.pieces.append(request.rest_bytes.decode(errors="replace"))
 
 
-class ShowsHowAStopStringBegins(DrawingEngine):
-    def to_hold(self, held: str, stops: Sequence[str]) -> int:
-        return max(0, super().to_hold(held, stops) - 1)
+class StreamsTheStartOfAStopString(DrawingEngine):
+    def length_to_hold(self, pending: str, stops: Sequence[str]) -> int:
+        return max(0, super().length_to_hold(pending, stops) - 1)
 
 
-class ShowsPartsOfCharacters(DrawingEngine):
-    def certain(self, data: bytes) -> tuple[str, bytes]:
+class StreamsPartsOfCharacters(DrawingEngine):
+    def decode_complete(self, data: bytes) -> tuple[str, bytes]:
         return data.decode(errors="replace"), b""
 
 
-class GoesOnBehindItsStopString(DrawingEngine):
-    """Unless the string is a single character."""
+class IgnoresLongStopStrings(DrawingEngine):
+    """Ends at stop strings of one character only."""
 
     def ends_with(self, request: DrawnRequest, stop: str) -> bool:
         return len(stop) == 1 and super().ends_with(request, stop)
 
 
-class TakesTextBack(DrawingEngine):
+class ReplacesStreamedText(DrawingEngine):
     def flush(self, request: DrawnRequest) -> None:
         super().flush(request)
-        shown = "".join(request.pieces)
-        request.pieces[:] = [shown[:1], shown[1:]]
+        text = "".join(request.pieces)
+        request.pieces[:] = [text[:1], text[1:]]

@@ -1,4 +1,4 @@
-"""Short mixes of requests for the toy engine, and why one fails."""
+"""Small mixes of requests for the toy engine, and their failures."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pytest_roseinfer import (
     run_mix,
 )
 
-USUAL = {"batch_size": 2, "prefixes": False}
+DEFAULT_OPTIONS = {"batch_size": 2, "prefixes": False}
 GREEDY = Sampling(max_new_tokens=4, ignore_eos=True)
 
 
 def mix(*requests: RequestSpec, room: int = 64, **options: Any) -> RequestMix:
-    return RequestMix(requests, cache_tokens=room, options={**USUAL, **options})
+    return RequestMix(requests, cache_tokens=room, options={**DEFAULT_OPTIONS, **options})
 
 
-def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: Any) -> RequestSpec:
+def request_spec(*prompt: int, sampling: Sampling = GREEDY, **fields: Any) -> RequestSpec:
     return RequestSpec(prompt, sampling, **fields)
 
 
 def reason(adapter: type[EngineAdapter], requests: RequestMix) -> str:
-    """Return the first line of what a failing mix says."""
+    """Return the first line of the message of a failing mix."""
     with pytest.raises(MixDivergence) as caught:
         run_mix(adapter, requests)
     return str(caught.value).partition("\n")[0]

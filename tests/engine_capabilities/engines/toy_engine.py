@@ -1,7 +1,7 @@
-"""An engine that is right: its model is a checksum of the whole text, its cache holds checksums.
+"""A right toy engine, whose model is a checksum of the whole text and whose cache stores checksums.
 
-It serves a few requests a step, takes in those that fit its room, remembers the prefixes of
-prompts and counts what it did.
+It serves some requests in a step, admits those that fit its room, caches the prefixes of
+prompts and counts its paths.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class ToyRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     draws: Random
-    read: int = 0
-    """The checksum of what was read by now."""
+    checksum: int = 0
+    """Checksum of the tokens read so far."""
     tokens: list[int] = field(default_factory=list)
-    hit: bool = False
-    over: bool = False
+    has_prefix: bool = False
+    ended: bool = False
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         return len(self.prompt) + self.sampling.max_new_tokens
 
 
-def choose(read: int, sampling: Sampling, draws: Random) -> int:
-    drawn = draws.getrandbits(5) if sampling.temperature else 0
-    return (read ^ drawn) % VOCABULARY
+def choose(checksum: int, sampling: Sampling, draws: Random) -> int:
+    random_bits = draws.getrandbits(5) if sampling.temperature else 0
+    return (checksum ^ random_bits) % VOCABULARY
 
 
 class ToyEngine:
@@ -52,7 +52,7 @@ class ToyEngine:
         self.waiting: list[ToyRequest] = []
         self.running: list[ToyRequest] = []
         self.leases = 0
-        """Of prefixes, by requests that began with one."""
+        """Leases of prefixes, by requests that began with one."""
         self.counts: Counter[str] = Counter()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> ToyRequest:
@@ -64,14 +64,14 @@ class ToyEngine:
         return Random(sampling.seed)
 
     def cancel(self, request: ToyRequest) -> None:
-        if not request.over:
+        if not request.ended:
             self.end(request)
 
     def end(self, request: ToyRequest) -> None:
-        request.over = True
+        request.ended = True
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
-        self.leases -= request.hit
+        self.leases -= request.has_prefix
 
     def step(self) -> None:
         while self.waiting and self.fits(self.waiting[0]):
@@ -83,42 +83,42 @@ class ToyEngine:
             self.counts["together" if len(batch) > 1 else "by itself"] += 1
         for request, token in zip(batch, self.choose(batch), strict=True):
             self.take(request, token)
-        # Whoever was served is last in the next step.
-        self.running = self.running[len(batch) :] + [each for each in batch if not each.over]
+        # Requests of this batch are last in the next step.
+        self.running = self.running[len(batch) :] + [each for each in batch if not each.ended]
 
     def fits(self, request: ToyRequest) -> bool:
         return self.needs(request) <= self.room
 
     def needs(self, request: ToyRequest) -> int:
-        return sum(each.most for each in self.running) + request.most
+        return sum(each.max_tokens for each in self.running) + request.max_tokens
 
     def read_prompt(self, request: ToyRequest) -> None:
-        prefix = self.known_prefix(request.prompt)
-        request.hit = bool(prefix)
-        self.leases += request.hit
+        prefix = self.cached_prefix(request.prompt)
+        request.has_prefix = bool(prefix)
+        self.leases += request.has_prefix
         self.counts["from a prefix" if prefix else "from the start"] += 1
-        request.read = 0 if self.prefixes is None else self.prefixes.get(prefix, 0)
+        request.checksum = 0 if self.prefixes is None else self.prefixes.get(prefix, 0)
         for at in range(len(prefix), len(request.prompt)):
-            request.read = crc32(bytes([request.prompt[at]]), request.read)
+            request.checksum = crc32(bytes([request.prompt[at]]), request.checksum)
             if self.prefixes is not None:
-                self.prefixes[request.prompt[: at + 1]] = request.read
+                self.prefixes[request.prompt[: at + 1]] = request.checksum
 
-    def known_prefix(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        known = (prompt[:stop] for stop in range(len(prompt), 0, -1))
-        return next((prefix for prefix in known if prefix in (self.prefixes or ())), ())
+    def cached_prefix(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        prefixes = (prompt[:stop] for stop in range(len(prompt), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in (self.prefixes or ())), ())
 
     def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
-        return [choose(each.read, each.sampling, each.draws) for each in batch]
+        return [choose(each.checksum, each.sampling, each.draws) for each in batch]
 
     def take(self, request: ToyRequest, token: int) -> None:
         request.tokens.append(token)
-        request.read = crc32(bytes([token]), request.read)
+        request.checksum = crc32(bytes([token]), request.checksum)
         if len(request.tokens) == self.limit(request) or (
             token == END and not request.sampling.ignore_eos
         ):
-            # It stays in the list that the step is going through until that is over.
-            request.over = True
-            self.leases -= request.hit
+            # The request stays in the running list until the step ends.
+            request.ended = True
+            self.leases -= request.has_prefix
 
     def limit(self, request: ToyRequest) -> int:
         return request.sampling.max_new_tokens
@@ -153,7 +153,7 @@ class ToyAdapter(EngineAdapter):
         return request.tokens
 
     def is_finished(self, request: ToyRequest) -> bool:
-        return request.over
+        return request.ended
 
     def find_leaks(self) -> str:
         return f"{self.engine.leases} leases" if self.engine.leases else ""
@@ -167,7 +167,7 @@ class ToyAdapter(EngineAdapter):
         sampling: Sampling,
         mix: RequestMix,  # noqa: ARG002
     ) -> list[int]:
-        """All of the text is read anew for every token."""
+        """Read the whole text again for every token."""
         draws, tokens = Random(sampling.seed), list(prompt)
         for _ in range(sampling.max_new_tokens):
             tokens.append(choose(crc32(bytes(tokens)), sampling, draws))
@@ -177,16 +177,18 @@ class ToyAdapter(EngineAdapter):
 
 
 class ToyForks(ToyAdapter):
-    """This is the same adapter, with forks."""
+    """The same adapter with forks."""
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         first = ToyRequest(tuple(prompt), samplings[0], Random(0))
         self.engine.read_prompt(first)
-        found = []
+        tokens = []
         for sampling in samplings:
-            fork = ToyRequest(first.prompt, sampling, self.engine.draws_of(sampling), first.read)
-            while not fork.over:
+            fork = ToyRequest(
+                first.prompt, sampling, self.engine.draws_of(sampling), first.checksum
+            )
+            while not fork.ended:
                 (token,) = self.engine.choose([fork])
                 self.engine.take(fork, token)
-            found.append(fork.tokens)
-        return found
+            tokens.append(fork.tokens)
+        return tokens

@@ -1,4 +1,4 @@
-"""Runs as ``--roseinfer-timings`` would have kept them, a day apart."""
+"""Recorded runs as ``--roseinfer-timings`` writes them, one day apart."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEST = "test_speed.py::test_decode"
 
 
 def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0") -> RunFigures:
-    """One in which a step that takes 1000 us there takes ``slower`` times as long here."""
-    timed = entry_of(TimedComparison(TEST, "v1", compare(quiet(), slower), 0.02))
+    """Return a run in which a step takes ``slower`` times the reference's 1000 us."""
+    times = entry_of(TimedComparison(TEST, "v1", compare(quiet(), slower), 0.02))
     work = {
         "test": TEST,
         "step": "steady",
@@ -32,7 +32,7 @@ def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0"
         commit=f"{day:02}".ljust(40, "0"),
         dirty=False,
         environment={"python": "3.11.7", "torch": torch},
-        times=[timed],
+        times=[times],
         work=[work],
     )
 

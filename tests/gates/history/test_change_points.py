@@ -1,4 +1,4 @@
-"""Changes of figures are found, and named with the commit and what else was different."""
+"""Change points of figures, with their commit and the differences of the environment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def trend(values: Sequence[float], *, exact: bool = False) -> Trend:
-    """One of a step whose figure has these values."""
+    """Return the trend of a step whose figure has these values."""
     return Trend("step", TIME, exact, [Point(run(1), value) for value in values])
 
 
 def noisy(levels: Sequence[float], seed: int) -> Trend:
-    """A trend of times that wander by 2%, with one in ten that a busy day makes far longer."""
+    """Return a trend of times with 2% noise, one in ten of them from a busy day and far longer."""
     draw = random.Random(seed)
     busy = [1 + 0.5 * (draw.random() < 0.1) for _ in levels]
     return trend(
-        [each * draw.gauss(1, 0.02) * more for each, more in zip(levels, busy, strict=True)]
+        [each * draw.gauss(1, 0.02) * factor for each, factor in zip(levels, busy, strict=True)]
     )
 
 
-def test_each_figure_has_a_trend_and_counts_of_nothing_have_none() -> None:
+def test_trends_exist_for_figures_and_not_for_zero_counts() -> None:
     trends = trends_of([run(1), run(2, slower=1.1)])
     step = f"{TEST}, steady on cpu"
     assert [(each.step, each.figure, each.exact) for each in trends] == [
@@ -46,29 +46,35 @@ needs_ruptures = pytest.mark.skipif(
 
 
 @needs_ruptures
-def test_a_change_of_times_is_found_where_it_is() -> None:
-    found = [list(change_points(noisy([100] * 12 + [115] * 8, seed))) for seed in range(10)]
-    right = [changes for changes in found if [abs(each.at - 12) <= 1 for each in changes] == [True]]
+def test_change_of_times_is_located() -> None:
+    changes_of_seeds = [
+        list(change_points(noisy([100] * 12 + [115] * 8, seed))) for seed in range(10)
+    ]
+    right = [
+        changes
+        for changes in changes_of_seeds
+        if [abs(each.at - 12) <= 1 for each in changes] == [True]
+    ]
     assert len(right) >= 8
     assert all(each.before < 104 < 110 < each.after for changes in right for each in changes)
 
 
 @needs_ruptures
-def test_times_that_only_wander_have_no_change() -> None:
-    found = [list(change_points(noisy([100] * 20, seed))) for seed in range(20)]
-    assert sum(map(bool, found)) <= 1
+def test_noisy_times_have_no_change_point() -> None:
+    changes_of_seeds = [list(change_points(noisy([100] * 20, seed))) for seed in range(20)]
+    assert sum(map(bool, changes_of_seeds)) <= 1
 
 
-def test_too_few_times_have_no_change() -> None:
+def test_too_few_times_have_no_change_point() -> None:
     assert list(change_points(trend([100, 100, 300, 300, 300]))) == []
 
 
-def test_any_difference_of_a_count_is_a_change() -> None:
+def test_every_change_of_a_count_is_a_change_point() -> None:
     changes = list(change_points(trend([40, 40, 41, 41, 39], exact=True)))
     assert [(each.at, each.before, each.after) for each in changes] == [(2, 40, 41), (4, 41, 39)]
 
 
-def test_a_change_names_the_commit_and_what_differed() -> None:
+def test_change_point_names_commit_and_environment() -> None:
     runs = [run(1), run(2), run(3, calls=44, torch="2.14.0"), run(4, calls=41, torch="2.14.0")]
     first, second = change_points(trends_of(runs)[2])
     assert str(first) == (

@@ -1,4 +1,4 @@
-"""``roseinfer gates`` on folders of kept runs."""
+"""``roseinfer gates`` on folders of recorded runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_it_is_a_command_of_the_distribution() -> None:
+def test_gates_is_a_command_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["roseinfer.commands"]["gates"] == gates_command.__name__
     assert set(project["optional-dependencies"]["history"]) <= set(
@@ -55,16 +55,14 @@ def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixt
         f"{TEST}, steady on cpu, python_calls: 40 -> 44 (+10.0%) {at}",
         "  torch: 2.13.0 -> 2.14.0",
     ]
-    drawn = Path(folder, "history.svg").read_text()
-    assert drawn.startswith("<?xml")
+    chart = Path(folder, "history.svg").read_text()
+    assert chart.startswith("<?xml")
     assert [
-        drawn.count(f"<!-- {each} -->") for each in ("070000000: 40 -&gt; 44", "070000000")
+        chart.count(f"<!-- {each} -->") for each in ("070000000: 40 -&gt; 44", "070000000")
     ] == [1, 3]
 
 
-def test_counts_that_never_changed_are_not_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unchanged_counts_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ruptures", reason="finds changes of times: pip install '.[test]'")
     for each in without_times([run(1), run(2)]):
         append_run(tmp_path, each)
@@ -73,29 +71,31 @@ def test_counts_that_never_changed_are_not_drawn(
     assert not (tmp_path / "history.svg").exists()
 
 
-def test_without_the_library_it_says_how_to_get_it(
+def test_history_without_ruptures_names_the_extra(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     hidden = {"ruptures"}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
+        importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
     )
     assert gates("history", folder) == 4
     assert "pip install 'roseinfer[history]'" in capsys.readouterr().err
 
 
-def test_a_folder_that_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_runs_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for kind in ("history", "report"):
         assert gates(kind, str(tmp_path)) == 4
         assert f"ERROR: {tmp_path}/history.jsonl cannot be read" in capsys.readouterr().err
 
 
-def test_a_report_is_about_the_newest_run(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_covers_the_newest_run(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     append_run(Path(folder), run(12, slower=1.2, calls=44, torch="2.15.0"))
     assert gates("report", folder) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("### Decode steps at 120000000\n")
+    output = capsys.readouterr().out
+    assert output.startswith("### Decode steps at 120000000\n")
     for part in (
         "| 1.200          | 1.200 to 1.200 |",
         "**SLOWER** against `v1`, with a margin of 2.0% after 13 series, 0 s",
@@ -104,33 +104,33 @@ def test_a_report_is_about_the_newest_run(folder: str, capsys: pytest.CaptureFix
         "python 3.11.7, torch 2.15.0",
         "- since the run before, at 110000000: torch: 2.14.0 -> 2.15.0",
     ):
-        assert part in said
+        assert part in output
 
 
-def test_a_report_without_times_has_no_table(
+def test_report_without_times_has_no_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     append_run(tmp_path, *without_times([run(1)]))
     assert gates("report", str(tmp_path)) == 0
-    said = capsys.readouterr().out
-    assert "0 of 1 steps do more work" in said
-    assert "|" not in said
+    output = capsys.readouterr().out
+    assert "0 of 1 steps do more work" in output
+    assert "|" not in output
 
 
-def test_the_page_of_a_run_shows_the_history(
+def test_html_report_shows_the_history(
     folder: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ruptures", reason="finds changes of times: pip install '.[test]'")
-    asked = Settings(reports=("kv.html",), timing=Timing(folder=folder))
-    monkeypatch.setattr(settings, "_current", asked)
+    run_settings = Settings(reports=("kv.html",), timing=Timing(folder=folder))
+    monkeypatch.setattr(settings, "_current", run_settings)
     gate = HistoryGate(pytestconfig)
     gate.add([*run(12, calls=50).work])
     assert gate.judge(passed=True) == []
-    ((title, drawn),) = gate.figures().items()
+    ((title, chart),) = gate.figures().items()
     assert title == "History of gate results"
-    assert drawn.startswith("<svg")
-    assert "44 -&gt; 50" in drawn
-    monkeypatch.setattr(settings, "_current", replace(asked, reports=()))
+    assert chart.startswith("<svg")
+    assert "44 -&gt; 50" in chart
+    monkeypatch.setattr(settings, "_current", replace(run_settings, reports=()))
     other = HistoryGate(pytestconfig)
     other.add([*run(12).work])
     assert other.judge(passed=True) == []

@@ -1,4 +1,4 @@
-"""The file of kept runs, and what a run depends on."""
+"""The file of recorded runs, and a run's commit and environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_runs_come_back_in_their_order(tmp_path: Path) -> None:
+def test_runs_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     first, second = run(1), run(2, slower=1.5)
-    for each in (second, first):  # of a file that two branches wrote
+    for each in (second, first):  # as in a file that two branches appended to
         assert append_run(tmp_path / "kept", each) == tmp_path / "kept" / HISTORY_NAME
     assert read_runs(tmp_path / "kept") == [first, second]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "line 2: not a recorded run"),
         ("[]", "line 2: not a recorded run"),
@@ -33,14 +33,14 @@ def test_runs_come_back_in_their_order(tmp_path: Path) -> None:
         ('{"format": 9}', "line 2: format is 9, expected 1"),
     ],
 )
-def test_a_line_that_is_no_run_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     with append_run(tmp_path, run(1)).open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(CannotCompare, match=said):
+    with pytest.raises(CannotCompare, match=message):
         read_runs(tmp_path)
 
 
-def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+def test_folder_without_recorded_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannotCompare, match=f"{HISTORY_NAME} cannot be read: .*No such file"):
         read_runs(tmp_path)
     (tmp_path / HISTORY_NAME).write_text("")
@@ -48,7 +48,7 @@ def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
         read_runs(tmp_path)
 
 
-def test_a_commit_is_named_with_what_differs_from_it(tmp_path: Path) -> None:
+def test_commit_is_recorded_as_clean_or_dirty(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == ("", False)
     git = (
         "git",
@@ -63,23 +63,23 @@ def test_a_commit_is_named_with_what_differs_from_it(tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "an engine"]):
         file.write_text("step")
         subprocess.run([*git, *command], check=True)
-    commit, changed = commit_of(tmp_path)
-    assert (len(commit), changed) == (40, False)
-    (tmp_path / "timings").mkdir()  # what git does not know is no change
+    commit, dirty = commit_of(tmp_path)
+    assert (len(commit), dirty) == (40, False)
+    (tmp_path / "timings").mkdir()  # untracked files are no change
     (tmp_path / "timings" / HISTORY_NAME).write_text("")
     assert commit_of(tmp_path) == (commit, False)
     file.write_text("another step")
     assert commit_of(tmp_path) == (commit, True)
 
 
-def test_an_environment_has_no_empty_words() -> None:
-    found = environment_here(gpu=False)
-    assert found["python"] == sys.version.split()[0]
-    assert {"torch", "numpy", "cpu", "cores"} <= found.keys()
-    assert all(found.values())
-    assert "gpu" not in found
+def test_environment_has_no_empty_values() -> None:
+    environment = environment_here(gpu=False)
+    assert environment["python"] == sys.version.split()[0]
+    assert {"torch", "numpy", "cpu", "cores"} <= environment.keys()
+    assert all(environment.values())
+    assert "gpu" not in environment
 
 
-def test_what_differs_is_said_from_before_to_after() -> None:
+def test_differences_are_described_as_before_and_after() -> None:
     before, after = {"torch": "2.12", "cpu": "old"}, {"torch": "2.13", "cpu": "old", "gpu": "new"}
     assert differences(before, after) == ["torch: 2.12 -> 2.13", "gpu: none -> new"]

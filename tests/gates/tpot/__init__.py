@@ -1,1 +1,1 @@
-"""Times of decode steps, as another project takes them."""
+"""Times of decode steps in a user's project."""

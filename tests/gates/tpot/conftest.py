@@ -1,4 +1,4 @@
-"""A project with a step to time."""
+"""Fixtures for projects whose steps are timed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gates.tpot.timed_project import engine, marked, there
+from tests.gates.tpot.timed_project import engine, speed_test, write_reference
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
 @pytest.fixture
-def timed(project: Project) -> Project:
-    """A project whose step takes 1000 us, and the same in a folder beside it."""
-    project.write(engine=engine(1000), test_speed=marked())
-    there(project, 1000)
+def timed_project(project: Project) -> Project:
+    """Return a project with a step of 1000 us, and an equal one in the folder ``before``."""
+    project.write(engine=engine(1000), test_speed=speed_test())
+    write_reference(project, 1000)
     return project

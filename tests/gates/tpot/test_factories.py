@@ -1,4 +1,4 @@
-"""A factory hands over the step to time; what it does wrong is said."""
+"""Factories that return the step to time, and messages about wrong ones."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gates.tpot.timed_project import FEW_PROCESSES, against, engine, marked
+from tests.gates.tpot.timed_project import FEW_PROCESSES, engine, run_against, speed_test
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
-def test_the_ten_lines_of_the_how_to(timed: Project) -> None:
+def test_timing_example_of_the_how_to_runs(timed_project: Project) -> None:
     page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/speed.py.*?)```", page, re.DOTALL)
     assert len([line for line in code.splitlines() if line and line[0] != "#"]) <= 10
     speed, test = code.split("# test_speed.py\n")
     for folder in ("my_engine", "before/my_engine"):
-        (timed.path / folder).mkdir()
+        (timed_project.path / folder).mkdir()
         package = f"{folder}/__init__"
-        timed.write(
+        timed_project.write(
             **{
                 f"{folder}/speed": speed,
                 package: """
@@ -35,11 +35,11 @@ def test_the_ten_lines_of_the_how_to(timed: Project) -> None:
         """,
             }
         )
-    timed.write(
+    timed_project.write(
         test_speed="import pytest\npytestmark = pytest.mark.roseinfer_tpot(margin=0.9, "
         f"{FEW_PROCESSES})\n" + test
     )
-    result = against(timed)
+    result = run_against(timed_project)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_speed.py::test_decode * SAME"])
 
@@ -62,21 +62,23 @@ WORK = """
 """
 
 
-def test_the_how_to_finds_a_loop_over_a_long_context_which_no_count_does(timed: Project) -> None:
+def test_context_example_of_the_how_to_finds_an_uncounted_loop(timed_project: Project) -> None:
     page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/contexts.py.*?)```", page, re.DOTALL)
     contexts, test = code.split("# test_contexts.py\n")
-    as_it_was = ENGINE.format(more="")
+    old_engine = ENGINE.format(more="")
     for folder in ("my_engine", "before/my_engine"):
-        (timed.path / folder).mkdir()
-        timed.write(**{f"{folder}/contexts": contexts, f"{folder}/__init__": as_it_was})
-    few = f"pytestmark = pytest.mark.roseinfer_tpot(margin=0.9, {FEW_PROCESSES})"
-    timed.write(test_speed=test.replace("import pytest\n", f"import pytest\n{few}\n"))
-    timed.write(test_work=WORK)
-    timed.pytest("--roseinfer-update-costs").assert_outcomes(passed=1, skipped=2)
+        (timed_project.path / folder).mkdir()
+        timed_project.write(**{f"{folder}/contexts": contexts, f"{folder}/__init__": old_engine})
+    few_processes = f"pytestmark = pytest.mark.roseinfer_tpot(margin=0.9, {FEW_PROCESSES})"
+    timed_project.write(
+        test_speed=test.replace("import pytest\n", f"import pytest\n{few_processes}\n")
+    )
+    timed_project.write(test_work=WORK)
+    timed_project.pytest("--roseinfer-update-costs").assert_outcomes(passed=1, skipped=2)
     loop = "for token in self.tokens: token + 1\n" + " " * 12
-    timed.write(**{"my_engine/__init__": ENGINE.format(more=loop)})
-    result = against(timed)
+    timed_project.write(**{"my_engine/__init__": ENGINE.format(more=loop)})
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1, passed=2)
     result.stdout.fnmatch_lines(
         [
@@ -87,15 +89,15 @@ def test_the_how_to_finds_a_loop_over_a_long_context_which_no_count_does(timed: 
     )
 
 
-def test_what_a_factory_raises_is_shown(timed: Project) -> None:
-    timed.write(**{"before/engine": "def decode():\n    raise OSError('no weights')"})
-    result = against(timed)
+def test_error_of_a_factory_is_shown(timed_project: Project) -> None:
+    timed_project.write(**{"before/engine": "def decode():\n    raise OSError('no weights')"})
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*before: Traceback*", "*OSError: no weights"])
 
 
 @pytest.mark.parametrize(
-    ("offered", "said"),
+    ("return_value", "message"),
     [
         ("(print, 4)", "*expected 'step' and 'tokens'*"),
         ("{'step': print(), 'tokens': 4}", "*returned a step that is not a function: None*"),
@@ -103,16 +105,18 @@ def test_what_a_factory_raises_is_shown(timed: Project) -> None:
         ("{'step': print, 'tokens': 1, 'colour': 2}", "*unknown keys*'colour'*"),
     ],
 )
-def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> None:
-    timed.write(engine=f"def decode(): return {offered}")
-    result = against(timed)
+def test_invalid_return_value_of_a_factory_is_named(
+    timed_project: Project, return_value: str, message: str
+) -> None:
+    timed_project.write(engine=f"def decode(): return {return_value}")
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([said])
+    result.stdout.fnmatch_lines([message])
     assert "Traceback" not in result.stdout.str()
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("target", "message"),
     [
         ("engin:decode", "here: module 'engin' does not exist"),
         ("engine.fast:decode", "here: module 'engine.fast' does not exist"),
@@ -120,22 +124,24 @@ def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> 
         ("engine:", "check('engine:'): expected 'module:function'"),
     ],
 )
-def test_a_step_that_is_misspelt_is_so_here(timed: Project, named: str, said: str) -> None:
-    timed.write(test_speed=marked().replace("engine:decode", named))
-    result = against(timed)
+def test_misspelt_target_of_a_step_is_named(
+    timed_project: Project, target: str, message: str
+) -> None:
+    timed_project.write(test_speed=speed_test().replace("engine:decode", target))
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([said])
+    result.stdout.fnmatch_lines([message])
     assert "Traceback" not in result.stdout.str()
 
 
-def test_a_module_that_lacks_another_is_not_replaced_by_the_one_here(timed: Project) -> None:
-    timed.write(**{"before/engine": "import nowhere"})
-    result = against(timed)
+def test_failing_module_of_the_reference_is_not_replaced(timed_project: Project) -> None:
+    timed_project.write(**{"before/engine": "import nowhere"})
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*before: Traceback*", "ModuleNotFoundError: *'nowhere'"])
 
 
-def test_what_a_step_prints_is_no_answer(timed: Project) -> None:
-    noisy = engine(1000).replace("taken.append", "print('{}'); taken.append")
-    timed.write(engine=noisy)
-    against(timed).assert_outcomes(passed=1)
+def test_output_of_a_step_does_not_disturb_the_protocol(timed_project: Project) -> None:
+    printing_engine = engine(1000).replace("taken.append", "print('{}'); taken.append")
+    timed_project.write(engine=printing_engine)
+    run_against(timed_project).assert_outcomes(passed=1)

@@ -1,4 +1,4 @@
-"""Times of steps are kept: in a folder of this plugin's own, and as benchmarks."""
+"""Recorded times of steps: in a folder of the plugin's format, and as benchmarks."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.history import read_runs
-from tests.gates.tpot.timed_project import against, benchmarks, engine, there
+from tests.gates.tpot.timed_project import benchmarks, engine, run_against, write_reference
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
-def test_results_are_kept_with_a_plot_and_a_summary(
-    timed: Project, monkeypatch: pytest.MonkeyPatch
+def test_times_are_recorded_with_plot_and_summary(
+    timed_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(timed.path / "summary.md"))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(timed_project.path / "summary.md"))
     for microseconds in (1000, 1100):
-        there(timed, microseconds)
-        against(timed, "--roseinfer-timings=kept").assert_outcomes(passed=1)
-    runs = read_runs(timed.path / "kept")
+        write_reference(timed_project, microseconds)
+        run_against(timed_project, "--roseinfer-timings=kept").assert_outcomes(passed=1)
+    runs = read_runs(timed_project.path / "kept")
     assert [run.times[0]["verdict"] for run in runs] == ["SAME", "FASTER"]
     assert [run.work for run in runs] == [[], []]
     assert {"python", "numpy", "cpu"} <= runs[0].environment.keys()
-    side = runs[0].times[0]["here"]
-    assert side["tokens_per_second"] == pytest.approx(4 / 1001e-6)
-    assert side["share_of_memory_floor"] == pytest.approx(250 / 1001)
-    assert side["path_counts"]["fast"] > 0
-    assert (timed.path / "kept" / "timings.png").read_bytes().startswith(b"\x89PNG")
-    summary = (timed.path / "summary.md").read_text()
+    here = runs[0].times[0]["here"]
+    assert here["tokens_per_second"] == pytest.approx(4 / 1001e-6)
+    assert here["share_of_memory_floor"] == pytest.approx(250 / 1001)
+    assert here["path_counts"]["fast"] > 0
+    assert (timed_project.path / "kept" / "timings.png").read_bytes().startswith(b"\x89PNG")
+    summary = (timed_project.path / "summary.md").read_text()
     assert summary.count("### roseinfer: decode steps against before") == 2
     assert "FASTER" in summary
 
 
-def test_the_work_of_steps_is_kept_too(timed: Project) -> None:
-    """By workers as well, whose runs are one run."""
-    timed.write(
+def test_work_of_steps_is_recorded(timed_project: Project) -> None:
+    """Results of several workers are recorded as one run."""
+    timed_project.write(
         test_speed="""
             import pytest
 
@@ -46,9 +46,9 @@ def test_the_work_of_steps_is_kept_too(timed: Project) -> None:
                 roseinfer_costs.check("steady", lambda: sum(range(size)), tokens=size)
         """
     )
-    timed.pytest("--roseinfer-timings=kept", "--roseinfer-update-costs", "-n2")
-    timed.pytest("--roseinfer-timings=kept").assert_outcomes(passed=2)
-    runs = read_runs(timed.path / "kept")
+    timed_project.pytest("--roseinfer-timings=kept", "--roseinfer-update-costs", "-n2")
+    timed_project.pytest("--roseinfer-timings=kept").assert_outcomes(passed=2)
+    runs = read_runs(timed_project.path / "kept")
     for run in runs:
         assert sorted(work["tokens"] for work in run.work) == [1, 2]
         assert all(work["counts"]["python_calls"] == 2 for work in run.work)
@@ -56,17 +56,17 @@ def test_the_work_of_steps_is_kept_too(timed: Project) -> None:
     assert len(runs) == 2
 
 
-def test_a_run_that_keeps_nothing_fails(timed: Project) -> None:
-    result = timed.pytest("--roseinfer-timings=kept")
+def test_run_that_records_nothing_fails(timed_project: Project) -> None:
+    result = timed_project.pytest("--roseinfer-timings=kept")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["FAILED: --roseinfer-timings: no test of this run timed or counted a step"]
     )
 
 
-def test_both_sides_are_benchmarks(timed: Project) -> None:
-    there(timed, 1100)
-    before, here = benchmarks(timed)
+def test_both_sides_are_recorded_as_benchmarks(timed_project: Project) -> None:
+    write_reference(timed_project, 1100)
+    before, here = benchmarks(timed_project)
     assert [before["name"], here["name"]] == ["test_decode (there)", "test_decode"]
     assert before["group"] == here["group"]
     assert before["stats"]["median"] == pytest.approx(1101e-6, rel=1e-3)
@@ -81,15 +81,15 @@ def test_both_sides_are_benchmarks(timed: Project) -> None:
     assert info["versions"]["python"] == sys.version.split()[0]
 
 
-def test_saved_benchmarks_can_be_compared(timed: Project) -> None:
-    storage = f"--benchmark-storage={timed.path / 'saved'}"
-    against(timed, storage, "--benchmark-save=one").assert_outcomes(passed=1)
-    timed.write(engine=engine(1005))
-    result = against(timed, storage, "--benchmark-compare")
+def test_saved_benchmarks_can_be_compared(timed_project: Project) -> None:
+    storage = f"--benchmark-storage={timed_project.path / 'saved'}"
+    run_against(timed_project, storage, "--benchmark-save=one").assert_outcomes(passed=1)
+    timed_project.write(engine=engine(1005))
+    result = run_against(timed_project, storage, "--benchmark-compare")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_decode (0001_one)*"])
 
 
-def test_benchmarks_that_are_off_are_timed_all_the_same(timed: Project) -> None:
-    there(timed, 950)
-    against(timed, "--benchmark-disable").assert_outcomes(failed=1)
+def test_steps_are_timed_with_benchmarks_disabled(timed_project: Project) -> None:
+    write_reference(timed_project, 950)
+    run_against(timed_project, "--benchmark-disable").assert_outcomes(failed=1)

@@ -1,4 +1,4 @@
-"""A run that times nothing fails, and options and markers that make no sense are errors."""
+"""Runs that time nothing, and invalid options and markers."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gates.tpot.timed_project import against, marked
+from tests.gates.tpot.timed_project import run_against, speed_test
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
-def test_a_run_that_compared_nothing_fails(timed: Project) -> None:
-    timed.write(test_speed="def test_other(): pass")
+def test_run_that_compares_nothing_fails(timed_project: Project) -> None:
+    timed_project.write(test_speed="def test_other(): pass")
     for option in ("--roseinfer-against=before", "--roseinfer-noise-floor"):
-        result = timed.pytest(option)
+        result = timed_project.pytest(option)
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         result.stdout.fnmatch_lines(
             [f"FAILED: {option.partition('=')[0]}: no test of this run compared a step"]
         )
 
 
-def test_a_test_that_takes_the_fixture_and_times_nothing_fails(timed: Project) -> None:
-    timed.write(test_speed="def test_decode(roseinfer_tpot): pass")
-    result = timed.pytest()
+def test_test_that_times_nothing_fails(timed_project: Project) -> None:
+    timed_project.write(test_speed="def test_decode(roseinfer_tpot): pass")
+    result = timed_project.pytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*took roseinfer_tpot and timed no step with it*"])
 
 
-def test_workers_of_xdist_do_not_time_and_say_why(timed: Project) -> None:
-    result = against(timed, "-n2", "-rs")
+def test_xdist_workers_do_not_time_and_give_the_reason(timed_project: Project) -> None:
+    result = run_against(timed_project, "-n2", "-rs")
     result.assert_outcomes(skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
@@ -48,16 +48,20 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mark", MISTAKES)
-def test_an_argument_the_marker_does_not_have_is_a_usage_error(timed: Project, mark: str) -> None:
-    timed.write(test_speed=marked(mark))
-    result = timed.pytest()
+@pytest.mark.parametrize("marker_arguments", MISTAKES)
+def test_invalid_argument_of_the_marker_is_a_usage_error(
+    timed_project: Project, marker_arguments: str
+) -> None:
+    timed_project.write(test_speed=speed_test(marker_arguments))
+    result = timed_project.pytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: test_speed.py::test_decode: *{MISTAKES[mark]}"])
+    result.stderr.fnmatch_lines(
+        [f"ERROR: test_speed.py::test_decode: *{MISTAKES[marker_arguments]}"]
+    )
 
 
-def test_a_marker_without_its_fixture_is_a_usage_error(timed: Project) -> None:
-    timed.write(
+def test_marker_without_its_fixture_is_a_usage_error(timed_project: Project) -> None:
+    timed_project.write(
         test_speed="""
             import pytest
 
@@ -65,7 +69,7 @@ def test_a_marker_without_its_fixture_is_a_usage_error(timed: Project) -> None:
             def test_decode(): pass
         """
     )
-    result = timed.pytest()
+    result = timed_project.pytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*does not take the fixture of this name*"])
 
@@ -80,9 +84,9 @@ def test_a_marker_without_its_fixture_is_a_usage_error(timed: Project) -> None:
         ("--roseinfer-tpot-seconds=0", "--roseinfer-against=before"),
     ],
 )
-def test_options_that_make_no_sense_are_usage_errors(
-    timed: Project, arguments: tuple[str, ...]
+def test_invalid_combinations_of_options_are_usage_errors(
+    timed_project: Project, arguments: tuple[str, ...]
 ) -> None:
-    result = timed.pytest(*arguments)
+    result = timed_project.pytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --roseinfer-*"])

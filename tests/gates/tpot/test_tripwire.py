@@ -1,4 +1,4 @@
-"""The tripwire as another project meets it, on a GPU that takes as long as a step says."""
+"""The tripwire in a user's project, on a simulated GPU whose time a step sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gates.tpot.timed_project import against, benchmarks, engine, marked, there
+from tests.gates.tpot.timed_project import (
+    benchmarks,
+    engine,
+    run_against,
+    speed_test,
+    write_reference,
+)
 
 if TYPE_CHECKING:
     from tests.project import Project
@@ -15,15 +21,15 @@ if TYPE_CHECKING:
 BASELINE = "--roseinfer-tpot=tpot.json"
 
 
-def test_it_is_about_gpus(project: Project) -> None:
-    project.write(engine=engine(1000), test_speed=marked())
+def test_tripwire_needs_a_gpu(project: Project) -> None:
+    project.write(engine=engine(1000), test_speed=speed_test())
     result = project.pytest(BASELINE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*--roseinfer-tpot: needs a GPU; add --roseinfer-gpu*"])
 
 
 TORCH = """
-    # A GPU that takes as long as a step says; waiting for it in every step would show.
+    # A GPU whose time a step sets; a synchronisation in every step would show in its counts.
     waits = 0
 
 
@@ -70,56 +76,56 @@ GPU_ENGINE = """
 
 
 @pytest.fixture
-def on_a_gpu(project: Project) -> Project:
-    project.from_cold = True  # with a torch of its own
-    project.write(torch=TORCH, engine=GPU_ENGINE.format(microseconds=1000), test_speed=marked())
+def gpu_project(project: Project) -> Project:
+    project.cold_start = True  # with its own torch
+    project.write(torch=TORCH, engine=GPU_ENGINE.format(microseconds=1000), test_speed=speed_test())
     project.pytest("--roseinfer-gpu", BASELINE, "--roseinfer-update-tpot").assert_outcomes(passed=1)
     return project
 
 
-def test_it_holds_a_step_to_the_time_of_its_gpu(on_a_gpu: Project) -> None:
-    steps = json.loads((on_a_gpu.path / "tpot.json").read_text())["steps"]
+def test_tripwire_fails_beyond_the_baseline_of_the_gpu(gpu_project: Project) -> None:
+    steps = json.loads((gpu_project.path / "tpot.json").read_text())["steps"]
     assert steps == {"test_speed.py::test_decode": {"Imaginary GPU": {"tpot_us": 1000.0}}}
-    result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
+    result = gpu_project.pytest("--roseinfer-gpu", BASELINE)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["test_speed.py::test_decode: within its baseline in *tpot.json"])
-    on_a_gpu.write(engine=GPU_ENGINE.format(microseconds=1200))
-    result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
+    gpu_project.write(engine=GPU_ENGINE.format(microseconds=1200))
+    result = gpu_project.pytest("--roseinfer-gpu", BASELINE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*a step on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
 
 
-def test_it_takes_its_time_as_it_did_after_a_comparison_too(on_a_gpu: Project) -> None:
-    """If a step grows, its time depends on how many are measured."""
+def test_tripwire_times_a_growing_step_equally_after_a_comparison(gpu_project: Project) -> None:
+    """The time of a growing step depends on the number of steps measured before."""
     growing = GPU_ENGINE.format(microseconds='(1000 + 10 * counts["steps"])')
     growing = growing.replace("MICROSECONDS = ", "MICROSECONDS = lambda counts: ")
     growing = growing.replace("+= MICROSECONDS", "+= MICROSECONDS(counts)")
-    there(on_a_gpu, 1)
-    on_a_gpu.write(**{"engine": growing, "before/engine": growing})
-    on_a_gpu.pytest("--roseinfer-gpu", BASELINE, "--roseinfer-update-tpot")
-    result = against(on_a_gpu, "--roseinfer-gpu", BASELINE)
+    write_reference(gpu_project, 1)
+    gpu_project.write(**{"engine": growing, "before/engine": growing})
+    gpu_project.pytest("--roseinfer-gpu", BASELINE, "--roseinfer-update-tpot")
+    result = run_against(gpu_project, "--roseinfer-gpu", BASELINE)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["test_speed.py::test_decode: within its baseline in *tpot.json"])
 
 
-def test_it_says_nothing_about_another_gpu(on_a_gpu: Project) -> None:
-    on_a_gpu.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
-    result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
+def test_tripwire_fails_without_a_time_of_the_gpu(gpu_project: Project) -> None:
+    gpu_project.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
+    result = gpu_project.pytest("--roseinfer-gpu", BASELINE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*no time of this step on Better GPU, only on Imaginary GPU*"])
 
 
-def test_one_that_held_nothing_fails_the_run(on_a_gpu: Project) -> None:
-    on_a_gpu.write(test_speed="def test_other(): pass")
-    result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
+def test_tripwire_that_compares_nothing_fails_the_run(gpu_project: Project) -> None:
+    gpu_project.write(test_speed="def test_other(): pass")
+    result = gpu_project.pytest("--roseinfer-gpu", BASELINE)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["FAILED: --roseinfer-tpot: no test of this run compared *"])
 
 
-def test_a_gpu_is_timed_by_events_and_waited_for_once_in_a_turn(on_a_gpu: Project) -> None:
-    there(on_a_gpu, 1)
-    on_a_gpu.write(**{"before/engine": GPU_ENGINE.format(microseconds=500)})
-    _, here = benchmarks(on_a_gpu, "--roseinfer-gpu", BASELINE)
+def test_gpu_is_timed_by_events_with_one_synchronisation_per_turn(gpu_project: Project) -> None:
+    write_reference(gpu_project, 1)
+    gpu_project.write(**{"before/engine": GPU_ENGINE.format(microseconds=500)})
+    _, here = benchmarks(gpu_project, "--roseinfer-gpu", BASELINE)
     assert here["extra_info"]["ratio"] == pytest.approx(2)
     assert here["extra_info"]["device"] == "Imaginary GPU"
     counts = here["extra_info"]["path_counts"]

@@ -1,61 +1,61 @@
-"""The fixture ``roseinfer_tpot`` as another project meets it, on steps that move a clock."""
+"""Verdicts of ``roseinfer_tpot`` in a user's project, on steps that advance a clock."""
 
 from __future__ import annotations
 
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
-from tests.gates.tpot.timed_project import against, engine, marked, there
+from tests.gates.tpot.timed_project import engine, run_against, speed_test, write_reference
 
 if TYPE_CHECKING:
     from tests.project import Project
 
 
-def test_nobody_asked_so_nothing_is_timed(timed: Project) -> None:
-    result = timed.pytest("-rs")
+def test_step_is_skipped_without_a_reference(timed_project: Project) -> None:
+    result = timed_project.pytest("-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(
         ["SKIPPED * nothing to compare with: add --roseinfer-against REF, *"]
     )
 
 
-def test_the_same_step_is_the_same(timed: Project) -> None:
-    result = against(timed)
+def test_equal_step_has_the_verdict_same(timed_project: Project) -> None:
+    result = run_against(timed_project)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         ["*times of decode steps*", "there: before", "*test_decode* 1.000 *to* 20 * SAME"]
     )
 
 
-def test_a_slower_step_fails_and_says_by_how_much(timed: Project) -> None:
-    there(timed, 950)
-    result = against(timed)
+def test_slower_step_fails_with_its_ratio(timed_project: Project) -> None:
+    write_reference(timed_project, 950)
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*SLOWER than before: a step takes 1.053 times as long (1.05*"])
 
 
-def test_a_slower_step_can_be_reported_only(timed: Project) -> None:
-    there(timed, 950)
-    result = against(timed, "--roseinfer-report-slower")
+def test_slower_step_passes_when_reported_only(timed_project: Project) -> None:
+    write_reference(timed_project, 950)
+    result = run_against(timed_project, "--roseinfer-report-slower")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_decode* 1.053 * SLOWER"])
 
 
-def test_a_faster_step_passes(timed: Project) -> None:
-    there(timed, 1100)
-    result = against(timed)
+def test_faster_step_passes(timed_project: Project) -> None:
+    write_reference(timed_project, 1100)
+    result = run_against(timed_project)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_decode* 0.909 * FASTER"])
 
 
-def test_the_margin_is_that_of_the_marker(timed: Project) -> None:
-    there(timed, 950)
-    timed.write(test_speed=marked("margin=0.06"))
-    against(timed).assert_outcomes(passed=1)
+def test_marker_sets_the_margin(timed_project: Project) -> None:
+    write_reference(timed_project, 950)
+    timed_project.write(test_speed=speed_test("margin=0.06"))
+    run_against(timed_project).assert_outcomes(passed=1)
 
 
-def test_a_step_between_the_verdicts_is_undecided_and_passes(timed: Project) -> None:
-    """Every other process finds 4% more, the others nothing: the margin lies in between."""
+def test_step_within_its_noise_is_undecided_and_passes(timed_project: Project) -> None:
+    """Every other process takes 4% longer, so that the margin lies within the interval."""
     count = """
     import itertools
 
@@ -68,18 +68,18 @@ def test_a_step_between_the_verdicts_is_undecided_and_passes(timed: Project) -> 
     MICROSECONDS = 1000 + 40 * (number % 2)
     """
     text = dedent(count) + dedent(engine(0)).replace("MICROSECONDS = 0\n", "")
-    timed.write(engine=text, test_speed=marked("series_per_process=1"))
-    result = against(timed)
+    timed_project.write(engine=text, test_speed=speed_test("series_per_process=1"))
+    result = run_against(timed_project)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*: UNDECIDED after 60 series and * s; its margin is 2.0%"])
 
 
-def test_a_comparison_says_how_far_it_is_to_a_pipe_too(timed: Project) -> None:
-    """Without -s, and while it measures: the line comes before the test's own result."""
-    hasty = "from pytest_roseinfer.gates import paired\npaired._FIRST = 0"
-    timed.write(conftest=hasty, test_speed=marked("series_per_process=5"))
-    there(timed, 500)
-    result = against(timed, "-v")
+def test_progress_is_printed_to_a_pipe(timed_project: Project) -> None:
+    """Without -s the line is printed during the comparison, before the test's own result."""
+    frequent_progress = "from pytest_roseinfer.gates import paired_timing\npaired_timing._FIRST = 0"
+    timed_project.write(conftest=frequent_progress, test_speed=speed_test("series_per_process=5"))
+    write_reference(timed_project, 500)
+    result = run_against(timed_project, "-v")
     result.stdout.fnmatch_lines(
         [
             "test_speed.py::test_decode: 5 series, next analysis after 13: here / there 2.000 *",
@@ -89,11 +89,11 @@ def test_a_comparison_says_how_far_it_is_to_a_pipe_too(timed: Project) -> None:
     assert result.stdout.str().count("next analysis after") == 1
 
 
-def test_time_that_is_up_decides_nothing(timed: Project) -> None:
-    """A step twice as slow passes where there was no time to see it, and the run says so."""
-    there(timed, 500)
-    timed.write(test_speed=marked("series_per_process=3, seconds=1000"))
-    result = against(timed, "--roseinfer-tpot-seconds=0.001")
+def test_comparison_out_of_time_is_undecided(timed_project: Project) -> None:
+    """A step twice as slow passes where the time was too short, and the run says so."""
+    write_reference(timed_project, 500)
+    timed_project.write(test_speed=speed_test("series_per_process=3, seconds=1000"))
+    result = run_against(timed_project, "--roseinfer-tpot-seconds=0.001")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
@@ -104,15 +104,15 @@ def test_time_that_is_up_decides_nothing(timed: Project) -> None:
     )
 
 
-def test_another_number_of_tokens_is_another_step(timed: Project) -> None:
-    there(timed, 1000, tokens=8)
-    result = against(timed)
+def test_different_number_of_tokens_fails(timed_project: Project) -> None:
+    write_reference(timed_project, 1000, tokens=8)
+    result = run_against(timed_project)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*a step generates 4 tokens here and 8 there*"])
 
 
-def test_the_noise_floor_is_said_in_percent(timed: Project) -> None:
-    result = timed.pytest("--roseinfer-noise-floor")
+def test_noise_floor_is_reported_in_percent(timed_project: Project) -> None:
+    result = timed_project.pytest("--roseinfer-noise-floor")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         ["*against itself +0.00% +/- 0.00% after 60 series*a slowdown of 2.0% is found*"]

@@ -1,4 +1,4 @@
-"""A project whose decode step moves a clock of its own, and another to compare it with."""
+"""A test project whose decode step advances its own clock, and a reference folder."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ TEST = """
         roseinfer_tpot.check("engine:decode")
 """
 FEW_PROCESSES = "series_per_process=10"
-"""Noise is none of these tests' business, and starting processes takes most of their time."""
+"""Marker arguments that start few processes, whose start takes most of a test's time."""
 
 
-def marked(marker: str = FEW_PROCESSES) -> str:
+def speed_test(marker: str = FEW_PROCESSES) -> str:
     return TEST.format(marker=marker)
 
 
@@ -47,18 +47,18 @@ def engine(microseconds: float, tokens: int = 4) -> str:
     return ENGINE.format(microseconds=microseconds, tokens=tokens)
 
 
-def there(project: Project, microseconds: float, tokens: int = 4) -> None:
+def write_reference(project: Project, microseconds: float, tokens: int = 4) -> None:
     (project.path / "before").mkdir(exist_ok=True)
     project.write(**{"before/engine": engine(microseconds, tokens)})
 
 
-def against(project: Project, *arguments: str, reference: str = "before") -> pytest.RunResult:
+def run_against(project: Project, *arguments: str, reference: str = "before") -> pytest.RunResult:
     return project.pytest(f"--roseinfer-against={reference}", *arguments)
 
 
 def benchmarks(project: Project, *arguments: str) -> list[dict[str, Any]]:
-    against(project, f"--benchmark-json={project.path / 'saved.json'}", *arguments)
-    found: list[dict[str, Any]] = json.loads((project.path / "saved.json").read_text())[
+    run_against(project, f"--benchmark-json={project.path / 'saved.json'}", *arguments)
+    saved: list[dict[str, Any]] = json.loads((project.path / "saved.json").read_text())[
         "benchmarks"
     ]
-    return found
+    return saved

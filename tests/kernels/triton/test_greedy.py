@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roseinfer import SamplingBatch, SamplingParams
+from roseinfer import SamplingParams
 from roseinfer.kernels.triton.greedy import argmax_and_advance
-from roseinfer.sampling.logprobs import rows_without_a_distribution
+from roseinfer.sampling import SamplingBatch, rows_without_a_distribution
 
 INF, NAN = float("inf"), float("nan")
 

@@ -203,8 +203,8 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(device: str, dtype: torch
     ):
         all_of_them = compute(layer.x, weight)
         for first, count in ((0, 1), (5, 1), (63, 1), (3, 16), (7, 17), (20, 40)):
-            some = compute(layer.x[first : first + count], weight)
-            assert torch.equal(some, all_of_them[first : first + count])
+            few = compute(layer.x[first : first + count], weight)
+            assert torch.equal(few, all_of_them[first : first + count])
 
 
 def test_more_rows_than_some_axes_of_a_grid_count(device: str) -> None:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
-from roseinfer.attention.backend import StepBatch
 from roseinfer.attention.reference import paged_attention_reference
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
-from roseinfer.kv.manager import StepAppend
+from roseinfer.kv.manager import StepBatch
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.layer_traits import LayerTraits
 from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
@@ -64,8 +63,7 @@ class Case:
         self.path_counts: Counter[str] = Counter()
         lists = [[block_ids] for block_ids in self.lists]
         num_decodes = next((at for at, count in enumerate(self.counts) if count > 1), len(lists))
-        step = StepAppend(self.kv, lists, self.counts, one_token_each=False)
-        self.batch = StepBatch(step, lists, self.counts, lengths, num_decodes)
+        self.batch = StepBatch(self.kv, lists, self.counts, lengths, num_decodes)
         self.attention = TritonAttention(
             [self.traits],
             self.kv,

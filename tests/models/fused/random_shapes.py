@@ -1,12 +1,11 @@
-"""Models of random shapes, each alone and in random mixes.
+"""Models of random shapes, whose requests run alone and in random mixes.
 
 Command: ``python -m tests.models.fused.random_shapes``.
 
-Every seed draws a model (family, width, heads, head size, vocabulary, layers) and requests. Tokens
-and log-probabilities that a request gets in a mix must be those it gets alone, to the last bit.
-A difference is a failure where the model claims to be batch invariant; others are counted.
-
-``--seed 17 --count 1`` runs the model of seed 17 again. On a GPU in bfloat16, on a CPU in float32.
+Each seed draws a model (family, width, heads, head size, vocabulary, layers) and requests. Tokens
+and logprobs of a request in a mix must equal those of the request alone, to the last bit. A
+difference is a failure if the model claims to be batch invariant; others are counted. ``--seed 17
+--count 1`` runs the model of seed 17 again. GPUs use bfloat16, CPUs float32.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, SamplingParams
-from tests.models.fused.same_bits import POSITIONS, at_every_size, options_of
+from tests.models.fused.same_bits import POSITIONS, kernels_at_every_size, options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,28 +36,28 @@ _NUM_REQUESTS = 7
 
 
 class Shape(NamedTuple):
-    """The family of a model and its config's arguments."""
+    """Family of a model and the arguments of its config."""
 
     family: str
     sizes: dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """Texts of one mix that are not those of their requests alone."""
+    """Outcomes of a mix that differ from those of its requests alone."""
 
     claimed: bool
-    text: str
+    summary: str
 
 
 class Sample(NamedTuple):
-    """A prompt and its parameters."""
+    """Prompt with its sampling parameters."""
 
     prompt: list[int]
     params: SamplingParams
 
 
 def shape_of(rng: random.Random) -> Shape:
-    """Draw a model that is computed in a moment."""
+    """Draw a small model."""
     family = rng.choice(FAMILIES)
     head_size, width = rng.choice(_HEAD_SIZES), rng.choice(_WIDTHS)
     heads = rng.choice([each for each in (1, 2, 3, 4, 6, 8, 12, 16) if width % each == 0])
@@ -99,7 +98,7 @@ def shape_of(rng: random.Random) -> Shape:
 
 
 def model_of(shape: Shape, seed: int, device: str) -> Any:
-    """Build a drawn model; norms and biases, which start out alike, are drawn too."""
+    """Build a drawn model; norms and biases, which are initialized to constants, are drawn too."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(shape.family, **shape.sizes)
     with torch.device(device):
@@ -112,72 +111,78 @@ def model_of(shape: Shape, seed: int, device: str) -> Any:
 
 
 def requests(rng: random.Random, vocabulary: int) -> list[Sample]:
-    """Draw requests, many of which begin alike, some of which repeat themselves."""
+    """Draw requests, many with shared prefixes and some with repetitions."""
     shared = [rng.randrange(vocabulary) for _ in range(400)]
-    made = []
+    samples = []
     for _ in range(_NUM_REQUESTS):
         length = rng.choice((1, 2, 5, 17, 40, 63, 64, 125, 200, 300, 400))
-        begins = rng.choice((0, length // 2, length - 1))
-        rest = [rng.randrange(vocabulary) for _ in range(rng.choice((3, length)))]
-        prompt = (shared[:begins] + rest * length)[:length]
+        num_shared = rng.choice((0, length // 2, length - 1))
+        suffix = [rng.randrange(vocabulary) for _ in range(rng.choice((3, length)))]
+        prompt = (shared[:num_shared] + suffix * length)[:length]
         params = SamplingParams(
             max_new_tokens=rng.randrange(4, 40), ignore_eos=True, logprobs=True, top_logprobs=4,
             prompt_logprobs=rng.random() < 0.25, temperature=rng.choice((0.0, 0.0, 0.8)),
             seed=rng.randrange(1 << 30),
         )  # fmt: skip
-        made.append(Sample(prompt, params))
-    return made
+        samples.append(Sample(prompt, params))
+    return samples
 
 
-def outcomes(llm: LLM, asked: list[Sample]) -> list[str]:
-    """Return all that requests get; a float's text has all of its bits."""
-    found = llm.generate([each.prompt for each in asked], [each.params for each in asked])
-    for output in found:
+def outcomes(llm: LLM, samples: list[Sample]) -> list[str]:
+    """Return all results of requests as text; a float's text has all of its bits."""
+    results = llm.generate([each.prompt for each in samples], [each.params for each in samples])
+    for output in results:
         assert output.error is None, output.error
     return [
         repr((each.token_ids, each.logprobs, each.top_logprobs, each.prompt_logprobs))
-        for each in found
+        for each in results
     ]
 
 
 def differences(network: Any, seed: int, mixes: int, device: str) -> Iterator[Difference]:
-    """Serve mixes; yield for each its difference, with an empty text for none."""
+    """Serve mixes; yield the difference of each, with an empty text for none."""
     rng = random.Random(seed * 1_000_003 + 1)
-    places: dict[str, Any] = {"device": device, "max_length": POSITIONS}
-    one = LLM(network, max_batch_size=1, prefix_cache=False, kv_cache_tokens=POSITIONS, **places)
-    asked = requests(rng, network.config.vocab_size)
-    alone = [outcomes(one, [each])[0] for each in asked]
-    claimed = one.batch_invariant
+    common: dict[str, Any] = {"device": device, "max_length": POSITIONS}
+    single = LLM(network, max_batch_size=1, prefix_cache=False, kv_cache_tokens=POSITIONS, **common)
+    samples = requests(rng, network.config.vocab_size)
+    alone_outcomes = [outcomes(single, [each])[0] for each in samples]
+    claimed = single.batch_invariant
     for number in range(mixes):
-        chosen = [rng.randrange(len(asked)) for _ in range(rng.randrange(2, 20))]
+        chosen = [rng.randrange(len(samples)) for _ in range(rng.randrange(2, 20))]
         options = options_of(rng) | {"speculation": rng.choice((None, "ngram"))}
         if device == "cuda":
             options["cuda_graph"] = rng.random() < 0.5
-        with at_every_size() if rng.random() < 0.5 else nullcontext():
-            llm = LLM(network, **options, **places)
-            got = outcomes(llm, [asked[at] for at in chosen])
-        wrong = [at for at, text in zip(chosen, got, strict=True) if text != alone[at]]
+        with kernels_at_every_size() if rng.random() < 0.5 else nullcontext():
+            llm = LLM(network, **options, **common)
+            mix_outcomes = outcomes(llm, [samples[at] for at in chosen])
+        differing = [
+            at
+            for at, summary in zip(chosen, mix_outcomes, strict=True)
+            if summary != alone_outcomes[at]
+        ]
         both = claimed and llm.batch_invariant
-        text = f"{len(wrong)} of {len(chosen)} texts, those of requests {sorted({*wrong})}"
-        yield Difference(both, f"mix {number}: {text}; {options}" if wrong else "")
+        summary = (
+            f"{len(differing)} of {len(chosen)} texts, those of requests {sorted({*differing})}"
+        )
+        yield Difference(both, f"mix {number}: {summary}; {options}" if differing else "")
 
 
 def run(seed: int, mixes: int, device: str) -> list[Difference]:
-    """Draw a model, serve its mixes and print what came of it."""
+    """Draw a model, serve its mixes and print the result."""
     shape = shape_of(random.Random(seed))
     try:
         network = model_of(shape, seed, device)
-        found = list(differences(network, seed, mixes, device))
+        results = list(differences(network, seed, mixes, device))
     except Exception:
-        found = [Difference(claimed=True, text=traceback.format_exc())]
-    claims = sum(each.claimed for each in found)
-    wrong = [each for each in found if each.text]
+        results = [Difference(claimed=True, summary=traceback.format_exc())]
+    claims = sum(each.claimed for each in results)
+    differing = [each for each in results if each.summary]
     print(f"seed {seed}: {shape.family} {shape.sizes}", flush=True)
-    print(f"  {len(found)} mixes, {claims} claimed, {len(wrong)} differ", flush=True)
-    for each in wrong:
-        print(f"  {'FAILED' if each.claimed else 'not claimed'}: {each.text}", flush=True)
+    print(f"  {len(results)} mixes, {claims} claimed, {len(differing)} differ", flush=True)
+    for each in differing:
+        print(f"  {'FAILED' if each.claimed else 'not claimed'}: {each.summary}", flush=True)
     gc.collect()
-    return found
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -187,13 +192,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first model's; then one more each")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(arguments)
-    found = []
+    results = []
     for seed in range(args.seed, args.seed + args.count):
-        found += run(seed, args.mixes, args.device)
-    failed = sum(each.claimed and bool(each.text) for each in found)
-    claimed = sum(each.claimed for each in found)
-    others = sum(bool(each.text) and not each.claimed for each in found)
-    total = f"{len(found)} mixes of {args.count} models from seed {args.seed} on"
+        results += run(seed, args.mixes, args.device)
+    failed = sum(each.claimed and bool(each.summary) for each in results)
+    claimed = sum(each.claimed for each in results)
+    others = sum(bool(each.summary) and not each.claimed for each in results)
+    total = f"{len(results)} mixes of {args.count} models from seed {args.seed} on"
     print(f"{total}: {claimed} claimed, {failed} of them differ; {others} of the others do")
     return int(failed > 0)
 

@@ -1,4 +1,4 @@
-"""Fused families made ready to be compared with transformers' own modules."""
+"""Fused models prepared for a comparison with transformers' modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from roseinfer.engine.runner import SequenceRunner
 if TYPE_CHECKING:
     from roseinfer.models.causal import CausalModel
 
-CLOSE = 2e-4
+TOLERANCE = 2e-4
 
 
-def fused(family: type[CausalModel], device: str, network: Any) -> SequenceRunner:
+def fused_runner(family: type[CausalModel], device: str, network: Any) -> SequenceRunner:
     """Run sequences of a fused copy of the network, its cache full of NaN."""
     model = family(deepcopy(network))
     shape = model.shape
@@ -37,14 +37,14 @@ def fused(family: type[CausalModel], device: str, network: Any) -> SequenceRunne
 
 
 @torch.no_grad()
-def by_transformers(network: Any, sequences: list[list[int]]) -> torch.Tensor:
-    """Return transformers' logits of what follows each of the sequences."""
+def transformers_logits(network: Any, sequences: list[list[int]]) -> torch.Tensor:
+    """Return transformers' logits after each of the sequences."""
     rows = []
     for tokens in sequences:
-        found = network(torch.tensor([tokens], device=network.device), use_cache=False)
-        rows.append(found.logits[0, -1])
+        output = network(torch.tensor([tokens], device=network.device), use_cache=False)
+        rows.append(output.logits[0, -1])
     return torch.stack(rows)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=CLOSE, rtol=CLOSE)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""The trial of batches compares rows of many sizes of batches with the same rows among few."""
+"""Check for batch invariance: rows of batches of many sizes equal those of small ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from roseinfer.models.fused_checks import is_batch_invariant
 
 
-class Rows:
-    """Stands for a model whose rows depend on their token and their position."""
+class RowModel:
+    """Stand-in for a model whose rows depend on their token and position."""
 
     device = torch.device("cpu")
     shape = SimpleNamespace(vocab_size=50, max_length=90)
@@ -27,19 +27,19 @@ class Rows:
 
     def logits(self, tokens: Any, positions: Any, last_rows: Any, attention: Any) -> torch.Tensor:
         self.sizes.append(len(tokens))
-        made = torch.stack([tokens, positions], 1).double()
-        wrong = made.clone()
+        rows = torch.stack([tokens, positions], 1).double()
+        wrong_rows = rows.clone()
         if len(tokens) >= self._wrong_from:
-            wrong[self._wrong_row, 1] += 2**-20
+            wrong_rows[self._wrong_row, 1] += 2**-20
         for layer in range(2):
-            key = (wrong if self._wrong_layer == layer else made)[:, None]
-            attention.store_and_attend(layer, made.view(-1, 1, 2), key, made.view(-1, 1, 2))
-        made = wrong if self._wrong_layer is None else made
-        return made if last_rows is None else made[last_rows]
+            key = (wrong_rows if self._wrong_layer == layer else rows)[:, None]
+            attention.store_and_attend(layer, rows.view(-1, 1, 2), key, rows.view(-1, 1, 2))
+        rows = wrong_rows if self._wrong_layer is None else rows
+        return rows if last_rows is None else rows[last_rows]
 
 
-def test_sizes_up_to_the_largest_batch_are_tried() -> None:
-    model: Any = Rows()
+def test_batch_sizes_up_to_the_largest_are_checked() -> None:
+    model: Any = RowModel()
     assert is_batch_invariant(model, 300)
     assert {1, 2, 16, 17, 65, 128, 257, 300} <= set(model.sizes)
     assert max(model.sizes) == 300
@@ -48,19 +48,19 @@ def test_sizes_up_to_the_largest_batch_are_tried() -> None:
 @pytest.mark.parametrize(
     ("size", "row"), [(2048, 0), (700, 63), (129, -1), (300, -64), (2112, 5), (96, 80)]
 )
-def test_a_row_that_differs_in_its_last_bit_is_found(size: int, row: int) -> None:
-    model: Any = Rows(wrong_from=size, wrong_row=row)
+def test_row_that_differs_in_its_last_bit_is_detected(size: int, row: int) -> None:
+    model: Any = RowModel(wrong_from=size, wrong_row=row)
     assert not is_batch_invariant(model, 2112)
 
 
-def test_some_logits_of_the_largest_batches_are_compared() -> None:
-    model: Any = Rows(wrong_from=4000, wrong_row=62)
+def test_logits_of_the_largest_batches_are_compared() -> None:
+    model: Any = RowModel(wrong_from=4000, wrong_row=62)
     assert not is_batch_invariant(model, 4000)
     assert is_batch_invariant(model, 3999)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_any_row_whose_keys_differ_is_found(layer: int) -> None:
-    """Logits are rounded, and a layer's difference may be gone in those of the rows looked at."""
-    model: Any = Rows(wrong_from=1000, wrong_row=501, wrong_layer=layer)
+def test_row_with_different_keys_is_detected(layer: int) -> None:
+    """Logits are rounded, so the difference of a layer may vanish in the compared rows."""
+    model: Any = RowModel(wrong_from=1000, wrong_row=501, wrong_layer=layer)
     assert not is_batch_invariant(model, 2112)

@@ -1,4 +1,4 @@
-"""Fused kernels are tried when a model is loaded: they read weights and know no modules."""
+"""Check of fused kernels at load: they read weights, and ignore replaced modules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.checks import is_close
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_checks import _SingleSequenceAttention, matches_modules
+from roseinfer.models.load_checks import is_close
 from roseinfer.models.loading import load
 from roseinfer.models.tiny import tiny_gpt2
-from tests.models.families import scaled_up
+from tests.models.families import scale_weights_up
 from tests.models.fused.test_llama import SHAPE, network
 
 
 class Adapted(torch.nn.Module):
-    """Adds to what a layer computes, as an adapter does, and shows the weight of that layer."""
+    """Adapter that adds to the output of a layer, and exposes that layer's weight."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -38,51 +38,51 @@ class Adapted(torch.nn.Module):
         return self.layer.bias  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        return found + 0.5 * found.roll(1, -1)
+        output: torch.Tensor = self.layer(x)
+        return output + 0.5 * output.roll(1, -1)
 
 
-def made(device: str, name: str) -> Any:
-    """Return a model of a dtype that kernels run on the device."""
+def build(device: str, name: str) -> Any:
+    """Build a model in a dtype that kernels run on the device."""
     return network(name, device).to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def adapted(device: str, name: str) -> Any:
+def build_adapted(device: str, name: str) -> Any:
     if name == "gpt2":
         model: Any = tiny_gpt2().model.to(device)
         mlp = model.transformer.h[1].mlp
         mlp.c_proj = Adapted(mlp.c_proj)
     else:
-        model = made(device, name)
+        model = build(device, name)
         attention = model.model.layers[0].self_attn
         attention.o_proj = Adapted(attention.o_proj)
     return model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
-def test_an_adapter_is_not_left_out(
+def test_model_with_an_adapter_runs_on_its_modules(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="fused_model=True: the fused kernels for"):
-        LLM(adapted(device, name), device=device, fused_model=True)
+        LLM(build_adapted(device, name), device=device, fused_model=True)
     monkeypatch.setattr(EngineConfig, "is_enabled", lambda _, switch, __: switch == "fused_model")
     with caplog.at_level(logging.WARNING):
-        loaded = load(adapted(device, name), EngineConfig(), device=device)
+        loaded = load(build_adapted(device, name), EngineConfig(), device=device)
     assert EnginePath.FUSED not in loaded.model.paths
     assert "it runs on its modules" in caplog.text
 
 
-def test_a_model_as_it_was_made_runs_on_kernels(device: str) -> None:
-    loaded = load(made(device, "granite"), EngineConfig(fused_model=True), device=device)
+def test_unchanged_model_runs_on_fused_kernels(device: str) -> None:
+    loaded = load(build(device, "granite"), EngineConfig(fused_model=True), device=device)
     assert loaded.model.paths == (EnginePath.FUSED,)
 
 
 def many_experts(device: str) -> Any:
-    """A model in 16 bits, in which rounding decides between experts in nearly every layer."""
+    """Build a 16-bit model in which rounding decides between experts in nearly every layer."""
     torch.manual_seed(1)
     sizes = {**SHAPE, "num_hidden_layers": 10, "intermediate_size": 32, "eos_token_id": None}
     config = OlmoeConfig(**sizes, num_experts=40, num_experts_per_tok=6)
-    model = scaled_up(AutoModelForCausalLM.from_config(config))
+    model = scale_weights_up(AutoModelForCausalLM.from_config(config))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.experts.down_proj.mul_(4)
@@ -94,8 +94,8 @@ def family_with_experts(model: Any) -> Any:
     return family(model)
 
 
-def test_near_ties_between_experts_decide_nothing(device: str) -> None:
-    """Left to themselves, the modules send some token to another expert, and part from there."""
+def test_near_ties_between_experts_pass_the_check(device: str) -> None:
+    """Without forced routing, the modules send some token to another expert and diverge there."""
     fused = family_with_experts(many_experts(device))
     assert matches_modules(fused)
     exact = family_with_experts(many_experts("cpu").float())
@@ -108,16 +108,16 @@ def test_near_ties_between_experts_decide_nothing(device: str) -> None:
     assert not is_close(alone[0].bfloat16(), alone[1])
 
 
-@pytest.mark.parametrize("wrong", ["the router", "gates", "what comes out", "weights"])
-def test_experts_that_are_wrong_are_not_near_ties(device: str, wrong: str) -> None:
+@pytest.mark.parametrize("part", ["router", "gates", "output", "weights"])
+def test_wrong_experts_fail_the_check(device: str, part: str) -> None:
     fused = family_with_experts(many_experts(device))
     layer = fused._layers[2]
-    own = layer.mlp
-    changed = {
-        "the router": {"router": own.router.roll(1, 0)},
-        "gates": {"gate_up_weight": own.gate_up_weight.roll(1, 0)},
-        "what comes out": {"down": own.down.roll(1, 0)},
-        "weights": {"renormalize": not own.renormalize},
+    mlp = layer.mlp
+    changes = {
+        "router": {"router": mlp.router.roll(1, 0)},
+        "gates": {"gate_up_weight": mlp.gate_up_weight.roll(1, 0)},
+        "output": {"down": mlp.down.roll(1, 0)},
+        "weights": {"renormalize": not mlp.renormalize},
     }
-    fused._layers[2] = replace(layer, mlp=replace(own, **changed[wrong]))
+    fused._layers[2] = replace(layer, mlp=replace(mlp, **changes[part]))
     assert not matches_modules(fused)

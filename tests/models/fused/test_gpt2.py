@@ -1,4 +1,4 @@
-"""GPT-2 on fused kernels against transformers' own, whose weights it has."""
+"""GPT-2 on fused kernels, compared with transformers."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import fused_family, gpt2, register_family
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.models.families import tiny
-from tests.models.fused.runners import assert_close, by_transformers, fused
+from tests.models.fused.runners import assert_close, fused_runner, transformers_logits
 
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(40))]
 
 
-def test_prompts_and_what_follows_them(device: str) -> None:
-    """A prompt's own logits, then those of single tokens, several sequences at once."""
+def test_prefill_and_decode_match_transformers(device: str) -> None:
+    """Logits of prompts, then of single tokens, for several sequences at once."""
     network = tiny("gpt2", device)
-    engine = fused(FusedGPT2, device, network)
+    engine = fused_runner(FusedGPT2, device, network)
     sessions, logits = engine.prefill(PROMPTS)
-    assert_close(logits, by_transformers(network, PROMPTS))
+    assert_close(logits, transformers_logits(network, PROMPTS))
     for step in range(4):
         for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
             session.token_ids.append((token + step) % 97)
         logits = engine.extend(sessions)
         tokens = [session.token_ids for session in sessions]
-        assert_close(logits, by_transformers(network, tokens))
+        assert_close(logits, transformers_logits(network, tokens))
     assert engine.path_counts[EnginePath.FUSED] == 5
 
 
-@pytest.mark.parametrize("most", [1, 2, 45])
-def test_more_rows_than_are_read_for_once(
-    device: str, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_rows", [1, 2, 45])
+def test_rows_beyond_the_kernel_limit_match_transformers(
+    device: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(gpt2, "MAX_ROWS", most)
+    """Torch's GEMMs take over, for all layers or for all but the head."""
+    monkeypatch.setattr(gpt2, "MAX_ROWS", max_rows)
     network = tiny("gpt2", device)
-    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
-    assert_close(logits, by_transformers(network, PROMPTS))
+    _, logits = fused_runner(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, transformers_logits(network, PROMPTS))
 
 
-def test_biases_and_norms_of_any_size(device: str) -> None:
-    """Tiny models have none of them: they begin with biases of 0 and gains of 1."""
+def test_random_biases_and_norms_match_transformers(device: str) -> None:
+    """Tiny models have trivial ones: biases of 0 and gains of 1."""
     network = tiny("gpt2", device)
     torch.manual_seed(2)
     with torch.no_grad():
         for weight in network.parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn(weight.shape).to(device))
-    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
-    assert_close(logits, by_transformers(network, PROMPTS))
+    _, logits = fused_runner(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, transformers_logits(network, PROMPTS))
 
 
 def variant(**settings: Any) -> Any:
@@ -64,7 +64,7 @@ def variant(**settings: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_the_usual_kind_fits() -> None:
+def test_standard_gpt2_is_supported() -> None:
     assert fused_family(variant()) is FusedGPT2
 
 
@@ -79,7 +79,7 @@ def test_the_usual_kind_fits() -> None:
     ],
     ids=str,
 )
-def test_variants_do_not_fit_and_run_as_they_are(device: str, settings: dict[str, Any]) -> None:
+def test_unsupported_variants_run_on_their_modules(device: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(3)
     network = variant(**settings).to(device)
     assert fused_family(network) is None
@@ -89,11 +89,11 @@ def test_variants_do_not_fit_and_run_as_they_are(device: str, settings: dict[str
         assert not llm.engine.path_counts[EnginePath.FUSED]
 
 
-def test_other_models_do_not_fit(device: str) -> None:
+def test_other_models_are_unsupported(device: str) -> None:
     assert fused_family(tiny("gemma2", device)) is None
 
 
-def test_another_family_registers_itself(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_family_is_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roseinfer.models.families._FAMILIES", {})
 
     @register_family("LlamaForCausalLM")

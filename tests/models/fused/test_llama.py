@@ -1,4 +1,4 @@
-"""Llama and its kin on fused kernels against transformers' own, whose weights they have."""
+"""Llama and its relatives on fused kernels, compared with transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from roseinfer import EnginePath
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.families import fused_family, layers
 from roseinfer.models.families.llama import FusedLlama
-from tests.models.families import scaled_up
-from tests.models.fused.runners import assert_close, by_transformers, fused
+from tests.models.families import scale_weights_up
+from tests.models.fused.runners import assert_close, fused_runner, transformers_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,9 +71,9 @@ KIN: dict[str, Callable[[], Any]] = {
 
 
 def network(kin: str, device: str) -> Any:
-    """Build a model whose gains and biases are not those that every model begins with."""
+    """Build a model whose gains and biases are not the initial ones."""
     torch.manual_seed(1)
-    model = scaled_up(transformers.AutoModelForCausalLM.from_config(KIN[kin]()))
+    model = scale_weights_up(transformers.AutoModelForCausalLM.from_config(KIN[kin]()))
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -88,52 +88,54 @@ def family_of(kin: str) -> type[CausalModel]:
 
 
 @pytest.mark.parametrize("kin", KIN)
-def test_prompts_and_what_follows_them(device: str, kin: str) -> None:
-    """A prompt's own logits, then those of single tokens, several sequences at once."""
+def test_prefill_and_decode_match_transformers(device: str, kin: str) -> None:
+    """Logits of prompts, then of single tokens, for several sequences at once."""
     model = network(kin, device)
-    engine = fused(family_of(kin), device, model)
+    engine = fused_runner(family_of(kin), device, model)
     sessions, logits = engine.prefill(PROMPTS)
-    assert_close(logits, by_transformers(model, PROMPTS))
+    assert_close(logits, transformers_logits(model, PROMPTS))
     for step in range(2):
         for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
             session.token_ids.append((token + step) % 97)
         logits = engine.extend(sessions)
-        assert_close(logits, by_transformers(model, [session.token_ids for session in sessions]))
+        assert_close(
+            logits, transformers_logits(model, [session.token_ids for session in sessions])
+        )
     assert engine.path_counts[EnginePath.FUSED] == 3
 
 
-@pytest.mark.parametrize("most", [1, 19])
-def test_more_rows_than_are_read_for_once(
-    device: str, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_rows", [1, 19])
+def test_rows_beyond_the_kernel_limit_match_transformers(
+    device: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(layers, "MAX_ROWS", most)
+    """Torch's GEMMs take over, for all layers or for all but the head."""
+    monkeypatch.setattr(layers, "MAX_ROWS", max_rows)
     model = network("qwen2", device)
-    _, logits = fused(FusedLlama, device, model).prefill(PROMPTS)
-    assert_close(logits, by_transformers(model, PROMPTS))
+    _, logits = fused_runner(FusedLlama, device, model).prefill(PROMPTS)
+    assert_close(logits, transformers_logits(model, PROMPTS))
 
 
 @pytest.mark.parametrize("kin", ["granite", "qwen2"])
-def test_products_that_are_added_where_they_are_made(
+def test_gemms_that_add_to_the_residual_match_transformers(
     device: str, kin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Granite adds no whole product, but a share of it."""
-    added = []
+    """Granite adds the GEMM's result with a factor."""
+    factors = []
 
-    def add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *by: float) -> None:
-        added.append(by)
-        residual += by[1] * (x @ weight.T)
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *factor: float) -> None:
+        factors.append(factor)
+        residual += factor[1] * (x @ weight.T)
 
     monkeypatch.setattr(layers, "MAX_ROWS", 1)
     monkeypatch.setattr(layers, "splits_evenly", lambda *_: True)
     monkeypatch.setattr(layers, "can_add_paired_gemm", lambda *_: True)
     monkeypatch.setattr(layers, "add_paired_gemm", add)
     model = network(kin, device)
-    engine = fused(FusedLlama, device, model)
+    engine = fused_runner(FusedLlama, device, model)
     engine.model.batch_invariant = True
     _, logits = engine.prefill(PROMPTS)
-    assert_close(logits, by_transformers(model, PROMPTS))
-    assert len(added) == 2 * model.config.num_hidden_layers
+    assert_close(logits, transformers_logits(model, PROMPTS))
+    assert len(factors) == 2 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -141,35 +143,35 @@ def test_products_that_are_added_where_they_are_made(
     ("rows", "always", "parts"),
     [(64, False, 4), (65, False, 4), (512, False, 4), (513, False, 1), (513, True, 4)],
 )
-def test_products_in_parts(
+def test_split_k_gemm_matches_the_reference(
     device: str, dtype: torch.dtype, rows: int, always: bool, parts: int
 ) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
     x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
-    got = layers.split_k_gemm(x, weight, always=always)
-    assert got.shape == (parts, rows, 40)
-    far = 2e-5 if dtype is torch.float32 else 3e-2
-    want = x.double() @ weight.double().T
-    torch.testing.assert_close(got.double().sum(0), want, atol=far, rtol=far)
+    actual = layers.split_k_gemm(x, weight, always=always)
+    assert actual.shape == (parts, rows, 40)
+    tolerance = 2e-5 if dtype is torch.float32 else 3e-2
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(actual.double().sum(0), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kin", ["qwen3", "olmo2"])
-def test_the_reference_rotates_too(device: str, kin: str) -> None:
+def test_reference_attention_matches_transformers(device: str, kin: str) -> None:
     model = network(kin, device)
-    own = fused(family_of(kin), device, model)
-    plain = SequenceRunner(own.model, own.kv, attention="reference")
+    fused_model = fused_runner(family_of(kin), device, model)
+    plain = SequenceRunner(fused_model.model, fused_model.kv, attention="reference")
     _, logits = plain.prefill(PROMPTS)
-    assert_close(logits, by_transformers(model, PROMPTS))
+    assert_close(logits, transformers_logits(model, PROMPTS))
 
 
-def test_weights_are_stored_once() -> None:
+def test_fused_weights_share_memory_with_the_model() -> None:
     model = network("llama", "cpu")
     before = sum(weight.numel() for weight in model.parameters())
-    own = FusedLlama(model)
+    fused_model = FusedLlama(model)
     memory = {weight.untyped_storage().data_ptr(): weight for weight in model.parameters()}
     assert sum(each.untyped_storage().nbytes() for each in memory.values()) == 4 * before
-    assert own._layers[0].qkv.data_ptr() in memory
+    assert fused_model._layers[0].qkv.data_ptr() in memory
 
 
 @pytest.mark.parametrize(
@@ -182,12 +184,12 @@ def test_weights_are_stored_once() -> None:
     ],
     ids=str,
 )
-def test_variants_do_not_fit(settings: dict[str, Any]) -> None:
+def test_variants_are_unsupported(settings: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**SHAPE, **settings})
     assert not FusedLlama.is_supported(transformers.AutoModelForCausalLM.from_config(config))
 
 
-def test_a_model_with_experts_that_cuts_queries_off_does_not_fit() -> None:
+def test_olmoe_with_clipped_queries_is_unsupported() -> None:
     for cut, fits in ((None, True), (0.5, False)):
         config = transformers.OlmoeConfig(**SHAPE, num_experts=3, clip_qkv=cut)
         model = transformers.AutoModelForCausalLM.from_config(config)

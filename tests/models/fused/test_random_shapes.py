@@ -1,4 +1,4 @@
-"""Models of random shapes are drawn alike from a seed, and what differs in a mix is reported."""
+"""Models of random shapes: reproducible draws, and reports of differences in mixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roseinfer import LLM
 from tests.models.fused import random_shapes
 
 
-def test_seeds_draw_all_families_and_odd_vocabularies() -> None:
+def test_seeds_draw_all_families_and_odd_vocabularies_reproducibly() -> None:
     shapes = [random_shapes.shape_of(random.Random(seed)) for seed in range(200)]
     assert shapes == [random_shapes.shape_of(random.Random(seed)) for seed in range(200)]
     assert {shape.family for shape in shapes} == set(random_shapes.FAMILIES)
@@ -21,12 +21,12 @@ def test_seeds_draw_all_families_and_odd_vocabularies() -> None:
     assert sum(size % 8 > 0 for size in vocabularies) > 10
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU keeps what is claimed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is batch invariant")
 @pytest.mark.parametrize("claimed", [True, False])
-def test_a_difference_fails_where_the_same_bits_are_claimed(
+def test_difference_fails_only_if_batch_invariance_is_claimed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, claimed: bool
 ) -> None:
-    """On a CPU products are rounded by the size of a batch."""
+    """On a CPU GEMMs round differently for other batch sizes."""
     shape = random_shapes.Shape("gpt2", {"n_embd": 192, "n_head": 3, "n_layer": 2})
     monkeypatch.setattr(random_shapes, "shape_of", lambda _: shape)
     monkeypatch.setattr(LLM, "batch_invariant", property(lambda _: claimed))
@@ -37,12 +37,12 @@ def test_a_difference_fails_where_the_same_bits_are_claimed(
     assert ("FAILED: mix" if claimed else "not claimed: mix") in text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no bits are promised on a CPU")
-def test_random_shapes_keep_what_they_claim(device: str) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU is not batch invariant")
+def test_random_shapes_are_batch_invariant_as_claimed(device: str) -> None:
     if device != "cuda":
-        pytest.skip("this is about a GPU")
-    found: list[Any] = []
+        pytest.skip("needs a GPU")
+    results: list[Any] = []
     for seed in range(6):
-        found += random_shapes.run(seed, 2, device)
-    assert any(each.claimed for each in found)
-    assert not [each.text for each in found if each.claimed and each.text]
+        results += random_shapes.run(seed, 2, device)
+    assert any(each.claimed for each in results)
+    assert not [each.text for each in results if each.claimed and each.text]

@@ -8,208 +8,213 @@
 // Either the parts of a GEMM are added up, each from its first input to its last, and the sum is added to
 // the residual stream: with the bits of parts that kernels/triton/norm.py adds up. Or gates are multiplied
 // together with the gated values.
-//
-// Macros: GATES; STAGES, tiles of the ring; SHARED_BYTES.
+
+#if !defined(GATES) || !defined(STAGES) || !defined(SHARED_BYTES)
+#error "paired.cu needs macros: GATES STAGES SHARED_BYTES"
+#endif
+
+#include "arithmetic.cuh"
+#include "pipeline.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
 
 constexpr int SIDE = 64, OUTPUTS = 128, GROUP_ROWS = 64, GROUPS = 2, ROWS = GROUP_ROWS * GROUPS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int STRIPS = GATES ? 2 : 1;
-constexpr int OF_ROWS = ROWS * SIDE * 2, OF_WEIGHTS = OUTPUTS * SIDE * 2;  // bytes of SIDE inputs
-constexpr int STAGE = OF_ROWS + STRIPS * OF_WEIGHTS;
-constexpr int OF_OUT = GROUP_ROWS * OUTPUTS * 2, OF_COLUMNS = GROUP_ROWS * SIDE * 2;
-constexpr int HIGH = 8;  // row tiles that are computed before the next outputs: concurrent items share both
+constexpr int ROWS_BYTES = ROWS * SIDE * 2, WEIGHTS_BYTES = OUTPUTS * SIDE * 2;  // of SIDE inputs
+constexpr int STAGE_BYTES = ROWS_BYTES + STRIPS * WEIGHTS_BYTES;
+constexpr int OUT_BYTES = GROUP_ROWS * OUTPUTS * 2, OUT_STRIP_BYTES = GROUP_ROWS * SIDE * 2;
+constexpr int BAND = 8;  // row tiles that are computed before the next outputs: concurrent items share both
 
 struct Params {
     TensorMap rows, weights, out;
     int outputs, num_rows;
     int parts, tiles;  // tiles of a part
     int pairs;
-    float times;
+    float scale;  // of the sum that is added to the residual stream
     char unused[40];
 };
 
 struct alignas(1024) Shared {
-    unsigned char ring[STAGES * STAGE];
-    unsigned char out[GROUPS][OF_OUT];
-    u64 there[STAGES], read[STAGES];
-    u64 free[GROUPS], written[GROUPS];
+    unsigned char ring[STAGES * STAGE_BYTES];
+    unsigned char out[GROUPS][OUT_BYTES];  // the residual tile, and then the result
+    u64 full[STAGES], empty[STAGES];
+    u64 out_ready[GROUPS], out_written[GROUPS];
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES must cover Shared");
 
-typedef RingTurn<STAGES> Turn;
+typedef PipelineState<STAGES> State;
 struct Item {
     int row, output;  // a program's first row and output
 };
-template <class Take>
-DEV void each_item(const Params& p, Take take) {
+template <class Body>
+DEV void for_each_item(const Params& p, Body body) {
     int across = (p.outputs + OUTPUTS - 1) / OUTPUTS, down = (p.num_rows + 2 * ROWS - 1) / (2 * ROWS);
 #pragma unroll 1
     for (int i = BLOCK / 2; i < across * down; i += p.pairs) {
-        int band = i / (HIGH * across), rest = i % (HIGH * across), high = smaller(HIGH, down - band * HIGH);
-        take(Item{((band * HIGH + rest % high) * 2 + BLOCK % 2) * ROWS, rest / high * OUTPUTS});
+        int band = i / (BAND * across), rest = i % (BAND * across), high = min_int(BAND, down - band * BAND);
+        body(Item{((band * BAND + rest % high) * 2 + BLOCK % 2) * ROWS, rest / high * OUTPUTS});
     }
 }
 
 DEV void fetch(const Params& p, Shared* s) {
     constexpr int HALF = OUTPUTS / 2;
-    ask_for_map(&p.rows);
-    ask_for_map(&p.weights);
-    wait_for_kernel_in_front();
+    prefetch_map(&p.rows);
+    prefetch_map(&p.weights);
+    wait_for_previous_kernel();
     int program = BLOCK % 2;
-    Turn turn = {0, 1};  // the first round waits for no barrier
-    each_item(p, [&](const Item& item) {
+    State state = {0, 1};
+    for_each_item(p, [&](const Item& item) {
 #pragma unroll 1
         for (int i = 0; i < p.parts * p.tiles; i++) {
-            u64* there = &s->there[turn.slot];
-            unsigned char *rows = s->ring + turn.slot * STAGE, *weights = rows + OF_ROWS + program * OF_WEIGHTS / 2;
-            wait_for(&s->read[turn.slot], turn.parity);
-            mbar_expect(there, STAGE);
-            copy_rows(rows, &p.rows, item.row, i, there);
+            u64* full = &s->full[state.stage];
+            unsigned char* rows = s->ring + state.stage * STAGE_BYTES;
+            unsigned char* weights = rows + ROWS_BYTES + program * WEIGHTS_BYTES / 2;
+            mbar_wait(&s->empty[state.stage], state.parity);
+            mbar_expect(full, STAGE_BYTES);
+            copy_tile(rows, &p.rows, item.row, i, full);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++)
-                copy_rows_to_both(weights + strip * OF_WEIGHTS, &p.weights,
-                                  item.output + program * HALF + strip * p.outputs, i, there);
-            turn.forward();
+                multicast_tile(weights + strip * WEIGHTS_BYTES, &p.weights,
+                               item.output + program * HALF + strip * p.outputs, i, full);
+            state.advance();
         }
     });
 }
 
 // Load the residual tile of a warpgroup, and store its result.
-DEV void exchange(const Params& p, Shared* s, int group) {
-    ask_for_map(&p.out);
-    wait_for_kernel_in_front();
+DEV void load_and_store_out(const Params& p, Shared* s, int group) {
+    prefetch_map(&p.out);
+    wait_for_previous_kernel();
     u32 parity = 0;
-    each_item(p, [&](const Item& item) {
+    for_each_item(p, [&](const Item& item) {
         int row = item.row + group * GROUP_ROWS, column = item.output / SIDE;
         if (GATES) {
-            mbar_arrive(&s->free[group]);
+            mbar_arrive(&s->out_ready[group]);
         } else {
-            mbar_expect(&s->free[group], OF_OUT);
-            copy_rows(s->out[group], &p.out, row, column, &s->free[group]);
+            mbar_expect(&s->out_ready[group], OUT_BYTES);
+            copy_tile(s->out[group], &p.out, row, column, &s->out_ready[group]);
         }
-        wait_for(&s->written[group], parity);
-        take_tile_away(&p.out, row, column, s->out[group]);
-        wait_until_read();
+        mbar_wait(&s->out_written[group], parity);
+        store_tile(&p.out, row, column, s->out[group]);
+        wait_for_stores_read();
         parity ^= 1;
     });
 }
 
-struct Multiplying {
+// A computing warpgroup.
+struct PairedGemm {
     const Params& p;
     Shared* s;
     int group, lane;
-    Turn turn;
-    u32 parity;
-    float part[OUTPUTS / 2];   // or gates
-    float other[OUTPUTS / 2];  // the sum of parts, or gated values
+    State state;
+    u32 out_parity;
+    float first[OUTPUTS / 2];   // sums of the current part, or gates
+    float second[OUTPUTS / 2];  // the sum of parts, or gated values
 
-    DEV Multiplying(const Params& params, Shared* shared) : p(params), s(shared), turn{0, 0}, parity(0) {
-        group = alike(THREAD / 128), lane = THREAD % 32;
+    DEV PairedGemm(const Params& params, Shared* shared) : p(params), s(shared), state{0, 0}, out_parity(0) {
+        group = warp_uniform(THREAD / 128), lane = THREAD % 32;
     }
-    DEV void item() {
+    DEV void compute_item() {
         if (GATES) {
             multiply_part();
         } else {
 #pragma unroll
-            for (int i = 0; i < OUTPUTS / 2; i++) other[i] = 0;
+            for (int i = 0; i < OUTPUTS / 2; i++) second[i] = 0;
 #pragma unroll 1
-            for (int at = 0; at < p.parts; at++) {
+            for (int part = 0; part < p.parts; part++) {
                 multiply_part();
 #pragma unroll
-                for (int i = 0; i < OUTPUTS / 2; i++) other[i] += part[i];
+                for (int i = 0; i < OUTPUTS / 2; i++) second[i] += first[i];
             }
         }
-        put_out();
+        write_out();
     }
     DEV void multiply_part() {
-        int before = multiply_tile(true);
+        int previous = multiply_tile(true);
 #pragma unroll 1
         for (int i = 1; i < p.tiles; i++) {
-            int slot = multiply_tile(false);
-            wait_for_products<1>();
-            give_back(before);
-            before = slot;
+            int stage = multiply_tile(false);
+            wgmma_wait<1>();
+            release(previous);
+            previous = stage;
         }
-        wait_for_products<0>();
-        settled<OUTPUTS / 2>(part);
-        if (GATES) settled<OUTPUTS / 2>(other);
-        give_back(before);
+        wgmma_wait<0>();
+        pin_registers<OUTPUTS / 2>(first);
+        if (GATES) pin_registers<OUTPUTS / 2>(second);
+        release(previous);
     }
-    DEV int multiply_tile(bool afresh) {
-        int slot = turn.slot;
-        wait_for(&s->there[slot], turn.parity);
-        const unsigned char* stage = s->ring + slot * STAGE;
-        TilePlace rows = tile_at(stage + group * GROUP_ROWS * SIDE * 2), weights = tile_at(stage + OF_ROWS);
-        begin_products();
+    DEV int multiply_tile(bool overwrite) {
+        int stage = state.stage;
+        mbar_wait(&s->full[stage], state.parity);
+        const unsigned char* tiles = s->ring + stage * STAGE_BYTES;
+        TileDescriptor rows = describe_rows(tiles + group * GROUP_ROWS * SIDE * 2);
+        TileDescriptor weights = describe_rows(tiles + ROWS_BYTES);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < SIDE / 16; k++) {
-            TilePlace a = further(rows, k * 32), b = further(weights, k * 32);
-            multiply(part, a, b, afresh && k == 0);
-            if (GATES) multiply(other, a, further(b, OF_WEIGHTS), afresh && k == 0);
+            TileDescriptor a = advance_descriptor(rows, k * 32), b = advance_descriptor(weights, k * 32);
+            multiply(first, a, b, overwrite && k == 0);
+            if (GATES) multiply(second, a, advance_descriptor(b, WEIGHTS_BYTES), overwrite && k == 0);
         }
-        end_products();
-        turn.forward();
-        return slot;
+        wgmma_commit();
+        state.advance();
+        return stage;
     }
-    DEV void multiply(float* sums, TilePlace a, TilePlace b, bool afresh) {
-        if (afresh) multiply_places_afresh<OUTPUTS>(sums, a, b);
-        else multiply_places<OUTPUTS>(sums, a, b);
+    DEV void multiply(float* sums, TileDescriptor a, TileDescriptor b, bool overwrite) {
+        if (overwrite) wgmma_overwrite<OUTPUTS>(sums, a, b);
+        else wgmma_accumulate<OUTPUTS>(sums, a, b);
     }
-    DEV void give_back(int slot) const {
-        if (lane < 2) arrive_of_pair(&s->read[slot], lane);
+    DEV void release(int stage) const {
+        if (lane < 2) mbar_arrive_in_pair(&s->empty[stage], lane);
     }
     // A thread has rows `row` and `row + 8` of a warp's 16, of outputs 2 * pair, and one more, of every 8.
-    DEV void put_out() {
-        wait_for(&s->free[group], parity);
-        parity ^= 1;
+    DEV void write_out() {
+        mbar_wait(&s->out_ready[group], out_parity);
+        out_parity ^= 1;
         int row = THREAD % 128 / 32 * 16 + lane / 4, pair = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            unsigned char* to = s->out[group] + (row + half * 8) * SIDE * 2 + pair * 4;
+            unsigned char* out = s->out[group] + (row + half * 8) * SIDE * 2 + pair * 4;
 #pragma unroll
             for (int n = 0; n < OUTPUTS / 8; n++) {
                 int i = n * 4 + half * 2;
-                u32* word = (u32*)(to + n / 8 * OF_COLUMNS + ((n % 8) ^ (row % 8)) * 16);
-                *word = GATES ? two_bf16(gated(part[i], other[i]), gated(part[i + 1], other[i + 1]))
-                              : two_bf16(added(low(*word), other[i]), added(high(*word), other[i + 1]));
+                u32* to = (u32*)(out + n / 8 * OUT_STRIP_BYTES + ((n % 8) ^ (row % 8)) * 16);
+                *to = GATES ? pack_bf16(silu_mul(first[i], second[i]), silu_mul(first[i + 1], second[i + 1]))
+                            : pack_bf16(add(low_to_float(*to), second[i]), add(high_to_float(*to), second[i + 1]));
             }
         }
-        show_copy_engine();
+        fence_async_proxy();
         sync_warp();
-        if (lane == 0) mbar_arrive(&s->written[group]);
+        if (lane == 0) mbar_arrive(&s->out_written[group]);
     }
-    DEV float added(float before, float sum) const { return times_plus(sum, p.times, before); }
+    DEV float add(float residual, float sum) const { return fmadd(sum, p.scale, residual); }
 };
 
 DEV void program(const Params& p, Shared* s) {
     if (THREAD == 0) {
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(&s->there[i], 1);
-            mbar_init(&s->read[i], 2 * GROUPS * 4);
+            mbar_init(&s->full[i], 1);
+            mbar_init(&s->empty[i], 2 * GROUPS * 4);
         }
         for (int i = 0; i < GROUPS; i++) {
-            mbar_init(&s->free[i], 1);
-            mbar_init(&s->written[i], 4);
+            mbar_init(&s->out_ready[i], 1);
+            mbar_init(&s->out_written[i], 4);
         }
         fence_init();
     }
-    meet_in_pair();
+    sync_pair();
     if (THREAD < CONSUMERS) {
-        take_registers<240>();
-        Multiplying multiplying(p, s);
-        each_item(p, [&](const Item&) { multiplying.item(); });
+        claim_registers<240>();
+        PairedGemm gemm(p, s);
+        for_each_item(p, [&](const Item&) { gemm.compute_item(); });
     } else {
-        give_registers<24>();
+        release_registers<24>();
         int warp = (THREAD - CONSUMERS) / 32;
-        if (warp == 0 && elected()) fetch(p, s);
-        if (warp && warp <= GROUPS && elected()) exchange(p, s, warp - 1);
+        if (warp == 0 && elect_one()) fetch(p, s);
+        if (warp && warp <= GROUPS && elect_one()) load_and_store_out(p, s, warp - 1);
     }
-    meet_in_pair();
+    sync_pair();
 }
 
-#ifndef EMULATED
-extern __shared__ __align__(1024) unsigned char memory[];
-extern "C" __global__ void PAIRED __launch_bounds__(THREADS, 1) multiply_in_pairs(const __grid_constant__ Params p) {
-    program(p, (Shared*)memory);
-}
-#endif
+KERNEL(multiply_in_pairs, PAIRED __launch_bounds__(THREADS, 1))

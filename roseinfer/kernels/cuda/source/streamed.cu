@@ -4,78 +4,81 @@
 // inputs. Weights are the first factor of its GEMMs, so that rows may be as few as 16. One thread fetches
 // tiles of weights into a ring as far ahead as it has space: they depend on no other kernel, and so are in
 // flight while the previous kernel ends. Another fetches the rows when that has ended.
-//
-// Macros: COLUMNS, rows of a warpgroup's GEMM; GROUPS, warpgroups with as many rows each; STRIPS; DEPTH, by
-// SIDE inputs of a tile; STAGES, tiles of the ring; IN_FLIGHT, tiles of weights that are requested at a
-// time; SHARED_BYTES.
+
+#if !defined(COLUMNS) || !defined(GROUPS) || !defined(STRIPS) || !defined(DEPTH) || !defined(STAGES) || \
+    !defined(IN_FLIGHT) || !defined(SHARED_BYTES)
+#error "streamed.cu needs macros: COLUMNS GROUPS STRIPS DEPTH STAGES IN_FLIGHT SHARED_BYTES"
+#endif
+
+#include "arithmetic.cuh"
+#include "pipeline.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
 
 constexpr int OUTPUTS = 64;  // smallest number that a warpgroup's GEMM has
 constexpr int SIDE = 64;     // contiguous inputs
 constexpr int ROWS = COLUMNS * GROUPS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 64;
-constexpr int OF_WEIGHTS = OUTPUTS * SIDE * 2, OF_ROWS = ROWS * SIDE * 2;  // bytes of SIDE inputs
-constexpr int STRIP = DEPTH * OF_WEIGHTS, WEIGHTS = STRIPS * STRIP, STAGE = WEIGHTS + DEPTH * OF_ROWS;
+constexpr int WEIGHTS_BYTES = OUTPUTS * SIDE * 2, ROWS_BYTES = ROWS * SIDE * 2;  // of SIDE inputs
+constexpr int STRIP_BYTES = DEPTH * WEIGHTS_BYTES, STAGE_WEIGHTS_BYTES = STRIPS * STRIP_BYTES;
+constexpr int STAGE_BYTES = STAGE_WEIGHTS_BYTES + DEPTH * ROWS_BYTES;
 
 struct Params {
     TensorMap weights, rows;
     void* out;
     const u16* bias;
-    long long part_pitch, row_pitch;  // strides of parts and rows of `out`, in elements
+    long long part_stride, row_stride;  // of `out`, in elements
     int outputs, num_rows;
-    int parts, tiles;  // tiles of a part
-    int as_is;         // nonzero if sums are stored in float32
+    int parts, tiles;    // tiles of a part
+    int out_is_float32;  // nonzero if sums are stored without rounding
 };
 
 struct alignas(1024) Shared {
-    unsigned char ring[STAGES * STAGE];
-    u64 weights_there[STAGES], rows_there[STAGES], empty[STAGES];
+    unsigned char ring[STAGES * STAGE_BYTES];
+    u64 weights_full[STAGES], rows_full[STAGES], empty[STAGES];
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
-static_assert(IN_FLIGHT > 0 && IN_FLIGHT <= STAGES, "a barrier tells a phase from the next one alone");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES must cover Shared");
+static_assert(IN_FLIGHT > 0 && IN_FLIGHT <= STAGES, "a barrier distinguishes a phase only from the next one");
 
-struct Place {
+typedef PipelineState<STAGES> State;
+
+struct WorkItem {
     int output, part;  // a program's first output, and its part
 };
 
-// Advance by one tile in the ring; barriers' phases alternate.
-DEV void forward(int* slot, u32* turn) {
-    if (++*slot < STAGES) return;
-    *slot = 0;
-    *turn ^= 1;
-}
-
-DEV void fetch_weights(const Params& p, Shared* s, Place at) {
-    u64 once = policy_first();
-    ask_for_map(&p.weights);
-    int slot = 0, old = 0, first = at.part * p.tiles * DEPTH;
-    u32 turn = 1, old_turn = 0;  // the first round waits for no barrier
+DEV void fetch_weights(const Params& p, Shared* s, WorkItem item) {
+    u64 evict_first = evict_first_policy();
+    prefetch_map(&p.weights);
+    int first = item.part * p.tiles * DEPTH;
+    State state = {0, 1}, oldest = {0, 0};  // `oldest` in flight
 #pragma unroll 1
     for (int i = 0; i < p.tiles; i++) {
-        wait_for(&s->empty[slot], turn);
+        mbar_wait(&s->empty[state.stage], state.parity);
         if (i >= IN_FLIGHT) {  // earlier requests are served first
-            wait_for(&s->weights_there[old], old_turn);
-            forward(&old, &old_turn);
+            mbar_wait(&s->weights_full[oldest.stage], oldest.parity);
+            oldest.advance();
         }
-        mbar_expect(&s->weights_there[slot], WEIGHTS);
+        mbar_expect(&s->weights_full[state.stage], STAGE_WEIGHTS_BYTES);
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++)
-            copy_tile(s->ring + slot * STAGE + strip * STRIP, &p.weights, at.output + strip * p.outputs,
-                      first + i * DEPTH, &s->weights_there[slot], once);
-        forward(&slot, &turn);
+            copy_tile(s->ring + state.stage * STAGE_BYTES + strip * STRIP_BYTES, &p.weights,
+                      item.output + strip * p.outputs, first + i * DEPTH, &s->weights_full[state.stage], evict_first);
+        state.advance();
     }
 }
 
-DEV void fetch_rows(const Params& p, Shared* s, Place at) {
-    ask_for_map(&p.rows);  // fetching it takes as long as fetching a tile
-    wait_for_kernel_in_front();
-    int slot = 0, first = at.part * p.tiles * DEPTH;
-    u32 turn = 1;
+DEV void fetch_rows(const Params& p, Shared* s, WorkItem item) {
+    prefetch_map(&p.rows);  // fetching it takes as long as fetching a tile
+    wait_for_previous_kernel();
+    int first = item.part * p.tiles * DEPTH;
+    State state = {0, 1};
 #pragma unroll 1
     for (int i = 0; i < p.tiles; i++) {
-        wait_for(&s->empty[slot], turn);
-        mbar_expect(&s->rows_there[slot], DEPTH * OF_ROWS);
-        copy_rows(s->ring + slot * STAGE + WEIGHTS, &p.rows, 0, first + i * DEPTH, &s->rows_there[slot]);
-        forward(&slot, &turn);
+        mbar_wait(&s->empty[state.stage], state.parity);
+        mbar_expect(&s->rows_full[state.stage], DEPTH * ROWS_BYTES);
+        copy_tile(s->ring + state.stage * STAGE_BYTES + STAGE_WEIGHTS_BYTES, &p.rows, 0, first + i * DEPTH,
+                  &s->rows_full[state.stage]);
+        state.advance();
     }
 }
 
@@ -89,52 +92,56 @@ DEV void multiply(const Params& p, Shared* s, Sums* sums) {
     for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) sums->d[strip][i] = 0;
-    int slot = 0, before = 0;
-    u32 turn = 0;
+    State state = {0, 0};
+    int previous = 0;
 #pragma unroll 1
     for (int i = 0; i < p.tiles; i++) {
-        wait_for(&s->weights_there[slot], turn);
-        wait_for(&s->rows_there[slot], turn);
-        const unsigned char* weights = s->ring + slot * STAGE;
-        const unsigned char* rows = weights + WEIGHTS + group * COLUMNS * SIDE * 2;
-        begin_products();
+        mbar_wait(&s->weights_full[state.stage], state.parity);
+        mbar_wait(&s->rows_full[state.stage], state.parity);
+        const unsigned char* weights = s->ring + state.stage * STAGE_BYTES;
+        const unsigned char* rows = weights + STAGE_WEIGHTS_BYTES + group * COLUMNS * SIDE * 2;
+        wgmma_fence();
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
             for (int k = 0; k < DEPTH * SIDE / 16; k++)
-                multiply_tiles<COLUMNS>(sums->d[strip], weights + strip * STRIP + k / 4 * OF_WEIGHTS + k % 4 * 32,
-                                        rows + k / 4 * OF_ROWS + k % 4 * 32);
-        end_products();
+                wgmma_accumulate<COLUMNS>(
+                    sums->d[strip], describe_rows(weights + strip * STRIP_BYTES + k / 4 * WEIGHTS_BYTES + k % 4 * 32),
+                    describe_rows(rows + k / 4 * ROWS_BYTES + k % 4 * 32));
+        wgmma_commit();
         // With two strips the compiler keeps no GEMM running across iterations.
-        wait_for_products<STRIPS == 1>();
-        int read = STRIPS == 1 ? before : slot;  // by this warp
-        if ((i || STRIPS == 2) && lane == 0) mbar_arrive(&s->empty[read]);
-        before = slot;
-        forward(&slot, &turn);
+        wgmma_wait<STRIPS == 1>();
+        int finished = STRIPS == 1 ? previous : state.stage;  // by this warp
+        if ((i || STRIPS == 2) && lane == 0) mbar_arrive(&s->empty[finished]);
+        previous = state.stage;
+        state.advance();
     }
-    wait_for_products<0>();
+    wgmma_wait<0>();
 }
 
-// A thread has outputs `row` and `row + 8` of a warp's 16, of rows 2 * pair, and one more, of every 8.
-template <class Take>
-DEV void each_sum(const Params& p, Place at, Take take) {
+// Call store(index of the sum, output, offset in `out`) for each sum of a thread: outputs `row` and
+// `row + 8` of a warp's 16, of rows 2 * pair, and one more, of every 8.
+template <class Store>
+DEV void for_each_sum(const Params& p, WorkItem item, Store store) {
     int t = THREAD, lane = t % 32;
-    int output = at.output + t % 128 / 32 * 16 + lane / 4, row = t / 128 * COLUMNS + lane % 4 * 2;
+    int output = item.output + t % 128 / 32 * 16 + lane / 4, row = t / 128 * COLUMNS + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) {
         int n = output + i / 2 % 2 * 8, r = row + i / 4 * 8 + i % 2;
-        if (n < p.outputs && r < p.num_rows) take(i, n, at.part * p.part_pitch + r * p.row_pitch + n);
+        if (n < p.outputs && r < p.num_rows) store(i, n, item.part * p.part_stride + r * p.row_stride + n);
     }
 }
 
-DEV void store(const Params& p, Place at, const Sums& sums) {
+DEV void store_sums(const Params& p, WorkItem item, const Sums& sums) {
     if (STRIPS == 2) {
-        each_sum(p, at, [&](int i, int, long long to) { ((u16*)p.out)[to] = to_bf16(gated(sums.d[0][i], sums.d[STRIPS - 1][i])); });
-    } else if (p.as_is) {
-        each_sum(p, at, [&](int i, int, long long to) { ((float*)p.out)[to] = sums.d[0][i]; });
+        for_each_sum(p, item, [&](int i, int, long long to) {
+            ((u16*)p.out)[to] = to_bf16(silu_mul(sums.d[0][i], sums.d[STRIPS - 1][i]));
+        });
+    } else if (p.out_is_float32) {
+        for_each_sum(p, item, [&](int i, int, long long to) { ((float*)p.out)[to] = sums.d[0][i]; });
     } else {
-        each_sum(p, at, [&](int i, int n, long long to) {
-            ((u16*)p.out)[to] = to_bf16(p.bias ? sums.d[0][i] + wide(kept1(p.bias + n)) : sums.d[0][i]);
+        for_each_sum(p, item, [&](int i, int n, long long to) {
+            ((u16*)p.out)[to] = to_bf16(p.bias ? sums.d[0][i] + bf16_to_float(load_constant(p.bias + n)) : sums.d[0][i]);
         });
     }
 }
@@ -142,29 +149,24 @@ DEV void store(const Params& p, Place at, const Sums& sums) {
 DEV void program(const Params& p, Shared* s) {
     if (THREAD == 0) {
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(&s->weights_there[i], 1);
-            mbar_init(&s->rows_there[i], 1);
+            mbar_init(&s->weights_full[i], 1);
+            mbar_init(&s->rows_full[i], 1);
             mbar_init(&s->empty[i], GROUPS * 4);
         }
         fence_init();
     }
-    bar_sync(0, THREADS);
-    let_next_kernel_in();
-    Place at = {BLOCK / p.parts * OUTPUTS, BLOCK % p.parts};
+    barrier_sync(0, THREADS);
+    launch_next_kernel();
+    WorkItem item = {BLOCK / p.parts * OUTPUTS, BLOCK % p.parts};
     if (THREAD >= CONSUMERS + 32) {
-        if (elected()) fetch_rows(p, s, at);
+        if (elect_one()) fetch_rows(p, s, item);
     } else if (THREAD >= CONSUMERS) {
-        if (elected()) fetch_weights(p, s, at);
+        if (elect_one()) fetch_weights(p, s, item);
     } else {
         Sums sums;
         multiply(p, s, &sums);
-        store(p, at, sums);
+        store_sums(p, item, sums);
     }
 }
 
-#ifndef EMULATED
-extern __shared__ __align__(1024) unsigned char memory[];
-extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(const __grid_constant__ Params p) {
-    program(p, (Shared*)memory);
-}
-#endif
+KERNEL(stream_linear, __launch_bounds__(THREADS, 1))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.cuda.paired import PairedSizes, add_paired_gemm, paired_gate_up
-from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
+from roseinfer.kernels.cuda.paired import KERNEL, PairedSizes, add_paired_gemm, paired_gate_up
+from tests.kernels.cuda.whole_step.emulated import EMULATION, EmulatedProgram
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from roseinfer.kernels.cuda.toolchain import Program
 
-_HERE = Path(__file__).parent
 SMALL = {gates: PairedSizes(gates, stages=2) for gates in (False, True)}
 """Rings so short that programs wait for each other all the time."""
 
@@ -106,6 +106,5 @@ def emulated(
     sizes: PairedSizes, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
-    machine = [(_HERE / f"{name}.h").read_text() for name in ("warpgroup", "pair")]
-    source = text or sizes.source(with_machine=False)
-    return EmulatedProgram(sizes, folder, text="\n".join([*machine, source]), **more)  # type: ignore[arg-type]
+    text = text or sizes.source(EMULATION)
+    return EmulatedProgram(sizes, folder, kernel=KERNEL, text=text, **more)  # type: ignore[arg-type]

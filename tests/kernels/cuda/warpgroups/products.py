@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from roseinfer.kernels.cuda.streamed import GemmTiles, stream_gemm, tiles_for
-from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
+from roseinfer.kernels.cuda.streamed import KERNEL, GemmTiles, stream_gemm, tiles_for
+from tests.kernels.cuda.whole_step.emulated import EMULATION, EmulatedProgram
 
-_MACHINE = Path(__file__).parent / "warpgroup.h"
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def emulated(
     tiles: GemmTiles, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
-    source = text or tiles.source(with_machine=False)
-    return EmulatedProgram(tiles, folder, text="\n".join([_MACHINE.read_text(), source]), **more)  # type: ignore[arg-type]
+    text = text or tiles.source(EMULATION)
+    return EmulatedProgram(tiles, folder, kernel=KERNEL, text=text, **more)  # type: ignore[arg-type]
 
 
 @cache

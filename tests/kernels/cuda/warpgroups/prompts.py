@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.kernels.cuda import decode_attention, prefill_attention
 from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
 from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
-from tests.kernels.cuda.whole_step.emulated import EmulatedProgram
+from tests.kernels.cuda.whole_step.emulated import EMULATION, EmulatedProgram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from roseinfer.kernels.cuda.toolchain import Program
 
 TOLERANCE = 2e-2
-_MACHINE = Path(__file__).parent / "warpgroup.h"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +142,6 @@ def emulated(
     sizes: PromptSizes | RowSizes, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
-    source = text or sizes.source(with_machine=False)
-    return EmulatedProgram(sizes, folder, text="\n".join([_MACHINE.read_text(), source]), **more)  # type: ignore[arg-type]
+    text = text or sizes.source(EMULATION)
+    module = prefill_attention if isinstance(sizes, PromptSizes) else decode_attention
+    return EmulatedProgram(sizes, folder, kernel=module.KERNEL, text=text, **more)  # type: ignore[arg-type]

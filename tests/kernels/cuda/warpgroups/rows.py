@@ -42,9 +42,9 @@ class Rows:
     def caches(self) -> tuple[Tensor, Tensor]:
         return self.attention.k_cache, self.attention.v_cache
 
-    def sizes(self, warps: int, places: int) -> RowSizes:
+    def sizes(self, warps: int, stages: int) -> RowSizes:
         given = self.prompts
-        return RowSizes(given.dim, given.group, given.block_size, warps, places)
+        return RowSizes(given.dim, given.group, given.block_size, warps, stages)
 
     @property
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:

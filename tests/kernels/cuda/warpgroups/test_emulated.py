@@ -34,7 +34,7 @@ def nearly(got: Tensor, want: Tensor) -> bool:
     return off < (1e-5 if got.dtype is torch.float32 else 2e-3)
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("rows", [1, 7, 16, 29, 64])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
@@ -45,21 +45,21 @@ def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
 
 
 WRONG = {
-    "rows are fetched too soon": ("    wait_for_kernel_in_front();\n", ""),
+    "rows are fetched too soon": ("    wait_for_previous_kernel();\n", ""),
     "a tile is given back before it is read": (
-        "wait_for_products<STRIPS == 1>();",
-        "if (lane == 0) mbar_arrive(&s->empty[slot]); wait_for_products<STRIPS == 1>();",
+        "wgmma_wait<STRIPS == 1>();",
+        "if (lane == 0) mbar_arrive(&s->empty[state.stage]); wgmma_wait<STRIPS == 1>();",
     ),
     "weights are not waited for": (
-        "wait_for(&s->weights_there[slot], turn);\n        wait",
-        "wait",
+        "mbar_wait(&s->weights_full[state.stage], state.parity);\n        mbar",
+        "mbar",
     ),
     "outputs of the next program are written": ("if (n < p.outputs && r", "if (r"),
-    "a row behind the last is written": (" && r < p.num_rows) take", ") take"),
+    "a row behind the last is written": (" && r < p.num_rows) store", ") store"),
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.cuda.streamed import can_stream_gemm, program_of
+from roseinfer.kernels.cuda.streamed import KERNEL, can_stream_gemm
 from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton import linear, streamed
 from tests.kernels.cuda.warpgroups.products import SHAPES, Product, Shape, kinds
@@ -29,7 +29,7 @@ def in_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_kernel_is_there_for_all_numbers_of_rows() -> None:
-    assert all(program_of(tiles, torch.device("cuda", 0)) for tiles in kinds())
+    assert all(KERNEL.load(tiles, torch.device("cuda", 0)) for tiles in kinds())
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 64])

@@ -14,12 +14,12 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PairedSize
     """Have the kernel compiled, as it were; return for what."""
     compiled: list[PairedSizes] = []
 
-    def program_of(sizes: PairedSizes, device: torch.device) -> object:
+    def load(sizes: PairedSizes, device: torch.device) -> object:
         del device
         compiled.append(sizes)
         return object()
 
-    monkeypatch.setattr(paired, "program_of", program_of)
+    monkeypatch.setattr(paired.KERNEL, "load", load)
     monkeypatch.setattr(tensor_maps, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16)
     return compiled
 

@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("case", CASES)
 def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
     prompts = CASES[case]
@@ -42,16 +42,16 @@ def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
 
 WRONG = {
     "keys are not waited for": (
-        "        wait_for(&s->keys_there[k.slot], k.parity);\n        begin_products();\n",
-        "        begin_products();\n",
+        "        mbar_wait(&s->keys_full[k.stage], k.parity);\n        wgmma_fence();\n",
+        "        wgmma_fence();\n",
     ),
     "keys are given back before they are read": (
-        "        wait_for_products<LEFT>();\n        settled<TILE_T / 2>(scores);\n"
-        "        give_back(s->keys_read, &k);\n",
-        "        give_back(s->keys_read, &k);\n        wait_for_products<LEFT>();\n",
+        "        wgmma_wait<PENDING>();\n        pin_registers<TILE_T / 2>(scores);\n"
+        "        release(s->keys_empty, &k);\n",
+        "        release(s->keys_empty, &k);\n        wgmma_wait<PENDING>();\n",
     ),
     "values are given back before they are read": (
-        "            wait_for_last_products<2>();\n",
+        "            wgmma_wait_all<2>();\n",
         "            sync_warp();\n",
     ),
     "some of a warp still wait when it says that they have": (
@@ -59,52 +59,55 @@ WRONG = {
         "",
     ),
     "what is stored behind the last token counts": (
-        "if (begin + TILE_T > item.last()) clear_behind",
-        "if (false) clear_behind",
+        "if (begin + TILE_T > item.last()) zero_from",
+        "if (false) zero_from",
     ),
     "a token sees itself twice": (">= position[i / 2 % 2]", "> position[i / 2 % 2]"),
-    "a token does not see itself": ("all_total[half] = 1;", "all_total[half] = 0;"),
+    "a token does not see itself": ("merged_weight_sum[half] = 1;", "merged_weight_sum[half] = 0;"),
     "results come where others still multiply queries": (
-        "    DEV void store() {\n        meet();\n",
+        "    DEV void store() {\n        sync();\n",
         "    DEV void store() {\n",
     ),
     "queries are multiplied before all are there": (
-        "        meet();  // all warps' queries are loaded\n",
+        "        sync();  // all warps' queries are loaded\n",
         "",
     ),
     "keys of own tokens come where values are still read": (
-        "        sync_warp();\n        lay_own(keys);\n",
-        "        lay_own(keys);\n",
+        "        sync_warp();\n        stage_own(keys);\n",
+        "        stage_own(keys);\n",
     ),
     "values of own tokens are read before they are there": (
-        "        lay_own(values);\n        sync_warp();\n",
-        "        lay_own(values);\n",
+        "        stage_own(values);\n        sync_warp();\n",
+        "        stage_own(values);\n",
     ),
-    "queries are not rotated": ("if (p.cosines) rotate();", ""),
-    "queries are not waited for": ("        wait_for_copies();\n", ""),
+    "queries are not rotated": ("if (p.cosines) rotate_queries();", ""),
+    "queries are not waited for": ("        wait_for_async_copies();\n", ""),
     "the next queries come where those of now lie": (
-        "s->queries[side ^ 1][group]",
-        "s->queries[side][group]",
+        "s->queries[buffer ^ 1][group]",
+        "s->queries[buffer][group]",
     ),
     "halves turn the same way": ("-b[0] * s[0]", "b[0] * s[0]"),
-    "tokens of a warp turn alike": ("there(token_of(row_of(i)))", "there(token_of(warp * 16))"),
+    "tokens of a warp turn alike": (
+        "item.clamp(token_of(loaded_row(i)))",
+        "item.clamp(token_of(warp * 16))",
+    ),
     "a part begins with what is left of the one before": (
-        "        fold(top);\n        kept = false;\n",
-        "        fold(top);\n",
+        "        merge(part_max);\n        accumulate = false;\n",
+        "        merge(part_max);\n",
     ),
     "a part is left out": (
-        "            if (ends) end_part(part_top);\n            ends",
-        "            ends",
+        "            if (part_ended) end_part(part_max);\n            part_ended",
+        "            part_ended",
     ),
-    "what was seen of a part is not shrunk": ("sums[i] *= shrink[i / 2 % 2];", ";"),
-    "what was seen of parts is not shrunk": ("all[i] *= shrink[i / 2 % 2];", ";"),
-    "some values are left out": ("        ask(SIXTEENS - 1, SIXTEENS);\n", ""),
+    "what was seen of a part is not shrunk": ("sums[i] *= rescale[i / 2 % 2];", ";"),
+    "what was seen of parts is not shrunk": ("merged[i] *= rescale[i / 2 % 2];", ";"),
+    "some values are left out": ("        issue(TILE_STEPS - 1, TILE_STEPS);\n", ""),
     "an item is left out": ("if (i < items)", "if (i + 1 < items)"),
-    "heads behind the group are stored": (" && own_row % TILE_G < GROUP", ""),
+    "heads behind the group are stored": (" && r % TILE_G < GROUP", ""),
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""

@@ -11,7 +11,7 @@ import torch
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.cuda import prefill_attention
-from roseinfer.kernels.cuda.prefill_attention import program_of
+from roseinfer.kernels.cuda.prefill_attention import KERNEL
 from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton.prefill_attention import paged_attention_chunks
 from roseinfer.kernels.triton.rope import rotate
@@ -57,7 +57,7 @@ def test_bits_of_attention(case: str, sharp: float, rotates: bool) -> None:
 
 def test_the_kernel_is_there_for_all_sizes() -> None:
     device = torch.device("cuda", 0)
-    assert all(program_of(each.sizes, device) for each in [*CASES.values(), *LONG.values()])
+    assert all(KERNEL.load(each.sizes, device) for each in [*CASES.values(), *LONG.values()])
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from roseinfer import AttentionPath
 from roseinfer.attention import triton
 from roseinfer.kernels.cuda.prefill_attention import PromptSizes, attend_prompts
 from roseinfer.kernels.runtime import is_interpreted
+from roseinfer.kv.manager import StepBatch
 from roseinfer.layer_traits import RotaryEmbedding
 from tests.kernels.cuda.warpgroups.prompts import TOLERANCE, emulated
 from tests.kernels.cuda.whole_step.emulated import COMPILER
@@ -51,19 +52,22 @@ def test_a_backend_hands_over_what_the_kernel_needs(
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
 
 
-class Stored:
+class Stored(StepBatch):
     """Stores new tokens of a case where it has others by now."""
 
     def __init__(self, case: Case, positions: torch.Tensor) -> None:
+        batch = case.batch
+        lists, counts, lengths = batch.block_lists, batch.counts, batch.lengths
+        super().__init__(batch.kv, lists, counts, lengths, batch.num_decodes)
         size, caches = case.kv.block_size, case.kv.caches(0)
         owners = [own for own, new in zip(case.lists, case.counts, strict=True) for _ in range(new)]
         blocks = [own[at // size] for own, at in zip(owners, positions.tolist(), strict=True)]
         self.where = torch.tensor(blocks), slice(None), positions % size
         self.caches = caches
 
-    def write(self, layer: int, *new: torch.Tensor) -> None:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         assert layer == 0
-        for cache, numbers in zip(self.caches, new, strict=True):
+        for cache, numbers in zip(self.caches, (key, value), strict=True):
             cache[self.where] = numbers
 
 
@@ -93,7 +97,7 @@ def test_who_rotates_queries(tmp_path: Path, whole: bool) -> None:
     ends = zip(case.batch.lengths, case.counts, strict=True)
     positions = torch.cat([torch.arange(end - count, end) for end, count in ends])
     key, value = (torch.randn(2, len(positions), 2, 64) / 2).bfloat16()
-    case.attention.prepare(replace(case.batch, step_append=Stored(case, positions)))  # type: ignore[arg-type]
+    case.attention.prepare(Stored(case, positions))
     case.query = case.query / 2
     query = case.query.clone()
     got = case.attention.rotate_store_and_attend(0, query, key.clone(), value, positions, rotation)

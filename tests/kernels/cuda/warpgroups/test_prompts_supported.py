@@ -27,12 +27,12 @@ def on_a_gpu_with_warpgroups(monkeypatch: pytest.MonkeyPatch) -> list[PromptSize
     """Have the kernel compiled, as it were; return for what."""
     compiled: list[PromptSizes] = []
 
-    def program_of(sizes: PromptSizes, device: torch.device) -> object:
+    def load(sizes: PromptSizes, device: torch.device) -> object:
         del device
         compiled.append(sizes)
         return object()
 
-    monkeypatch.setattr(prefill_attention, "program_of", program_of)
+    monkeypatch.setattr(prefill_attention.KERNEL, "load", load)
     monkeypatch.setattr(
         prefill_attention, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16
     )

@@ -32,7 +32,7 @@ WAYS = [(4, 4), (3, 2), (4, 2), (1, 3), (2, 2)]
 TIGHT = [(64, 6, (4, 2)), (64, 8, (3, 2)), (64, 9, (1, 3)), (64, 15, (4, 2)), (128, 7, (2, 2))]
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("case", CASES)
 def test_attention_of_rows(case: str, tmp_path: Path) -> None:
     lengths, heads = CASES[case]
@@ -44,7 +44,7 @@ def test_attention_of_rows(case: str, tmp_path: Path) -> None:
         assert Rows(lengths, rotates=rotates, **heads).off(sizes, program) < TOLERANCE
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("dim", "group", "way"), TIGHT)
 def test_a_program_is_given_as_much_memory_as_it_takes(
     dim: int, group: int, way: tuple[int, int], tmp_path: Path
@@ -54,33 +54,34 @@ def test_a_program_is_given_as_much_memory_as_it_takes(
     assert emulated(sizes, tmp_path).shared_bytes() <= sizes.shared_bytes
 
 
-FIRST = "if (begin) meet();  // all earlier parts have been added\n"
-SEEN = "if (begin + warp < parts) look_at_part();\n"
-TOGETHER = "meet();\n"
+FIRST = "if (begin) sync();  // all earlier parts have been merged\n"
+SEEN = "if (begin + warp < parts) compute_part();\n"
+TOGETHER = "sync();\n"
 LATE = "for (int i = 0; warp == 0 && i < 3000; i++) yield();\n"
 """A warp falls far behind the others."""
 WRONG = {
     "tiles are not waited for": (
-        "        wait_for(&s->there[warp][seeing.place.slot], seeing.place.parity);\n",
+        "        mbar_wait(&s->full[warp][computing.state.stage], computing.state.parity);\n",
         "",
     ),
     "what comes next is asked for before keys are read": (
-        "        multiply_keys(arrived());\n        go_on();\n",
-        "        auto* keys = arrived();\n        go_on();\n        multiply_keys(keys);\n",
+        "        multiply_keys(wait_for_tile());\n        release_tile();\n",
+        "        auto* keys = wait_for_tile();\n        release_tile();\n"
+        "        multiply_keys(keys);\n",
     ),
     "what is stored behind the last token counts": (
-        "if (begin + TILE_T > own) clear_behind",
-        "if (false) clear_behind",
+        "if (begin + TILE_T > position) zero_from",
+        "if (false) zero_from",
     ),
-    "a token sees its own place twice": ("i / 2 % 2 * 8 >= own)", "i / 2 % 2 * 8 > own)"),
-    "a token does not see itself": ("all_total[i] = 1,", "all_total[i] = 0,"),
+    "a token sees its own place twice": ("i / 2 % 2 * 8 >= position)", "i / 2 % 2 * 8 > position)"),
+    "a token does not see itself": ("merged_weight_sum[i] = 1;", "merged_weight_sum[i] = 0;"),
     "queries are read before they are there": (
-        "        bring(cosines, sines);\n        meet();\n",
-        "        bring(cosines, sines);\n",
+        "        load_new_heads(cosines, sines);\n        sync();\n",
+        "        load_new_heads(cosines, sines);\n",
     ),
     "parts are added up before they have been seen": (
-        "            meet();\n            int some",
-        "            int some",
+        "            sync();\n            int computed",
+        "            int computed",
     ),
     "parts are seen before those in front are added up": (
         f"            {FIRST}            {SEEN}            {TOGETHER}",
@@ -92,28 +93,31 @@ WRONG = {
         "(member == GROUP ? p.k_cache : p.v_cache)",
         "(member == GROUP ? p.v_cache : p.k_cache)",
     ),
-    "the new token is stored elsewhere": ("cache_row(own) * DIM", "cache_row(own / 2) * DIM"),
-    "weights lie the other way": ("turned(two_bf16(", "(two_bf16("),
-    "the last part is left out": (
-        "if (begin + warp < parts) look",
-        "if (begin + warp + 1 < parts) look",
+    "the new token is stored elsewhere": (
+        "cache_row(position) * DIM",
+        "cache_row(position / 2) * DIM",
     ),
-    "what was seen of parts is not shrunk": ("all[0] * shrink", "all[0]"),
-    "what was seen of a part is not shrunk": ("sums[e][n][half] *= shrink;", ";"),
-    "weights' sums are not shrunk": ("total[e][half] *= shrink;", ""),
-    "some scores are not looked at for the highest": ("other < 32", "other < 16"),
+    "weights lie the other way": ("transpose_matrix(pack_bf16(", "(pack_bf16("),
+    "the last part is left out": (
+        "if (begin + warp < parts) compute",
+        "if (begin + warp + 1 < parts) compute",
+    ),
+    "what was seen of parts is not shrunk": ("merged[0] * rescale", "merged[0]"),
+    "what was seen of a part is not shrunk": ("sums[tile][n][half] *= rescale;", ";"),
+    "weights' sums are not shrunk": ("weight_sum[tile][half] *= rescale;", ""),
+    "some scores are not looked at for the highest": ("mask < 32", "mask < 16"),
     "heads behind the group are stored": (
-        "                if (member >= GROUP) break;\n                if (row == 0) seen",
-        "                if (row == 0) seen",
+        "                if (member >= GROUP) break;\n                if (row == 0) result",
+        "                if (row == 0) result",
     ),
     "a warp goes on with the next part and not with its own": (
-        "go_to(part + WARPS)",
-        "go_to(part + 1)",
+        "begin_part(part + WARPS)",
+        "begin_part(part + 1)",
     ),
 }
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""

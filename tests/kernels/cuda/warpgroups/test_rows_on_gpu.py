@@ -10,7 +10,7 @@ import torch
 
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.cuda.decode_attention import program_of
+from roseinfer.kernels.cuda.decode_attention import KERNEL
 from roseinfer.kernels.cuda.tensor_maps import supports_wgmma
 from roseinfer.kernels.triton.decode_attention import append_and_attend
 from tests.kernels.cuda.warpgroups.prompts import TOLERANCE
@@ -56,7 +56,7 @@ def test_the_kernel_is_there_for_all_sizes() -> None:
     device = torch.device("cuda", 0)
     for lengths, heads in [*CASES.values(), *MORE.values()]:
         rows = Rows(lengths[:1], **heads)
-        assert all(program_of(rows.sizes(*way), device) for way in ways_of(rows))
+        assert all(KERNEL.load(rows.sizes(*way), device) for way in ways_of(rows))
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:

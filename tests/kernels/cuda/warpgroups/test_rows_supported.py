@@ -34,12 +34,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[RowSizes]:
     """Have the kernel compiled, as it were, for a GPU; return for what."""
     found: list[RowSizes] = []
 
-    def program_of(sizes: RowSizes, device: torch.device) -> object:
+    def load(sizes: RowSizes, device: torch.device) -> object:
         del device
         found.append(sizes)
         return object()
 
-    monkeypatch.setattr(decode_attention, "program_of", program_of)
+    monkeypatch.setattr(decode_attention.KERNEL, "load", load)
     monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(
         decode_attention, "supports_wgmma", lambda _, dtype: dtype is torch.bfloat16
@@ -87,7 +87,7 @@ def test_programs_have_as_many_places_as_there_is_room_for_at_once(
     compiled: list[RowSizes], rows: int, heads: dict[str, Any], way: tuple[int, int]
 ) -> None:
     assert asked(given(rows, **heads))
-    assert [(each.warps, each.places) for each in compiled] == [way]
+    assert [(each.warps, each.stages) for each in compiled] == [way]
 
 
 @pytest.mark.parametrize("what", LAYERS)

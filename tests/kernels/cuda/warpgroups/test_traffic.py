@@ -9,7 +9,7 @@ import pytest
 
 from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
 from roseinfer.kernels.cuda import decode_attention, prefill_attention
-from roseinfer.kernels.cuda import paired as paired_products
+from roseinfer.kernels.cuda.paired import KERNEL as PAIRED
 from roseinfer.kernels.cuda.streamed import KERNEL, stream_gemm
 from tests.kernels.cuda.warpgroups import pairs
 from tests.kernels.cuda.warpgroups.products import Product, Shape
@@ -36,7 +36,7 @@ def test_a_product_moves_all_once() -> None:
     out = product.room[:, :3]
     with ByteRecorder("cpu") as recorder:
         stream_gemm(product.x, product.weight, product.bias, out, 1, Nothing())
-    told = {move.address: move.amount for move in recorder.accesses if move.by == KERNEL}
+    told = {move.address: move.amount for move in recorder.accesses if move.by == KERNEL.name}
     assert product.bias is not None
     assert told == {
         address(product.x): 3 * 256 * 2,
@@ -51,9 +51,7 @@ def test_what_is_added_to_moves_twice() -> None:
     paired = pairs.Paired(pairs.Shape(70, 128, 192, parts=2))
     with ByteRecorder("cpu") as recorder:
         paired.computed(Nothing(), pairs=1)
-    told = {
-        move.address: move.amount for move in recorder.accesses if move.by == paired_products.KERNEL
-    }
+    told = {move.address: move.amount for move in recorder.accesses if move.by == PAIRED.name}
     assert told == {
         address(paired.x): 70 * 128 * 2,
         address(paired.weight): 192 * 128 * 2,
@@ -66,9 +64,7 @@ def test_what_is_gated_moves_once() -> None:
     paired = pairs.Paired(pairs.Shape(70, 128, 192, gates=True))
     with ByteRecorder("cpu") as recorder:
         out = paired.computed(Nothing(), pairs=1)
-    told = {
-        move.address: move.amount for move in recorder.accesses if move.by == paired_products.KERNEL
-    }
+    told = {move.address: move.amount for move in recorder.accesses if move.by == PAIRED.name}
     assert told == {
         address(paired.x): 70 * 128 * 2,
         address(paired.weight): 2 * 192 * 128 * 2,
@@ -83,7 +79,7 @@ def test_attention_moves_what_its_tokens_see_once() -> None:
         attention.computed(Nothing(), 1)
     told: Counter[int] = Counter()
     for move in recorder.accesses:
-        if move.by == prefill_attention.KERNEL:
+        if move.by == prefill_attention.KERNEL.name:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount
     assert told.pop(address(attention.k_cache)) == 2 * tokens * of_token  # both have one storage
@@ -102,7 +98,7 @@ def test_attention_of_rows_moves_what_they_see_and_store_once(rotates: bool) -> 
         rows.computed(rows.sizes(2, 2), Nothing())
     told: Counter[int] = Counter()
     for move in recorder.accesses:
-        if move.by == decode_attention.KERNEL:
+        if move.by == decode_attention.KERNEL.name:
             assert isinstance(move.amount, int)
             told[move.address] += move.amount
     assert told.pop(address(own.k_cache)) == 2 * (11 + 1 + 131) * of_token  # both have one storage

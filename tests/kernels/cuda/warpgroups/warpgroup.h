@@ -1,14 +1,17 @@
 // What warpgroups do, and how kernels follow on each other, on the emulated machine. A product is made
 // when it is waited for, and so are the tiles that it is made of read.
+#pragma once
+
+#include "../whole_step/copies.h"
 
 static std::set<int> met_front;  // threads
-static void wait_for_kernel_in_front() {
+static void wait_for_previous_kernel() {
     for (int i = rand() & 1 ? rand() % 200 : 0; i; i--) yield();  // it may be over already
     met_front.insert(here);
 }
-static void let_next_kernel_in() {}
-static void ask_for_map(const TensorMap* map) { acquire_map(map), met_front.erase(here); }
-static void copy_rows(void* to, const TensorMap* map, int row, int group, u64* b) {
+static void launch_next_kernel() {}
+static void prefetch_map(const TensorMap* map) { acquire_map(map), met_front.erase(here); }
+static void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b) {
     if (!met_front.count(here)) refuse("rows are fetched while the kernel in front makes them");
     copy_tile(to, map, row, group, b, 0);
 }
@@ -20,7 +23,7 @@ struct Multiplied {
     const u32* held[4];
     const char* b;
     int columns, strip;
-    bool afresh;
+    bool overwrite;
     u64 rows;  // all the warpgroup's, when it asks: any of its warps may read any of them until all have waited
 };
 struct Products { std::vector<Multiplied> asked; std::vector<size_t> ends; };
@@ -56,16 +59,16 @@ static void make(const Multiplied& m) {
     if (all_rows(m.a) != m.rows) refuse("rows change while they are multiplied");
     int t = THREAD, own = t % 128 / 32 * 16 + t % 32 / 4, first = t % 4 * 2;
     for (int i = 0; i < m.columns / 2; i++) {
-        float sum = m.afresh ? 0 : m.d[i];
+        float sum = m.overwrite ? 0 : m.d[i];
         for (int k = 0; k < 16; k++)
             sum += first_factor(m, own, i / 2 % 2, k) * second_factor(m, first + i / 4 * 8 + i % 2, k);
         m.d[i] = sum;
     }
 }
-static void begin_products() { sync_warp(); }  // as all that follows, it is done by a warp as one
-static void end_products() { own_products().ends.push_back(own_products().asked.size()); }
+static void wgmma_fence() { sync_warp(); }  // as all that follows, it is done by a warp as one
+static void wgmma_commit() { own_products().ends.push_back(own_products().asked.size()); }
 template <int LEFT>
-static void wait_for_products() {
+static void wgmma_wait() {
     sync_warp();
     Products& mine = own_products();
     size_t groups = mine.ends.size() > LEFT ? mine.ends.size() - LEFT : 0;
@@ -76,10 +79,10 @@ static void wait_for_products() {
     for (size_t& end : mine.ends) end -= some;
     sync_warp();
 }
-template <int PLACE>
-static void wait_for_last_products() { wait_for_products<0>(); }
+template <int SITE>
+static void wgmma_wait_all() { wgmma_wait<0>(); }
 // A place is an address over 16, and where columns are in strips, how far these lie apart.
-struct TilePlace {
+struct TileDescriptor {
     u64 sixteenths;
     int strip;
     const char* check(u64 most) const {
@@ -88,49 +91,103 @@ struct TilePlace {
         return (const char*)p;
     }
 };
-static TilePlace tile_at(const void* p) { return {(u64)p >> 4, 0}; }
-static TilePlace columns_at(const void* p, int strip) { return {(u64)p >> 4, strip}; }
-static TilePlace further(TilePlace place, int bytes) { return {place.sixteenths + (bytes >> 4), place.strip}; }
+static TileDescriptor describe_rows(const void* p) { return {(u64)p >> 4, 0}; }
+static TileDescriptor describe_columns(const void* p, int strip) { return {(u64)p >> 4, strip}; }
+static TileDescriptor advance_descriptor(TileDescriptor place, int bytes) { return {place.sixteenths + (bytes >> 4), place.strip}; }
 template <int COLUMNS_>
-static void multiply_places(float* d, TilePlace a, TilePlace b, bool afresh = false) {
-    own_products().asked.push_back({d, a.check(128), {}, b.check(128), COLUMNS_, 0, afresh, all_rows(a.check(128))});
+static void wgmma_accumulate(float* d, TileDescriptor a, TileDescriptor b, bool overwrite = false) {
+    own_products().asked.push_back({d, a.check(128), {}, b.check(128), COLUMNS_, 0, overwrite, all_rows(a.check(128))});
 }
 template <int COLUMNS_>
-static void multiply_places_afresh(float* d, TilePlace a, TilePlace b) { multiply_places<COLUMNS_>(d, a, b, true); }
+static void wgmma_overwrite(float* d, TileDescriptor a, TileDescriptor b) { wgmma_accumulate<COLUMNS_>(d, a, b, true); }
 template <int COLUMNS_>
-static void multiply_tiles(float* d, const void* a, const void* b) { multiply_places<COLUMNS_>(d, tile_at(a), tile_at(b)); }
-template <int COLUMNS_>
-static void multiply_held(float* d, const u32* a, TilePlace b, bool kept) {
+static void wgmma_registers(float* d, const u32* a, TileDescriptor b, bool accumulate) {
     u64 all[32][2];
     post((u64)a, 0, all);
-    Multiplied m = {d, 0, {}, b.check(1), COLUMNS_, b.strip, !kept, 0};
+    Multiplied m = {d, 0, {}, b.check(1), COLUMNS_, b.strip, !accumulate, 0};
     for (int i = 0; i < 4; i++) m.held[i] = (const u32*)all[THREAD % 32 / 4 * 4 + i][0];
     own_products().asked.push_back(m);
 }
-static void show_copy_engine() {}
+static void fence_async_proxy() {}
 struct Piece { char* to; const char* from; };
 static std::vector<std::vector<Piece>> pieces;  // on their way, of all threads
-static void copy_piece(void* to, const void* from) {
+static void copy_16_bytes_async(void* to, const void* from) {
     if ((u64)to % 16 || (u64)from % 16) refuse("a piece does not begin at a multiple of its size");
     if (pieces.size() <= (size_t)here) pieces.resize(here + 1);
     if (rand() & 1) memcpy(to, from, 16);
     else pieces[here].push_back({(char*)to, (const char*)from});
 }
-static void wait_for_copies() {
+static void wait_for_async_copies() {
     if (pieces.size() <= (size_t)here) return;
     for (const Piece& piece : pieces[here]) memcpy(piece.to, piece.from, 16);
     pieces[here].clear();
 }
 template <int COUNT, class Number>
-static void settled(Number*) {}
+static void pin_registers(Number*) {}
 template <int COUNT>
-static void give_registers() {}
+static void release_registers() {}
 template <int COUNT>
-static void take_registers() {}
-static void ask_for(const void*) {}
-static bool any(bool v) {
+static void claim_registers() {}
+static void prefetch(const void*) {}
+static bool any_lane(bool v) {
     u64 all[32][2], one = 0;
     post(v, 0, all);
     for (int i = 0; i < 32; i++) one |= all[i][0];
     return one;
+}
+
+// ---------------------------------------------------------------- pairs of programs, and stores of tiles
+static std::vector<Named> pairs_that_meet;
+static void sync_pair() {
+    size_t pair = BLOCK / 2;
+    if (pairs_that_meet.size() <= pair) pairs_that_meet.resize(pair + 1);
+    u32 before = pairs_that_meet[pair].generation;
+    if (++pairs_that_meet[pair].count == 2 * threads_of_block) {
+        pairs_that_meet[pair].count = 0;
+        pairs_that_meet[pair].generation++;
+        progress++;
+        return;
+    }
+    while (pairs_that_meet[pair].generation == before) yield();
+}
+template <class Where>
+static Where* in_program(Where* own, int program) {
+    return (Where*)((char*)own + (program - BLOCK % 2) * (long long)shared_of_block);
+}
+static void mbar_arrive_in_pair(u64* b, int program) {
+    refuse_if_gone(BLOCK / 2 * 2 + program);
+    mbar_arrive(in_program(b, program));
+}
+static void multicast_tile(void* to, const TensorMap* map, int row, int group, u64* b) {
+    for (int program = 0; program < 2; program++) {
+        copy_tile(in_program((char*)to, program), map, row, group, in_program(b, program));
+        copies.back().program = BLOCK / 2 * 2 + program;
+    }
+}
+
+struct Taken { const TensorMap* map; int at[3]; const char* from; };
+static std::vector<std::vector<Taken>> taken;  // by each thread, and not yet read
+static std::vector<Taken>& own_taken() {
+    if (taken.size() <= (size_t)here) taken.resize(here + 1);
+    return taken[here];
+}
+static void store_tile(const TensorMap* map, int row, int group, const void* from) {
+    if (!met_front.count(here)) refuse("a tile is taken where the kernel in front may still read");
+    own_taken().push_back({map, {0, row, group}, (const char*)from});
+}
+static void wait_for_stores_read() {
+    for (int i = rand() & 1 ? rand() % 200 : 0; i; i--) yield();
+    for (const Taken& t : own_taken()) {
+        const TensorMap* m = t.map;
+        u64 place = 0;
+        for (u32 k = 0; k < m->box[2]; k++)
+            for (u32 j = 0; j < m->box[1]; j++)
+                for (u32 i = 0; i < m->box[0]; i++, place += 2) {
+                    u64 to[3] = {(u64)t.at[0] + i, (u64)t.at[1] + j, (u64)t.at[2] + k};
+                    if (to[0] >= m->sizes[0] || to[1] >= m->sizes[1] || to[2] >= m->sizes[2]) continue;
+                    char* held = (char*)m->base + to[0] * 2 + to[1] * m->strides[0] + to[2] * m->strides[1];
+                    memcpy(held, t.from + (place ^ (place >> 7 & 7) << 4), 2);
+                }
+    }
+    own_taken().clear();
 }

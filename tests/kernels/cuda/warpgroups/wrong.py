@@ -13,6 +13,7 @@ from tests.kernels.cuda.warpgroups import pairs, prompts
 from tests.kernels.cuda.warpgroups.products import Product, Shape, emulated
 from tests.kernels.cuda.warpgroups.prompts import Attention, Prompts
 from tests.kernels.cuda.warpgroups.rows import Rows
+from tests.kernels.cuda.whole_step.emulated import EMULATION
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Replaced:
         self.find, self.replace, self.folder = find, replace, folder
 
     def source(self, sizes: GemmTiles | PromptSizes | PairedSizes | RowSizes) -> str:
-        text = sizes.source(with_machine=False)
+        text = sizes.source(EMULATION)
         assert not self.find or text.count(self.find) == 1, self.find
         return text.replace(self.find, self.replace) if self.find else text
 

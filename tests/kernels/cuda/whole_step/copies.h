@@ -1,5 +1,8 @@
 // The copy engine of the emulated machine: maps of matrices as CUDA's driver makes them, and copies of
 // tiles by them, which are over at some later time.
+#pragma once
+
+#include "machine.h"
 
 struct alignas(64) TensorMap {
     const char* base;
@@ -54,7 +57,7 @@ static void finish_some_copies() {
         settle((Mbar*)c.b);
     }
 }
-static u64 policy_first() { return 0; }
+static u64 evict_first_policy() { return 0; }
 static void acquire_map(const TensorMap* map) { acquired.insert({BLOCK, map}); }
 static void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b, u64) {
     if ((u64)to % 1024) refuse("a tile does not lie where the engine's order of pieces begins");

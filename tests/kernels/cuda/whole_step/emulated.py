@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from roseinfer.kernels.cuda.tensor_maps import tensor_maps
-from roseinfer.kernels.cuda.whole_step import ROWS, source
+from roseinfer.kernels.cuda.whole_step import KERNEL, ROWS, source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-_HERE = Path(__file__).parent
+    from roseinfer.kernels.kernel import CudaKernel
+
+INCLUDES = Path(__file__).parents[1]
+EMULATION = {
+    "machine.cuh": "#include <whole_step/copies.h>",
+    "warpgroup.cuh": "#include <warpgroups/warpgroup.h>",
+    "wgmma.cuh": "",
+}
+"""The emulated machine's headers, in the folder ``INCLUDES``, by the names of those that they
+replace."""
 COMPILER = shutil.which("g++")
 _ALIGNED = 64
 """Bytes: a kernel's arguments begin so, with the maps among them."""
@@ -39,21 +48,29 @@ class EmulatedProgram:
         sizes: Sizes,
         folder: Path,
         *,
-        most_polls: int = 1 << 20,
+        kernel: CudaKernel = KERNEL,
+        max_polls: int = 1 << 20,
         text: str | None = None,
         flags: Sequence[str] = (),
     ) -> None:
         """``text`` is what runs in place of the kernel's source, ``flags`` more of the compiler."""
         assert COMPILER
-        machine, copies, grid = (
-            (_HERE / f"{name}.h").read_text() for name in ("machine", "copies", "grid")
-        )
         code, library = folder / "step.cpp", folder / "step.so"
-        code.write_text("\n".join([machine, copies, text or source(with_machine=False), grid]))
+        own = text or source(EMULATION), kernel.layout_assertions()
+        code.write_text("\n".join([*own, "#include <whole_step/grid.h>\n"]))
         defines = [f"-D{name}={value}" for name, value in sizes.defines().items()]
-        defines.append(f"-DMOST_POLLS={most_polls}")
+        defines.append(f"-DMAX_POLLS={max_polls}")
         always = ["-O2", "-w", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]
-        command = [COMPILER, *always, *flags, *defines, str(code), "-o", str(library)]
+        command = [
+            COMPILER,
+            f"-I{INCLUDES}",
+            *always,
+            *flags,
+            *defines,
+            str(code),
+            "-o",
+            str(library),
+        ]
         subprocess.run(command, check=True, capture_output=True, text=True)
         self._library = ctypes.CDLL(str(library))
         self._library.launch.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 3]

@@ -3,6 +3,8 @@
 // Threads are fibers that run in turns, some of which are left out at random. A copy is over at
 // some later time, at random too (copies.h), and so is it with words. Shared memory begins full of NaN.
 
+#pragma once
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#define EMULATED 1
+#define KERNEL(...)
 #define DEV inline
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -46,8 +48,8 @@ OPAQUE static void give_turn(Fiber* f) {
     f->begun = true;
     setcontext(&f->context);
 }
-static void afresh(int&) {}
-static int alike(int v) { return v; }
+static void launder(int&) {}
+static int warp_uniform(int v) { return v; }
 static void refuse(const char* why) { puts(why); fflush(stdout); abort(); }
 static void refuse_if_gone(int block) {
     for (int i = 0; i < threads_of_block; i++)
@@ -76,13 +78,13 @@ static void mbar_arrive(u64* b) {
 }
 static void mbar_expect(u64* b, u32 bytes) { ((Mbar*)b)->bytes += bytes; mbar_arrive(b); }
 static void fence_init() {}
-static void bar_sync(int id, int n) {
+static void barrier_sync(int id, int n) {
     Named* b = &named[BLOCK * MOST_NAMED + id];
     u32 before = b->generation;
     if (++b->count == n) { b->count = 0; b->generation++; progress++; return; }
     while (b->generation == before) yield();
 }
-static u32 add_and_see(u32* p) { progress++; return (*p)++; }
+static u32 atomic_increment(u32* p) { progress++; return (*p)++; }
 
 // ---------------------------------------------------------------- what the lanes of a warp exchange
 static void post(u64 first, u64 second, u64 (*all)[2]) {
@@ -99,9 +101,9 @@ static void post(u64 first, u64 second, u64 (*all)[2]) {
     if (all)
         for (int i = 0; i < 32; i++) memcpy(all[i], warp[i].value[n & 1], sizeof(all[i]));
 }
-static bool elected() { return THREAD % 32 == 0; }
+static bool elect_one() { return THREAD % 32 == 0; }
 static void sync_warp() { post(0, 0, 0); }
-static float shfl(float v, int mask) {
+static float shuffle_xor(float v, int mask) {
     u64 all[32][2], bits = 0;
     memcpy(&bits, &v, 4);
     post(bits, 0, all);
@@ -144,14 +146,14 @@ static void load_matrices(u32* r, const void* row) {
     int lane = THREAD % 32;
     for (int m = 0; m < 4; m++) memcpy(&r[m], (char*)all[m * 8 + lane / 4] + lane % 4 * 4, 4);
 }
-static void load_matrices_turned(u32* r, const void* row) {
+static void load_matrices_transposed(u32* r, const void* row) {
     u64 all[32][2];
     see_matrices(all, row);
     int lane = THREAD % 32;
     for (int m = 0; m < 4; m++)
         for (int i = 0; i < 2; i++) memcpy((char*)&r[m] + i * 2, (char*)all[m * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
 }
-static u32 turned(u32 two) {
+static u32 transpose_matrix(u32 two) {
     u64 all[32][2];
     post(two, 0, all);
     int lane = THREAD % 32;
@@ -167,8 +169,8 @@ static u32 turned(u32 two) {
 // Words of different places are seen in any order, some time after they were stored.
 struct Stored { void* to; u64 word; int size; };
 static std::vector<Stored> on_their_way;
-static void store_word(u32* p, u32 w) { on_their_way.push_back({p, w, 4}); }
-static void store_word(u64* p, u64 w) { on_their_way.push_back({p, w, 8}); }
+static void store_relaxed(u32* p, u32 w) { on_their_way.push_back({p, w, 4}); }
+static void store_relaxed(u64* p, u64 w) { on_their_way.push_back({p, w, 8}); }
 static void see_some_words(bool all) {
     std::set<void*> older;
     size_t left = 0;
@@ -178,12 +180,12 @@ static void see_some_words(bool all) {
     on_their_way.resize(left);
 }
 template <int V, class Word>
-static void load_words(const Word* p, Word* w) {
+static void load_relaxed(const Word* p, Word* w) {
     if ((u64)p % (V * sizeof(Word))) refuse("words are not aligned");
     memcpy(w, p, V * sizeof(Word));
 }
-static u16 kept1(const u16* p) { return *p; }
-static u32 cached2(const u16* p) { return *(const u32*)p; }
+static u16 load_constant(const u16* p) { return *p; }
+static u32 load_pair(const u16* p) { return *(const u32*)p; }
 static float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static u32 as_bits(float f) { u32 v; memcpy(&v, &f, 4); return v; }
 static u16 to_bf16(float v) {
@@ -192,9 +194,9 @@ static u16 to_bf16(float v) {
     if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
     return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
 }
-static u32 two_bf16(float first, float second) { return to_bf16(first) | (u32)to_bf16(second) << 16; }
-static float exp2_flushed(float v) { return exp2f(v); }
-static float over(float a, float b) { return a / b; }
-static float one_over(float v) { return 1 / v; }
-static float root_under_one(float v) { return 1 / sqrtf(v); }
-static float times_plus(float a, float b, float c) { return fmaf(a, b, c); }
+static u32 pack_bf16(float first, float second) { return to_bf16(first) | (u32)to_bf16(second) << 16; }
+static float exp2_ftz(float v) { return exp2f(v); }
+static float divide(float a, float b) { return a / b; }
+static float reciprocal(float v) { return 1 / v; }
+static float reciprocal_sqrt(float v) { return 1 / sqrtf(v); }
+static float fmadd(float a, float b, float c) { return fmaf(a, b, c); }

@@ -14,12 +14,12 @@ _NUM_LAYERS = 2
 NUM_BLOCKS = 300
 
 
-def small_sizes(block_size: int, *, turn: int = 32, normed: bool = False) -> StepSizes:
+def small_sizes(block_size: int, *, rotary_dim: int = 32, normed: bool = False) -> StepSizes:
     """Return sizes at which nothing divides anything by chance."""
     return StepSizes(
-        width=256, heads=6, kv_heads=2, dim=32, mlp=1024, vocab=97, turn=turn,
+        width=256, heads=6, kv_heads=2, dim=32, mlp=1024, vocab=97, rotary_dim=rotary_dim,
         block_size=block_size, out_parts=1, down_parts=2, norm_warps=4, programs=3, stages=11,
-        in_flight=3, most_chunk=256, normed=normed,
+        in_flight=3, max_chunk=256, normed=normed,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def _weights(
 
 
 def _rotation(sizes: StepSizes, length: int, chance: _Chance) -> RotaryEmbedding:
-    slower = 1e4 ** (torch.arange(0, sizes.turn, 2) / sizes.turn)
+    slower = 1e4 ** (torch.arange(0, sizes.rotary_dim, 2) / sizes.rotary_dim)
     angles = torch.arange(length + 1)[:, None] / slower
     both = torch.cat([angles, angles], 1)
     cosines, sines = (each.to(torch.bfloat16) for each in (both.cos(), both.sin()))

@@ -67,7 +67,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProgram:
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProgram:
     """A program whose threads soon give up waiting."""
-    return EmulatedProgram(small_sizes(16), tmp_path_factory.mktemp("step"), most_polls=3000)
+    return EmulatedProgram(small_sizes(16), tmp_path_factory.mktemp("step"), max_polls=3000)
 
 
 @pytest.mark.parametrize("length", [0, 15, 16, 65, 129, 300])
@@ -98,13 +98,15 @@ def test_a_launch_takes_no_number_of_the_one_before(
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_kin_have(tmp_path: Path, normed: bool) -> None:
-    """Biases, factors, heads that rotate in part and layers that do not, another block size; and
-    norms of heads."""
-    sizes = small_sizes(48, turn=16, normed=normed)
+    """Models with biases, factors, and layers that rotate heads in part or not at all.
+
+    The block size differs too, and heads have norms.
+    """
+    sizes = small_sizes(48, rotary_dim=16, normed=normed)
     check(small_rig(sizes, 200, biased=True, times=0.5), EmulatedProgram(sizes, tmp_path))
 
 
-@pytest.mark.many_alike
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed", range(6))
 def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, seed: int) -> None:
     """Others give up waiting for a program that comes late, and the next launch is right."""

@@ -19,7 +19,7 @@ from roseinfer.kernels.cuda.whole_step import device_unsupported_reason, source
 from roseinfer.kernels.triton.norm import num_row_warps, rms_norm
 from roseinfer.models.families.llama import FusedLlama
 from roseinfer.models.families.whole_step import MAX_MEGAKERNEL_TOKENS, MegakernelRunner
-from tests.models.families import attending_widely, scaled_up
+from tests.models.families import flatten_attention, scale_weights_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,23 +59,25 @@ def network(shape: str = "narrow", vocab: int = 5120) -> Any:
         for weight in model.parameters():
             if weight.dim() == 1:  # gains and biases that are not those of every new model
                 weight.add_(0.3 * torch.randn_like(weight))
-    return attending_widely(scaled_up(model), 8).to(torch.bfloat16)
+    return flatten_attention(scale_weights_up(model), 8).to(torch.bfloat16)
 
 
 NORM = """
+#include "arithmetic.cuh"
+
 struct Given { const u16* x; const u16* gain; u16* normed; float epsilon; };
 extern "C" __global__ void norm_rows(const Given p) {
     __shared__ float squares[32];
     typedef RowNorm<WIDTH, NORM_WARPS, 256> Norm;
     long long row = (long long)blockIdx.x * WIDTH;
-    float v[Norm::HELD];
-    for (int i = 0; i < Norm::HELD; i++) {
-        int n = Norm::held(threadIdx.x, i);
-        v[i] = n < WIDTH ? wide(p.x[row + n]) : 0;
+    float v[Norm::THREAD_ELEMENTS];
+    for (int i = 0; i < Norm::THREAD_ELEMENTS; i++) {
+        int n = Norm::index(threadIdx.x, i);
+        v[i] = n < WIDTH ? bf16_to_float(p.x[row + n]) : 0;
     }
     float factor = Norm::factor(v, squares, threadIdx.x, p.epsilon, [] { __syncthreads(); });
-    for (int i = 0; i < Norm::HELD; i++) {
-        int n = Norm::held(threadIdx.x, i);
+    for (int i = 0; i < Norm::THREAD_ELEMENTS; i++) {
+        int n = Norm::index(threadIdx.x, i);
         if (n < WIDTH) p.normed[row + n] = Norm::normed(v[i], factor, p.gain[n]);
     }
 }
@@ -96,7 +98,7 @@ def test_rows_are_normed_with_the_bits_of_other_kernels(width: int) -> None:
     """Few of many rows show that a mean is rounded otherwise, if its width is no power of two."""
     torch.manual_seed(width)
     device = torch.device(DEVICE, torch.cuda.current_device())
-    text = "\n".join([*toolchain.machine_sources("machine"), *toolchain.shared_sources(), NORM])
+    text = toolchain.inline_headers(NORM, {}, "norm.cu")
     cubin = compile_cached(text, {"WIDTH": width, "NORM_WARPS": num_row_warps(width)}, device)
     program = GpuProgram(cubin, "norm_rows", 256, 0, device)
     for scale in (0.15, 1, 5):
@@ -186,8 +188,8 @@ def test_another_order_of_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     text = source()
     for own, other in (
         (
-            "for (int j = 0; j < some; j++) {\n",
-            "for (int i = 0, j; j = some - 1 - i, i < some; i++) {\n",
+            "for (int j = 0; j < batch; j++) {\n",
+            "for (int i = 0, j; j = batch - 1 - i, i < batch; i++) {\n",
         ),
         ("if (begin + j == 0)", "if (begin + i == 0)"),
     ):

@@ -15,7 +15,7 @@ from roseinfer.models.families import whole_step
 from roseinfer.models.families.llama import FusedLlama
 from roseinfer.models.families.whole_step import MegakernelRunner
 from tests.kernels.cuda.whole_step.emulated import COMPILER, EmulatedProgram
-from tests.models.families import scaled_up
+from tests.models.families import scale_weights_up
 from tests.models.fused.test_served import FAR, shortfall
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def network() -> Any:
         vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=96,
     )  # fmt: skip
-    return scaled_up(LlamaForCausalLM(config)).to(torch.bfloat16)
+    return scale_weights_up(LlamaForCausalLM(config)).to(torch.bfloat16)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EmulatedPr
         shared_memory_per_block_optin = ROOM
 
     monkeypatch.setattr(preparing, "device_unsupported_reason", lambda _: "")
-    monkeypatch.setattr(preparing, "load", load)
+    monkeypatch.setattr(preparing.KERNEL, "compile", load)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Device)
     return made
 

@@ -10,6 +10,7 @@ import torch
 
 from roseinfer.kernels.cuda import toolchain
 from roseinfer.kernels.cuda.whole_step import (
+    KERNEL,
     StepSizes,
     choose_ring,
     device_unsupported_reason,
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LLAMA_1B = StepSizes(
-    width=2048, heads=32, kv_heads=8, dim=128, mlp=8192, vocab=128256, turn=128, block_size=64,
-    out_parts=4, down_parts=4, norm_warps=16, programs=132,
+    width=2048, heads=32, kv_heads=8, dim=128, mlp=8192, vocab=128256, rotary_dim=128,
+    block_size=64, out_parts=4, down_parts=4, norm_warps=16, programs=132,
 )  # fmt: skip
 H200 = 227 << 10
 """Bytes of shared memory of a program."""
@@ -34,7 +35,7 @@ PLAIN = [LayerTraits(0.125)] * 2
 
 
 def test_a_ring_of_an_h200() -> None:
-    assert choose_ring(LLAMA_1B, H200) == replace(LLAMA_1B, stages=25, in_flight=4, most_chunk=512)
+    assert choose_ring(LLAMA_1B, H200) == replace(LLAMA_1B, stages=25, in_flight=4, max_chunk=512)
     wide = choose_ring(replace(LLAMA_1B, width=4096, mlp=14336), H200)
     assert wide is not None
     assert wide.unstaged_bytes() + wide.stages * wide.stage_bytes() <= H200
@@ -46,7 +47,7 @@ def test_a_ring_of_an_h200() -> None:
 def test_sizes_are_those_of_weights() -> None:
     rig = small_rig(small_sizes(16), 20)
     found = sizes_of(rig.weights, 32, rig.caches[0][0], 3)
-    assert found == replace(rig.sizes, stages=0, in_flight=4, most_chunk=1024)
+    assert found == replace(rig.sizes, stages=0, in_flight=4, max_chunk=1024)
     assert unsupported_reason(found, rig.weights, rig.caches[0][0], PLAIN) == ""
 
 
@@ -76,9 +77,11 @@ def test_what_the_kernel_does_not_compute() -> None:
     assert "tiles" in refused(mlp=2 * 160)
     assert "query heads" in refused(heads=64)
     assert "norms across heads" in refused(layer={"rotation": gains})
-    large = {"heads": 16, "kv_heads": 8, "dim": 128, "turn": 128}
+    large = {"heads": 16, "kv_heads": 8, "dim": 128, "rotary_dim": 128}
     assert refused(**large, normed=True) == refused(**large) == ""
-    assert "norms of 8 KV heads of 112" in refused(**large | {"dim": 112, "turn": 112}, normed=True)
+    assert "norms of 8 KV heads of 112" in refused(
+        **large | {"dim": 112, "rotary_dim": 112}, normed=True
+    )
     assert "norms of 4 KV heads of 128" in refused(**large | {"kv_heads": 4}, normed=True)
     assert "bfloat16" in refused(layer={"down": first.down.float()})
     assert "weights" in refused(layer={"down": first.down.T.contiguous().T})
@@ -120,6 +123,6 @@ def test_it_compiles() -> None:
     assert cut is not None
     options = [f"-D{name}={value}" for name, value in cut.defines().items()]
     options += ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
-    assert toolchain.compile_cubin(source(), options)
+    assert toolchain.compile_cubin(source() + KERNEL.layout_assertions(), options)
     with pytest.raises(toolchain.CompilationError, match="expected"):
         toolchain.compile_cubin("__device__ int x = ;", [])

@@ -1,1 +1,0 @@
-"""Sampling of next tokens on the device."""
