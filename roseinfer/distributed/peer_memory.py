@@ -214,7 +214,7 @@ def open_exchange(ranks: Ranks, width: int, dtype: torch.dtype) -> AllReduceBuff
         exchange = AllReduceBuffers(
             rank=ranks.rank,
             ranks=ranks.size,
-            together=values_per_word,
+            values_per_word=values_per_word,
             max_rows=max_rows,
             inbox=inboxes.local.view(2, ranks.size, max_rows, num_words),
             inboxes=torch.tensor(inboxes.addresses, dtype=torch.int64, device=device),

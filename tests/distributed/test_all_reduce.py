@@ -89,7 +89,7 @@ def words_of(numbers: torch.Tensor, stamp: int, per_word: int = 1) -> torch.Tens
 
 def send(to: AllReduceBuffers, rank: int, numbers: torch.Tensor, stamp: int) -> None:
     """Write what another rank sends in a round."""
-    to.inbox[stamp & 1, rank, : len(numbers)] = words_of(numbers, stamp, to.together)
+    to.inbox[stamp & 1, rank, : len(numbers)] = words_of(numbers, stamp, to.values_per_word)
 
 
 def draw_parts(ranks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

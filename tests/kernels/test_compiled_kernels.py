@@ -99,7 +99,7 @@ COMPILE = """
     check(_decode_kernel, dtype, **ways, **{**decodes, "TURN": 64})
     heads = dict(Q_HEADS=4, K_HEADS=2, D=80, TILE_Q=4, TILE_K=2, TILE_D=128)
     for together in (False, True):
-        check(_rotate_kernel, dtype, TURN=64, NORMED=True, TOGETHER=together, **heads)
+        check(_rotate_kernel, dtype, TURN=64, NORMED=True, ACROSS_HEADS=together, **heads)
     chunk = dict(BLOCK=16, TILE_Q=16, TILE_G=2, STAGES=2, **attends)
     check(_chunk_kernel, dtype, **chunk)
     check(_chunk_kernel, dtype, **chunk, **traits)
@@ -117,7 +117,7 @@ COMPILE = """
         for kernel in EXPERTS[1:]:
             check(kernel, dtype, **tile, FEW=few, TILE_A=looked_through)
     for ranks, together, kind_of in ((1, 1, dtype), (2, 2, dtype), (2, 1, dtype), (2, 1, "fp32")):
-        over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks, TOGETHER=together)
+        over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks, VALUES_PER_WORD=together)
         check(_add_norm_kernel, kind_of, N=48, TILE_N=64, PARTS=2, BIAS=True, **over)
         check(_add_kernel, kind_of, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)

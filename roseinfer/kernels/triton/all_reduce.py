@@ -26,7 +26,7 @@ class AllReduceBuffers:
 
     rank: int
     ranks: int
-    together: int
+    values_per_word: int
     """Values per word: two of 16 bits, as ranks round theirs, or one."""
     max_rows: int
     """Largest number of rows that a launch adds up. Each row has a program, which waits for
@@ -47,7 +47,7 @@ _ALONE = {
     "ROWS": 0,
     "RANK": 0,
     "RANKS": 1,
-    "TOGETHER": 1,
+    "VALUES_PER_WORD": 1,
 }
 """Arguments of a launch that adds up nothing of other ranks."""
 
@@ -64,12 +64,14 @@ def all_reduce_arguments(exchange: AllReduceBuffers | None) -> dict[str, Any]:
         "ROWS": exchange.max_rows,
         "RANK": exchange.rank,
         "RANKS": exchange.ranks,
-        "TOGETHER": exchange.together,
+        "VALUES_PER_WORD": exchange.values_per_word,
     }
 
 
 ALL_REDUCE_TRAFFIC: TrafficTable = {
-    "inbox": lambda residual, RANKS, TOGETHER: (RANKS - 1) * (residual.numel() // TOGETHER),
+    "inbox": lambda residual, RANKS, VALUES_PER_WORD: (
+        (RANKS - 1) * (residual.numel() // VALUES_PER_WORD)
+    ),
     "inboxes": lambda RANKS: RANKS if RANKS > 1 else 0,
     "rounds": lambda residual, RANKS: 2 * len(residual) if RANKS > 1 else 0,
 }
@@ -83,9 +85,9 @@ def _are_missing(words, stamp, inside):
 
 
 @triton.jit
-def _pack_words(numbers, TOGETHER: tl.constexpr):
+def _pack_words(numbers, VALUES_PER_WORD: tl.constexpr):
     """Pack the values of a word into its lower half."""
-    if TOGETHER == 1:
+    if VALUES_PER_WORD == 1:
         packed = numbers.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
     else:  # the compiler checks what follows a return
         PAIRS: tl.constexpr = numbers.shape[0] // 2
@@ -96,9 +98,9 @@ def _pack_words(numbers, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _unpack_words(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
+def _unpack_words(words, dtype: tl.constexpr, VALUES_PER_WORD: tl.constexpr):
     """Return the values of words in float32."""
-    if TOGETHER == 1:
+    if VALUES_PER_WORD == 1:
         numbers = words.to(tl.int32).to(tl.float32, bitcast=True)
     else:
         bits = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
@@ -120,7 +122,7 @@ def load_inbox_addresses(inboxes, RANKS: tl.constexpr):
 def all_reduce_row(
     own, row, inbox, places, rounds, gone, dtype: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    VALUES_PER_WORD: tl.constexpr,
 ):  # fmt: skip
     """Add up a row over all ranks, in their order: all get the same bits.
 
@@ -133,14 +135,14 @@ def all_reduce_row(
     stays true where the count wraps from the largest number to the smallest.
     """
     stamp = tl.load(rounds + row) + 1
-    WORDS: tl.constexpr = N // TOGETHER
-    TILE: tl.constexpr = own.shape[0] // TOGETHER
+    WORDS: tl.constexpr = N // VALUES_PER_WORD
+    TILE: tl.constexpr = own.shape[0] // VALUES_PER_WORD
     SIZE: tl.constexpr = ROWS * WORDS
     w = tl.arange(0, TILE)
     inside = w < WORDS
     begin = (stamp & 1).to(tl.int64) * (RANKS * SIZE) + row * WORDS
     own = own.to(dtype)
-    words = (stamp.to(tl.int64) << 32) | _pack_words(own, TOGETHER)
+    words = (stamp.to(tl.int64) << 32) | _pack_words(own, VALUES_PER_WORD)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             place = tl.multiple_of(places[rank].to(tl.pointer_type(tl.int64)), 16)
@@ -157,7 +159,7 @@ def all_reduce_row(
                 come = tl.load(place, inside, other=0, volatile=True)
                 ended = tl.load(gone, volatile=True)
                 waits = _are_missing(come, stamp, inside) & (ended == 0)
-            total += _unpack_words(come, dtype, TOGETHER)
+            total += _unpack_words(come, dtype, VALUES_PER_WORD)
     tl.debug_barrier()  # every warp has read the round count
     tl.store(rounds + row, stamp)
     return total.to(dtype).to(tl.float32)

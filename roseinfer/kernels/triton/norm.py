@@ -53,7 +53,7 @@ def _add_norm_kernel(
     residual, added, bias, gain, shift, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, VALUES_PER_WORD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +74,7 @@ def _add_norm_kernel(
             total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
         x += all_reduce_row(
             total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
-            N, ROWS, RANK, RANKS, TOGETHER,
+            N, ROWS, RANK, RANKS, VALUES_PER_WORD,
         )  # fmt: skip
     else:
         for part in tl.static_range(PARTS):
@@ -196,7 +196,7 @@ def _add_kernel(
     residual, added, gain, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon, times,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, VALUES_PER_WORD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -215,7 +215,7 @@ def _add_kernel(
     if RANKS > 1:
         total = all_reduce_row(
             total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
-            N, ROWS, RANK, RANKS, TOGETHER,
+            N, ROWS, RANK, RANKS, VALUES_PER_WORD,
         )  # fmt: skip
     x = (x + total * times).to(residual.dtype.element_ty)
     tl.store(residual + row * r_r + n, x, inside)

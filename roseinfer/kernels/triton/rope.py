@@ -41,7 +41,7 @@ _ROTATE_TRAFFIC: TrafficTable = {
 def load_rotated(
     heads, at, dims, position, cosines, sines, gain, epsilon,
     HEADS: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    ACROSS_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Load ``[heads, dims]`` at the heads' addresses, normed and rotated, in float32.
 
@@ -54,7 +54,7 @@ def load_rotated(
     across = tl.where(dims < HALF, dims + HALF, tl.where(turns, dims - HALF, dims))
     x = tl.load(heads[:, None] + dims[None, :], inside, other=0.0).to(tl.float32)
     y = tl.load(heads[:, None] + across[None, :], inside, other=0.0).to(tl.float32)
-    if NORMED and TOGETHER:
+    if NORMED and ACROSS_HEADS:
         shrink = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (HEADS * D) + epsilon)
         gains = gain + at[:, None] * D
         own = tl.load(gains + dims[None, :], inside, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def load_rotated(
 @kernel(_ROTATE_TRAFFIC)
 def _rotate_kernel(
     query, key, positions, cosines, sines, query_norm_weight, key_norm_weight, epsilon,
-    TURN: tl.constexpr, NORMED: tl.constexpr, TOGETHER: tl.constexpr,
+    TURN: tl.constexpr, NORMED: tl.constexpr, ACROSS_HEADS: tl.constexpr,
     q_s, q_h, k_s, k_h, p_s,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
@@ -95,12 +95,12 @@ def _rotate_kernel(
     if Q_HEADS:
         rotated_q = load_rotated(
             queries, q, dims, position, cosines, sines, query_norm_weight, epsilon,
-            Q_HEADS, D, TURN, NORMED, TOGETHER,
+            Q_HEADS, D, TURN, NORMED, ACROSS_HEADS,
         )  # fmt: skip
     if K_HEADS:
         rotated_k = load_rotated(
             keys, k, dims, position, cosines, sines, key_norm_weight, epsilon,
-            K_HEADS, D, TURN, NORMED, TOGETHER,
+            K_HEADS, D, TURN, NORMED, ACROSS_HEADS,
         )  # fmt: skip
     # A head is read by several threads, each of which may be later than those that write it.
     tl.debug_barrier()
@@ -138,7 +138,7 @@ def rotate(
         cosines=rotation.cosines, sines=rotation.sines, TURN=rotation.cosines.shape[1],
         query_norm_weight=query_norm_weight, key_norm_weight=key_norm_weight,
         epsilon=rotation.epsilon, NORMED=rotation.query_norm_weight is not None,
-        TOGETHER=rotation.norm_across_heads,
+        ACROSS_HEADS=rotation.norm_across_heads,
         **strides("q_sh", query.stride()), **strides("k_sh", key.stride()),
         p_s=positions.stride(0), Q_HEADS=q_heads, K_HEADS=k_heads, D=head_dim,
         TILE_Q=next_power_of_2(q_heads), TILE_K=next_power_of_2(k_heads),
