@@ -234,9 +234,11 @@ def test_processes_of_a_peer_end_with_it(
     wait: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Holds for a peer that ends by itself, and for one that is killed."""
-    limit_s = 4.0 if wait else 60.0
-    result = run_in_subprocess(start_sleeper, str(tmp_path), wait, time_limit_s=limit_s)
-    assert result == ("timed out after 4 s" if wait else "done")
+    for limit_s in (4.0, 16.0, 60.0) if wait else (60.0,):  # a busy machine starts it late
+        result = run_in_subprocess(start_sleeper, str(tmp_path), wait, time_limit_s=limit_s)
+        assert result == (f"timed out after {limit_s:g} s" if wait else "done")
+        if (tmp_path / "pid").exists():
+            break
     assert not _is_running(int((tmp_path / "pid").read_text()))
     assert not Path((tmp_path / "temporary").read_text()).exists()
     assert capfd.readouterr().out == "", "expected its output to be discarded"

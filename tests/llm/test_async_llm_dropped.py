@@ -9,6 +9,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from roseinfer import AsyncLLM
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.llm.served_streams import (
@@ -25,8 +27,22 @@ if TYPE_CHECKING:
     from roseinfer import LLM
 
 
+_OTHER_ENGINES: set[threading.Thread] = set()
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "roseinfer"}
+
+
+@pytest.fixture(autouse=True)
+def _ignore_other_engines() -> None:
+    """Leave out the engines of fixtures that last for the session."""
+    _OTHER_ENGINES.clear()
+    _OTHER_ENGINES.update(engine_threads())
+
+
 def count_engine_threads() -> int:
-    return sum(thread.name == "roseinfer" for thread in threading.enumerate())
+    return len(engine_threads() - _OTHER_ENGINES)
 
 
 def await_no_engine() -> None:
