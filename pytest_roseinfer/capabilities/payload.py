@@ -48,7 +48,7 @@ def coarse(element: Tensor, token: Tensor, page: Tensor, over: str) -> Tensor:
 
 
 def times_as_large(expected: Tensor, actual: Tensor) -> float | None:
-    """Return the factor between two rows, as a wrong scale makes it; None if there is no factor."""
+    """Return by what factor two rows differ, as after a wrong scale; None if by no factor."""
     if actual.dtype != expected.dtype or len(expected) < _TELLING:
         return None
     cosine = float(torch.cosine_similarity(expected.double(), actual.double(), 0))
@@ -172,7 +172,7 @@ def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bits that are set in a number of moderate size, and the bit that is clear.
+    """Return the exponent bits set in numbers from 1/128 to 2, and the one that is clear.
 
     With the top bit of its exponent clear, a number is below 2, and neither NaN nor infinite.
     With all other exponent bits but the last three set, it is no smaller than 1/128.
@@ -344,7 +344,7 @@ class Payload:
         )
 
     def _describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
-        """Describe a row that is no token's, and its difference from the ``right`` one."""
+        """Describe a row that matches no token, and how it differs from the ``right`` row."""
         if row.dtype != self.dtype:
             return f"the codes {row.tolist()[:4]}..."
         if not as_bits(row).any():
