@@ -113,18 +113,14 @@ def kernel(
     return lambda function: TritonKernel(function, table, do_not_specialize, fp_fusion=fp_fusion)
 
 
-def strides(names: str, of: Iterable[int]) -> dict[str, Any]:
+@lru_cache(1 << 14)
+def strides(names: str, of: tuple[int, ...]) -> Mapping[str, Any]:
     """Return strides as arguments: ``strides("x_rk", x.stride())`` are ``x_r`` and ``x_k``.
 
     Strides after the last name are left out.
     """
-    return dict(zip(_stride_names(names), of, strict=False))
-
-
-@cache
-def _stride_names(names: str) -> list[str]:
     tensor, _, dims = names.partition("_")
-    return [f"{tensor}_{dim}" for dim in dims]
+    return {f"{tensor}_{dim}": stride for dim, stride in zip(dims, of, strict=False)}
 
 
 @cache
@@ -169,7 +165,8 @@ class TritonKernel(Kernel):
         names = list(self.jit.arg_names)
         self._has_early = names[-1] == "EARLY"
         super().__init__(function.__name__, names[:-1] if self._has_early else names, table)
-        self._options = {} if fp_fusion else {"enable_fp_fusion": False}
+        self._fp_fusion = fp_fusion
+        self._options = cache(self._launch_options)
         self.jit.fn.traffic = self.traffic  # where any Triton kernel may declare it
 
     def launch(
@@ -186,15 +183,21 @@ class TritonKernel(Kernel):
     ) -> Any:
         """Launch with the values of all parameters, in their order."""
         device = values[0].get_device()
-        options: dict[str, Any] = {"num_warps": num_warps, **self._options}
-        if self._has_early:
-            options["EARLY"] = early = pdl and device >= 0 and _supports_pdl(device)
-            if early:
-                options["launch_pdl"] = True
+        options = self._options(num_warps, device, pdl)
         if device >= 0 and _is_elsewhere(device):
             with torch.cuda.device(device):
                 return self.jit[grid](*values, **options)
         return self.jit[grid](*values, **options)
+
+    def _launch_options(self, num_warps: int, device: int, pdl: bool) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": num_warps}
+        if not self._fp_fusion:
+            options["enable_fp_fusion"] = False
+        if self._has_early:
+            options["EARLY"] = early = pdl and device >= 0 and _supports_pdl(device)
+            if early:
+                options["launch_pdl"] = True
+        return options
 
     def with_fixed(self, num_warps: int = 4, **arguments: Any) -> FixedLaunch:
         """Return a launch with fixed arguments, the last ones, which has less host time."""
@@ -305,10 +308,9 @@ class CudaKernel(Kernel):
             size = ctypes.sizeof(_structure(fields))
             fields.append(("padding", ctypes.c_ubyte * (-size % MAP_ALIGNMENT)))
         self.params = _structure(fields)
+        self._maps = [at for at, kind in enumerate(self._types) if kind is TensorMap]
+        self._pointers = [at for at, kind in enumerate(self._types) if kind is ctypes.c_void_p]
         self.load = cache(self._load)
-        # Building parameters takes the host longer than many launches take the GPU. Activations
-        # reuse the addresses of earlier ones, and weights keep theirs.
-        self._build = lru_cache(1 << 12)(self._build_params)
 
     def layout_assertions(self) -> str:
         """Return lines of source that fail to compile where ``Params`` has another layout."""
@@ -352,22 +354,18 @@ class CudaKernel(Kernel):
         A pointer is bound to a tensor or None, a tensor map to ``Tiles``. ``traffic`` replaces the
         table, for tensors that no parameter is bound to.
         """
-        values = []
-        for kind, value in zip(self._types, self.in_order(arguments), strict=True):
-            if kind is ctypes.c_void_p:
-                values.append(None if value is None else value.data_ptr())
-            else:
-                values.append(value.matrix if kind is TensorMap else value)
-        params = self._build(program.encode, *values)
-        with _notify_launch_hooks(self.name, traffic or partial(self._pairs, arguments)):
+        values: list[Any] = [*self.in_order(arguments)]
+        for at in self._pointers:
+            tensor = values[at]
+            values[at] = None if tensor is None else tensor.data_ptr()
+        for at in self._maps:
+            values[at] = encode_map(program.encode, values[at].matrix)
+        params = self.params(*values)
+        if _launch_hooks_are_set():
+            with _notify_launch_hooks(self.name, traffic or partial(self._pairs, arguments)):
+                program.launch(params, programs)
+        else:
             program.launch(params, programs)
-
-    def _build_params(self, encode: Callable[..., object], *values: Any) -> ctypes.Structure:
-        mapped = [
-            TensorMap.from_buffer_copy(encode_map(encode, *value)) if kind is TensorMap else value
-            for kind, value in zip(self._types, values, strict=True)
-        ]
-        return self.params(*mapped)
 
     def _pairs(self, arguments: Arguments) -> Traffic:
         """Return the bytes read and written of each tensor."""
@@ -392,20 +390,26 @@ def _structure(fields: Sequence[tuple[str, Any]]) -> type[ctypes.Structure]:
     return type(_PARAMS, (ctypes.Structure,), {"_fields_": fields})
 
 
+def _launch_hooks_are_set() -> bool:
+    return bool(_hooks().launch_enter_hook.calls or _hooks().launch_exit_hook.calls)
+
+
+@cache
+def _hooks() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
 @contextmanager
 def _notify_launch_hooks(kernel: str, traffic: Callable[[], Traffic]) -> Iterator[None]:
     """Call Triton's launch hooks for a kernel that is launched inside the context.
 
     ``traffic`` is called when a hook reads ``traffic``.
     """
-    from triton import knobs
     from triton.compiler.compiler import LazyDict
 
-    enters, leaves = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    launch_event: Any = None
-    if enters.calls or leaves.calls:
-        launch_event = LazyDict({"name": kernel, "traffic": traffic})
-        enters(launch_event)
+    launch_event: Any = LazyDict({"name": kernel, "traffic": traffic})
+    _hooks().launch_enter_hook(launch_event)
     yield
-    if launch_event is not None:
-        leaves(launch_event)
+    _hooks().launch_exit_hook(launch_event)

@@ -92,12 +92,14 @@ def test_floor_is_the_larger_of_bytes_and_operations() -> None:
     assert floor(shape, torch.float16, slow_products) == (operations(shape), "operations")
 
 
-def test_unavailable_torch_attention_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_torch_attention_is_reported(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_layer: int) -> torch.Tensor:
         raise RuntimeError("No available kernel")
 
     monkeypatch.setattr(PrefillRig, "torch_attention", lambda _rig: refuse)
-    prefill = rig("cpu", "2x0+8:2/2x8")
+    prefill = rig(device, "2x0+8:2/2x8")
     for kernels, ours in {False: "attention_reference", True: "attention_chunk_triton"}.items():
         rows, reasons = time_prefill(prefill, 1, Speeds(1.0, 1.0), kernels=kernels)
         assert [row.path for row in rows] == [ours]

@@ -103,7 +103,7 @@ def can_add_paired_gemm(residual: Tensor, x: Tensor, weight: Tensor, parts: int)
 
 def can_pair_gate_up(x: Tensor, gate_up_weight: Tensor) -> bool:
     """Return True if ``paired_gate_up`` is the fastest here; compile it then."""
-    fit = len(gate_up_weight) % (2 * SIDE) == 0
+    fit = gate_up_weight.shape[0] % (2 * SIDE) == 0
     return fit and _fits(x, gate_up_weight, 1, PairedSizes.choose(gates=True))
 
 
@@ -136,7 +136,7 @@ def paired_gate_up(
     pairs: int | None = None,
 ) -> Tensor:
     """Compute ``silu(x @ gates.T) * (x @ ups.T)``, whose weights are ``[2 * outputs, inputs]``."""
-    out = x.new_empty((len(x), len(gate_up_weight) // 2))
+    out = x.new_empty((x.shape[0], gate_up_weight.shape[0] // 2))
     sizes = sizes or PairedSizes.choose(gates=True)
     _multiply(x, gate_up_weight, out, 1, 1.0, sizes, program, pairs)
     return out
@@ -144,11 +144,12 @@ def paired_gate_up(
 
 def _fits(x: Tensor, weight: Tensor, parts: int, sizes: PairedSizes) -> bool:
     outputs, inputs = weight.shape
-    tiles = cdiv(len(x), ROWS) * cdiv(outputs // (1 + sizes.gates), OUTPUTS)
+    tiles = cdiv(x.shape[0], ROWS) * cdiv(outputs // (1 + sizes.gates), OUTPUTS)
     fit = (
         tiles >= _MIN_TILES
         and inputs % (parts * SIDE) == 0
-        and all(is_tma_aligned(matrix) for matrix in (x, weight))
+        and is_tma_aligned(x)
+        and is_tma_aligned(weight)
     )
     return fit and KERNEL.load(sizes, x.device) is not None
 

@@ -18,7 +18,6 @@ from roseinfer.kernels.cuda.tensor_maps import (
     cache_row_strides,
     cache_tiles,
     has_plain_scores,
-    head_strides,
     num_multiprocessors,
     supports_wgmma,
 )
@@ -184,15 +183,16 @@ def attend_prompts(
     out = query.new_empty(query.shape)
     kv_heads, (block_rows, head_rows) = k_cache.shape[1], cache_row_strides(k_cache)
     sequences, rows, counts, positions = tiles
-    items = len(sequences) * kv_heads
+    items = sequences.shape[0] * kv_heads
     programs = min(items, programs or num_multiprocessors(query.device))
     KERNEL.launch(
         program, programs, keys=cache_tiles(k_cache), values=cache_tiles(v_cache),
         query=query, k_cache=k_cache, v_cache=v_cache, out=out, tables=tables,
         sequences=sequences, rows=rows, counts=counts, positions=positions, **angles(rotation),
-        **head_strides(query=query, out=out), block_rows=block_rows, head_rows=head_rows,
-        table_width=tables.stride(0), tiles=len(sequences), kv_heads=kv_heads, programs=programs,
-        scale=score_arguments(traits, query)["scale"],
+        query_token=query.stride(0), query_head=query.stride(1),
+        out_token=out.stride(0), out_head=out.stride(1), block_rows=block_rows, head_rows=head_rows,
+        table_width=tables.stride(0), tiles=sequences.shape[0], kv_heads=kv_heads,
+        programs=programs, scale=score_arguments(traits, query)["scale"],
     )  # fmt: skip
     return out
 

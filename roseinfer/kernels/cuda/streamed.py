@@ -121,11 +121,12 @@ KERNEL = CudaKernel(
 
 def can_stream_gemm(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
     """Return True if the kernel can compute this GEMM; compile it then."""
-    rows, inputs = len(x), weight.shape[1]
+    rows, inputs = x.shape[0], weight.shape[1]
     fit = (
         rows <= MAX_ROWS
         and inputs % (parts * MAX_DEPTH * SIDE) == 0
-        and all(is_tma_aligned(matrix) for matrix in (x, weight))
+        and is_tma_aligned(x)
+        and is_tma_aligned(weight)
     )
     return fit and KERNEL.load(tiles_for(rows, strips), x.device) is not None
 

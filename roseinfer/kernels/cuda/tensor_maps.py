@@ -73,8 +73,17 @@ def write_map(
     )
 
 
+# Matrices whose tiles a GPU with warpgroups fetches and multiplies.
+
+
+TensorMap = ctypes.c_ubyte * MAP_BYTES
+"""A tensor map, the copy engine's description of a matrix."""
+
+
 @lru_cache(1 << 14)
-def encode_map(encode: Callable[..., object], *matrix: int) -> bytes:
+def encode_map(
+    encode: Callable[..., object], matrix: tuple[int, ...]
+) -> ctypes.Array[ctypes.c_ubyte]:
     """Return the map of a matrix, which depends only on the matrix's address and layout.
 
     ``matrix`` are the arguments of ``write_map`` after the destination.
@@ -82,14 +91,9 @@ def encode_map(encode: Callable[..., object], *matrix: int) -> bytes:
     room = (ctypes.c_ubyte * (MAP_BYTES + MAP_ALIGNMENT))()
     begin = -ctypes.addressof(room) % MAP_ALIGNMENT
     write_map(encode, ctypes.addressof(room) + begin, *matrix)
-    return bytes(room)[begin : begin + MAP_BYTES]
+    return TensorMap.from_buffer_copy(room, begin)
 
 
-# Matrices whose tiles a GPU with warpgroups fetches and multiplies.
-
-
-TensorMap = ctypes.c_ubyte * MAP_BYTES
-"""A tensor map, the copy engine's description of a matrix."""
 _CAPABILITY = 9
 """Compute capability of the GPUs with warpgroup instructions."""
 _ROW_ALIGNMENT = 16
@@ -182,12 +186,6 @@ def _cache_rows(cache: Tensor) -> int:
     blocks, kv_heads, block_size, _ = cache.shape
     block_rows, head_rows = cache_row_strides(cache)
     return (blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
-
-
-def head_strides(**heads: Tensor) -> dict[str, int]:
-    """Return the strides of tokens and heads of ``[tokens, heads, head_dim]``, as arguments."""
-    tokens = {f"{name}_token": each.stride(0) for name, each in heads.items()}
-    return tokens | {f"{name}_head": each.stride(1) for name, each in heads.items()}
 
 
 def angles(rotation: RotaryEmbedding | None) -> dict[str, Tensor | None]:

@@ -134,7 +134,7 @@ def add_norm(
         (rows,), num_warps=16, **all_reduce_arguments(exchange),
         residual=residual, added=added, bias=bias, gain=norm.weight, shift=norm.bias, normed=normed,
         **strides("a_pr", added.stride()), r_r=residual.stride(0), n_r=normed.stride(0),
-        epsilon=norm.eps, N=width, TILE_N=next_power_of_2(width), PARTS=len(added),
+        epsilon=norm.eps, N=width, TILE_N=next_power_of_2(width), PARTS=added.shape[0],
         BIAS=bias is not None,
     )  # fmt: skip
     return normed
@@ -145,10 +145,10 @@ def embed_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream of tokens at positions, and the normed residual."""
     width = words.shape[1]
-    residual = words.new_empty((len(tokens), width))
+    residual = words.new_empty((tokens.shape[0], width))
     normed = torch.empty_like(residual)
     _embed_norm_kernel.launch(
-        (len(tokens),), num_warps=16,
+        (tokens.shape[0],), num_warps=16,
         tokens=tokens, positions=positions, words=words, places=places,
         gain=norm.weight, shift=norm.bias, residual=residual, normed=normed,
         p_s=positions.stride(0), w_r=words.stride(0), p_r=places.stride(0),
@@ -312,7 +312,7 @@ def add_rms_norm(
         (rows,), num_warps=num_row_warps(width), **all_reduce_arguments(exchange),
         residual=residual, added=added, gain=gain, normed=normed,
         **strides("a_pr", added.stride()), r_r=residual.stride(0), n_r=normed.stride(0),
-        epsilon=epsilon, times=times, N=width, TILE_N=next_power_of_2(width), PARTS=len(added),
+        epsilon=epsilon, times=times, N=width, TILE_N=next_power_of_2(width), PARTS=added.shape[0],
     )  # fmt: skip
     return normed
 
@@ -336,7 +336,7 @@ def rms_norm_then_add(residual: Tensor, added: Tensor, gain: Tensor, epsilon: fl
         (rows,), num_warps=num_row_warps(width),
         residual=residual, added=added, gain=gain,
         **strides("a_pr", added.stride()), r_r=residual.stride(0),
-        epsilon=epsilon, N=width, TILE_N=next_power_of_2(width), PARTS=len(added),
+        epsilon=epsilon, N=width, TILE_N=next_power_of_2(width), PARTS=added.shape[0],
     )  # fmt: skip
 
 
@@ -345,10 +345,10 @@ def embed_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream of tokens, ``times`` their embeddings, and the normed residual."""
     width = words.shape[1]
-    residual = words.new_empty((len(tokens), width))
+    residual = words.new_empty((tokens.shape[0], width))
     normed = torch.empty_like(residual)
     _embed_kernel.launch(
-        (len(tokens),), num_warps=num_row_warps(width),
+        (tokens.shape[0],), num_warps=num_row_warps(width),
         tokens=tokens, words=words, gain=gain, residual=residual, normed=normed,
         w_r=words.stride(0), r_r=residual.stride(0), n_r=normed.stride(0),
         epsilon=epsilon, times=times, N=width, TILE_N=next_power_of_2(width),

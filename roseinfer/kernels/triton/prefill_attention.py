@@ -244,7 +244,7 @@ def paged_attention_chunks(
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
     sequences, rows, counts, positions = tiles
     _chunk_kernel.launch(
-        (len(sequences), kv_heads), **score_arguments(traits, query),
+        (sequences.shape[0], kv_heads), **score_arguments(traits, query),
         query=query, k_cache=k_cache, v_cache=v_cache, tables=tables, out=out,
         sequences=sequences, rows=rows, counts=counts, positions=positions,
         **strides("q_shd", query.stride()), **strides("o_shd", out.stride()),

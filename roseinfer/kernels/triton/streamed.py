@@ -101,7 +101,7 @@ def stream_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     The inputs of a row and those of an output are contiguous.
     """
-    out = x.new_empty((len(x), len(weight)))
+    out = x.new_empty((x.shape[0], weight.shape[0]))
     _launch(x, weight, bias, out[None])
     return out
 
@@ -109,7 +109,7 @@ def stream_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def stream_linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weight.T`` as ``[parts, rows, outputs]`` in float32, still to be added up."""
     outputs, inputs = weight.shape
-    out = x.new_empty((num_k_splits(outputs, inputs), len(x), outputs), dtype=torch.float32)
+    out = x.new_empty((num_k_splits(outputs, inputs), x.shape[0], outputs), dtype=torch.float32)
     _launch(x, weight, None, out)
     return out
 
@@ -237,7 +237,7 @@ def stream_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     ``weight`` is ``[2 * outputs, inputs]``, gates first.
     """
     rows, inputs = x.shape
-    outputs = len(weight) // 2
+    outputs = weight.shape[0] // 2
     out = x.new_empty((rows, outputs))
     if can_stream_gemm(x, weight, 1, 2):
         stream_gemm(x, weight, None, out[None], 2)

@@ -77,7 +77,7 @@ class FusedGPT2(CausalModel):
         norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
         for layer, (block, after) in enumerate(zip(body.h, norms, strict=True)):
             mixer, mlp = block.attn, block.mlp
-            new = _linear_layer(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
+            new = _linear_layer(x, mixer.c_attn, few).view(x.shape[0], 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
             ends = self._last_layer_rows(layer, last_rows, attention)
             if ends is None:
@@ -95,15 +95,15 @@ class FusedGPT2(CausalModel):
             x = x[last_rows]
         head = self._model.lm_head.weight
         # With an odd vocabulary size, torch's GEMM has other bits.
-        uses_kernels = len(x) <= MAX_ROWS or self.batch_invariant
+        uses_kernels = x.shape[0] <= MAX_ROWS or self.batch_invariant
         logits = linear(x, head.T) if uses_kernels else torch_linear(x, head)
         return self._model.lm_head.gather_logits(logits) if self.ranks else logits
 
     def _split_k(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
         weight: torch.Tensor = layer.weight
-        parts = self._num_k_splits(len(x), layer)
-        if len(x) > MAX_ROWS:
+        parts = self._num_k_splits(x.shape[0], layer)
+        if x.shape[0] > MAX_ROWS:
             if not self.batch_invariant:
                 return (x @ weight)[None]
             if splits_evenly(len(weight), parts):

@@ -50,7 +50,7 @@ With more rows, an unsplit GEMM fills a GPU, and is rounded differently.
 
 def dispatch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias``."""
-    few = len(x) <= MAX_ROWS
+    few = x.shape[0] <= MAX_ROWS
     return stream_linear(x, weight, bias) if few else torch_linear(x, weight, bias)
 
 
@@ -59,8 +59,8 @@ def split_k_gemm(x: Tensor, weight: Tensor, *, always: bool) -> Tensor:
 
     The parts are those of few rows ``always``, or else where that is faster than an unsplit GEMM.
     """
-    if len(x) > MAX_ROWS:
-        if not always and len(x) > _MAX_SPLIT_K_ROWS:
+    if x.shape[0] > MAX_ROWS:
+        if not always and x.shape[0] > _MAX_SPLIT_K_ROWS:
             return (x @ weight.T)[None]
         if splits_evenly(*weight.shape):
             return split_k_matmul(x, weight.T, num_k_splits(*weight.shape))
@@ -86,7 +86,7 @@ class ResidualGemm:
         ``times`` multiplies the sum of its parts. Return True if it was added. The bits are the
         same.
         """
-        if len(self.x) <= MAX_ROWS or not splits_evenly(*self.weight.shape):
+        if self.x.shape[0] <= MAX_ROWS or not splits_evenly(*self.weight.shape):
             return False
         parts = num_k_splits(*self.weight.shape)
         if not can_add_paired_gemm(residual, self.x, self.weight, parts):
@@ -97,7 +97,7 @@ class ResidualGemm:
 
 def gate_up(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     """Compute the first half of a gated MLP."""
-    if len(x) <= MAX_ROWS:
+    if x.shape[0] <= MAX_ROWS:
         return stream_gate_up(x, gate_up_weight)
     if can_pair_gate_up(x, gate_up_weight):
         return paired_gate_up(x, gate_up_weight)

@@ -149,7 +149,8 @@ class FusedLlama(CausalModel):
     ) -> Tensor:
         """Attend in a layer; return ``[tokens, q_heads * head_dim]``, or only rows ``ends``."""
         layer, kv_heads = self._layers[at], self.shape.num_kv_heads
-        new = dispatch_linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
+        rows, head_dim = x.shape[0], self.shape.head_dim
+        new = dispatch_linear(x, layer.qkv, layer.qkv_bias).view(rows, -1, head_dim)
         query, key, value = new.tensor_split([-2 * kv_heads, -kv_heads], 1)
         if ends is not None:
             arguments = query, key, value, positions, layer.rotation
@@ -160,7 +161,7 @@ class FusedLlama(CausalModel):
             out = attention.rotate_store_and_attend(
                 at, query, key, value, positions, layer.rotation
             )
-        return out.view(len(x), -1)
+        return out.view(rows, -1)
 
     def _add_and_norm(
         self,

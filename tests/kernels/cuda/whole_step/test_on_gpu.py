@@ -195,7 +195,7 @@ def test_another_order_of_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         assert text.count(own) == 1
         text = text.replace(own, other)
-    monkeypatch.setattr(preparing, "source", lambda: text)
+    monkeypatch.setattr(preparing, "source", lambda *_: text)
     monkeypatch.setattr(MegakernelRunner, "_is_bit_identical", lambda *_: True)
     steps = Steps("norms of heads")
     assert any(differs(steps, length) for length in OF_MANY_PARTS)
