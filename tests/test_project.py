@@ -113,7 +113,7 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
 def test_layout_names_every_room(package: str) -> None:
-    layout = (ROOT / "docs" / "architecture.md").read_text()
+    layout = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     rooms = [f"{each.parent.name}/" for each in (ROOT / package).glob("*/__init__.py")]
     files = [file.name for file in (ROOT / package).glob("*.py") if "__" not in file.name]
     assert rooms

@@ -48,7 +48,7 @@ def test_baseline_file_lists_the_work_of_a_step(gated_project: Project) -> None:
 
 
 def test_work_example_of_the_how_to_runs(project: Project) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "index.md").read_text(encoding="utf-8")
     section = page.partition("### Gate the work of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     engine = ENGINE.replace("__init__(self)", "__init__(self, batch_size)")
@@ -80,7 +80,7 @@ BYTES = """
 
 def test_more_bytes_fail_and_the_minimum_is_shown(project: Project) -> None:
     """The how-to's example moves as many bytes as its page says."""
-    page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "index.md").read_text(encoding="utf-8")
     section = page.partition("### Gate the bytes of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     project.write(my_engine=BYTES, test_costs=example)

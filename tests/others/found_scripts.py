@@ -1,11 +1,11 @@
-"""Scripts of docs/lab/found-details.md with their output, by project."""
+"""Scripts of docs/findings/details.md with their output, by project."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "lab" / "found-details.md"
+PAGE = Path(__file__).parents[2] / "docs" / "findings" / "details.md"
 
 
 def scripts_about(project: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""nano-vllm's block manager: conformance, and the findings of docs/found.md."""
+"""nano-vllm's block manager: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's radix cache: conformance, and the findings of docs/found.md."""
+"""SGLang's radix cache: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 

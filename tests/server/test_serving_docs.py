@@ -1,4 +1,4 @@
-"""Example and lists of docs/serving.md."""
+"""Example and lists of docs/how-to/serving.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from tests.server.served import Server
 
-PAGE = (ROOT / "docs" / "serving.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "serving.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -33,7 +33,7 @@ def test_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> Non
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     code = example.replace("http://127.0.0.1:8000", server.url)
     names: dict[str, object] = {}
-    exec(compile(code, "docs/serving.md", "exec"), names)
+    exec(compile(code, "docs/how-to/serving.md", "exec"), names)
     client = names["client"]
     client.close()  # type: ignore[attr-defined]
     assert capsys.readouterr().out.strip()
@@ -47,8 +47,8 @@ def test_documented_options_match_the_command() -> None:
     lists = [
         read_section(ROOT / page, name)
         for page, name in (
-            ("docs/serving.md", "server settings"),
-            ("docs/engine.md", "engine settings"),
+            ("docs/how-to/serving.md", "server settings"),
+            ("docs/how-to/engine.md", "engine settings"),
         )
     ]
     (model_options,) = re.findall(r"^`--model` is .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
@@ -57,7 +57,9 @@ def test_documented_options_match_the_command() -> None:
 
 
 def test_documented_defaults_match_the_code() -> None:
-    settings = " ".join(read_section(ROOT / "docs" / "serving.md", "server settings").split())
+    settings = " ".join(
+        read_section(ROOT / "docs" / "how-to" / "serving.md", "server settings").split()
+    )
     config = ServerConfig(api_key="x")
     for name in ("host", "port", "max_queue", "max_body_bytes", "drain_seconds"):
         option = name.replace("_", "-")

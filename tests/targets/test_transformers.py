@@ -45,7 +45,7 @@ OFFERED = {
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 VERSION = "5.23.0"
-"""The version that docs/found.md describes."""
+"""The version that docs/findings/index.md describes."""
 SCRIPTS = scripts_about(f"transformers {VERSION}")
 
 
@@ -229,10 +229,11 @@ def test_planted_bug_of_transformers_is_found(adapter: type[KVCacheAdapter], wha
     assert re.search(what, failure.value.summary)
 
 
-# ------------------------------------------------------------------------ bugs of docs/found.md
+# --------------------------------------------------------------- bugs of docs/findings/index.md
 
 only_that_version = pytest.mark.skipif(
-    transformers.__version__ != VERSION, reason=f"docs/found.md is about transformers {VERSION}"
+    transformers.__version__ != VERSION,
+    reason=f"docs/findings/index.md is about transformers {VERSION}",
 )
 
 
