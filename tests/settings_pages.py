@@ -1,4 +1,4 @@
-"""Lists of settings on pages of docs/how-to, generated from their declarations.
+"""Lists of settings on pages of docs/reference, generated from their declarations.
 
 ``python -m tests.settings_pages`` rewrites them.
 """
@@ -14,11 +14,11 @@ from roseinfer.config import ServerConfig
 from tests.python_process import ROOT
 
 PAGES: dict[str, dict[str, type]] = {
-    "docs/how-to/engine.md": {
+    "docs/reference/engine.md": {
         "sampling parameters": SamplingParams,
         "engine settings": EngineConfig,
     },
-    "docs/how-to/serving.md": {"server settings": ServerConfig},
+    "docs/reference/server.md": {"server settings": ServerConfig},
 }
 
 

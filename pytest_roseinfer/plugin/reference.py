@@ -1,6 +1,6 @@
 """Generated lists of the documentation, and the command that writes them.
 
-``python -m pytest_roseinfer.plugin.reference docs/reference/harness.md`` rewrites the lists of a
+``python -m pytest_roseinfer.plugin.reference docs/reference/options.md`` rewrites the lists of a
 page in place; without a page it prints them. ``--adapter package.module:Class`` names an adapter
 class of a cache or an engine, to list the additions of its own capabilities too.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 COMMAND = (
     "python -m pytest_roseinfer.plugin.reference"
-    " docs/reference/harness.md docs/explanation/architecture.md"
+    " docs/reference/options.md docs/reference/harness.md docs/explanation/architecture.md"
 )
 """Command that writes the lists of this project's pages."""
 _WIDTH = 100

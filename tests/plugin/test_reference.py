@@ -1,4 +1,4 @@
-"""docs/reference/harness.md names everything that exists, and nothing else."""
+"""Pages of docs/reference name everything that exists, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,8 +42,18 @@ from tests.gates.history.runs import run
 from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
-REFERENCE_PAGE = ROOT / "docs" / "reference" / "harness.md"
-REFERENCE = REFERENCE_PAGE.read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+GENERATED = dict.fromkeys(reference.shipped_sections(), DOCS / "reference" / "harness.md") | {
+    "options": DOCS / "reference" / "options.md",
+    **dict.fromkeys(
+        ("capabilities", "engine capabilities"), DOCS / "explanation" / "architecture.md"
+    ),
+}
+"""Page of each generated list."""
+REFERENCE = "\n".join(
+    (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("options", "harness", "files")
+)
 
 
 def section(heading: str) -> str:
@@ -105,8 +115,7 @@ def recorded_options() -> Recorder:
 
 @pytest.mark.parametrize("name", reference.shipped_sections())
 def test_generated_lists_equal_the_code(name: str) -> None:
-    architecture = ROOT / "docs" / "explanation" / "architecture.md"
-    page = architecture if "capabilities" in name else REFERENCE_PAGE
+    page = GENERATED[name]
     stale = f"{page.name} is stale in its {name}: run {reference.COMMAND}"
     assert read_section(page, name) == reference.shipped_sections()[name], stale
 

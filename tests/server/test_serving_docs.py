@@ -1,4 +1,4 @@
-"""Example and lists of docs/how-to/serving.md."""
+"""Example and lists of the pages about the server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ if TYPE_CHECKING:
     from tests.server.served import Server
 
 PAGE = (ROOT / "docs" / "how-to" / "serving.md").read_text()
+REFERENCE_PAGE = ROOT / "docs" / "reference" / "server.md"
+REFERENCE = REFERENCE_PAGE.read_text()
 README = (ROOT / "README.md").read_text()
 
 
 def entries(heading: str) -> list[str]:
     """List the names in the heads of the list under a heading, such as "- `a`, `b`: text"."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    section = (
+        (PAGE + REFERENCE)
+        .partition(f"\n## {heading}\n")[2]
+        .partition("\n## ")[0]
+        .partition("\n### ")[0]
+    )
     heads = re.findall(r"^- (`[^`]*`(?:,\s+`[^`]*`)*):", section, re.MULTILINE)
     return [name for head in heads for name in re.findall(r"`(.*?)`", head)]
 
@@ -47,19 +54,17 @@ def test_documented_options_match_the_command() -> None:
     lists = [
         read_section(ROOT / page, name)
         for page, name in (
-            ("docs/how-to/serving.md", "server settings"),
-            ("docs/how-to/engine.md", "engine settings"),
+            ("docs/reference/server.md", "server settings"),
+            ("docs/reference/engine.md", "engine settings"),
         )
     ]
-    (model_options,) = re.findall(r"^`--model` is .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    (model_options,) = re.findall(r"^`--model` is .*?\n\n", REFERENCE, re.MULTILINE | re.DOTALL)
     documented = set(re.findall(r"`(--[\w-]+)`", "\n".join([*lists, model_options])))
     assert first <= documented <= options
 
 
 def test_documented_defaults_match_the_code() -> None:
-    settings = " ".join(
-        read_section(ROOT / "docs" / "how-to" / "serving.md", "server settings").split()
-    )
+    settings = " ".join(read_section(REFERENCE_PAGE, "server settings").split())
     config = ServerConfig(api_key="x")
     for name in ("host", "port", "max_queue", "max_body_bytes", "drain_seconds"):
         option = name.replace("_", "-")

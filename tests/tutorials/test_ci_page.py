@@ -81,7 +81,7 @@ def example_of_gates(project: Project) -> None:
     """Write the how-to's three tests of gates, with an engine and its baselines."""
     costs, bytes_moved, time = (
         section.partition("```python\n")[2].partition("```")[0]
-        for section in page("how-to/index.md").split("### Gate the ")[1:]
+        for section in page("how-to/decode-steps.md").split("## Gate the ")[1:]
     )
     speed, test_speed = time.split("# test_speed.py\n")
     (project.path / "my_engine").mkdir()
