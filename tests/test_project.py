@@ -55,7 +55,9 @@ def test_the_test_files_that_a_page_names_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_files_and_headings_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+    text = without_code(page)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"^\[[^]]+\]:\s+(\S+)", text, re.M)
     inside = [target.partition("#") for target in targets if not re.match(r"\w+:", target)]
     broken = []
     for name, _, anchor in inside:

@@ -25,7 +25,7 @@ from pytest_roseinfer.targets.paged_attention_cache import (
     SlidingPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
-from tests.others.found_scripts import PAGE, scripts_about
+from tests.others.found_scripts import scripts_about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ OFFERED = {
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 VERSION = "5.23.0"
-"""The version that docs/findings/index.md describes."""
-SCRIPTS = scripts_about(f"transformers {VERSION}")
+"""The version that docs/findings describes."""
+SCRIPTS = scripts_about(f"transformers {VERSION}: caches")
 
 
 @pytest.fixture(autouse=True)
@@ -229,11 +229,11 @@ def test_planted_bug_of_transformers_is_found(adapter: type[KVCacheAdapter], wha
     assert re.search(what, failure.value.summary)
 
 
-# --------------------------------------------------------------- bugs of docs/findings/index.md
+# ------------------------------------------------------------------------ bugs of docs/findings
 
 only_that_version = pytest.mark.skipif(
     transformers.__version__ != VERSION,
-    reason=f"docs/findings/index.md is about transformers {VERSION}",
+    reason=f"docs/findings is about transformers {VERSION}",
 )
 
 
@@ -265,5 +265,5 @@ def test_failing_steps_of_the_found_page_fail() -> None:
 def test_documented_script_prints_its_output(script: str, expected_output: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(script, str(PAGE), "exec"), {})
+        exec(compile(script, "docs/findings", "exec"), {})
     assert output.getvalue() == expected_output
