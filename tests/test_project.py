@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def without_code(page: Path) -> str:
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert readme_commands()[1] in lines
+
+
+def test_ci_installs_what_builds_the_site() -> None:
+    """The group is not named by .ci/run, since the pip of a new environment may not know groups."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    names = " ".join(re.split(r"[<>=]", each)[0] for each in groups["docs"])
+    script = (ROOT / ".ci" / "run").read_text()
+    assert f"pip install -q -c .ci/constraints.txt {names}\n" in script
 
 
 def test_workflow_runs_the_ci_script() -> None:

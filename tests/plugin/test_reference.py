@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import pytest_roseinfer
+import roseinfer
 from pytest_roseinfer import (
     BadCall,
     BlockManagerAdapter,
@@ -162,8 +163,11 @@ def test_strategies_are_documented(heading: str, module: Any) -> None:
     assert set(names(heading)) == {*module.__all__}
 
 
-def test_public_names_are_documented() -> None:
-    assert sorted(names("Public names")) == pytest_roseinfer.__all__
+@pytest.mark.parametrize("package", [pytest_roseinfer, roseinfer], ids=lambda each: each.__name__)
+def test_public_names_are_documented(package: Any) -> None:
+    page = (DOCS / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
+    documented = re.findall(rf"^\.\. auto\w+:: {package.__name__}\.(\w+)$", page, re.M)
+    assert sorted(documented) == package.__all__
 
 
 def test_standard_bad_calls_are_documented() -> None:
