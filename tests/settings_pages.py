@@ -1,4 +1,4 @@
-"""Lists of settings on docs/engine.md and docs/serving.md, generated from their declarations.
+"""Lists of settings on pages of docs/reference, generated from their declarations.
 
 ``python -m tests.settings_pages`` rewrites them.
 """
@@ -14,8 +14,11 @@ from roseinfer.config import ServerConfig
 from tests.python_process import ROOT
 
 PAGES: dict[str, dict[str, type]] = {
-    "docs/engine.md": {"sampling parameters": SamplingParams, "engine settings": EngineConfig},
-    "docs/serving.md": {"server settings": ServerConfig},
+    "docs/reference/engine.md": {
+        "sampling parameters": SamplingParams,
+        "engine settings": EngineConfig,
+    },
+    "docs/reference/server.md": {"server settings": ServerConfig},
 }
 
 

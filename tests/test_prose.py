@@ -1,4 +1,4 @@
-"""Docstrings, messages and pages are written in plain words (docs/glossary.md)."""
+"""Docstrings, messages and pages are written in plain words (docs/reference/glossary.md)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PHRASES = re.compile(
 """Phrases that the field has other words for."""
 MAX_HITS_IN_CODE, MAX_HITS_IN_PAGES = 40, 1
 """Most hits allowed, for places in which a phrase is right."""
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))
 """Logs and full results, which quote messages and names of their day."""
+PAGES = [*sorted({*(ROOT / "docs").rglob("*.md")} - {*LAB}), ROOT / "README.md"]
 MAX_COLUMNS, MAX_TABLE_COLUMNS = 120, 100
 
 

@@ -36,7 +36,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """Results of one pytest run; docs/reference.md describes the fields."""
+    """Results of one pytest run; docs/reference/files.md describes the fields."""
 
     format: int = FORMAT
     timestamp: str

@@ -151,7 +151,7 @@ class InterimAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Effort and margin of a comparison; docs/gates.md explains each number."""
+    """Effort and margin of a comparison; docs/how-to/gates.md explains each number."""
 
     margin: float = 0.02
     """Share of additional time that a step may take."""

@@ -1,8 +1,8 @@
 """Generated lists of the documentation, and the command that writes them.
 
-``python -m pytest_roseinfer.plugin.reference docs/reference.md`` rewrites the lists of a page in
-place; without a page it prints them. ``--adapter package.module:Class`` names an adapter class of
-a cache or an engine, to list the additions of its own capabilities too.
+``python -m pytest_roseinfer.plugin.reference docs/reference/options.md`` rewrites the lists of a
+page in place; without a page it prints them. ``--adapter package.module:Class`` names an adapter
+class of a cache or an engine, to list the additions of its own capabilities too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.base import Adapter
 
-COMMAND = "python -m pytest_roseinfer.plugin.reference docs/reference.md docs/architecture.md"
+COMMAND = (
+    "python -m pytest_roseinfer.plugin.reference"
+    " docs/reference/options.md docs/reference/harness.md docs/explanation/architecture.md"
+)
 """Command that writes the lists of this project's pages."""
 _WIDTH = 100
 _UNBROKEN = "\0"

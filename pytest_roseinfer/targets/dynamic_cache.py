@@ -95,7 +95,7 @@ class DynamicCacheAdapter(KVCacheAdapter):
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         # The first is drawn most; sliding layers run all the code of full ones.
         "layers": ("sliding_attention", "full_attention", "lazy"),
-        "window": (3, 2, 5, 16),  # not 1: see docs/found.md
+        "window": (3, 2, 5, 16),  # not 1: see docs/findings
         "select": ("batch_select_indices", "reorder_cache", "batch_repeat_interleave"),
     }
 

@@ -58,7 +58,7 @@ class TransformersEngine(EngineAdapter):
         model = _served(name, mix.device)
         model.set_attn_implementation(options.pop("attention"))
         # Two layer types share no sector, and need more blocks than num_blocks:
-        # docs/lab/found-details.md.
+        # docs/findings/generate-batch.md.
         options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == shapes.HYBRID)
         options |= {"page_size": mix.block_size, "return_logprobs": True}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **options)

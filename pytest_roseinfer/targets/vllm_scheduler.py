@@ -249,7 +249,7 @@ class VllmScheduler(EngineAdapter):
         "policy": ("fcfs", "priority"),
         "long_prefill_token_threshold": (0, 4),
         "async_scheduling": (False, True),
-        "drafts": (0, 1, 2),  # it hangs with more drafts than tokens of a step: docs/found.md
+        "drafts": (0, 1, 2),  # more than tokens of a step hang: docs/findings
     }
 
     def make(self, mix: RequestMix) -> None:

@@ -323,7 +323,7 @@ def _count_idle_expert_weights(module: Any) -> int:
     return sum((len(each) - top_k) * (each.numel() // len(each)) for each in weights)
 
 
-# Figures of a run, and medians over several runs. docs/benchmarks.md defines each one.
+# Figures of a run, and medians over several runs. docs/how-to/benchmarks.md defines each one.
 
 
 Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")

@@ -1,4 +1,4 @@
-"""Commands and options on docs/benchmarks.md."""
+"""Commands and options on docs/how-to/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "benchmarks.md").read_text()
 (LINES,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "roseinfer.benchmark_scheduler": benchmark_scheduler,

@@ -1,4 +1,4 @@
-"""Examples and lists of docs/engine.md."""
+"""Examples and lists of docs/how-to/engine.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAGE = (ROOT / "docs" / "engine.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "engine.md").read_text()
 PRINTED = {
     "Generate completions": r"('|\").*('|\") (length|stop)\n" * 2,
     "Structured output": r'\{(\s*)"old"\s*:\s*(true|false)\s*\}\n',
@@ -46,7 +46,7 @@ EXAMPLES = blocks("python")
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_example_runs(title: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(EXAMPLES[title], f"docs/engine.md, {title}", "exec"), {})
+    exec(compile(EXAMPLES[title], f"docs/how-to/engine.md, {title}", "exec"), {})
     assert re.fullmatch(PRINTED[title], capsys.readouterr().out)
 
 

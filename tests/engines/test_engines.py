@@ -130,10 +130,9 @@ def test_broken_engine_is_rejected_with_its_reason(engines: Project) -> None:
 
 @pytest.fixture
 def how_to() -> tuple[str, str]:
-    """Return the engine example of docs/how-to.md, and the text after it."""
-    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("### Test a whole engine\n")[2].partition("\n## ")[0]
-    code, after = section.partition("```python\n")[2].split("```")
+    """Return the engine example of docs/how-to/engines.md, and the text after it."""
+    page = (ROOT / "docs" / "how-to" / "engines.md").read_text(encoding="utf-8")
+    code, after = page.partition("```python\n")[2].split("```")
     return code, after
 
 

@@ -22,6 +22,8 @@ from tests.gates.costs_project import gated_project as gated_project
 if TYPE_CHECKING:
     from tests.project import Project
 
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "decode-steps.md"
+
 
 def test_baseline_file_lists_the_work_of_a_step(gated_project: Project) -> None:
     assert costs(gated_project) == {
@@ -48,8 +50,8 @@ def test_baseline_file_lists_the_work_of_a_step(gated_project: Project) -> None:
 
 
 def test_work_example_of_the_how_to_runs(project: Project) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("### Gate the work of a decode step\n")[2]
+    page = HOW_TO.read_text(encoding="utf-8")
+    section = page.partition("## Gate the work\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     engine = ENGINE.replace("__init__(self)", "__init__(self, batch_size)")
     project.write(my_engine=engine, test_costs=example)
@@ -80,8 +82,8 @@ BYTES = """
 
 def test_more_bytes_fail_and_the_minimum_is_shown(project: Project) -> None:
     """The how-to's example moves as many bytes as its page says."""
-    page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("### Gate the bytes of a decode step\n")[2]
+    page = HOW_TO.read_text(encoding="utf-8")
+    section = page.partition("## Gate the bytes\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     project.write(my_engine=BYTES, test_costs=example)
     result = project.pytest(UPDATE)

@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant
 _DOCS = Path(__file__).parents[2] / "docs"
 RESULTS_PAGE = _DOCS / "lab" / "mutants.md"
 """Page of all results, which the command writes."""
-SUMMARY_PAGE = _DOCS / "mutants.md"
+SUMMARY_PAGE = _DOCS / "explanation" / "mutants.md"
 """Page of the figures and the options, for users."""
 POOL = "roseinfer.kv.pool"
 RELEASE = "self.refcounts[index] -= 1"

@@ -57,7 +57,7 @@ def test_strength_in_the_wheel_equals_the_page() -> None:
 
 @pytest.mark.parametrize("profile", ["ci", "dev"])
 def test_summary_has_the_measured_strength(profile: str) -> None:
-    """Else update the figures of docs/mutants.md from docs/lab/mutants.md."""
+    """Else update the figures of docs/explanation/mutants.md from docs/lab/mutants.md."""
     strength = Strength.of(profile)
     assert strength is not None
     page = " ".join(SUMMARY_PAGE.read_text().split())

@@ -105,12 +105,11 @@ def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
 
 
 def _how_to_engine() -> type[Any]:
-    section = page("how-to.md").partition("### Test a whole engine\n")[2].partition("\n## ")[0]
-    return _listed_class(blocks(section, language="python")[0], "MyEngine")
+    return _listed_class(blocks(page("how-to/engines.md"), language="python")[0], "MyEngine")
 
 
 def _tutorial_engine() -> type[Any]:
-    code = "\n\n\n".join(blocks(page("tutorial-engine.md"), language="python"))
+    code = "\n\n\n".join(blocks(page("tutorials/engine.md"), language="python"))
     return _listed_class(code, "MyEngine")
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's append and decode on a GPU: conformance, and the findings of docs/found.md."""
+"""FlashInfer's append and decode on a GPU: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nano-vllm's block manager: conformance, and the findings of docs/found.md."""
+"""nano-vllm's block manager: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance
 from pytest_roseinfer.targets import partial_import
-from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
+from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter
 from tests import warm_process
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import scripts_about
+from tests.others.pictures import FindsSomeAndCollides
 
 SOURCES = FOLDER / "nano-vllm"
 SCRIPTS = scripts_about("nano-vllm 0.2.0")
@@ -32,10 +33,6 @@ class FindsSome(NanoVllmAdapter):
     """Declares that lookups may miss stored prefixes, which is a known finding."""
 
     prefixes = NanoVllmAdapter.prefixes.but(finds="some")
-
-
-class FindsSomeAndCollides(WeaklyHashedNanoVllmAdapter):
-    prefixes = WeaklyHashedNanoVllmAdapter.prefixes.but(finds="some")
 
 
 @needs_nano_vllm

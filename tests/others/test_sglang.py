@@ -1,20 +1,20 @@
-"""SGLang's radix cache: conformance, and the findings of docs/found.md."""
+"""SGLang's radix cache: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
 from pytest_roseinfer.targets import partial_import
-from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter, sglang
+from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import preamble_about, scripts_about
+from tests.others.pictures import DecodesReasoning, strip_thinking_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,15 +62,6 @@ class EvictsWindowsEarly(SlidingSglangAdapter):
         super().append(seqs, key, value)
 
 
-class DecodesReasoning(SglangAdapter):
-    """Marks all decoded tokens as reasoning, which the cache does not keep."""
-
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        super().append(seqs, key, value)
-        for request in (self.requests[seq] for seq in seqs):
-            request.reasoning_tokens = len(request.output_ids)
-
-
 @needs_sglang
 @pytest.mark.parametrize("adapter", [SglangAdapter, InsertsAtOnce, SlidingSglangAdapter])
 def test_radix_cache_conforms(adapter: type[SglangAdapter]) -> None:
@@ -89,10 +80,8 @@ def test_window_evicted_early_is_found() -> None:
 
 @needs_sglang
 def test_stripping_reasoning_after_a_retraction_corrupts_the_ledger() -> None:
-    sglang()
-    serving = import_module("sglang.srt.runtime_context").get_serving()
     messages = "the free list names a block twice|AssertionError: req.kv.cache_protected_len"
-    with serving.override(strip_thinking_cache=True), pytest.raises(Divergence, match=messages):
+    with strip_thinking_cache(), pytest.raises(Divergence, match=messages):
         conformance(DecodesReasoning)().test_histories()
 
 

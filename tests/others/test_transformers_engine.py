@@ -1,4 +1,4 @@
-"""transformers' engine: conformance, and the findings of docs/found.md."""
+"""transformers' engine: conformance, and the findings of docs/findings."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 VERSION = "5.23.0"
-"""The version that docs/found.md is about."""
-SCRIPTS = scripts_about(f"`generate_batch` of transformers {VERSION}")
+"""The version that docs/findings is about."""
+SCRIPTS = scripts_about(f"transformers {VERSION}: `generate_batch`")
 WRONG_TOKEN = r"request \d, token \d+: \d+(; alone it gets \d+|, which its parameters rule out)"
 DEFAULT_OPTIONS = {name: values[0] for name, values in TransformersEngine.option_choices.items()}
 
 only_documented_version = pytest.mark.skipif(
-    transformers.__version__ != VERSION, reason=f"docs/found.md is about transformers {VERSION}"
+    transformers.__version__ != VERSION,
+    reason=f"docs/findings is about transformers {VERSION}",
 )
 
 

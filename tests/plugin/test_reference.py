@@ -1,4 +1,4 @@
-"""docs/reference.md names everything that exists, and nothing else."""
+"""Pages of docs/reference name everything that exists, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import pytest_roseinfer
+import roseinfer
 from pytest_roseinfer import (
     BadCall,
     BlockManagerAdapter,
@@ -42,7 +43,18 @@ from tests.gates.history.runs import run
 from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+GENERATED = dict.fromkeys(reference.shipped_sections(), DOCS / "reference" / "harness.md") | {
+    "options": DOCS / "reference" / "options.md",
+    **dict.fromkeys(
+        ("capabilities", "engine capabilities"), DOCS / "explanation" / "architecture.md"
+    ),
+}
+"""Page of each generated list."""
+REFERENCE = "\n".join(
+    (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("options", "harness", "files")
+)
 
 
 def section(heading: str) -> str:
@@ -104,7 +116,7 @@ def recorded_options() -> Recorder:
 
 @pytest.mark.parametrize("name", reference.shipped_sections())
 def test_generated_lists_equal_the_code(name: str) -> None:
-    page = ROOT / "docs" / ("architecture.md" if "capabilities" in name else "reference.md")
+    page = GENERATED[name]
     stale = f"{page.name} is stale in its {name}: run {reference.COMMAND}"
     assert read_section(page, name) == reference.shipped_sections()[name], stale
 
@@ -151,8 +163,11 @@ def test_strategies_are_documented(heading: str, module: Any) -> None:
     assert set(names(heading)) == {*module.__all__}
 
 
-def test_public_names_are_documented() -> None:
-    assert sorted(names("Public names")) == pytest_roseinfer.__all__
+@pytest.mark.parametrize("package", [pytest_roseinfer, roseinfer], ids=lambda each: each.__name__)
+def test_public_names_are_documented(package: Any) -> None:
+    page = (DOCS / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
+    documented = re.findall(rf"^\.\. auto\w+:: {package.__name__}\.(\w+)$", page, re.M)
+    assert sorted(documented) == package.__all__
 
 
 def test_standard_bad_calls_are_documented() -> None:
@@ -248,7 +263,7 @@ def test_pages_name_only_existing_options_and_fixtures(recorded_options: Recorde
         *modules,
     }
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    pages = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "changelog.md"}  # has old names
+    pages = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "CHANGELOG.md"}  # has old names
     for page in [ROOT / "README.md", *sorted(pages), *workflows]:
         names_on_page = re.findall(
             r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Example and lists of docs/serving.md."""
+"""Example and lists of the pages about the server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from tests.server.served import Server
 
-PAGE = (ROOT / "docs" / "serving.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "serving.md").read_text()
+REFERENCE_PAGE = ROOT / "docs" / "reference" / "server.md"
+REFERENCE = REFERENCE_PAGE.read_text()
 README = (ROOT / "README.md").read_text()
 
 
 def entries(heading: str) -> list[str]:
     """List the names in the heads of the list under a heading, such as "- `a`, `b`: text"."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    section = (
+        (PAGE + REFERENCE)
+        .partition(f"\n## {heading}\n")[2]
+        .partition("\n## ")[0]
+        .partition("\n### ")[0]
+    )
     heads = re.findall(r"^- (`[^`]*`(?:,\s+`[^`]*`)*):", section, re.MULTILINE)
     return [name for head in heads for name in re.findall(r"`(.*?)`", head)]
 
@@ -33,7 +40,7 @@ def test_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> Non
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     code = example.replace("http://127.0.0.1:8000", server.url)
     names: dict[str, object] = {}
-    exec(compile(code, "docs/serving.md", "exec"), names)
+    exec(compile(code, "docs/how-to/serving.md", "exec"), names)
     client = names["client"]
     client.close()  # type: ignore[attr-defined]
     assert capsys.readouterr().out.strip()
@@ -47,17 +54,17 @@ def test_documented_options_match_the_command() -> None:
     lists = [
         read_section(ROOT / page, name)
         for page, name in (
-            ("docs/serving.md", "server settings"),
-            ("docs/engine.md", "engine settings"),
+            ("docs/reference/server.md", "server settings"),
+            ("docs/reference/engine.md", "engine settings"),
         )
     ]
-    (model_options,) = re.findall(r"^`--model` is .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    (model_options,) = re.findall(r"^`--model` is .*?\n\n", REFERENCE, re.MULTILINE | re.DOTALL)
     documented = set(re.findall(r"`(--[\w-]+)`", "\n".join([*lists, model_options])))
     assert first <= documented <= options
 
 
 def test_documented_defaults_match_the_code() -> None:
-    settings = " ".join(read_section(ROOT / "docs" / "serving.md", "server settings").split())
+    settings = " ".join(read_section(REFERENCE_PAGE, "server settings").split())
     config = ServerConfig(api_key="x")
     for name in ("host", "port", "max_queue", "max_body_bytes", "drain_seconds"):
         option = name.replace("_", "-")

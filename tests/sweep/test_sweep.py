@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RESULTS_PAGE = ROOT / "docs" / "lab" / "models.md"
 """Page of all outcomes, which the command writes."""
-SUMMARY_PAGE = ROOT / "docs" / "models.md"
+SUMMARY_PAGE = ROOT / "docs" / "reference" / "models.md"
 """Page of the figures and the options, for users."""
 
 
@@ -73,7 +73,7 @@ def test_page_has_an_entry_for_every_subject() -> None:
 
 
 def test_summary_has_the_results() -> None:
-    """Else update docs/models.md from docs/lab/models.md."""
+    """Else update docs/reference/models.md from docs/lab/models.md."""
     page = SUMMARY_PAGE.read_text()
     agree = {
         subject.partition(" by ")[0]

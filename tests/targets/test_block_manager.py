@@ -1,4 +1,4 @@
-"""Block managers: the adapter of docs/how-to.md drives one as a scheduler would."""
+"""Block managers: the adapter of docs/how-to/block-managers.md drives one as a scheduler would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.histories.drawn_histories import check_drawn_histories
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "block-managers.md"
 
 
 class Manager:

@@ -1,4 +1,4 @@
-"""Paged kernels: the adapter of docs/how-to.md drives them with the harness's own pages."""
+"""Paged kernels: the how-to's adapter drives them with the harness's own pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Ints = Sequence[int]
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "block-managers.md"
 
 
 def allocate(spec: CacheSpec) -> torch.Tensor:

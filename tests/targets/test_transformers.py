@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import transformers
 from transformers import DynamicCache
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.forks import Fork
-from pytest_roseinfer.capabilities.writes import Append, Prefill
-from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
-from pytest_roseinfer.run.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,
@@ -25,14 +20,16 @@ from pytest_roseinfer.targets.paged_attention_cache import (
     SlidingPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
-from tests.others.found_scripts import PAGE, scripts_about
+from tests.others.found_scripts import scripts_about
+from tests.others.pictures import WindowOfOne
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from pytest_roseinfer import KVCacheAdapter
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from tests.project import Project
 
 WRITES = {"append_many", "prefill", "free", "gather"}
@@ -45,8 +42,8 @@ OFFERED = {
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 VERSION = "5.23.0"
-"""The version that docs/found.md describes."""
-SCRIPTS = scripts_about(f"transformers {VERSION}")
+"""The version that docs/findings describes."""
+SCRIPTS = scripts_about(f"transformers {VERSION}: caches")
 
 
 @pytest.fixture(autouse=True)
@@ -229,34 +226,18 @@ def test_planted_bug_of_transformers_is_found(adapter: type[KVCacheAdapter], wha
     assert re.search(what, failure.value.summary)
 
 
-# ------------------------------------------------------------------------ bugs of docs/found.md
+# ------------------------------------------------------------------------ bugs of docs/findings
 
 only_that_version = pytest.mark.skipif(
-    transformers.__version__ != VERSION, reason=f"docs/found.md is about transformers {VERSION}"
+    transformers.__version__ != VERSION,
+    reason=f"docs/findings is about transformers {VERSION}",
 )
 
 
 @only_that_version
 def test_window_of_one_that_keeps_all_tokens_is_found() -> None:
-    class WindowOfOne(DynamicCacheAdapter):
-        option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-            **DynamicCacheAdapter.option_choices,
-            "window": (1,),
-        }
-
     with pytest.raises(Divergence, match=r"gather: .* expected shape \[\d+, .* found \["):
         conformance(WindowOfOne)().test_histories()
-
-
-@only_that_version
-def test_failing_steps_of_the_found_page_fail() -> None:
-    options = {"layers": "sliding_attention", "window": 1, "select": "reorder_cache"}
-    steps = (Prefill(0, 3), Fork(0, 1), Append((0, 1)))
-    with pytest.raises(
-        Divergence, match=r"gather: .* expected shape \[4, 1, 4\], found \[7, 1, 4\]"
-    ) as failure:
-        run_history(DynamicCacheAdapter, History(CacheSpec(options=options), steps))
-    assert len(failure.value.history.operations) == 3
 
 
 @only_that_version
@@ -264,5 +245,5 @@ def test_failing_steps_of_the_found_page_fail() -> None:
 def test_documented_script_prints_its_output(script: str, expected_output: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(script, str(PAGE), "exec"), {})
+        exec(compile(script, "docs/findings", "exec"), {})
     assert output.getvalue() == expected_output

@@ -1,4 +1,4 @@
-"""Print the list of docs/by-hand.md: bugs that the harness and the test by hand find.
+"""Print the list of docs/explanation/by-hand.md: bugs that the harness and the test by hand find.
 
 Run it by ``python -m tests.tutorials``. Both search with their defaults; the test by hand does
 not shrink its failures, which would take longer than all else.

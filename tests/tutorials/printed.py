@@ -27,13 +27,13 @@ def blocks(page: str, heading: str = "", language: str = "") -> list[str]:
 
 def list_cache() -> str:
     """Return the first test file of the tutorial."""
-    (code,) = blocks(page("tutorial.md"), "Ten lines", "python")
+    (code,) = blocks(page("tutorials/cache.md"), "Ten lines", "python")
     return code
 
 
 def adapter_of_paged_kv() -> str:
     """Return the tutorial's test file for a user's own cache."""
-    (code,) = blocks(page("tutorial.md"), "Bring your own", "python")
+    (code,) = blocks(page("tutorials/cache.md"), "Bring your own", "python")
     return code
 
 

@@ -1,4 +1,4 @@
-"""One entry of the list of docs/by-hand.md: the tests that find a bug in one cache.
+"""One entry of the list of docs/explanation/by-hand.md: the tests that find a bug in one cache.
 
 This is a module of its own, since a spawned process does not import ``__main__`` of a package.
 """

@@ -1,4 +1,4 @@
-"""docs/by-hand.md: both tests of the cache run, and its list has every planted bug."""
+"""docs/explanation/by-hand.md: both tests of the cache run, and its list has every planted bug."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tutorials.by_hand import ByHand
 from tests.tutorials.planted_bugs import PLANTED, PlantedBug, load
 from tests.tutorials.printed import adapter_of_paged_kv, harness_on, page
 
-PAGE = page("by-hand.md")
+PAGE = page("explanation/by-hand.md")
 SHORT = hypothesis_settings(
     max_examples=15, stateful_step_count=12, phases=[Phase.generate], database=None, deadline=None
 )

@@ -1,4 +1,4 @@
-"""docs/ci.md: its workflows install the requirements and run the commands of other pages."""
+"""docs/how-to/ci.md: its workflows install the requirements and run the commands of other pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 
-CACHES, GATES = blocks(page("ci.md"), language="yaml")
+CACHES, GATES = blocks(page("how-to/ci.md"), language="yaml")
 
 
 def steps(workflow: str) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def steps(workflow: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("workflow", [CACHES, GATES])
 def test_workflow_installs_as_the_tutorial_does(workflow: str) -> None:
-    (line,) = blocks(page("tutorial.md"), "Install", "sh")
+    (line,) = blocks(page("tutorials/cache.md"), "Install", "sh")
     runs = [step["run"] for step in steps(workflow) if "run" in step]
     assert runs[0] in line
 
@@ -81,7 +81,7 @@ def example_of_gates(project: Project) -> None:
     """Write the how-to's three tests of gates, with an engine and its baselines."""
     costs, bytes_moved, time = (
         section.partition("```python\n")[2].partition("```")[0]
-        for section in page("how-to.md").split("### Gate the ")[1:]
+        for section in page("how-to/decode-steps.md").split("## Gate the ")[1:]
     )
     speed, test_speed = time.split("# test_speed.py\n")
     (project.path / "my_engine").mkdir()

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its code runs in the stated time, and fails as printed."""
+"""docs/tutorials/cache.md: its code runs in the stated time, and fails as printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIAL = page("tutorial.md")
+TUTORIAL = page("tutorials/cache.md")
 MAX_SECONDS = 10.0
 """CPU seconds of the first green run without importing torch; it takes 2.5."""
 

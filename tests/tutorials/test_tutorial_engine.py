@@ -1,4 +1,4 @@
-"""docs/tutorial-engine.md: its engine passes, and fails as printed once it is broken."""
+"""docs/tutorials/engine.md: its engine passes, and fails as printed once it is broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tutorials.printed import anywhere, blocks, page
 if TYPE_CHECKING:
     from tests.project import Project
 
-TUTORIAL = page("tutorial-engine.md")
+TUTORIAL = page("tutorials/engine.md")
 ENGINE = "\n\n\n".join(blocks(TUTORIAL, language="python"))
 OTHER_BUGS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_timing_example_of_the_how_to_runs(timed_project: Project) -> None:
-    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "decode-steps.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/speed.py.*?)```", page, re.DOTALL)
     assert len([line for line in code.splitlines() if line and line[0] != "#"]) <= 10
     speed, test = code.split("# test_speed.py\n")
@@ -63,7 +63,7 @@ WORK = """
 
 
 def test_context_example_of_the_how_to_finds_an_uncounted_loop(timed_project: Project) -> None:
-    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "decode-steps.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/contexts.py.*?)```", page, re.DOTALL)
     contexts, test = code.split("# test_contexts.py\n")
     old_engine = ENGINE.format(more="")

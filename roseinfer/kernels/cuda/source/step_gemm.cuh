@@ -24,7 +24,7 @@ struct Producer {
     }
     DEV void fetch_tile(int row, int group, u32 bytes) {
         mbar_wait(&s->empty[stage], parity);
-        // More concurrent requests than this delay each other (docs/performance.md).
+        // More concurrent requests than this delay each other (docs/explanation/performance.md).
         mbar_wait(&s->full[oldest], oldest_parity);
         mbar_expect(&s->full[stage], bytes);
         copy_tile(s->ring + stage * STAGE_BYTES, map, row, group, &s->full[stage], evict_first);
