@@ -191,7 +191,7 @@ def test_coverage_of_workers_is_summed() -> None:
     assert target.eligible_examples["faster"] == 2 * CONCLUSIVE_EXAMPLES
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_verdict_with_workers_equals_that_without(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
