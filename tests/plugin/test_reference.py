@@ -248,7 +248,7 @@ def test_pages_name_only_existing_options_and_fixtures(recorded_options: Recorde
         *modules,
     }
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    pages = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "changelog.md"}  # has old names
+    pages = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "CHANGELOG.md"}  # has old names
     for page in [ROOT / "README.md", *sorted(pages), *workflows]:
         names_on_page = re.findall(
             r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8")
