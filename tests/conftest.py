@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or config.option.collectonly:
         return
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     folder = tempfile.TemporaryDirectory()

@@ -222,6 +222,7 @@ del llm
 """
 
 
+@pytest.mark.slow
 def test_process_exits_after_dropping_its_ranks() -> None:
     """This needs a new process, since ``warm_process`` does not shut down its interpreter."""
     command = [sys.executable, "-c", _DROP_RANKS]

@@ -160,6 +160,7 @@ def test_batch_histories_keep_to_the_limit_of_sequences(adapter: type[KVCacheAda
     assert 3 < most_sequences <= MAX_SEQUENCES
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize(
     ("adapter", "seed"),

@@ -282,6 +282,7 @@ SHOW_DEVICES = """
 """
 
 
+@pytest.mark.slow
 def test_workers_are_spread_over_gpus(project: Project) -> None:
     project.write(test_device=SHOW_DEVICES)
     gpu = project.pretend_gpus(count=2)
