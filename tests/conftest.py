@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytest_roseinfer.run.interpreter import fast_interpreter
-from tests.sampled import MARKERS, deselect_tests, record_selection
+from tests.slow import MARKERS, mark_slow_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,9 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or config.option.collectonly:
         return
-    record_selection(config)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     folder = tempfile.TemporaryDirectory()
     process = subprocess.Popen(
@@ -63,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    deselect_tests(config, items)
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cases(items)
 
 
 def pytest_collection_finish() -> None:

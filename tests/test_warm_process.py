@@ -29,7 +29,7 @@ def test_packages_under_test_are_not_imported() -> None:
     assert run_python(loaded, warm=True) == "True\n[]\n"
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_assertions_of_plugins_are_rewritten_without_warnings() -> None:
     code = """
         import sys, pytest

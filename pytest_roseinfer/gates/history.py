@@ -145,7 +145,7 @@ def _figures(run: RunFigures) -> Iterator[tuple[str, str, bool, float]]:
 _LEAST_RUNS = 3
 """Minimum number of times on either side of a change: fewer could be a busy day."""
 _MISSING = (
-    "change points of times need ruptures, which is not installed: pip install 'roseinfer[history]'"
+    "change points of times need ruptures, which is not installed: pip install 'roseinfer[plot]'"
 )
 
 

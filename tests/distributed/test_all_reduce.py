@@ -55,7 +55,7 @@ _SERVED = """
 """
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_completions_match_one_process() -> None:
     """One process leads both models, since it takes seconds to start."""
     served = [line.split() for line in run_python(_SERVED, interpret=True).splitlines()]

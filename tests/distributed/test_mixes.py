@@ -13,13 +13,11 @@ from pytest_roseinfer.targets import engine_models as shapes
 from roseinfer.distributed.follower import Follower
 from tests.distributed.followers import run_ranks_in_threads
 from tests.engine.searched_mixes import search
-from tests.sampled import all_tests_selected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-MIXES = 40 if all_tests_selected() else 10
 _SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.SOFTCAP)
 
 
@@ -54,5 +52,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roseinfer_engine, "_cached_network", lambda *of: deepcopy(whole(*of)))
 
 
-def test_requests_of_mixes_match_each_alone() -> None:
-    search(SharedEngine, MIXES)
+@pytest.mark.parametrize("mixes", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_requests_of_mixes_match_each_alone(mixes: int) -> None:
+    search(SharedEngine, mixes)

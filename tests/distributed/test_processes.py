@@ -222,6 +222,7 @@ del llm
 """
 
 
+@pytest.mark.slow
 def test_process_exits_after_dropping_its_ranks() -> None:
     """This needs a new process, since ``warm_process`` does not shut down its interpreter."""
     command = [sys.executable, "-c", _DROP_RANKS]
@@ -229,7 +230,7 @@ def test_process_exits_after_dropping_its_ranks() -> None:
     assert (process.returncode, process.stderr) == (0, "")
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks() -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]

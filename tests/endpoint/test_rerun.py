@@ -98,6 +98,7 @@ def test_printed_command_fails_until_the_bug_is_fixed(
         assert "secret" not in run.stdout.str() + run.stderr.str()
 
 
+@pytest.mark.slow
 def test_replay_counts_intermittent_failures(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

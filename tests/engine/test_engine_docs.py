@@ -25,6 +25,7 @@ PRINTED = {
     "Use it from async code": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
     "Errors": r"error .*2000.*\n.*leaves no room.*\n",
     "What a step does": r"1\n",
+    "The cache alone": r"torch\.Size\(\[4, 21, 64\]\) .*\n",
     "Speculative decoding": r"True\n",
 }
 """Pattern of the output of each section's example."""

@@ -125,7 +125,7 @@ def stale_baselines_named(result: pytest.RunResult) -> list[str]:
     return [line.partition("that nothing checks: ")[2] for line in lines]
 
 
-@pytest.mark.parametrize("workers", [(), pytest.param(("-n1",), marks=pytest.mark.takes_long)])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n1",), marks=pytest.mark.slow)])
 def test_update_names_stale_baselines(gated_project: Project, workers: tuple[str, ...]) -> None:
     """A stale baseline may name a test, a file or a step; tests not selected are left alone."""
     gated_project.write(test_gone=TEST, test_costs=TEST + TEST.replace("_decode", "_again"))

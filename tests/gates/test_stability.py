@@ -7,7 +7,7 @@ import pytest
 from tests.gates.stability import count, results
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_counts_of_a_busy_process_equal_those_of_this_one() -> None:
     """This process is pytest's, with the state that other tests left."""
     assert results(1, loaded=True, families=["gpt2"]) == [count(["gpt2"])]

@@ -184,6 +184,7 @@ def test_bounds_at_the_limit_are_exact(guides: GuideCompiler) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_random_hostile_guides() -> None:
     outcomes = run(seed=1, guides=40)
     assert min(outcomes[end] for end in ("followed", "exact", "are exact", "processor time")) > 0

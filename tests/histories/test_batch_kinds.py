@@ -160,12 +160,13 @@ def test_batch_histories_keep_to_the_limit_of_sequences(adapter: type[KVCacheAda
     assert 3 < most_sequences <= MAX_SEQUENCES
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize(
     ("adapter", "seed"),
     [
         *((adapter, seed) for adapter in QUICK for seed in (1, 2)),
-        *(pytest.param(adapter, 1, marks=pytest.mark.takes_long) for adapter in SLOW),
+        *(pytest.param(adapter, 1, marks=pytest.mark.slow) for adapter in SLOW),
     ],
 )
 def test_each_batch_kind_is_drawn_often(adapter: type[KVCacheAdapter], seed: int) -> None:

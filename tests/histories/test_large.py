@@ -124,6 +124,7 @@ def search(adapter: type[KVCacheAdapter]) -> None:
     tests.test_histories()
 
 
+@pytest.mark.slow
 def test_right_cache_passes_and_the_largest_sizes_are_reported() -> None:
     search(Cache)
     target = current().of(Cache)

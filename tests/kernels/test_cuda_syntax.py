@@ -33,6 +33,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("errors", CHECKS)
 def test_each_file_alone_is_accepted(errors: Errors, tmp_path: Path) -> None:
     for name in NAMES:
@@ -47,6 +48,7 @@ def test_missing_sizes_are_named(errors: Errors, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_size_is_needed(name: str, tmp_path: Path) -> None:
     defines = defines_of(name)

@@ -121,6 +121,7 @@ def allocation_cost(in_use: int) -> tuple[int, int]:
     return measure(pool, lambda: pool.allocate(start=0, length=0))
 
 
+@pytest.mark.slow
 def test_used_block_takes_at_most_200_bytes() -> None:
     """The limit includes the ids in the callers' lists."""
     # If this failed, the next line would take far too long.

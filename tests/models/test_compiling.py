@@ -40,6 +40,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 @pytest.mark.filterwarnings(  # raised inside of some torch versions when they compile
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_compiled_layers_generate_the_same_tokens(
     family: str, graphs: list[torch.fx.GraphModule]

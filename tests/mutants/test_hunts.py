@@ -20,7 +20,7 @@ from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
 from tests.mutants.planted import BROKEN, CRASH, EQUIVALENT, POOL, RELEASE
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.tally import Tally
-from tests.sampled import sample_names
+from tests.slow import sorted_by_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,9 +54,13 @@ def one_bug_for_each_row() -> list[Mutant]:
     return [next(m for m in CATALOGUE if row in m.rows) for row in KNOWN_BUGS]
 
 
-def test_bugs_of_every_known_row_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """All rows take two minutes; a quarter of them if the command line names no test."""
-    names = sample_names(sorted({mutant.name for mutant in one_bug_for_each_row()}))
+EIGHTHS = [0, *(pytest.param(eighth, marks=pytest.mark.slow) for eighth in range(1, 8))]
+
+
+@pytest.mark.parametrize("eighth", EIGHTHS)
+def test_bugs_of_every_known_row_are_found(eighth: int, capsys: pytest.CaptureFixture[str]) -> None:
+    planted = {mutant.name for mutant in one_bug_for_each_row()}
+    names = sorted_by_hash(planted, str)[eighth::8]
     assert command.main([*names, "--quick", "--jobs", "2"]) == 0
     output = capsys.readouterr().out
     assert all(name in output for name in names)
@@ -92,6 +96,7 @@ class FinishedJobs:
         return [outcome for outcome in self.outcomes if outcome.mutant == name]
 
 
+@pytest.mark.slow
 def test_equivalent_change_survives(
     finished: FinishedJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

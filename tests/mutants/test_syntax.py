@@ -100,6 +100,7 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
     "mutant", [each for each in CATALOGUE if each.module], ids=lambda mutant: mutant.name

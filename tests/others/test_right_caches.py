@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 SHORT = {"tutorial: list": 2, "tutorial: engine": 2, "fast path: 5 rows": 2}
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("name", "runs"), SHORT.items())
 def test_correct_targets_pass(name: str, runs: int) -> None:
     adapter = right_caches.RIGHT[name]()
     assert [right_caches.run(adapter, seed).failures for seed in range(runs)] == [[]] * runs
 
 
+@pytest.mark.slow
 def test_failed_run_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

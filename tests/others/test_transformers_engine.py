@@ -71,6 +71,7 @@ def mix(*requests: RequestSpec, room: int) -> RequestMix:
     return RequestMix(requests, cache_tokens=room, options=DEFAULT_OPTIONS)
 
 
+@pytest.mark.slow
 def test_engine_conforms_apart_from_known_findings() -> None:
     assert verdicts_of(ResumesAdmission, examples=12) == ["equal"] * 4
 

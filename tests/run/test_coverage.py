@@ -191,7 +191,7 @@ def test_coverage_of_workers_is_summed() -> None:
     assert target.eligible_examples["faster"] == 2 * CONCLUSIVE_EXAMPLES
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_verdict_with_workers_equals_that_without(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
@@ -282,6 +282,7 @@ SHOW_DEVICES = """
 """
 
 
+@pytest.mark.slow
 def test_workers_are_spread_over_gpus(project: Project) -> None:
     project.write(test_device=SHOW_DEVICES)
     gpu = project.pretend_gpus(count=2)

@@ -81,6 +81,7 @@ def test_sampled_tokens_have_the_models_distribution(llm: LLM) -> None:
     assert min(accepted, rejected) > COMPLETIONS // 10
 
 
+@pytest.mark.slow
 def test_statistic_detects_drafts_accepted_too_often(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ class NeverFast(RarelyFast):
     fast_histories: ClassVar[set[str]] = {"no history"}
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_unreached_path_fails_a_run_of_a_hundred_examples() -> None:
     with fresh_run(settings.Settings(examples=100, steps=3, seed=1)):
         conformance(NeverFast)().test_histories()

@@ -1,6 +1,6 @@
 """Conformance tools of others run on the server: ``python -m tests.server.outside_clients``.
 
-They come with the extra ``clients``. schemathesis generates valid and invalid bodies from the
+They are the dependency group ``clients``. schemathesis generates valid and invalid bodies from the
 server's schema; llm-comply checks OpenAI's and the Open Responses' specifications. guidellm is a
 load client. Its dependencies conflict with those of these tests, so it is given by the path of its
 program, in an environment of its own.

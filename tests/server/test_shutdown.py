@@ -136,6 +136,7 @@ PromptEncoder._encode = held
 """
 
 
+@pytest.mark.slow
 def test_prompts_being_read_are_aborted_after_drain_seconds() -> None:
     """Their threads delay neither draining nor the exit of the process."""
     with serving("--drain-seconds", "0.2", before=BLOCK_PROMPTS) as server:

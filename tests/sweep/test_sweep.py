@@ -36,7 +36,7 @@ SUMMARY_PAGE = ROOT / "docs" / "reference" / "models.md"
 """Page of the figures and the options, for users."""
 
 
-@pytest.mark.takes_long
+@pytest.mark.slow
 def test_random_tenth_has_the_outcomes_of_the_page() -> None:
     """``--roseinfer-seed`` draws the same tenth again."""
     seed = str(settings.current().seed)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = page("tutorials/cache.md")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAX_SECONDS = 10.0
 """CPU seconds of the first green run without importing torch; it takes 2.5."""
 
@@ -39,7 +40,7 @@ def list_cache_project(project: Project) -> Project:
 def test_install_command_equals_that_of_the_readme() -> None:
     (line,) = blocks(TUTORIAL, "Install", "sh")
     command = line.strip().replace("./roseinfer", ".").replace("roseinfer/", "")
-    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert command in README
 
 
 def test_first_run_passes_quickly(list_cache_project: Project) -> None:
@@ -66,6 +67,14 @@ def test_failure_equals_the_printed_one(list_cache_project: Project) -> None:
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     (printed_failure,) = blocks(TUTORIAL, "Break it")
     assert anywhere(printed_failure) in anywhere(result.stdout.str())
+
+
+def test_readme_has_the_code_and_the_failure_of_the_tutorial() -> None:
+    assert blocks(README, "Test a cache of your own", "python") == [list_cache()]
+    (printed,) = blocks(README, "Test a cache of your own")
+    (failure,) = blocks(TUTORIAL, "Break it")
+    assert len(printed.splitlines()) == 5
+    assert printed in failure
 
 
 def test_package_docstring_has_the_code_of_the_tutorial() -> None:

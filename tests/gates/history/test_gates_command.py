@@ -80,7 +80,7 @@ def test_history_without_ruptures_names_the_extra(
         importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
     )
     assert gates("history", folder) == 4
-    assert "pip install 'roseinfer[history]'" in capsys.readouterr().err
+    assert "pip install 'roseinfer[plot]'" in capsys.readouterr().err
 
 
 def test_folder_without_runs_is_an_error(

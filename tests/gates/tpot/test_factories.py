@@ -62,6 +62,7 @@ WORK = """
 """
 
 
+@pytest.mark.slow
 def test_context_example_of_the_how_to_finds_an_uncounted_loop(timed_project: Project) -> None:
     page = (ROOT / "docs" / "how-to" / "decode-steps.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/contexts.py.*?)```", page, re.DOTALL)

@@ -22,7 +22,7 @@ def test_seeds_draw_all_families_and_odd_vocabularies_reproducibly() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is batch invariant")
-@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("claimed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_difference_fails_only_if_batch_invariance_is_claimed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, claimed: bool
 ) -> None:

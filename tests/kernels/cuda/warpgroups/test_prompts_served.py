@@ -71,6 +71,7 @@ class Stored(StepBatch):
             cache[self.where] = numbers
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("whole", [True, False])
 def test_who_rotates_queries(tmp_path: Path, whole: bool) -> None:
     """The kernel does, where heads turn as a whole, and all others go through them before."""

@@ -124,6 +124,7 @@ def _next_float(number: Tensor) -> None:
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("changed", ["nothing", "a logit", "a stored value"])
 def test_where_bits_are_those_of_a_batch_another_bit_is_refused(
     monkeypatch: pytest.MonkeyPatch, changed: str
