@@ -174,6 +174,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             if markers.is_shipped(item):
                 from pytest_roseinfer.plugin import shipped
 
+                shipped.forget_failure(item)
                 stack.enter_context(shipped.search_context(item))
             result = yield
     finally:
@@ -191,7 +192,7 @@ def pytest_runtest_makereport(
     The traceback of a difference has nothing but frames of the harness.
     """
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
-    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
+    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace", False):
         return (yield)
     failure = call.excinfo.value
     if markers.is_shipped(item) and isinstance(failure, Exception):  # skips are BaseException

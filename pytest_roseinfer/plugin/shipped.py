@@ -15,6 +15,7 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.plugin.markers import is_shipped
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import Part
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -56,6 +57,13 @@ def part_of(item: pytest.Item) -> Part:
     call = getattr(item, "callspec", None)
     part: Part = call.params.get(_PARAMETER, Part()) if call else Part()
     return part
+
+
+def forget_failure(item: pytest.Item) -> None:
+    """Forget an earlier failure of a test that runs again, as with pytest-rerunfailures."""
+    name = coverage.name_of(item.cls.adapter)  # type: ignore[attr-defined]
+    if target := coverage.current().targets.get(name):
+        target.forget_failure()
 
 
 @contextmanager

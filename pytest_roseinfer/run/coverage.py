@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
@@ -119,8 +120,8 @@ class TargetCoverage:
     """Number of kernels compiled for it."""
     searched: bool = False
     """True once the run has begun a search of this target; only searches reach paths."""
-    failed: bool = False
-    """True if a search found a failure, which ends it."""
+    failing_tests: list[str] = field(default_factory=list)
+    """Ids of the tests whose latest search found a failure, which ends it."""
     examples: int = 0
     """Number of examples planned for its searches, including skipped ones."""
     num_skipped: int = 0
@@ -131,6 +132,19 @@ class TargetCoverage:
     """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int = 0
     """Number of large histories or mixes that ended early because their time limit was over."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failing_tests)
+
+    def note_failure(self) -> None:
+        """Note that a search of the running test found a failure."""
+        self.failing_tests.append(current_test())
+
+    def forget_failure(self) -> None:
+        """Forget the failure of the running test, which runs again."""
+        again = current_test()
+        self.failing_tests = [test for test in self.failing_tests if test != again]
 
     def add_finding(self, finding: FindingRecord) -> None:
         add(self.findings, finding)
@@ -242,7 +256,7 @@ class TargetCoverage:
         ):
             setattr(self, name, getattr(self, name) + other[name])
         self.searched |= other["searched"]
-        self.failed |= other["failed"]
+        self.failing_tests = sorted({*self.failing_tests, *other["failing_tests"]})
         self.note_largest(other["largest"])
         for finding in other["findings"]:
             self.add_finding(finding)
@@ -329,6 +343,11 @@ def current() -> Coverage:
 def set_current(coverage: Coverage) -> None:
     global _current
     _current = coverage
+
+
+def current_test() -> str:
+    """Return the id of the running test, without the phase that pytest adds; "" outside of one."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
 
 def name_of(adapter: type[Adapter]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def _make_finding(
     return {
         "target": coverage.name_of(adapter),
         "check": check,
-        "tests": _test(),
+        "tests": list(filter(None, [coverage.current_test()])),
         "summary": failure.summary if isinstance(failure, Difference) else repr(failure),
         "message": str(failure)
         if is_difference
@@ -78,12 +77,6 @@ def _first_test(findings: list[FindingRecord], new: FindingRecord) -> str:
     """Return another test of this process that hit the same failure; "" if none did."""
     tests = (each["tests"] for each in findings if each["summary"] == new["summary"])
     return next((test for names in tests for test in names if [test] != new["tests"]), "")
-
-
-def _test() -> list[str]:
-    """Return the id of the running test, without the phase that pytest adds in the variable."""
-    current = os.environ.get("PYTEST_CURRENT_TEST", "")
-    return [current.rpartition(" ")[0]] if current else []
 
 
 def _record_drawing(

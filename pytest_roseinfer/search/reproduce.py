@@ -227,14 +227,22 @@ def _server(adapter: str) -> str:
 
 
 def _replay_command(file: Path, adapter: str) -> str:
-    """Return the command that replays a trace, with the target if it is not a shipped one."""
+    """Return the command that replays a trace, with the target if it is not a shipped one.
+
+    It names the project's root if the current folder is another one.
+    """
     named = "" if adapter in settings.SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
+    root = file.resolve().parents[1]
+    root_option = (
+        "" if root == Path.cwd() else f" --rootdir {shlex.quote(str(_relative_path(root)))}"
+    )
     if server := _server_of(adapter):
         named = f" {shlex.join(server.options)}"
         # The replay must wait as long for a silent stream.
         seconds = settings.current().step_seconds
         named += f" --roseinfer-step-seconds {seconds}" if seconds != settings.STEP_SECONDS else ""
-    return f"replay with: pytest --roseinfer-replay {_relative_path(file)}{named}"
+    quoted = shlex.quote(str(_relative_path(file)))
+    return f"replay with: pytest --roseinfer-replay {quoted}{named}{root_option}"
 
 
 def _relative_path(file: Path) -> Path:

@@ -99,7 +99,7 @@ class Search(Generic[_Example]):
                 )
                 run_isolated(self._test())
         except (Exception, KeyboardInterrupt, _FinalFailure):
-            target.failed = True
+            target.note_failure()
             raise
         finally:
             target.seconds += monotonic() - began

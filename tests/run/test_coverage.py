@@ -152,7 +152,7 @@ def test_coverage_without_a_search_is_not_judged() -> None:
 
 def test_coverage_of_a_failed_search_is_not_judged() -> None:
     target = coverage_with()
-    target.failed = True
+    target.note_failure()
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert {row.verdict for row in TargetVerdict(target).rows()} == {"see failures"}
 
