@@ -150,6 +150,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     try:
         markers.check(items)
+        if settings.current().known_findings:
+            from pytest_roseinfer.plugin import shipped
+
+            shipped.check_known_findings(items)
     except pytest.UsageError as error:
         output = getattr(config, "workeroutput", None)
         if output is None:
@@ -175,6 +179,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
                 from pytest_roseinfer.plugin import shipped
 
                 shipped.forget_failure(item)
+                stack.enter_context(shipped.expect_known_findings(item))
                 stack.enter_context(shipped.search_context(item))
             result = yield
     finally:
@@ -192,6 +197,12 @@ def pytest_runtest_makereport(
     The traceback of a difference has nothing but frames of the harness.
     """
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
+    if call.excinfo is None and markers.is_shipped(item):
+        from pytest_roseinfer.plugin import shipped
+
+        report = yield
+        shipped.report_unexpected_pass(item, report)
+        return report
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace", False):
         return (yield)
     failure = call.excinfo.value

@@ -18,12 +18,14 @@ import pytest
 from pytest_roseinfer import words as mistakes
 from pytest_roseinfer.settings import (
     ENDPOINT_TARGET,
+    KNOWN_FINDINGS,
     POLITE_RATE,
     PROFILES,
     RATE,
     SHIPPED_TARGETS,
     STEP_SECONDS,
     Endpoint,
+    KnownFinding,
     Settings,
     Timing,
     choose_kernel_runtime,
@@ -31,7 +33,7 @@ from pytest_roseinfer.settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pytest_roseinfer.search.trace import ImportPolicy
 
@@ -179,6 +181,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"action": "append", "metavar": "FILE"},
         "write the coverage report to FILE.json or FILE.html; may be repeated",
     ),
+    "known-findings": (
+        _FILE,
+        "TOML file of known findings, whose tests are reported as xfailed; the default is "
+        f"{KNOWN_FINDINGS} at the project's root, if it exists",
+    ),
     "fast-interpreter": (
         _FLAG,
         "use faster replacements for parts of Triton's interpreter in shipped tests and in checks "
@@ -229,7 +236,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options by their names without ``--roseinfer-``: arguments for argparse, and help."""
 _INI = dict.fromkeys(
-    ("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"), "string"
+    (
+        *("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"),
+        "known_findings",
+    ),
+    "string",
 )
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each is equivalent to the command-line option of its name."""
@@ -335,6 +346,8 @@ def _read(config: pytest.Config) -> Settings:
         endpoint=server,
         named_targets=named,
         reports=reports,
+        known_findings=_known_findings(config),
+        known_file=_option_or_ini(config, "known-findings", KNOWN_FINDINGS),
         failures_dir=str(config.rootpath / ".roseinfer"),
         # A command-line path is relative to the current folder, an ini path to the ini file.
         costs=_relative_path(config, "costs") or (str(config.rootpath / costs) if costs else None),
@@ -342,6 +355,26 @@ def _read(config: pytest.Config) -> Settings:
         update_costs=_option(config, "update-costs"),
         timing=_timing(config),
     )
+
+
+def known_findings(config: pytest.Config) -> Mapping[str, KnownFinding]:
+    """Return the known findings of a run; an invalid file is a usage error."""
+    with raising_usage_errors():
+        return _known_findings(config)
+
+
+def _known_findings(config: pytest.Config) -> Mapping[str, KnownFinding]:
+    """Return the known findings of a run by digest; none where xfail has no effect."""
+    named = _relative_path(config, "known-findings")
+    in_ini = _ini(config, "known_findings")
+    file = Path(named) if named else config.rootpath / (in_ini or KNOWN_FINDINGS)
+    if not (named or in_ini or file.exists()):
+        return {}
+    from pytest_roseinfer.findings.known import read_known
+
+    known = read_known(file)
+    is_off = config.getoption("runxfail", False) or not config.pluginmanager.hasplugin("skipping")
+    return {} if is_off else known
 
 
 def endpoint(config: pytest.Config) -> Endpoint | None:

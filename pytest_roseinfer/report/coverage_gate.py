@@ -13,6 +13,7 @@ from tabulate import tabulate
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.environment import describe_device, describe_target
+from pytest_roseinfer.findings.known import known_of
 from pytest_roseinfer.gates.gate import Gate, figures_of, show_problems
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import (
@@ -89,7 +90,10 @@ class CoverageGate(Gate):
             yield from (f"### roseinfer: `{name}`", "", self._describe_search(judged), "")
             for label, fact in _facts(judged.target).items():
                 yield from (f"{label}: {fact}", "") if label != NOT_OFFERED else ()
-            yield from (f"- **failed**: {finding['summary']}" for finding in judged.target.findings)
+            for finding in judged.target.findings:
+                known = finding["known"]
+                yield f"- {known}" if known else f"- **failed**: {finding['summary']}"
+            yield from (f"- {line}" for line in _missed_findings(judged.target, name))
             if table := _table(judged, "github"):
                 yield from (table, "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
@@ -109,6 +113,11 @@ class CoverageGate(Gate):
             show_problems(reporter, self._by_target.get(name, ()))
             for warning in judged.warnings():
                 reporter.line(f"WARNING: {warning}", yellow=True)
+            for known in dict.fromkeys(finding["known"] for finding in judged.target.findings):
+                if known:
+                    reporter.line(f"XFAIL: {known}", yellow=True)
+            for line in _missed_findings(judged.target, name):
+                reporter.line(f"XPASS: {line}", yellow=True)
         if problems := self._by_target.get(""):
             reporter.section("roseinfer")
             show_problems(reporter, problems)
@@ -130,6 +139,15 @@ class CoverageGate(Gate):
             f"{run_settings.profile}, seed {run_settings.seed}"
         )
         return "\n".join(filter(None, [effort, judged.sizes, judged.cut_short]))
+
+
+def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
+    """Yield a line for each known finding that its test ran to the end without."""
+    known = known_of(name)
+    for digest in target.known_missed:
+        if digest in known and digest not in target.known_met:
+            missed = known[digest]
+            yield f"{missed}; {missed.test} no longer finds it: remove the entry if it is fixed"
 
 
 def _facts(target: TargetCoverage) -> dict[str, str]:

@@ -128,6 +128,10 @@ class TargetCoverage:
     """Number of planned examples that were skipped because their test's time limit was over."""
     findings: list[FindingRecord] = field(default_factory=list)
     """Failures that searches found, without duplicates."""
+    known_met: Counter[str] = field(default_factory=Counter)
+    """Number of failing examples by the known finding that they show, by digest."""
+    known_missed: list[str] = field(default_factory=list)
+    """Known findings that their own tests ran to the end without."""
     largest: dict[str, int] = field(default_factory=dict)
     """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int = 0
@@ -208,7 +212,7 @@ class TargetCoverage:
         """
         current_settings = settings.current()
         max_tries = _MAX_TRIES_PER_EXAMPLE * current_settings.examples
-        if not current_settings.require_paths or tries > max_tries:
+        if not current_settings.require_paths or tries > max_tries or self.failed:
             return []
         short = {
             name for name in self.names_below_required(since) if not tries or self._goes_on(name)
@@ -242,6 +246,7 @@ class TargetCoverage:
             "large_counts",
             "invariant_checks",
             "batches",
+            "known_met",
         ):
             getattr(self, name).update(other[name])
         for name, met in other["conditions_by_path"].items():
@@ -255,6 +260,7 @@ class TargetCoverage:
             "large_cut_short",
         ):
             setattr(self, name, getattr(self, name) + other[name])
+        self.known_missed = sorted({*self.known_missed, *other["known_missed"]})
         self.searched |= other["searched"]
         self.failing_tests = sorted({*self.failing_tests, *other["failing_tests"]})
         self.note_largest(other["largest"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
+from pytest_roseinfer.findings.known import digest_of, known_of
 from pytest_roseinfer.findings.svg import draw_failure
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
@@ -53,8 +54,10 @@ def _make_finding(
     history = failure.history if isinstance(failure, Divergence) else example
     frames, timeline = _record_drawing(adapter, check, history, location, failure)
     return {
-        "target": coverage.name_of(adapter),
+        "target": (target := coverage.name_of(adapter)),
         "check": check,
+        "digest": (digest := digest_of(target, failure)),
+        "known": str(known_of(target).get(digest, "")),
         "tests": list(filter(None, [coverage.current_test()])),
         "summary": failure.summary if isinstance(failure, Difference) else repr(failure),
         "message": str(failure)

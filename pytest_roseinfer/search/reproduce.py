@@ -20,7 +20,7 @@ from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE
 from pytest_roseinfer.search.named_checks import CHECKS, kind_of_example
-from pytest_roseinfer.search.trace import FAILED, FORMAT, SERVER
+from pytest_roseinfer.search.trace import DIGEST, FAILED, FORMAT, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -184,7 +184,8 @@ def _write(
     content = json.dumps(trace, indent=1).encode()
     stem = f"{class_name}-{sha256(content).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
-    text = json.dumps({**trace, FAILED: finding["summary"]}, indent=1)
+    failure = {FAILED: finding["summary"], DIGEST: finding["digest"]}
+    text = json.dumps({**trace, **failure}, indent=1)
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},

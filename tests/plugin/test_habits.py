@@ -114,7 +114,6 @@ def test_replay_command_works_in_the_folder_of_the_run(
     root = broken_project.path
     (root / "below it").mkdir()
     start = root.parent if folder == "above" else root / "below it"
-    broken_project.ini()
     monkeypatch.chdir(start)
     arguments = [*SHORT_SEARCH, f"--rootdir={root}", f"{root}/test_my_cache.py", "-k", "histories"]
     result = broken_project.pytester.runpytest_subprocess(*arguments)
