@@ -98,7 +98,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
     """Describe targets that the header could not name before the tests were collected."""
     shipped = [item for item in items if markers.is_shipped(item)]
-    if not shipped:
+    if not shipped or config.get_verbosity() < 0:
         return []
     from pytest_roseinfer.run import coverage
 

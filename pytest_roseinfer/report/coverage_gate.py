@@ -25,6 +25,7 @@ from pytest_roseinfer.report.verdict import (
     verdict,
 )
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,11 +106,16 @@ class CoverageGate(Gate):
     def show(self, reporter: pytest.TerminalReporter) -> None:
         for name, judged in self._target_verdicts.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
-            reporter.line(self._describe_search(judged))
-            for label, fact in _facts(judged.target).items():
-                reporter.line(f"{label}: {fact}")
-            if table := _table(judged, "simple"):
-                reporter.line(table)
+            if reporter.verbosity > 0:
+                reporter.line(self._describe_search(judged))
+                for label, fact in _facts(judged.target).items():
+                    reporter.line(f"{label}: {fact}")
+                if table := _table(judged, "simple"):
+                    reporter.line(table)
+            else:
+                early = judged.sizes if judged.target.large_cut_short else ""
+                reporter.line(self._describe_effort(judged, early))
+                reporter.line(_in_brief(judged))
             show_problems(reporter, self._by_target.get(name, ()))
             for warning in judged.warnings():
                 reporter.line(f"WARNING: {warning}", yellow=True)
@@ -128,7 +134,10 @@ class CoverageGate(Gate):
         return {name: TargetVerdict(target, self._settings) for name, target in targets.items()}
 
     def _describe_search(self, judged: TargetVerdict) -> str:
-        """Describe this run's search effort on a target."""
+        """Describe this run's search effort on a target, with the sizes reached."""
+        return self._describe_effort(judged, judged.sizes)
+
+    def _describe_effort(self, judged: TargetVerdict, sizes: str = "") -> str:
         target, run_settings = judged.target, self._settings
         if not target.searched:
             return NOT_SEARCHED
@@ -138,7 +147,7 @@ class CoverageGate(Gate):
             f"{describe_device(run_settings)} in {target.seconds:.0f} s{compiled}, profile "
             f"{run_settings.profile}, seed {run_settings.seed}"
         )
-        return "\n".join(filter(None, [effort, judged.sizes, judged.cut_short]))
+        return "\n".join(filter(None, [effort, sizes, judged.cut_short]))
 
 
 def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
@@ -148,6 +157,22 @@ def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
         if digest in known and digest not in target.known_met:
             missed = known[digest]
             yield f"{missed}; {missed.test} no longer finds it: remove the entry if it is fixed"
+
+
+def _in_brief(judged: TargetVerdict) -> str:
+    """Return the numbers of what ``-v`` lists, and the names of what was not reached."""
+    target = judged.target
+    methods = len(target.tested_methods), len(target.missing_methods)
+    parts = [f"tested {methods[0]} of {sum(methods)} methods"]
+    parts += [format_count(len(+target.invariant_checks), "invariant")] * (target.kind == "cache")
+    for kind, reached in {"path": "equal", "condition": "met"}.items():
+        rows = [row for row in judged.rows() if row.kind == kind]
+        missing = [row.name for row in rows if row.verdict != reached]
+        if rows and target.searched and not target.failed:
+            without = f" (not {', '.join(missing)})" if missing else ""
+            count = f"{len(rows) - len(missing)} of {format_count(len(rows), kind)} {reached}"
+            parts.append(f"{count}{without}")
+    return f"{', '.join(parts)}; -v lists them"
 
 
 def _facts(target: TargetCoverage) -> dict[str, str]:

@@ -125,6 +125,46 @@ def test_replay_command_works_in_the_folder_of_the_run(
     replayed.stdout.fnmatch_lines(["FAILED: peek: sequence 1, layer 0, K: *"])
 
 
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=str)
+def test_quiet_green_run_has_few_lines(list_cache_project: Project, workers: list[str]) -> None:
+    result = list_cache_project.pytest(*SHORT_SEARCH, "-q", *workers)
+    result.assert_outcomes(passed=3, skipped=2)
+    assert len(result.outlines) <= 8
+    result.stdout.fnmatch_lines(
+        [
+            "=* roseinfer: test_my_cache:ListCache =*",
+            "12 histories of up to 12 steps on *, seed 1",
+            "tested 3 of 40 methods, 2 invariants; -v lists them",
+        ]
+    )
+
+
+UNREACHED = """
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import FastPath, conformance
+
+    class Unreached(PagedCache):
+        paths = {**PagedCache.paths, "never": FastPath(equals="row_by_row")}
+
+    TestUnreached = conformance(Unreached)
+"""
+
+
+@pytest.mark.parametrize("required", ["on", "off"])
+def test_weak_run_says_so_quietly(project: Project, required: str) -> None:
+    project.copy_caches()
+    project.write(test_mine=UNREACHED)
+    paths = f"--roseinfer-required-paths={required}"
+    result = project.pytest(*SHORT_SEARCH, "-q", "-k", "histories", paths)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        [
+            "tested * methods, * invariants, 1 of 2 paths equal (not never), 1 of 1 condition *",
+            *["WARNING: path 'never' was not reached by *"] * (required == "on"),
+        ]
+    )
+
+
 def test_collected_tests_have_no_summary(list_cache_project: Project) -> None:
     result = list_cache_project.pytest("--collect-only", "-q", "-W", "error")
     assert result.ret == pytest.ExitCode.OK

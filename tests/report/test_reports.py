@@ -71,7 +71,7 @@ def test_every_requested_report_is_written(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
     (project.path / "summary.md").write_text("# from an earlier step\n")
     result = project.pytest(
-        *("--pyargs", "pytest_roseinfer.suite", "-k", "histories"),
+        *("-v", "--pyargs", "pytest_roseinfer.suite", "-k", "histories"),
         "--roseinfer-target=caches.paged_cache:PagedCache",
         *("--roseinfer-seed=2", "--roseinfer-examples=25"),
         *("--roseinfer-report=out/reached.json", "--roseinfer-report=out/reached.html"),
