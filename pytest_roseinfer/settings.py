@@ -166,6 +166,9 @@ class Settings:
     search_seconds: float = PROFILES["dev"].search_seconds
     """Seconds for all searches of one test; 0 means unlimited."""
     seed: int | None = None
+    reuses_examples: bool = False
+    """True if searches try failing examples of earlier runs first, from Hypothesis's database; with
+    a given seed, they do not, so that the run can be repeated."""
     part: Part = field(default_factory=Part)
     gpu: bool = False
     gpu_index: int | None = None

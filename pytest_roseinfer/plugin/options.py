@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -338,6 +338,7 @@ def _read(config: pytest.Config) -> Settings:
         step_seconds=step_seconds(config),
         search_seconds=_seconds(config, "search-seconds", usual.search_seconds),
         seed=_seed(config),
+        reuses_examples=_given_seed(config) is None,
         gpu=gpu,
         gpu_index=_gpu_index(config) if gpu else None,
         require_paths=required == "on" if required else _ini(config, "required_paths") is not False,
@@ -551,13 +552,44 @@ def _seconds(config: pytest.Config, name: str, default: float) -> float:
 
 def _seed(config: pytest.Config) -> int:
     """Return the seed of the options, else of the xdist controller, else a random one."""
+    seed = _given_seed(config)
+    if seed is None:
+        seed = getattr(config, "workerinput", {}).get("roseinfer_seed")
+    return int.from_bytes(os.urandom(4), "big") if seed is None else seed
+
+
+def _given_seed(config: pytest.Config) -> int | None:
+    """Return the seed of the options or of a derandomized profile; None to draw one."""
     seed = _number(config, "seed", at_least=0)
     if seed is not None:
         return seed
-    inherited = getattr(config, "workerinput", {}).get("roseinfer_seed")
-    if inherited is None:  # Hypothesis's own option, which may also be "random"
-        inherited = config.getoption("--hypothesis-seed", default=None)
-    return int(inherited) if str(inherited).isdigit() else int.from_bytes(os.urandom(4), "big")
+    of_hypothesis = str(config.getoption("--hypothesis-seed", default=None))  # or "random"
+    if of_hypothesis.isdigit():
+        return int(of_hypothesis)
+    return 0 if _derandomized(config) else None
+
+
+def _derandomized(config: pytest.Config) -> bool:
+    """Return True if the user chose a Hypothesis profile that draws the same in every run.
+
+    On a CI, Hypothesis itself chooses such a profile, which is no reason to search less.
+    """
+    named = config.getoption("--hypothesis-profile", default=None)
+    if not (named or "hypothesis" in sys.modules):  # a profile would be loaded in a conftest.py
+        return False
+    from hypothesis import settings as profiles
+    from hypothesis.errors import InvalidArgument
+
+    with suppress(InvalidArgument):  # Hypothesis refuses an unknown name itself
+        if named:
+            return profiles.get_profile(named).derandomize
+    chosen, automatic = profiles.default, []
+    for name in ("default", "ci"):
+        with suppress(InvalidArgument):  # older versions have no profile for a CI
+            automatic.append(profiles.get_profile(name))
+    return (
+        chosen is not None and chosen.derandomize and all(chosen is not each for each in automatic)
+    )
 
 
 def _gpu_index(config: pytest.Config) -> int | None:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 NOT_OFFERED = "not offered"
+_STATISTICS = "--hypothesis-show-statistics"
+"""Option of Hypothesis that lists what each of its tests drew; the lists are those of searches."""
 
 
 class CoverageGate(Gate):
@@ -106,7 +108,7 @@ class CoverageGate(Gate):
     def show(self, reporter: pytest.TerminalReporter) -> None:
         for name, judged in self._target_verdicts.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
-            if reporter.verbosity > 0:
+            if reporter.verbosity > 0 or self.config.getoption(_STATISTICS, False):
                 reporter.line(self._describe_search(judged))
                 for label, fact in _facts(judged.target).items():
                     reporter.line(f"{label}: {fact}")

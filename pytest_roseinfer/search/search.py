@@ -130,26 +130,29 @@ class Search(Generic[_Example]):
             self._attempt(example)
 
         attempt.__qualname__ = f"{self.name}[{coverage.name_of(self.adapter)}]"
-        test = hypothesis.settings(
-            max_examples=self.examples,
-            # Under Triton's interpreter, a step's time grows with its launch.
-            deadline=None,
-            suppress_health_check=[hypothesis.HealthCheck.too_slow],
-            report_multiple_bugs=False,
-            print_blob=False,
-            # On a CI, Hypothesis would draw the same histories in every run by default.
-            derandomize=False,
-            # Without Hypothesis's shrinking of choices: ``Shrinker`` shrinks the example itself.
-            phases=[
-                hypothesis.Phase.explicit,
-                hypothesis.Phase.reuse,
-                hypothesis.Phase.generate,
-            ],
-        )(hypothesis.given(self.strategy)(attempt))
+        # Hypothesis keeps failing examples by the test's source, which all searches share. Turns
+        # of one aim draw alike, so each may use the examples of the others.
+        key = f"{attempt.__qualname__} {self.salt.rpartition(' ')[0]}".encode()
+        attempt._hypothesis_internal_add_digest = key  # type: ignore[attr-defined]
+        users = hypothesis.settings.default or hypothesis.settings()
+        test = hypothesis.given(self.strategy)(attempt)
         if (seed := settings.current().seed) is not None:
             # Searches of one run must not all draw the same histories.
             test = hypothesis.seed(f"{seed} {attempt.__qualname__} {self.salt}")(test)
-        return test
+        return hypothesis.settings(
+            max_examples=self.examples,
+            # Under Triton's interpreter, a step's time grows with its launch.
+            deadline=None,
+            suppress_health_check={*users.suppress_health_check, hypothesis.HealthCheck.too_slow},
+            report_multiple_bugs=False,
+            print_blob=False,
+            # ``options`` reads it: a profile of the user sets the seed.
+            derandomize=False,
+            database=users.database if settings.current().reuses_examples else None,
+            # Without Hypothesis's shrinking of choices: ``Shrinker`` shrinks the example itself.
+            phases=[hypothesis.Phase.generate]
+            + [hypothesis.Phase.reuse] * (hypothesis.Phase.reuse in users.phases),
+        )(test)
 
     def _attempt(self, example: _Example) -> None:
         # Hypothesis retries the failing example, which must run even after the deadline.
