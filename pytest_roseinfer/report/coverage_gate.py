@@ -117,7 +117,7 @@ class CoverageGate(Gate):
             else:
                 early = judged.sizes if judged.target.large_cut_short else ""
                 reporter.line(self._describe_effort(judged, early))
-                reporter.line(_in_brief(judged))
+                reporter.line(in_brief(judged))
             show_problems(reporter, self._by_target.get(name, ()))
             for warning in judged.warnings():
                 reporter.line(f"WARNING: {warning}", yellow=True)
@@ -161,7 +161,7 @@ def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
             yield f"{missed}; {missed.test} no longer finds it: remove the entry if it is fixed"
 
 
-def _in_brief(judged: TargetVerdict) -> str:
+def in_brief(judged: TargetVerdict) -> str:
     """Return the numbers of what ``-v`` lists, and the names of what was not reached."""
     target = judged.target
     methods = len(target.tested_methods), len(target.missing_methods)
@@ -174,6 +174,8 @@ def _in_brief(judged: TargetVerdict) -> str:
             without = f" (not {', '.join(missing)})" if missing else ""
             count = f"{len(rows) - len(missing)} of {format_count(len(rows), kind)} {reached}"
             parts.append(f"{count}{without}")
+    if target.failed and judged.rows():
+        parts.append("paths and conditions not judged")
     return f"{', '.join(parts)}; -v lists them"
 
 
