@@ -199,6 +199,11 @@ class Settings:
         """Targets that the user chose; empty if they are the plugin's own."""
         return () if self.targets == SHIPPED_TARGETS else self.targets
 
+    def known_of(self, target: str) -> dict[str, KnownFinding]:
+        """Return the known findings of a target, by digest."""
+        every = self.known_findings.items()
+        return {digest: each for digest, each in every if each.target == target}
+
     def search_ends(self) -> float:
         """Return the deadline for the searches of a test that starts now, in ``monotonic`` time."""
         return monotonic() + self.search_seconds if self.search_seconds else math.inf

@@ -57,12 +57,6 @@ def _entry(file: Path, digest: str, entry: Any) -> KnownFinding:
     return KnownFinding(digest, **entry)
 
 
-def known_of(target: str) -> dict[str, KnownFinding]:
-    """Return the known findings of a target in this run, by digest."""
-    every = settings.current().known_findings
-    return {digest: each for digest, each in every.items() if each.target == target}
-
-
 # Digests.
 
 

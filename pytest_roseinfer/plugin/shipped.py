@@ -15,7 +15,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.base import Adapter
-from pytest_roseinfer.findings.known import digest_of, known_of
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.plugin.markers import is_shipped
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import KnownFinding, Part
@@ -79,7 +79,7 @@ _MISSED = pytest.StashKey[list[KnownFinding]]()
 def check_known_findings(items: Iterable[pytest.Item]) -> None:
     """Refuse known findings of tests that their targets do not have."""
     for owner in {item.cls for item in items if is_shipped(item)}:  # type: ignore[attr-defined]
-        for known in known_of(coverage.name_of(owner.adapter)).values():
+        for known in settings.current().known_of(coverage.name_of(owner.adapter)).values():
             if known.test not in owner.shipped():
                 suggestion = did_you_mean(known.test, owner.shipped())
                 raise pytest.UsageError(
@@ -92,7 +92,7 @@ def expect_known_findings(item: pytest.Item) -> Iterator[None]:
     """Report a test as xfailed if it fails by known findings alone."""
     name = coverage.name_of(item.cls.adapter)  # type: ignore[attr-defined]
     item.stash[_MISSED] = []
-    known = known_of(name)
+    known = settings.current().known_of(name)
     if not known:
         yield
         return

@@ -13,7 +13,6 @@ from tabulate import tabulate
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.environment import describe_device, describe_target
-from pytest_roseinfer.findings.known import known_of
 from pytest_roseinfer.gates.gate import Gate, figures_of, show_problems
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import (
@@ -154,7 +153,7 @@ class CoverageGate(Gate):
 
 def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
     """Yield a line for each known finding that its test ran to the end without."""
-    known = known_of(name)
+    known = settings.current().known_of(name)
     for digest in target.known_missed:
         if digest in known and digest not in target.known_met:
             missed = known[digest]

@@ -6,9 +6,10 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
-from pytest_roseinfer.findings.known import digest_of, known_of
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.findings.svg import draw_failure
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
@@ -57,7 +58,7 @@ def _make_finding(
         "target": (target := coverage.name_of(adapter)),
         "check": check,
         "digest": (digest := digest_of(target, failure)),
-        "known": str(known_of(target).get(digest, "")),
+        "known": str(settings.current().known_of(target).get(digest, "")),
         "tests": list(filter(None, [coverage.current_test()])),
         "summary": failure.summary if isinstance(failure, Difference) else repr(failure),
         "message": str(failure)

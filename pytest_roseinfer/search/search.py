@@ -16,7 +16,7 @@ import torch
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.findings.known import describe_entry, digest_of, known_of
+from pytest_roseinfer.findings.known import describe_entry, digest_of
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import (
     CURRENT_EXAMPLE,
@@ -69,7 +69,7 @@ class Search(Generic[_Example]):
     """Known findings of the adapter, by digest."""
 
     def __post_init__(self) -> None:
-        self._known = known_of(coverage.name_of(self.adapter))
+        self._known = settings.current().known_of(coverage.name_of(self.adapter))
 
     def run(self) -> None:
         """Try examples until one fails; shrink it, save it, and raise its failure."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.environment import version
-from pytest_roseinfer.findings.known import digest_of, known_of
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def replay(file: str, allowed: ImportPolicy) -> int:
 
 def _print_known(trace: Mapping[str, Any], digest: str, outcome: str) -> KnownFinding | None:
     """Print and return the known finding of the trace's adapter with a digest; None without one."""
-    known = known_of(trace["adapter"]).get(digest)
+    known = settings.current().known_of(trace["adapter"]).get(digest)
     if known:
         print(f"\n{outcome}: {known}")
     return known
