@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 SHIPPED_TARGETS = (
     # Longest first, so that two workers finish at about the same time.
@@ -19,6 +19,9 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
     "pytest_roseinfer.targets.roseinfer_kv:WindowedManager",
 )
+
+KNOWN_FINDINGS = "roseinfer-known.toml"
+"""Default file of known findings, at the project's root."""
 
 ENDPOINT_TARGET = "pytest_roseinfer.endpoint.served_engine:ServedEngine"
 
@@ -109,6 +112,25 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownFinding:
+    """Failure that is expected, by its digest: one entry of ``roseinfer-known.toml``."""
+
+    digest: str
+    target: str
+    """Target, as ``package.module:Class``."""
+    test: str
+    """Test that must find it, such as ``test_histories``; others may."""
+    reason: str
+    link: str = ""
+    strict: bool | None = None
+    """True if the test fails once it does not find it; None for pytest's own setting."""
+
+    def __str__(self) -> str:
+        link = f" ({self.link})" if self.link else ""
+        return f"known finding {self.digest}: {self.reason}{link}"
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Options for timing decode steps."""
 
@@ -144,6 +166,9 @@ class Settings:
     search_seconds: float = PROFILES["dev"].search_seconds
     """Seconds for all searches of one test; 0 means unlimited."""
     seed: int | None = None
+    reuses_examples: bool = False
+    """True if searches try failing examples of earlier runs first, from Hypothesis's database; with
+    a given seed, they do not, so that the run can be repeated."""
     part: Part = field(default_factory=Part)
     gpu: bool = False
     gpu_index: int | None = None
@@ -157,6 +182,10 @@ class Settings:
     named_targets: tuple[str, ...] = ()
     """Targets named on the command line; a run that does not check them fails."""
     reports: tuple[str, ...] = ()
+    known_findings: Mapping[str, KnownFinding] = field(default_factory=dict)
+    """Failures that are expected, by digest; empty with ``--runxfail``."""
+    known_file: str = KNOWN_FINDINGS
+    """File of known findings, as messages name it."""
     failures_dir: str | None = None
     costs: str | None = None
     """Baseline file of the work gate; None means one in the folder of each test file."""
@@ -169,6 +198,11 @@ class Settings:
     def chosen_targets(self) -> tuple[str, ...]:
         """Targets that the user chose; empty if they are the plugin's own."""
         return () if self.targets == SHIPPED_TARGETS else self.targets
+
+    def known_of(self, target: str) -> dict[str, KnownFinding]:
+        """Return the known findings of a target, by digest."""
+        every = self.known_findings.items()
+        return {digest: each for digest, each in every if each.target == target}
 
     def search_ends(self) -> float:
         """Return the deadline for the searches of a test that starts now, in ``monotonic`` time."""

@@ -101,16 +101,19 @@ def attention(observation: Observation) -> Finding | None:
         if wrong := _wrong_answer(observation, answer):
             return wrong
     if observation.after.tables_and_ledgers() != observation.before.tables_and_ledgers():
-        return Finding("attend changed the books")
+        return Finding("attend changed the books", kind="books")
     change = find_change(observation, observation.before.arena, observation.after.arena)
-    return Finding("attend changed what is stored", change[0]) if change else None
+    if change is None:
+        return None
+    return Finding("attend changed what is stored", change[0], kind="storage")
 
 
 def _wrong_answer(observation: Observation, answer: AttentionOutput) -> Finding | None:
     output, query = answer.actual, answer.query
     if isinstance(output, Exception):
         call = f"attend({list(answer.seqs)}, query, {answer.layer})"
-        return Finding(f"{call} raised {type(output).__name__}: {output}", cause=output)
+        name = type(output).__name__
+        return Finding(f"{call} raised {name}: {output}", cause=output, kind=f"raised {name}")
     if output.shape != query.shape:
         return Finding(f"attend: expected shape {list(query.shape)}, found {list(output.shape)}")
     if output.device != query.device:

@@ -67,15 +67,18 @@ def bad_calls(observation: Observation) -> Finding | None:
     if bad is None:
         return None
     if error is not None and not isinstance(error, bad.errors):
-        return Finding(f"{bad.description} raised {type(error).__name__}: {error}", cause=error)
+        problem = f"{bad.description} raised {type(error).__name__}: {error}"
+        return Finding(problem, cause=error, kind=f"raised {type(error).__name__}")
     if error is None and bad.errors:
         names = " or ".join(kind.__name__ for kind in bad.errors)
-        return Finding(f"{bad.description} went through; it must raise {names}")
+        problem = f"{bad.description} went through; it must raise {names}"
+        return Finding(problem, kind="went through")
     if observation.after.tables_and_ledgers() != observation.before.tables_and_ledgers():
-        return Finding(f"{bad.description} changed the books")
+        return Finding(f"{bad.description} changed the books", kind="books")
     if change := find_change(observation, observation.before.arena, observation.after.arena):
         location, contents = change
-        return Finding(f"{bad.description} changed what is stored in {contents.kind}", location)
+        problem = f"{bad.description} changed what is stored in {contents.kind}"
+        return Finding(problem, location, kind="storage")
     return None
 
 

@@ -71,25 +71,28 @@ def _wrong_books(observation: Observation, layer: int) -> Finding | None:
         times = format_count(owners[first], "time")
         counts = f"refcount {refcounts.get(first, 0)}, and tables name it {times}"
         problem = f"layer {layer}: block {first} has {counts}{_describe_holders(location)}"
-        return Finding(problem, location)
+        return Finding(problem, location, kind="refcount")
     if len(set(ledger.free)) < len(ledger.free):
         twice = max(ledger.free, key=list(ledger.free).count)
         problem = f"layer {layer}: the free list names a block twice: {ledger.free}"
-        return Finding(problem, location_of_block(observation, layer, twice))
+        return Finding(problem, location_of_block(observation, layer, twice), kind="free twice")
     if both := set(ledger.free) & set(owners):
         location = location_of_block(observation, layer, min(both))
         return Finding(
             f"layer {layer}: block {location.block} is free, and held{_describe_holders(location)}",
             location,
+            kind="free and held",
         )
     if len(ledger.free) + len(owners) != ledger.total:
         return Finding(
             f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
-            f"the {ledger.total} there are"
+            f"the {ledger.total} there are",
+            kind="total",
         )
     if ledger.num_free not in (None, len(ledger.free)):
         counted = f"the cache counts {ledger.num_free} free blocks"
-        return Finding(f"layer {layer}: {counted}, and has {len(ledger.free)}")
+        problem = f"layer {layer}: {counted}, and has {len(ledger.free)}"
+        return Finding(problem, kind="count of free blocks")
     return None
 
 
@@ -121,6 +124,7 @@ def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
                     f"layer {layer}: sequence {seq} has block {block} of its own where it "
                     f"shares block {block_of[id(page)]}: a block was copied needlessly",
                     Location(layer, {seq: at}, block),
+                    kind="copied needlessly",
                 )
             other = page_of.setdefault(block, page)
             if other is not page and not (by_prefix and other.tokens == page.tokens):
@@ -128,6 +132,7 @@ def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
                     f"layer {layer}: block {block} of sequence {seq} is shared with a "
                     "sequence that must have one of its own by now",
                     location_of_block(observation, layer, block),
+                    kind="shared wrongly",
                 )
     return None
 
@@ -141,6 +146,7 @@ def wrong_length(observation: Observation, seq: int, layer: int) -> Finding | No
         f"layer {layer}: sequence {seq} has {len(table)} blocks for "
         f"{observation.oracle.length(seq)} tokens; {len(pages)} are right",
         Location(layer, {seq: None}),
+        kind="length of a table",
     )
 
 

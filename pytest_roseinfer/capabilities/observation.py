@@ -192,6 +192,9 @@ class Finding:
     """Error that the cache raised; None if it raised none."""
     on_refused_step: bool = False
     """True if a step that had to be refused raised the error."""
+    kind: str = ""
+    """Kind of difference, without numbers of the history, for digests. The name of the invariant
+    goes before it. Changing it changes the digests in users' files."""
 
 
 def describe_error(error: BaseException) -> str:

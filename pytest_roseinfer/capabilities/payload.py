@@ -207,6 +207,13 @@ class HeadPosition(NamedTuple):
         return "another head's" * (self.head != other.head)
 
 
+def _kind_of_bits(row: torch.Tensor) -> str:
+    """Return the kind of bits that are no token's."""
+    if not as_bits(row).any():
+        return "zeros"
+    return "NaN" if row.is_floating_point() and row.isnan().all() else "other bits"
+
+
 def rounded_to(exact: torch.Tensor, actual: torch.Tensor) -> str:
     """Return the dtype that a row was rounded to; empty if rounding does not explain it."""
     for name in _NARROWER:
@@ -229,6 +236,13 @@ class HeadMismatch:
     """Token whose bits were found; None if they are no token's."""
     likely_cause: str = ""
     """Likely cause, in words; empty if unknown."""
+    kind_of_bits: str = ""
+    """Kind of the actual bits: ``token``, ``zeros``, ``NaN`` or ``other bits``."""
+
+    @property
+    def finding_kind(self) -> str:
+        """Kind of difference, as in ``Finding.kind``."""
+        return f"{self.kind} {self.likely_cause or self.kind_of_bits}"
 
     def describe(self) -> str:
         likely_cause = f": {self.likely_cause}" * bool(self.likely_cause)
@@ -340,7 +354,13 @@ class Payload:
         likely_cause = place.likely_cause(other) if place and other else ""
         expected = place.describe(here) if place else self._describe_unknown_row(expected_row)
         return HeadMismatch(
-            head, kind, expected, actual, other.token if other else None, likely_cause
+            head,
+            kind,
+            expected,
+            actual,
+            other.token if other else None,
+            likely_cause,
+            "token" if other else _kind_of_bits(actual_row),
         )
 
     def _describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:

@@ -106,7 +106,8 @@ def read_back(observation: Observation) -> Finding | None:
     for (route, seq, layer), result in observation.after.reads.items():
         if isinstance(result, Exception):
             problem = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
-            raised = Finding(problem, Location(layer, {seq: None}), result)
+            kind = f"{route} raised {type(result).__name__}"
+            raised = Finding(problem, Location(layer, {seq: None}), result, kind=kind)
             break
         start, unwritten = (
             observation.oracle.first_live(seq, layer),
@@ -136,13 +137,14 @@ def _difference(observation: Observation, compared: _Compared) -> Finding | None
     whole = Location(layer, {seq: None})
     if expected_pair.shape != actual_pair.shape:
         shapes = f"expected shape {list(expected_pair.shape)}, found {list(actual_pair.shape)}"
-        return Finding(f"{location}: {shapes}", whole)
+        return Finding(f"{location}: {shapes}", whole, kind=f"{route} shape")
     for expected, actual in (
         (expected_pair.dtype, actual_pair.dtype),
         (expected_pair.device, actual_pair.device),
     ):
         if expected != actual:
-            return Finding(f"{location}: expected {expected}, found {actual}", whole)
+            problem = f"{location}: expected {expected}, found {actual}"
+            return Finding(problem, whole, kind=f"{route} dtype or device")
     if observation.payload.tolerance:
         wrong = beyond(observation.payload, observation.oracle, seq, layer, kind, actual_pair)
         if not wrong.any():
@@ -171,6 +173,7 @@ def _difference(observation: Observation, compared: _Compared) -> Finding | None
         f"{location}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"{contents.describe()}{same or lies}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
+        kind=f"{route} {contents.finding_kind}",
     )
 
 

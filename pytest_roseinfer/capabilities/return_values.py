@@ -30,6 +30,11 @@ COUNTS = "a mapping of names to how often each was counted"
 class InvalidReturnValue(TypeError):
     """Error for a value of a wrong type that an adapter method returned; names the right type."""
 
+    @property
+    def kind(self) -> str:
+        """Kind of difference, as in ``Finding.kind``: it names the method."""
+        return f"returned by {str(self).partition('(')[0]}"
+
 
 def raise_invalid(call: str, value: object, expected: str) -> NoReturn:
     """Raise ``InvalidReturnValue`` for the value that a call returned."""

@@ -68,6 +68,7 @@ def arena(observation: Observation) -> Finding | None:
         f"layer {location.layer}, {contents.kind}, block {location.block}, position "
         f"{location.slot}, head {contents.head}: {contents.describe()}",
         location,
+        kind=contents.finding_kind,
     )
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
-    from pytest_roseinfer.engine_capabilities.capability import EngineRun
+    from pytest_roseinfer.engine_capabilities.capability import EngineRun, MixObserver
     from pytest_roseinfer.findings.timeline import RequestTimeline, Timeline
 
 _SLACK = 20
@@ -49,10 +49,13 @@ class MixDivergence(Difference):
         mix: RequestMix,
         summary: str,
         settled: RequestMix | None = None,
+        *,
+        kind: str,
     ) -> None:
         """``settled`` is the mix with open fields filled in, if they are known."""
         super().__init__(summary, partial(adapter.describe, settled or mix))
         self.mix = mix
+        self.kind = kind
 
 
 def settle(
@@ -93,7 +96,8 @@ class MixRun:
     def finish(self) -> Counter[str]:
         """Check for leaks after all requests; return the counts of paths that the engine took."""
         if leaks := self.adapter.find_leaks():
-            self.fail(f"every request has ended, and the engine still holds {leaks}")
+            problem = f"every request has ended, and the engine still holds {leaks}"
+            self.fail(problem, kind="leaks")
         return _paths(self.adapter, self.mix)
 
     def steps(self) -> Iterator[int]:
@@ -107,10 +111,10 @@ class MixRun:
             CURRENT_EXAMPLE.step_began_at = process_time()
             self._submit(step)
             for observer in self.observers:
-                self._judge(observer.act(step))
+                self._judge(observer.act(step), kind=_kind(observer))
             self._compare_all()
             for observer in self.observers:
-                self._judge(observer.judge_step())
+                self._judge(observer.judge_step(), kind=_kind(observer))
             yield step
             if len(self.served) == len(specs) and all(each.finished for each in self.served):
                 break
@@ -120,10 +124,12 @@ class MixRun:
                 except _COMPLETE:
                     raise
                 except Exception as error:
-                    self.fail(f"a step raised {type(error).__name__}: {error}", error)
+                    name = type(error).__name__
+                    self.fail(f"a step raised {name}: {error}", error, kind=f"raised {name}")
         else:
             waiting = [each.number for each in self.served if not each.finished]
-            self.fail(f"requests {waiting} have not ended after {max_steps} steps")
+            problem = f"requests {waiting} have not ended after {max_steps} steps"
+            self.fail(problem, kind="not ended")
 
     def _submit(self, step: int) -> None:
         for number, spec in enumerate(self.mix.requests):
@@ -134,8 +140,9 @@ class MixRun:
                 except _COMPLETE:
                     raise
                 except Exception as error:
-                    problem = f"request {number} was refused: {type(error).__name__}: {error}"
-                    self.fail(problem, error)
+                    name = type(error).__name__
+                    problem = f"request {number} was refused: {name}: {error}"
+                    self.fail(problem, error, kind=f"refused {name}")
                 self.served.append(ServedRequest(number, settled, request, expected))
 
     def _compare_all(self) -> None:
@@ -160,24 +167,30 @@ class MixRun:
         # An engine may drop cancelled requests.
         if num_tokens < each.num_tokens_before and not each.cancelled:
             self._judge(
-                f"{each.name} had {each.num_tokens_before} tokens and has {num_tokens}", each
+                f"{each.name} had {each.num_tokens_before} tokens and has {num_tokens}",
+                each,
+                kind="tokens taken back",
             )
         if was_finished and num_tokens > each.num_tokens_before:
             late = self.adapter.spell(each.tokens[each.num_tokens_before])
             self._judge(
-                f"{each.name} had ended and got token {each.num_tokens_before}: {late}", each
+                f"{each.name} had ended and got token {each.num_tokens_before}: {late}",
+                each,
+                kind="tokens after the end",
             )
         self._compare_tokens(each)
         each.finished = self.adapter.is_finished(each.request)
         for observer in self.observers:
-            self._judge(observer.judge(each), each)
+            self._judge(observer.judge(each), each, kind=_kind(observer))
         enough = (
             each.cancelled or each.near_tie_index is not None or num_tokens >= len(each.expected)
         )
         if each.finished and not enough:
             num_expected = len(each.expected)
             self._judge(
-                f"{each.name} ended after {num_tokens} tokens; alone it gets {num_expected}", each
+                f"{each.name} ended after {num_tokens} tokens; alone it gets {num_expected}",
+                each,
+                kind="ended early",
             )
 
     def _compare_tokens(self, each: ServedRequest) -> None:
@@ -190,18 +203,19 @@ class MixRun:
                 alone = "" if expected is None else f"it gets {self.adapter.spell(expected)}"
                 right = alone or "it has ended by then"
                 wrong = f"{each.name}, token {at}: {self.adapter.spell(token)}; alone {right}"
-                self._judge(wrong, each)
+                self._judge(wrong, each, kind="tokens")
             each.near_tie_index = at
             break
 
-    def _judge(self, wrong: str, each: ServedRequest | None = None) -> None:
+    def _judge(self, wrong: str, each: ServedRequest | None = None, *, kind: str) -> None:
         """Fail if ``wrong`` is not empty, and add the history of the request concerned."""
         if wrong:
             pasts = [observer.describe_past(each) for observer in self.observers] if each else ()
-            self.fail(wrong + "".join(pasts))
+            self.fail(wrong + "".join(pasts), kind=kind)
 
-    def fail(self, summary: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(type(self.adapter), self.mix, summary, self.settled()) from cause
+    def fail(self, summary: str, cause: BaseException | None = None, *, kind: str) -> NoReturn:
+        adapter, settled = type(self.adapter), self.settled()
+        raise MixDivergence(adapter, self.mix, summary, settled, kind=kind) from cause
 
     def settled(self) -> RequestMix:
         """Return the mix with the seeds and stop strings of the submitted requests."""
@@ -209,6 +223,11 @@ class MixRun:
         for each in self.served:
             requests[each.number] = each.spec
         return replace(self.mix, requests=tuple(requests))
+
+
+def _kind(observer: MixObserver) -> str:
+    """Return the kind of a judgement for digests: the module of its capability."""
+    return type(observer).__module__.rpartition(".")[2]
 
 
 def _make_adapter(kind: type[EngineAdapter]) -> EngineAdapter:
@@ -225,12 +244,12 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     declared = {*engine.paths, *twins, *engine.conditions}
     for name in sorted(counts.keys() - declared):
         problem = f"{name!r} was counted, and is in neither paths nor conditions"
-        raise MixDivergence(type(engine), mix, problem)
+        raise MixDivergence(type(engine), mix, problem, kind=f"counts {name}")
     for name, path in engine.paths.items():
         for switches in path.never_with:
             if counts[name] and switches.items() <= mix.options.items():
                 problem = f"path {name!r} was counted, which {switches} rules out"
-                raise MixDivergence(type(engine), mix, problem)
+                raise MixDivergence(type(engine), mix, problem, kind=f"counts {name}")
     return counts
 
 
@@ -247,13 +266,13 @@ def failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
         yield
     except TargetGoneError as gone:
         problem = f"{gone.subject_name} stopped answering while this mix was served: {gone}"
-        raise MixDivergence(adapter, mix, problem) from gone
+        raise MixDivergence(adapter, mix, problem, kind="gone") from gone
     except AdapterFinding as finding:
-        raise MixDivergence(adapter, mix, str(finding)) from finding
+        raise MixDivergence(adapter, mix, str(finding), kind=type(finding).__name__) from finding
     except InvalidReturnValue as wrong:
-        raise MixDivergence(adapter, mix, str(wrong)) from None
+        raise MixDivergence(adapter, mix, str(wrong), kind=wrong.kind) from None
     except StepHung as hung:
-        raise MixDivergence(adapter, mix, f"a step {hung}") from hung
+        raise MixDivergence(adapter, mix, f"a step {hung}", kind="hung") from hung
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
@@ -264,11 +283,11 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
         for number, fork in enumerate(served_forks(engine, mix)):
             if fork.diverged_at is not None:
                 outputs = f"got {fork.actual}; alone it gets {fork.expected}"
-                raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {outputs}")
+                problem = f"fork {number} of request 0's prompt {outputs}"
+                raise MixDivergence(adapter, mix, problem, kind="tokens of a fork")
         if leaks := engine.find_leaks():
-            raise MixDivergence(
-                adapter, mix, f"every fork was released, and the engine still holds {leaks}"
-            )
+            problem = f"every fork was released, and the engine still holds {leaks}"
+            raise MixDivergence(adapter, mix, problem, kind="leaks")
         return _paths(engine, mix)
 
 

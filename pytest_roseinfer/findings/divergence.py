@@ -147,6 +147,8 @@ class Difference(AssertionError):
         """Paragraphs at the end of the message, such as the replay command."""
         self.on_refused_step = False
         """True for an error in a step that had to be refused anyway."""
+        self.kind = ""
+        """What was checked and how it differed, for digests; empty if unknown."""
         self.reported_by = ""
         """Test that already reported this failure in full; empty if none did."""
         self._details = details
@@ -179,3 +181,4 @@ class Divergence(Difference):
         self.history = history
         self.location = finding.location
         self.on_refused_step = finding.on_refused_step
+        self.kind = finding.kind

@@ -165,6 +165,10 @@ class FindingRecord(TypedDict):
     target: str
     check: str
     """Check that found it, by its name in traces."""
+    digest: str
+    """Digest by which a file of known findings names it."""
+    known: str
+    """Reason and link if it is a known finding; empty for any other."""
     tests: list[str]
     """Ids of the tests that hit it."""
     summary: str

@@ -98,7 +98,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
     """Describe targets that the header could not name before the tests were collected."""
     shipped = [item for item in items if markers.is_shipped(item)]
-    if not shipped:
+    if not shipped or config.get_verbosity() < 0:
         return []
     from pytest_roseinfer.run import coverage
 
@@ -150,6 +150,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     try:
         markers.check(items)
+        if settings.current().known_findings:
+            from pytest_roseinfer.plugin import shipped
+
+            shipped.check_known_findings(items)
     except pytest.UsageError as error:
         output = getattr(config, "workeroutput", None)
         if output is None:
@@ -174,6 +178,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             if markers.is_shipped(item):
                 from pytest_roseinfer.plugin import shipped
 
+                shipped.forget_failure(item)
+                stack.enter_context(shipped.expect_known_findings(item))
                 stack.enter_context(shipped.search_context(item))
             result = yield
     finally:
@@ -191,7 +197,13 @@ def pytest_runtest_makereport(
     The traceback of a difference has nothing but frames of the harness.
     """
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
-    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
+    if call.excinfo is None and markers.is_shipped(item):
+        from pytest_roseinfer.plugin import shipped
+
+        report = yield
+        shipped.report_unexpected_pass(item, report)
+        return report
+    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace", False):
         return (yield)
     failure = call.excinfo.value
     if markers.is_shipped(item) and isinstance(failure, Exception):  # skips are BaseException

@@ -116,10 +116,9 @@ def is_shipped(item: pytest.Item) -> bool:
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs a GPU: run with --roseinfer-gpu")
     for item in items:
-        if item.get_closest_marker(_GPU):
-            item.add_marker(skip)
+        if item.get_closest_marker(_GPU):  # the mark is unknown with -p no:skipping
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --roseinfer-gpu"))
 
 
 def budget(item: pytest.Item, settings: Settings) -> Settings:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,12 +18,14 @@ import pytest
 from pytest_roseinfer import words as mistakes
 from pytest_roseinfer.settings import (
     ENDPOINT_TARGET,
+    KNOWN_FINDINGS,
     POLITE_RATE,
     PROFILES,
     RATE,
     SHIPPED_TARGETS,
     STEP_SECONDS,
     Endpoint,
+    KnownFinding,
     Settings,
     Timing,
     choose_kernel_runtime,
@@ -31,7 +33,7 @@ from pytest_roseinfer.settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pytest_roseinfer.search.trace import ImportPolicy
 
@@ -179,6 +181,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"action": "append", "metavar": "FILE"},
         "write the coverage report to FILE.json or FILE.html; may be repeated",
     ),
+    "known-findings": (
+        _FILE,
+        "TOML file of known findings, whose tests are reported as xfailed; the default is "
+        f"{KNOWN_FINDINGS} at the project's root, if it exists",
+    ),
     "fast-interpreter": (
         _FLAG,
         "use faster replacements for parts of Triton's interpreter in shipped tests and in checks "
@@ -229,7 +236,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options by their names without ``--roseinfer-``: arguments for argparse, and help."""
 _INI = dict.fromkeys(
-    ("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"), "string"
+    (
+        *("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"),
+        "known_findings",
+    ),
+    "string",
 )
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each is equivalent to the command-line option of its name."""
@@ -327,6 +338,7 @@ def _read(config: pytest.Config) -> Settings:
         step_seconds=step_seconds(config),
         search_seconds=_seconds(config, "search-seconds", usual.search_seconds),
         seed=_seed(config),
+        reuses_examples=_given_seed(config) is None,
         gpu=gpu,
         gpu_index=_gpu_index(config) if gpu else None,
         require_paths=required == "on" if required else _ini(config, "required_paths") is not False,
@@ -335,6 +347,8 @@ def _read(config: pytest.Config) -> Settings:
         endpoint=server,
         named_targets=named,
         reports=reports,
+        known_findings=_known_findings(config),
+        known_file=_option_or_ini(config, "known-findings", KNOWN_FINDINGS),
         failures_dir=str(config.rootpath / ".roseinfer"),
         # A command-line path is relative to the current folder, an ini path to the ini file.
         costs=_relative_path(config, "costs") or (str(config.rootpath / costs) if costs else None),
@@ -342,6 +356,26 @@ def _read(config: pytest.Config) -> Settings:
         update_costs=_option(config, "update-costs"),
         timing=_timing(config),
     )
+
+
+def known_findings(config: pytest.Config) -> Mapping[str, KnownFinding]:
+    """Return the known findings of a run; an invalid file is a usage error."""
+    with raising_usage_errors():
+        return _known_findings(config)
+
+
+def _known_findings(config: pytest.Config) -> Mapping[str, KnownFinding]:
+    """Return the known findings of a run by digest; none where xfail has no effect."""
+    named = _relative_path(config, "known-findings")
+    in_ini = _ini(config, "known_findings")
+    file = Path(named) if named else config.rootpath / (in_ini or KNOWN_FINDINGS)
+    if not (named or in_ini or file.exists()):
+        return {}
+    from pytest_roseinfer.findings.known import read_known
+
+    known = read_known(file)
+    is_off = config.getoption("runxfail", False) or not config.pluginmanager.hasplugin("skipping")
+    return {} if is_off else known
 
 
 def endpoint(config: pytest.Config) -> Endpoint | None:
@@ -518,13 +552,44 @@ def _seconds(config: pytest.Config, name: str, default: float) -> float:
 
 def _seed(config: pytest.Config) -> int:
     """Return the seed of the options, else of the xdist controller, else a random one."""
+    seed = _given_seed(config)
+    if seed is None:
+        seed = getattr(config, "workerinput", {}).get("roseinfer_seed")
+    return int.from_bytes(os.urandom(4), "big") if seed is None else seed
+
+
+def _given_seed(config: pytest.Config) -> int | None:
+    """Return the seed of the options or of a derandomized profile; None to draw one."""
     seed = _number(config, "seed", at_least=0)
     if seed is not None:
         return seed
-    inherited = getattr(config, "workerinput", {}).get("roseinfer_seed")
-    if inherited is None:  # Hypothesis's own option, which may also be "random"
-        inherited = config.getoption("--hypothesis-seed", default=None)
-    return int(inherited) if str(inherited).isdigit() else int.from_bytes(os.urandom(4), "big")
+    of_hypothesis = str(config.getoption("--hypothesis-seed", default=None))  # or "random"
+    if of_hypothesis.isdigit():
+        return int(of_hypothesis)
+    return 0 if _derandomized(config) else None
+
+
+def _derandomized(config: pytest.Config) -> bool:
+    """Return True if the user chose a Hypothesis profile that draws the same in every run.
+
+    On a CI, Hypothesis itself chooses such a profile, which is no reason to search less.
+    """
+    named = config.getoption("--hypothesis-profile", default=None)
+    if not (named or "hypothesis" in sys.modules):  # a profile would be loaded in a conftest.py
+        return False
+    from hypothesis import settings as profiles
+    from hypothesis.errors import InvalidArgument
+
+    with suppress(InvalidArgument):  # Hypothesis refuses an unknown name itself
+        if named:
+            return profiles.get_profile(named).derandomize
+    chosen, automatic = profiles.default, []
+    for name in ("default", "ci"):
+        with suppress(InvalidArgument):  # older versions have no profile for a CI
+            automatic.append(profiles.get_profile(name))
+    return (
+        chosen is not None and chosen.derandomize and all(chosen is not each for each in automatic)
+    )
 
 
 def _gpu_index(config: pytest.Config) -> int | None:

@@ -30,7 +30,10 @@ def replay_trace(config: pytest.Config, file: str) -> int:
     try:
         server = _server(traces.read(file), file, options.endpoint(config))
         # Replay happens before ``pytest_configure``, so the options are not read yet.
-        settings.set_current(replace(before, endpoint=server, step_seconds=seconds))
+        known = options.known_findings(config)
+        settings.set_current(
+            replace(before, endpoint=server, step_seconds=seconds, known_findings=known)
+        )
         with limit_steps(seconds):
             return replay(file, options.trace_import_policy(config))
     except (TargetError, TraceError) as error:

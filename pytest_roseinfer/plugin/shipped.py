@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -14,12 +15,15 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.plugin.markers import is_shipped
-from pytest_roseinfer.settings import Part
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.settings import KnownFinding, Part
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
+from pytest_roseinfer.words import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
 # Splitting of long tests on a GPU, among several processes: a search there mostly waits for
@@ -56,6 +60,94 @@ def part_of(item: pytest.Item) -> Part:
     call = getattr(item, "callspec", None)
     part: Part = call.params.get(_PARAMETER, Part()) if call else Part()
     return part
+
+
+def forget_failure(item: pytest.Item) -> None:
+    """Forget an earlier failure of a test that runs again, as with pytest-rerunfailures."""
+    name = coverage.name_of(item.cls.adapter)  # type: ignore[attr-defined]
+    if target := coverage.current().targets.get(name):
+        target.forget_failure()
+
+
+# Known findings: a test that meets only such is xfailed, and one that misses its own is XPASS.
+
+
+_MISSED = pytest.StashKey[list[KnownFinding]]()
+"""Known findings that a test ran to its end without."""
+
+
+def check_known_findings(items: Iterable[pytest.Item]) -> None:
+    """Refuse known findings of tests that their targets do not have."""
+    for owner in {item.cls for item in items if is_shipped(item)}:  # type: ignore[attr-defined]
+        for known in settings.current().known_of(coverage.name_of(owner.adapter)).values():
+            if known.test not in owner.shipped():
+                suggestion = did_you_mean(known.test, owner.shipped())
+                raise pytest.UsageError(
+                    f"{known}: {known.target} has no test {known.test}{suggestion}"
+                )
+
+
+@contextmanager
+def expect_known_findings(item: pytest.Item) -> Iterator[None]:
+    """Report a test as xfailed if it fails by known findings alone."""
+    name = coverage.name_of(item.cls.adapter)  # type: ignore[attr-defined]
+    item.stash[_MISSED] = []
+    known = settings.current().known_of(name)
+    if not known:
+        yield
+        return
+    target = coverage.current().of(item.cls.adapter)  # type: ignore[attr-defined]
+    since, skipped = Counter(target.known_met), target.num_skipped
+    try:
+        yield
+    except Exception as failure:
+        digest = digest_of(name, failure)
+        if digest not in known:
+            raise
+        target.known_met[digest] += 1
+    met = [known[digest] for digest in target.known_met - since]
+    if target.num_skipped == skipped:
+        missed = _missed_by(item, known.values(), met)
+        item.stash[_MISSED] = missed if part_of(item).of == 1 else []
+        target.known_missed += [each.digest for each in missed]
+    if met:
+        pytest.xfail("; ".join(map(str, met)))
+
+
+def _missed_by(
+    item: pytest.Item, known: Iterable[KnownFinding], met: Sequence[KnownFinding]
+) -> list[KnownFinding]:
+    """Return the known findings of a test that it did not meet.
+
+    Entries with the same reason and link are one defect, which need not show in all of its ways.
+    """
+    test = getattr(item, "originalname", item.name)
+    met_defects = {(each.reason, each.link) for each in met}
+    return [
+        each for each in known if each.test == test and (each.reason, each.link) not in met_defects
+    ]
+
+
+def report_unexpected_pass(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Turn the report of a passed test into XPASS if it should have met a known finding."""
+    missed = item.stash.get(_MISSED, [])
+    if not (missed and report.when == "call" and report.passed):
+        return
+    words = "; ".join(map(str, missed))
+    if any(_is_strict(item.config, each) for each in missed):
+        report.outcome, report.longrepr = "failed", f"[XPASS(strict)] {words}"
+    else:
+        report.wasxfail = words
+
+
+def _is_strict(config: pytest.Config, finding: KnownFinding) -> bool:
+    """Return True if a missed finding fails its test, by its own key or by pytest's setting."""
+    if finding.strict is not None:
+        return finding.strict
+    strict = config.getini("xfail_strict")
+    if strict is None:  # pytest 9 has a setting for all that can be strict
+        strict = config.getini("strict")
+    return bool(strict)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pytest_roseinfer.report.verdict import (
     verdict,
 )
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 NOT_OFFERED = "not offered"
+_STATISTICS = "--hypothesis-show-statistics"
+"""Option of Hypothesis that lists what each of its tests drew; the lists are those of searches."""
 
 
 class CoverageGate(Gate):
@@ -89,7 +92,10 @@ class CoverageGate(Gate):
             yield from (f"### roseinfer: `{name}`", "", self._describe_search(judged), "")
             for label, fact in _facts(judged.target).items():
                 yield from (f"{label}: {fact}", "") if label != NOT_OFFERED else ()
-            yield from (f"- **failed**: {finding['summary']}" for finding in judged.target.findings)
+            for finding in judged.target.findings:
+                known = finding["known"]
+                yield f"- {known}" if known else f"- **failed**: {finding['summary']}"
+            yield from (f"- {line}" for line in _missed_findings(judged.target, name))
             if table := _table(judged, "github"):
                 yield from (table, "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
@@ -101,14 +107,24 @@ class CoverageGate(Gate):
     def show(self, reporter: pytest.TerminalReporter) -> None:
         for name, judged in self._target_verdicts.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
-            reporter.line(self._describe_search(judged))
-            for label, fact in _facts(judged.target).items():
-                reporter.line(f"{label}: {fact}")
-            if table := _table(judged, "simple"):
-                reporter.line(table)
+            if reporter.verbosity > 0 or self.config.getoption(_STATISTICS, False):
+                reporter.line(self._describe_search(judged))
+                for label, fact in _facts(judged.target).items():
+                    reporter.line(f"{label}: {fact}")
+                if table := _table(judged, "simple"):
+                    reporter.line(table)
+            else:
+                early = judged.sizes if judged.target.large_cut_short else ""
+                reporter.line(self._describe_effort(judged, early))
+                reporter.line(in_brief(judged))
             show_problems(reporter, self._by_target.get(name, ()))
             for warning in judged.warnings():
                 reporter.line(f"WARNING: {warning}", yellow=True)
+            for known in dict.fromkeys(finding["known"] for finding in judged.target.findings):
+                if known:
+                    reporter.line(f"XFAIL: {known}", yellow=True)
+            for line in _missed_findings(judged.target, name):
+                reporter.line(f"XPASS: {line}", yellow=True)
         if problems := self._by_target.get(""):
             reporter.section("roseinfer")
             show_problems(reporter, problems)
@@ -119,7 +135,10 @@ class CoverageGate(Gate):
         return {name: TargetVerdict(target, self._settings) for name, target in targets.items()}
 
     def _describe_search(self, judged: TargetVerdict) -> str:
-        """Describe this run's search effort on a target."""
+        """Describe this run's search effort on a target, with the sizes reached."""
+        return self._describe_effort(judged, judged.sizes)
+
+    def _describe_effort(self, judged: TargetVerdict, sizes: str = "") -> str:
         target, run_settings = judged.target, self._settings
         if not target.searched:
             return NOT_SEARCHED
@@ -129,7 +148,34 @@ class CoverageGate(Gate):
             f"{describe_device(run_settings)} in {target.seconds:.0f} s{compiled}, profile "
             f"{run_settings.profile}, seed {run_settings.seed}"
         )
-        return "\n".join(filter(None, [effort, judged.sizes, judged.cut_short]))
+        return "\n".join(filter(None, [effort, sizes, judged.cut_short]))
+
+
+def _missed_findings(target: TargetCoverage, name: str) -> Iterable[str]:
+    """Yield a line for each known finding that its test ran to the end without."""
+    known = settings.current().known_of(name)
+    for digest in target.known_missed:
+        if digest in known and digest not in target.known_met:
+            missed = known[digest]
+            yield f"{missed}; {missed.test} no longer finds it: remove the entry if it is fixed"
+
+
+def in_brief(judged: TargetVerdict) -> str:
+    """Return the numbers of what ``-v`` lists, and the names of what was not reached."""
+    target = judged.target
+    methods = len(target.tested_methods), len(target.missing_methods)
+    parts = [f"tested {methods[0]} of {sum(methods)} methods"]
+    parts += [format_count(len(+target.invariant_checks), "invariant")] * (target.kind == "cache")
+    for kind, reached in {"path": "equal", "condition": "met"}.items():
+        rows = [row for row in judged.rows() if row.kind == kind]
+        missing = [row.name for row in rows if row.verdict != reached]
+        if rows and target.searched and not target.failed:
+            without = f" (not {', '.join(missing)})" if missing else ""
+            count = f"{len(rows) - len(missing)} of {format_count(len(rows), kind)} {reached}"
+            parts.append(f"{count}{without}")
+    if target.failed and judged.rows():
+        parts.append("paths and conditions not judged")
+    return f"{', '.join(parts)}; -v lists them"
 
 
 def _facts(target: TargetCoverage) -> dict[str, str]:

@@ -316,6 +316,8 @@ class Target(TypedDict):
     """Number of checks by invariant."""
     batches: dict[str, int]
     """Number of batches by kind; empty for an engine."""
+    known_missed: list[str]
+    """Digests of known findings that their tests ran to the end without."""
     rows: list[dict[str, Any]]
     """Fields of ``CoverageRow`` for each declared path and condition."""
     times: dict[str, int]
@@ -404,6 +406,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "not_offered": target.missing_methods,
         "checked": dict(target.invariant_checks),
         "batches": dict(target.batches),
+        "known_missed": [each for each in target.known_missed if each not in target.known_met],
         "rows": [asdict(row) for row in judged.rows()],
         "times": {path: target.counts[path] for path in paths},
         "together": {

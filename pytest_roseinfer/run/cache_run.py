@@ -108,7 +108,8 @@ class CacheRun:
             self.cache_under_test.device.finish()
         except Exception as error:
             problem = f"a call in flight raised {type(error).__name__}: {error}"
-            self.fail(Finding(problem, cause=error))
+            kind = f"raised {type(error).__name__} in flight"
+            self.fail(Finding(problem, cause=error, kind=kind))
 
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
         """Raise the failure of the history so far, with one more paragraph ``also``."""
@@ -129,9 +130,11 @@ class CacheRun:
         try:
             yield
         except StepHung as hung:
-            raise self._divergence(Finding(f"{call} {hung}"), Snapshot()) from hung
+            finding = Finding(f"{call} {hung}", kind="hung")
+            raise self._divergence(finding, Snapshot()) from hung
         except InvalidReturnValue as wrong:
-            raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
+            finding = Finding(str(wrong), kind=wrong.kind)
+            raise self._divergence(finding, Snapshot()) from wrong.__cause__
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
         history = replace(self.history, operations=tuple(self.completed_steps))

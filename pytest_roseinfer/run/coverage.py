@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
@@ -119,18 +120,35 @@ class TargetCoverage:
     """Number of kernels compiled for it."""
     searched: bool = False
     """True once the run has begun a search of this target; only searches reach paths."""
-    failed: bool = False
-    """True if a search found a failure, which ends it."""
+    failing_tests: list[str] = field(default_factory=list)
+    """Ids of the tests whose latest search found a failure, which ends it."""
     examples: int = 0
     """Number of examples planned for its searches, including skipped ones."""
     num_skipped: int = 0
     """Number of planned examples that were skipped because their test's time limit was over."""
     findings: list[FindingRecord] = field(default_factory=list)
     """Failures that searches found, without duplicates."""
+    known_met: Counter[str] = field(default_factory=Counter)
+    """Number of failing examples by the known finding that they show, by digest."""
+    known_missed: list[str] = field(default_factory=list)
+    """Known findings that their own tests ran to the end without."""
     largest: dict[str, int] = field(default_factory=dict)
     """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
     large_cut_short: int = 0
     """Number of large histories or mixes that ended early because their time limit was over."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failing_tests)
+
+    def note_failure(self) -> None:
+        """Note that a search of the running test found a failure."""
+        self.failing_tests.append(current_test())
+
+    def forget_failure(self) -> None:
+        """Forget the failure of the running test, which runs again."""
+        again = current_test()
+        self.failing_tests = [test for test in self.failing_tests if test != again]
 
     def add_finding(self, finding: FindingRecord) -> None:
         add(self.findings, finding)
@@ -194,7 +212,7 @@ class TargetCoverage:
         """
         current_settings = settings.current()
         max_tries = _MAX_TRIES_PER_EXAMPLE * current_settings.examples
-        if not current_settings.require_paths or tries > max_tries:
+        if not current_settings.require_paths or tries > max_tries or self.failed:
             return []
         short = {
             name for name in self.names_below_required(since) if not tries or self._goes_on(name)
@@ -228,6 +246,7 @@ class TargetCoverage:
             "large_counts",
             "invariant_checks",
             "batches",
+            "known_met",
         ):
             getattr(self, name).update(other[name])
         for name, met in other["conditions_by_path"].items():
@@ -241,8 +260,9 @@ class TargetCoverage:
             "large_cut_short",
         ):
             setattr(self, name, getattr(self, name) + other[name])
+        self.known_missed = sorted({*self.known_missed, *other["known_missed"]})
         self.searched |= other["searched"]
-        self.failed |= other["failed"]
+        self.failing_tests = sorted({*self.failing_tests, *other["failing_tests"]})
         self.note_largest(other["largest"])
         for finding in other["findings"]:
             self.add_finding(finding)
@@ -329,6 +349,11 @@ def current() -> Coverage:
 def set_current(coverage: Coverage) -> None:
     global _current
     _current = coverage
+
+
+def current_test() -> str:
+    """Return the id of the running test, without the phase that pytest adds; "" outside of one."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
 
 def name_of(adapter: type[Adapter]) -> str:

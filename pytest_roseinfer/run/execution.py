@@ -97,7 +97,7 @@ class Execution:
         if self.fits:
             problem = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
             problem += "".join(each.explain_refusal() for each in run.observers.values())
-            run.fail(Finding(problem, cause=error))
+            run.fail(Finding(problem, cause=error, kind="refused"))
         self.step.refuse(run.oracle, admitted)
         rows = format_count(len(admitted.rows()), "row") if admitted else ""
         after = f" after its first {rows}" if admitted else ""
@@ -112,18 +112,20 @@ class Execution:
         else:
             hint = f"; expected {expected}: {self.refusal.reason}"
         problem = f"the {self._name} raised {describe_error(error)}{hint}"
-        self.run.fail(Finding(problem, cause=error, on_refused_step=not self.fits))
+        kind = f"raised {type(error).__name__}"
+        self.run.fail(Finding(problem, cause=error, on_refused_step=not self.fits, kind=kind))
 
     def _stored_tokens(self, stored: Written | None, answer: object) -> Written | None:
         """Return the tokens stored by a step that the cache accepted; fail if it had no room."""
         step, run = self.step, self.run
         if not self.fits and not self.may_fit:
-            run.fail(Finding(f"accepted a {self._name} that {self.refusal.problem}"))
+            problem = f"accepted a {self._name} that {self.refusal.problem}"
+            run.fail(Finding(problem, kind="accepted"))
         if not self.fits:
             step.change(run.oracle)
             self.fits, stored = True, self.written
         if wrong := step.settle(run.oracle, answer):
-            run.fail(Finding(wrong))
+            run.fail(Finding(wrong, kind=f"answer to {step.trace_name}"))
         return stored
 
     @property
@@ -155,7 +157,7 @@ class Execution:
             changed = [name for (name, now), was in both if not same_bits(now, was)]
             if changed:
                 problem = f"the write changed its input {' and '.join(changed)}"
-                self.run.fail(Finding(problem))
+                self.run.fail(Finding(problem, kind="changed inputs"))
         driven.device.overwrite(driven.key)
         driven.device.overwrite(driven.value)
 

@@ -140,7 +140,7 @@ class HistoryRunner(CacheRun):
         try:
             after = self.take_snapshot(copies=False)
         except InvalidReturnValue as wrong:
-            return Finding(f"after {bad.description}, {wrong}")
+            return Finding(f"after {bad.description}, {wrong}", kind=wrong.kind)
         outcome = Outcome(True, self.cache_under_test.options)
         observation = self.observation(
             after, before=self.snapshot, outcome=outcome, bad_call=bad, raised=raised
@@ -158,7 +158,7 @@ class HistoryRunner(CacheRun):
             if kind in each.after and each.needs <= self.features:
                 self.invariant_checks[each.name] += 1
                 if finding := each.check(observation):
-                    return finding
+                    return replace(finding, kind=f"{each.name} {finding.kind}".rstrip())
         return None
 
 

@@ -169,7 +169,8 @@ def _compare(one: HistoryRunner, other: HistoryRunner, difference: str) -> None:
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
             if not all(same_bits(a.contiguous(), b.contiguous()) for a, b in pairs):
                 problem = f"sequence {seq}, layer {layer} differs from the run without {difference}"
-                other.fail(Finding(problem, Location(layer, {seq: None})))
+                kind = _kind(difference)
+                other.fail(Finding(problem, Location(layer, {seq: None}), kind=kind))
 
 
 def _compare_arenas(one: HistoryRunner, other: HistoryRunner, difference: str) -> None:
@@ -183,4 +184,9 @@ def _compare_arenas(one: HistoryRunner, other: HistoryRunner, difference: str) -
         was[:, scratch] = now[:, scratch]
     if change := find_change(other.observation(after), expected, after.arena):
         problem = f"the whole cache differs from the run without {difference}"
-        other.fail(Finding(problem, change[0]))
+        other.fail(Finding(problem, change[0], kind=_kind(difference)))
+
+
+def _kind(difference: str) -> str:
+    """Return the kind of findings of a comparison, without the values of switches."""
+    return f"differs from the run without {difference.partition(' {')[0]}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.findings.svg import draw_failure
 from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
@@ -54,9 +55,11 @@ def _make_finding(
     history = failure.history if isinstance(failure, Divergence) else example
     frames, timeline = _record_drawing(adapter, check, history, location, failure)
     return {
-        "target": coverage.name_of(adapter),
+        "target": (target := coverage.name_of(adapter)),
         "check": check,
-        "tests": _test(),
+        "digest": (digest := digest_of(target, failure)),
+        "known": str(settings.current().known_of(target).get(digest, "")),
+        "tests": list(filter(None, [coverage.current_test()])),
         "summary": failure.summary if isinstance(failure, Difference) else repr(failure),
         "message": str(failure)
         if is_difference
@@ -78,12 +81,6 @@ def _first_test(findings: list[FindingRecord], new: FindingRecord) -> str:
     """Return another test of this process that hit the same failure; "" if none did."""
     tests = (each["tests"] for each in findings if each["summary"] == new["summary"])
     return next((test for names in tests for test in names if [test] != new["tests"]), "")
-
-
-def _test() -> list[str]:
-    """Return the id of the running test, without the phase that pytest adds in the variable."""
-    current = os.environ.get("PYTEST_CURRENT_TEST", "")
-    return [current.rpartition(" ")[0]] if current else []
 
 
 def _record_drawing(

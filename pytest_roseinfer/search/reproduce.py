@@ -20,7 +20,7 @@ from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE
 from pytest_roseinfer.search.named_checks import CHECKS, kind_of_example
-from pytest_roseinfer.search.trace import FAILED, FORMAT, SERVER
+from pytest_roseinfer.search.trace import DIGEST, FAILED, FORMAT, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -184,7 +184,8 @@ def _write(
     content = json.dumps(trace, indent=1).encode()
     stem = f"{class_name}-{sha256(content).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
-    text = json.dumps({**trace, FAILED: finding["summary"]}, indent=1)
+    failure = {FAILED: finding["summary"], DIGEST: finding["digest"]}
+    text = json.dumps({**trace, **failure}, indent=1)
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
@@ -227,14 +228,22 @@ def _server(adapter: str) -> str:
 
 
 def _replay_command(file: Path, adapter: str) -> str:
-    """Return the command that replays a trace, with the target if it is not a shipped one."""
+    """Return the command that replays a trace, with the target if it is not a shipped one.
+
+    It names the project's root if the current folder is another one.
+    """
     named = "" if adapter in settings.SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
+    root = file.resolve().parents[1]
+    root_option = (
+        "" if root == Path.cwd() else f" --rootdir {shlex.quote(str(_relative_path(root)))}"
+    )
     if server := _server_of(adapter):
         named = f" {shlex.join(server.options)}"
         # The replay must wait as long for a silent stream.
         seconds = settings.current().step_seconds
         named += f" --roseinfer-step-seconds {seconds}" if seconds != settings.STEP_SECONDS else ""
-    return f"replay with: pytest --roseinfer-replay {_relative_path(file)}{named}"
+    quoted = shlex.quote(str(_relative_path(file)))
+    return f"replay with: pytest --roseinfer-replay {quoted}{named}{root_option}"
 
 
 def _relative_path(file: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.findings.known import describe_entry, digest_of
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import (
     CURRENT_EXAMPLE,
@@ -29,12 +30,13 @@ from pytest_roseinfer.search.reproduce import ExampleFile
 from pytest_roseinfer.search.shrink import SHRINK_SECONDS, Shrinker, passes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.search.named_checks import Example
+    from pytest_roseinfer.settings import KnownFinding
 
 _Example = TypeVar("_Example", bound="Example")
 
@@ -63,6 +65,11 @@ class Search(Generic[_Example]):
     num_skipped: int = field(default=0, init=False)
     """Number of examples that were not tried because the time limit was over."""
     _file: ExampleFile | None = field(default=None, init=False)
+    _known: Mapping[str, KnownFinding] = field(init=False)
+    """Known findings of the adapter, by digest."""
+
+    def __post_init__(self) -> None:
+        self._known = settings.current().known_of(coverage.name_of(self.adapter))
 
     def run(self) -> None:
         """Try examples until one fails; shrink it, save it, and raise its failure."""
@@ -99,7 +106,7 @@ class Search(Generic[_Example]):
                 )
                 run_isolated(self._test())
         except (Exception, KeyboardInterrupt, _FinalFailure):
-            target.failed = True
+            target.note_failure()
             raise
         finally:
             target.seconds += monotonic() - began
@@ -123,26 +130,29 @@ class Search(Generic[_Example]):
             self._attempt(example)
 
         attempt.__qualname__ = f"{self.name}[{coverage.name_of(self.adapter)}]"
-        test = hypothesis.settings(
-            max_examples=self.examples,
-            # Under Triton's interpreter, a step's time grows with its launch.
-            deadline=None,
-            suppress_health_check=[hypothesis.HealthCheck.too_slow],
-            report_multiple_bugs=False,
-            print_blob=False,
-            # On a CI, Hypothesis would draw the same histories in every run by default.
-            derandomize=False,
-            # Without Hypothesis's shrinking of choices: ``Shrinker`` shrinks the example itself.
-            phases=[
-                hypothesis.Phase.explicit,
-                hypothesis.Phase.reuse,
-                hypothesis.Phase.generate,
-            ],
-        )(hypothesis.given(self.strategy)(attempt))
+        # Hypothesis keeps failing examples by the test's source, which all searches share. Turns
+        # of one aim draw alike, so each may use the examples of the others.
+        key = f"{attempt.__qualname__} {self.salt.rpartition(' ')[0]}".encode()
+        attempt._hypothesis_internal_add_digest = key  # type: ignore[attr-defined]
+        users = hypothesis.settings.default or hypothesis.settings()
+        test = hypothesis.given(self.strategy)(attempt)
         if (seed := settings.current().seed) is not None:
             # Searches of one run must not all draw the same histories.
             test = hypothesis.seed(f"{seed} {attempt.__qualname__} {self.salt}")(test)
-        return test
+        return hypothesis.settings(
+            max_examples=self.examples,
+            # Under Triton's interpreter, a step's time grows with its launch.
+            deadline=None,
+            suppress_health_check={*users.suppress_health_check, hypothesis.HealthCheck.too_slow},
+            report_multiple_bugs=False,
+            print_blob=False,
+            # ``options`` reads it: a profile of the user sets the seed.
+            derandomize=False,
+            database=users.database if settings.current().reuses_examples else None,
+            # Without Hypothesis's shrinking of choices: ``Shrinker`` shrinks the example itself.
+            phases=[hypothesis.Phase.generate]
+            + [hypothesis.Phase.reuse] * (hypothesis.Phase.reuse in users.phases),
+        )(test)
 
     def _attempt(self, example: _Example) -> None:
         # Hypothesis retries the failing example, which must run even after the deadline.
@@ -155,7 +165,35 @@ class Search(Generic[_Example]):
         except Exception as failure:
             if reason := _unrepeatable_reason(failure):
                 raise _final_failure(failure, reason) from failure
-            raise
+            if not self._is_known(example, failure):
+                raise
+
+    def _is_known(self, example: _Example, failure: Exception) -> bool:
+        """Return True for a failure that is a known finding, which the search goes past.
+
+        The first one is shrunk and recorded for the report.
+        """
+        target = coverage.current().of(self.adapter)
+        digest = digest_of(target_name := coverage.name_of(self.adapter), failure)
+        if digest not in self._known:
+            return False
+        if digest not in target.known_met:
+            shrinker = Shrinker(
+                example,
+                failure,
+                partial(
+                    self._check_smaller,
+                    counts=lambda other: digest_of(target_name, other) == digest,
+                ),
+            )
+            shrinker.shrink(passes_of(self.adapter, example))
+            self._report(shrinker.example, shrinker.failure)
+        target.known_met[digest] += 1
+        target.note_failure()
+        return True
+
+    def _is_new(self, failure: Exception) -> bool:
+        return digest_of(coverage.name_of(self.adapter), failure) not in self._known
 
     def _try_and_shrink(self) -> None:
         """Raise the failure of the smallest example that fails like the first failing one."""
@@ -164,18 +202,19 @@ class Search(Generic[_Example]):
         except Exception as failure:
             if self.example is None or isinstance(failure, hypothesis.errors.Flaky):
                 raise
-            shrinker = Shrinker(self.example, failure, self._check_smaller)
+            check = partial(self._check_smaller, counts=self._is_new)
+            shrinker = Shrinker(self.example, failure, check)
             passes = passes_of(self.adapter, self.example)
             run_isolated(lambda: shrinker.shrink(passes))
             self.example = shrinker.example
             shrinker.note_if_cut_short()
             raise shrinker.failure from shrinker.failure.__cause__
 
-    def _check_smaller(self, example: _Example) -> None:
+    def _check_smaller(self, example: _Example, counts: Callable[[Exception], bool]) -> None:
         """Check a smaller example; for targets with random failures, it must fail twice.
 
-        Otherwise a chance failure could shrink to an example that is not its cause. If the target
-        is gone, the search ends.
+        Otherwise a chance failure could shrink to an example that is not its cause. Failures that
+        do not count are left out. If the target is gone, the search ends.
         """
         for last in (False, True) if self.adapter.replays > 1 else (True,):
             try:
@@ -185,6 +224,8 @@ class Search(Generic[_Example]):
                 if isinstance(failure.__cause__, TargetGoneError):
                     self.example = example
                     raise _final_failure(failure, _unrepeatable_reason(failure)) from failure
+                if not counts(failure):
+                    return
                 if last:
                     raise
 
@@ -199,12 +240,23 @@ class Search(Generic[_Example]):
         folder = settings.current().failures_dir
         saved = recorder.record(self.adapter, example, self.name, difference or failure, folder)
         if difference:
-            difference.extra_paragraphs.append(saved)
+            difference.extra_paragraphs += filter(None, [saved, self._describe_digest(difference)])
             return difference
         # This takes the place of Hypothesis's own note.
         words = f"\non {self.adapter.describe(example)}\n\n{raised if ended else ''}\n{saved}"
+        words += f"\n\n{self._describe_digest(failure)}"
         vars(failure)["__notes__"] = [words.rstrip()]
         return failure
+
+    def _describe_digest(self, failure: BaseException) -> str:
+        """Return the lines that make a failure a known finding, unless another test shows them."""
+        target = coverage.name_of(self.adapter)
+        digest, test = digest_of(target, failure), coverage.current_test()
+        if not test or isinstance(failure, KeyboardInterrupt) or digest in self._known:
+            return ""
+        if isinstance(failure, Difference) and failure.reported_by:
+            return f"digest {digest}, as there"
+        return describe_entry(digest, target, test.rpartition("::")[2].partition("[")[0])
 
     def _describe_repetition(self, example: Example) -> list[str]:
         """Describe how often an example fails when repeated; errors of that are ignored."""

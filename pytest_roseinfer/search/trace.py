@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.environment import version
+from pytest_roseinfer.findings.known import digest_of
 from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+
+    from pytest_roseinfer.settings import KnownFinding
 
 FORMAT = 1
 """Format version of traces; raised when older ones can no longer be read."""
@@ -33,6 +36,8 @@ number or name."""
 TRUST = "--roseinfer-replay-trust"
 FAILED = "failed"
 """Field of the failure's message; missing if the process ended before it was known."""
+DIGEST = "digest"
+"""Field of the failure's digest, as in files of known findings."""
 SERVER = "server"
 """Field of the URL and the model of a server, if one was tested."""
 _OURS = (*SHIPPED_TARGETS, ENDPOINT_TARGET)
@@ -246,13 +251,24 @@ def replay(file: str, allowed: ImportPolicy) -> int:
     except Difference as failure:
         print(f"FAILED: {failure}")
         _print_changed_failure(trace, failure.summary)
-        return 1
+        return 0 if _print_known(trace, digest_of(trace["adapter"], failure), "XFAIL") else 1
     except Exception as error:
         _print_changed_failure(trace, repr(error))
+        if _print_known(trace, digest_of(trace["adapter"], error), "XFAIL"):
+            return 0
         raise
     print(f"{adapter.describe(example)}\n\n{repetition.describe()}")
     _print_changed_failure(trace, "")
-    return 0
+    missed = _print_known(trace, trace.get(DIGEST, ""), "XPASS")
+    return 1 if missed and missed.strict else 0
+
+
+def _print_known(trace: Mapping[str, Any], digest: str, outcome: str) -> KnownFinding | None:
+    """Print and return the known finding of the trace's adapter with a digest; None without one."""
+    known = settings.current().known_of(trace["adapter"]).get(digest)
+    if known:
+        print(f"\n{outcome}: {known}")
+    return known
 
 
 def _print_changed_failure(trace: Mapping[str, Any], problem: str) -> None:

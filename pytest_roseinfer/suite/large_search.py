@@ -132,7 +132,9 @@ class LargeHistories(LargeSearch[History]):
             problem = (
                 f"a new cache of {history.spec.num_blocks} blocks raised {describe_error(error)}"
             )
-            raise Difference(problem, history.describe) from error
+            difference = Difference(problem, history.describe)
+            difference.kind = f"raised {type(error).__name__} in make"
+            raise difference from error
 
     def hint(self) -> str:
         return (

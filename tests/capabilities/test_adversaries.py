@@ -33,7 +33,7 @@ SEARCH = ("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
 def test_each_adversary_is_rejected_with_its_reason(project: Project) -> None:
     project.copy_caches()
     project.set_conclusive_examples(100)
-    result = project.pytest("caches/adversaries.py", *SEARCH, "--junitxml=results.xml")
+    result = project.pytest("-v", "caches/adversaries.py", *SEARCH, "--junitxml=results.xml")
     messages = failures(project)
     missed = {
         name: messages.get(name) for name in REASONS if REASONS[name] not in messages.get(name, "")

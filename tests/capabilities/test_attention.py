@@ -143,7 +143,8 @@ def test_search_counts_attention_and_reports_its_failure(project: Project) -> No
             TestMissesTheLastToken = conformance(OmitsTheLastToken)
         """
     )
-    result = project.pytest("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
+    search = ("--roseinfer-examples=40", "--roseinfer-seed=1")
+    result = project.pytest("-v", "-k", "histories", *search)
     result.assert_outcomes(passed=1, failed=1, deselected=8)
     result.stdout.fnmatch_lines(
         [

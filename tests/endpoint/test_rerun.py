@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EIGHT_TOKENS = Sampling(max_new_tokens=8)
 MIX = RequestMix((RequestSpec((3, 4), EIGHT_TOKENS), RequestSpec((3,), EIGHT_TOKENS)))
 FAILURE = "request 0, when all arrived at once, ended by 'stop'; alone by 'length'"
-ANY_FAILURE: Any = {"message": "it was so", "summary": "another text"}
+ANY_FAILURE: Any = {"message": "it was so", "summary": "another text", "digest": ""}
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def test_printed_command_fails_until_the_bug_is_fixed(
             with pytest.raises(MixDivergence) as caught:
                 run_mix(ServedEngine, MIX)
             assert caught.value.summary == FAILURE
-            failure: Any = {"message": str(caught.value), "summary": FAILURE}
+            failure: Any = {"message": str(caught.value), "summary": FAILURE, "digest": ""}
             files, replay_options = save_failure(failure, pytester.path)
         assert ("--roseinfer-model" in replay_options) == bool(model)
         failed = pytester.runpytest_subprocess(*replay_options)
@@ -136,7 +136,7 @@ def test_intermittently_failing_smaller_mix_is_not_accepted() -> None:
     def check(mix: RequestMix) -> None:
         runs[repr(mix)] += 1
         if mix == MIX or runs[repr(mix)] == 1:
-            raise MixDivergence(ServedEngine, mix, "another text")
+            raise MixDivergence(ServedEngine, mix, "another text", kind="tokens")
 
     with pytest.raises(MixDivergence) as caught:
         Search(ServedEngine, check, just(MIX), 1, "run_mix").run()

@@ -221,7 +221,7 @@ def test_saved_script_uses_the_same_server(endpoint: Endpoint, tmp_path: Path) -
     settings.set_current(replace(settings.current(), endpoint=replace(endpoint, key="secret")))
     two_tokens = Sampling(max_new_tokens=2)
     mix = RequestMix((RequestSpec((3, 4), two_tokens), RequestSpec((3,), two_tokens)))
-    failure: Any = {"message": "it was so", "summary": "another text"}
+    failure: Any = {"message": "it was so", "summary": "another text", "digest": ""}
     files = save(ServedEngine, mix, "run_mix", failure, f"{tmp_path}/failures", "")
     script = tmp_path / files.script
     assert "secret" not in script.read_text()

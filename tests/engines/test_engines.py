@@ -85,7 +85,7 @@ def failures(project: Project) -> dict[str, str]:
 
 def test_right_engine_passes_on_all_its_paths(engines: Project) -> None:
     engines.write(test_toy=file_testing(ToyAdapter, ToyForks))
-    result = engines.pytest("-W", "error", "-rs", *SHORT_SEARCH)
+    result = engines.pytest("-v", "-W", "error", "-rs", *SHORT_SEARCH)
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=3, skipped=3)
     result.stdout.fnmatch_lines(
@@ -108,7 +108,7 @@ def test_right_engine_passes_on_all_its_paths(engines: Project) -> None:
 def test_broken_engine_is_rejected_with_its_reason(engines: Project) -> None:
     engines.write(test_broken=file_testing(*REASONS, NeverTakesADeclaredPath))
     engines.set_conclusive_examples(96)
-    result = engines.pytest("--junitxml=results.xml", *SHORT_SEARCH)
+    result = engines.pytest("-v", "--junitxml=results.xml", *SHORT_SEARCH)
     messages = failures(engines)
     wrong_messages = {
         each.__name__: messages.get(each.__name__)
@@ -138,7 +138,7 @@ def how_to() -> tuple[str, str]:
 
 def test_engine_example_of_the_how_to_runs(project: Project, how_to: tuple[str, str]) -> None:
     project.write(test_my_engine=how_to[0])
-    result = project.pytest("-W", "error", "--roseinfer-seed=1")
+    result = project.pytest("-v", "-W", "error", "--roseinfer-seed=1")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1, skipped=2)
     result.stdout.fnmatch_lines(["160 mixes of requests of *", "path * batch * single * equal"])

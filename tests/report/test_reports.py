@@ -12,8 +12,15 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_roseinfer.environment import distribution_of
+from pytest_roseinfer.report.coverage_gate import in_brief
 from pytest_roseinfer.report.html import page, plot
-from pytest_roseinfer.report.verdict import Verdict, problems_of, searches_of, verdict
+from pytest_roseinfer.report.verdict import (
+    TargetVerdict,
+    Verdict,
+    problems_of,
+    searches_of,
+    verdict,
+)
 from pytest_roseinfer.run.coverage import (
     CONCLUSIVE_EXAMPLES,
     Coverage,
@@ -71,7 +78,7 @@ def test_every_requested_report_is_written(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
     (project.path / "summary.md").write_text("# from an earlier step\n")
     result = project.pytest(
-        *("--pyargs", "pytest_roseinfer.suite", "-k", "histories"),
+        *("-v", "--pyargs", "pytest_roseinfer.suite", "-k", "histories"),
         "--roseinfer-target=caches.paged_cache:PagedCache",
         *("--roseinfer-seed=2", "--roseinfer-examples=25"),
         *("--roseinfer-report=out/reached.json", "--roseinfer-report=out/reached.html"),
@@ -245,3 +252,15 @@ def test_distribution_of_a_target_is_found_by_its_package(
     assert re.fullmatch(r"PyYAML [\d.]+", distribution_of("yaml:Loader"))
     assert distribution_of("lonely_cache:Cache") == ""
     assert distribution_of("no_such_package:Cache") == ""
+
+
+def test_brief_summary_names_what_was_not_reached() -> None:
+    target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["rare"], ["make"], ["fork"])
+    target.searched, target.histories = True, 5
+    target.note({"fast": 4, "rare": 3})
+    counted = "tested 1 of 2 methods, 0 invariants, "
+    brief = f"{counted}1 of 2 paths equal (not faster), 1 of 1 condition met; -v lists them"
+    assert in_brief(TargetVerdict(target)) == brief
+    target.note_failure()
+    not_judged = f"{counted}paths and conditions not judged; -v lists them"
+    assert in_brief(TargetVerdict(target)) == not_judged

@@ -152,7 +152,7 @@ def test_coverage_without_a_search_is_not_judged() -> None:
 
 def test_coverage_of_a_failed_search_is_not_judged() -> None:
     target = coverage_with()
-    target.failed = True
+    target.note_failure()
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert {row.verdict for row in TargetVerdict(target).rows()} == {"see failures"}
 
@@ -234,7 +234,7 @@ def test_nested_run_does_not_change_the_outer_one(project: Project) -> None:
 def test_deselected_search_is_not_a_problem(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
-    result = project.pytest(*SHORT_SEARCH, "-k", "split")
+    result = project.pytest("-v", *SHORT_SEARCH, "-k", "split")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(
         [

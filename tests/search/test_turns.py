@@ -76,7 +76,7 @@ def late_cache(project: Project, *, first: int, options: tuple[str, ...] = ()) -
     """Search a cache that takes its fast path from its ``first`` history on."""
     project.copy_caches()
     project.write(test_late=LATE_CACHE.format(first=first))
-    return project.pytest("-k", "histories", *SEARCH, *options)
+    return project.pytest("-v", "-k", "histories", *SEARCH, *options)
 
 
 def test_late_path_is_reached_by_additional_rounds(project: Project) -> None:
@@ -121,7 +121,7 @@ def test_engines_have_additional_rounds_of_mixes_and_forks(project: Project) -> 
     """Forks are searched again too, since requests without forks may not reach a path."""
     project.monkeypatch.setenv("PYTHONPATH", str(ROOT))
     project.write(test_late=LATE_ENGINE)
-    result = project.pytest("-k", "requests_get", *SEARCH)
+    result = project.pytest("-v", "-k", "requests_get", *SEARCH)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["path * late * by itself * equal", "condition * forked * met"])
 

@@ -79,6 +79,7 @@ def test_transformers_adapter_offers_its_methods(adapter: type[KVCacheAdapter]) 
 def test_suite_runs_a_transformers_adapter_by_name(project: Project) -> None:
     name = "pytest_roseinfer.targets.dynamic_cache:DynamicCacheAdapter"
     result = project.pytest(
+        "-v",
         "--pyargs",
         "pytest_roseinfer.suite",
         f"--roseinfer-target={name}",

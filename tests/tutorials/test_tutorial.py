@@ -54,11 +54,22 @@ def test_first_run_passes_quickly(list_cache_project: Project) -> None:
             "roseinfer: target test_my_cache:ListCache",
             "roseinfer: device cpu *",
             *with_any_numbers(*blocks(TUTORIAL, "Ten lines")),
-            "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
         ]
     )
     (seconds,) = re.findall(r"CPU seconds: (.*)", result.stdout.str())
     assert float(seconds) < MAX_SECONDS
+
+
+def test_verbose_run_lists_methods_and_sizes(list_cache_project: Project) -> None:
+    result = list_cache_project.pytest("-v", "-k", "histories", "-W", "error")
+    result.stdout.fnmatch_lines(
+        [
+            "largest: 70 rows, *, 516 tokens",
+            "tested: make *, append *, peek *",
+            "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
+            "checked: read_back *",
+        ]
+    )
 
 
 def test_failure_equals_the_printed_one(list_cache_project: Project) -> None:

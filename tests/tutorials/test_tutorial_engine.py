@@ -26,7 +26,7 @@ def with_bug(replacement: str, find: str) -> str:
 
 def test_first_run_of_the_engine_passes(project: Project) -> None:
     project.write(test_my_engine=ENGINE)
-    result = project.pytest("-W", "error")
+    result = project.pytest("-v", "-W", "error")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1, skipped=2)
     (printed,) = blocks(TUTORIAL, "The adapter")
