@@ -15,7 +15,6 @@ from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.findings.known import digest_of, kind_of, read_known
 from pytest_roseinfer.settings import KnownFinding
 from pytest_roseinfer.words import OptionError
-from tests.sampled import sample_names
 from tests.tutorials.planted_bugs import PLANTED, load
 from tests.tutorials.printed import harness_on, list_cache
 
@@ -159,8 +158,9 @@ def test_runxfail_reports_known_findings_as_failures(known_project: Project) -> 
 # Digests.
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("name", sample_names(FOUND))
+@pytest.mark.parametrize("name", FOUND)
 def test_digest_of_a_bug_depends_on_no_seed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (bug,) = (bug for bug in PLANTED if bug.name == name)
