@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer import RequestTooLarge
+from roseinfer import EnginePath, RequestTooLarge
 from tests.llm.served_streams import TEXTS, expected, greedy, run, serving, small_llm
 
 if TYPE_CHECKING:
@@ -36,6 +36,16 @@ def test_prefix_queries_and_hits_are_counted(device: str) -> None:
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (80, 0)
     llm.generate("a" * 40 + "c", greedy(4))
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (121, 32)
+
+
+def test_mixed_steps_decode_and_prefill(device: str) -> None:
+    llm = small_llm(device)
+    llm.generate(["a" * 40, "b" * 40], greedy(8))
+    assert llm.engine.path_counts[EnginePath.MIXED] == 0
+    stream = llm.stream("c" * 40, greedy(20, ignore_eos=True))
+    next(stream)
+    llm.generate("d" * 40, greedy(4))
+    assert llm.engine.path_counts[EnginePath.MIXED] == 1
 
 
 def test_no_prefix_queries_without_a_prefix_cache(device: str) -> None:
