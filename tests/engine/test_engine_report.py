@@ -46,6 +46,7 @@ def test_mixed_steps_decode_and_prefill(device: str) -> None:
     next(stream)
     llm.generate("d" * 40, greedy(4))
     assert llm.engine.path_counts[EnginePath.MIXED] == 1
+    assert llm.engine.path_counts[EnginePath.RECOMPUTED] == llm.engine.num_preemptions == 0
 
 
 def test_no_prefix_queries_without_a_prefix_cache(device: str) -> None:
@@ -64,7 +65,9 @@ def test_preemptions_are_counted(device: str) -> None:
 @pytest.mark.parametrize(("tokens", "length"), [(64, None), (4096, 100), (4096, None)])
 def test_reported_token_limit_is_exact(device: str, tokens: int, length: int | None) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)
-    room = llm.engine.request_limits.max_new_tokens_after(20)
+    limits = llm.engine.request_limits
+    room = limits.max_new_tokens_after(20)
+    assert limits.max_new_tokens_after(length or 1024) == 0
     assert room == min(tokens + 1, length or 1024) - 20
     (output,) = llm.generate("x" * 20, greedy(room, ignore_eos=True))
     assert len(output.token_ids) == room
