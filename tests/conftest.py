@@ -32,6 +32,8 @@ if not torch.cuda.is_available():
 
 # Bytecode is matched by time in seconds: that of a file written twice in a second would be stale.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+BYTECODE_EXISTS = "BYTECODE_EXISTS"
+"""Variable of processes that run tests after another process has written the bytecode."""
 _ONE_EXAMPLE = ("--roseinfer-examples=1", "--roseinfer-required-paths=off")
 _ANY_TEST = ("--pyargs", "pytest_roseinfer.suite", "-k", "histories", *_ONE_EXAMPLE)
 
@@ -44,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if hasattr(config, "workerinput") or config.option.collectonly:
+    lists_tests = hasattr(config, "workerinput") or config.option.collectonly
+    if lists_tests or os.environ.get(BYTECODE_EXISTS):
         return
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     folder = tempfile.TemporaryDirectory()

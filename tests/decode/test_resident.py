@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepKind
 from roseinfer.decode.step import step_sizes
+from roseinfer.models.causal import CausalModel
 from roseinfer.paths import Work
 from roseinfer.sampling import SamplingBatch
-from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
+from tests.decode.residents import GREEDY, PROMPTS, SIZE, Decoding, alone
 from tests.kv.twins import assert_same_bits, bits
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
@@ -142,6 +145,28 @@ def test_step_of_padding_changes_no_block(device: str, kernels: bool, greedy: bo
         assert_same_bits(cache[:, 1:], cache_before, "blocks of live sequences")
     decoding.step()
     assert decoding.texts() == [alone(device, prompt, 3) for prompt in PROMPTS[:2]]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+@pytest.mark.parametrize("token", [0, 1, 95])
+def test_chosen_token_is_stored_by_the_next_step(
+    device: str, token: int, kernels: bool, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token 0 too, which rows without a request store."""
+    decoding = Decoding(device, kernels=kernels)
+    resident = decoding.begin(PROMPTS[0], GREEDY if greedy else SAMPLED)
+    model_logits = CausalModel.logits
+
+    def prefer_token(*arguments: Any) -> torch.Tensor:
+        logits = model_logits(*arguments)
+        logits[:, token] = logits.max() + 1000
+        return logits
+
+    monkeypatch.setattr(CausalModel, "logits", prefer_token)
+    decoding.step()
+    assert resident.sequence.token_ids[-1] == token
+    assert decoding.decode.slots.rows.tokens[resident.slot] == token
 
 
 def test_supported_parameters(device: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer import RequestTooLarge
+from roseinfer import EnginePath, RequestTooLarge
 from tests.llm.served_streams import TEXTS, expected, greedy, run, serving, small_llm
 
 if TYPE_CHECKING:
@@ -38,6 +38,17 @@ def test_prefix_queries_and_hits_are_counted(device: str) -> None:
     assert (llm.engine.prefix_queries, llm.engine.prefix_hits) == (121, 32)
 
 
+def test_mixed_steps_decode_and_prefill(device: str) -> None:
+    llm = small_llm(device)
+    llm.generate(["a" * 40, "b" * 40], greedy(8))
+    assert llm.engine.path_counts[EnginePath.MIXED] == 0
+    stream = llm.stream("c" * 40, greedy(20, ignore_eos=True))
+    next(stream)
+    llm.generate("d" * 40, greedy(4))
+    assert llm.engine.path_counts[EnginePath.MIXED] == 1
+    assert llm.engine.path_counts[EnginePath.RECOMPUTED] == llm.engine.num_preemptions == 0
+
+
 def test_no_prefix_queries_without_a_prefix_cache(device: str) -> None:
     llm = small_llm(device, prefix_cache=False)
     llm.generate(TEXTS, greedy(4))
@@ -54,7 +65,9 @@ def test_preemptions_are_counted(device: str) -> None:
 @pytest.mark.parametrize(("tokens", "length"), [(64, None), (4096, 100), (4096, None)])
 def test_reported_token_limit_is_exact(device: str, tokens: int, length: int | None) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)
-    room = llm.engine.request_limits.max_new_tokens_after(20)
+    limits = llm.engine.request_limits
+    room = limits.max_new_tokens_after(20)
+    assert limits.max_new_tokens_after(length or 1024) == 0
     assert room == min(tokens + 1, length or 1024) - 20
     (output,) = llm.generate("x" * 20, greedy(room, ignore_eos=True))
     assert len(output.token_ids) == room

@@ -10,6 +10,8 @@ import pytest
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath, SamplingParams
 from roseinfer.decode.step import TokenSpan
+from roseinfer.engine.drafter import MAX_DRAFT_TOKENS
+from roseinfer.engine.speculation import Speculation
 from tests.engine.repeating_models import draft_counts, repeating_llm
 from tests.engine.test_interrupted_steps import StepFault
 from tests.engine.test_random_mixes import assert_no_block_is_lost
@@ -17,9 +19,10 @@ from tests.engine.test_run_ahead import greedy
 from tests.models.families import CONFIGS, VOCABULARY, tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from roseinfer import RequestOutput
+    from roseinfer.engine.request import Request
 
 PROMPTS = [[7, 3, 90, 12] * 3, [1], [4, 4, 8, 20, 4, 4, 8], list(range(11)), [5, 5, 5]]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -132,6 +135,32 @@ def test_repetitive_completion_takes_fewer_steps_than_tokens(device: str, reside
     steps = steps_of(llm, greedy(200, ignore_eos=True), [[7, 3, 90, 12]])
     assert steps / 200 < 0.67
     assert draft_counts(llm)[1] > 100
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_figures_of_drafts_are_those_of_their_verifications(
+    device: str, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[tuple[int, int]] = []
+    record = Speculation.record_verification
+
+    def recorded(
+        speculation: Speculation, request: Request, drafts: Sequence[int], accepted: int
+    ) -> None:
+        verified.append((len(drafts), accepted))
+        record(speculation, request, drafts, accepted)
+
+    monkeypatch.setattr(Speculation, "record_verification", recorded)
+    llm = repeating_llm(device, speculation="ngram", resident_decode=resident, cuda_graph=False)
+    steps_of(llm, greedy(60, ignore_eos=True), [[7, 3, 90, 12], [5, 6]])
+    figures = llm.engine.speculation
+    assert figures is not None
+    assert len(verified) > 2
+    assert figures.num_drafts == len(verified)
+    assert figures.num_draft_tokens == sum(drafted for drafted, _ in verified)
+    assert figures.num_accepted_per_position == [
+        sum(accepted > position for _, accepted in verified) for position in range(MAX_DRAFT_TOKENS)
+    ]
 
 
 @pytest.mark.parametrize("resident", [False, True])

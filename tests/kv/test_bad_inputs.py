@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
+from roseinfer.kv.groups import validate_device
 from tests.kv.scene import POLICIES, Call, RejectedCall, Scene, assert_rejected, build_scene
 from tests.kv.twins import SIZES
 
@@ -225,3 +226,15 @@ def test_unsupported_dtype_of_a_cache_is_rejected(device: str, dtype: torch.dtyp
     shape: dict[str, Any] = SIZES
     with pytest.raises(BadArgument, match=f"a cache of {dtype} is not supported"):
         KVBlockManager(device=device, dtype=dtype, **shape)
+
+
+def test_message_about_an_unknown_device_has_the_reason_of_torch() -> None:
+    with pytest.raises(BadArgument, match=r"device 'abacus': torch has no such device: .*abacus"):
+        validate_device("abacus")
+
+
+def test_rows_of_padding_are_not_the_same_list(device: str) -> None:
+    scene = build_scene(device, AppendPolicy())
+    lists = [None, None, scene.partial, scene.full, scene.partial]
+    words = "row 4 is the same list object as row 2"
+    assert_rejected(scene, RejectedCall(lambda each: each.append(lists), BadArgument, words))

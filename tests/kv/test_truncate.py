@@ -172,3 +172,11 @@ REJECTED_CALLS = {
 @pytest.mark.parametrize("case", REJECTED_CALLS.values(), ids=REJECTED_CALLS)
 def test_rejected_call_changes_nothing(device: str, case: RejectedCall) -> None:
     assert_rejected(build_scene(device, AppendPolicy()), case)
+
+
+def test_last_holder_in_a_batch_needs_no_block_for_a_copy(device: str) -> None:
+    kv, lists = build_shared(device, BLOCK_SIZE - 1, 2, blocks=3)
+    assert kv.num_free_blocks(2) == 1
+    kv.truncate_batch(2, lists, [1, 1])
+    assert kv.num_free_blocks(2) == 0
+    assert {block for (block,) in lists} == {1 + kv.first_id(2), 2 + kv.first_id(2)}

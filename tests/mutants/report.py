@@ -102,7 +102,7 @@ def alarms(outcomes: Sequence[Outcome], targets: Sequence[str], seconds: float) 
 
 def write_results(file: Path, results: Sequence[Result], seconds: float, command: str) -> None:
     body = [
-        _provenance(command),
+        provenance(command),
         summary(results, seconds) + ".\n",
         listing(results),
     ]
@@ -116,7 +116,7 @@ def write_profile(
 ) -> None:
     """Put the results of a profile other than the default one into the page."""
     summed_up = f"{_sentence(str(strength))} The hunt took {seconds:.0f} s."
-    body = f"{_provenance(command)}\n{fill(summed_up, 100, break_on_hyphens=False)}\n"
+    body = f"{provenance(command)}\n{fill(summed_up, 100, break_on_hyphens=False)}\n"
     if missed := [result for result in results if result.survived]:
         body += "\nMissed by some of the seeds:\n\n"
         body += listing(missed)
@@ -145,7 +145,7 @@ def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
 
 def write_alarms(file: Path, text: str, command: str) -> None:
     """Put the text of ``alarms`` into the page."""
-    put_section(file, _ALARMS, f"{_provenance(command)}\n{text}\n")
+    put_section(file, _ALARMS, f"{provenance(command)}\n{text}\n")
 
 
 def smallest(shrunk: Shrunk) -> str:
@@ -172,11 +172,11 @@ def write_smallest(file: Path, shrunk: Shrunk, command: str) -> None:
         entry(f"`{each.bug}`", each.example, f"{each.size}; {_seeds(shrunk, each)}")
         for each in shrunk.counted
     ]
-    body = "\n".join([_provenance(command), f"{_summary(shrunk)}\n", *entries])
+    body = "\n".join([provenance(command), f"{_summary(shrunk)}\n", *entries])
     put_section(file, _SMALLEST, f"{body}\n")
 
 
-def _provenance(command: str) -> str:
+def provenance(command: str) -> str:
     packages = ("roseinfer", "torch", "triton", "hypothesis")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (

@@ -1,0 +1,1 @@
+"""Tests of the oracle itself, against plain lists and its own counts."""
