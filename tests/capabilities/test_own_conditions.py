@@ -163,8 +163,8 @@ def test_search_reports_and_sums_harness_conditions(project: Project) -> None:
         TestUncounted = conformance(UncountedCache)
     """
     project.write(test_mine=searches, test_same=searches)
-    alone = project.pytest(*SHORT_SEARCH, "--roseinfer-report=out.json")
-    together = project.pytest(*SHORT_SEARCH, "-n", "2", "--dist=loadfile")
+    alone = project.pytest(*SHORT_SEARCH, "-v", "--roseinfer-report=out.json")
+    together = project.pytest(*SHORT_SEARCH, "-v", "-n", "2", "--dist=loadfile")
     assert alone.ret == together.ret == pytest.ExitCode.OK
     condition_rows = condition_rows_of(alone.outlines)
     assert [(name, verdict) for name, _, verdict in condition_rows] == [
