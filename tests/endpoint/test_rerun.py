@@ -58,6 +58,7 @@ def save_failure(failure: Any, folder: Path) -> tuple[SavedFiles, list[str]]:
     return files, replay_options
 
 
+@pytest.mark.slow
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("model", ["", "tiny"])
 def test_printed_command_fails_until_the_bug_is_fixed(

@@ -22,7 +22,7 @@ def test_accesses_are_in_bounds(module: str) -> None:
     assert output.rstrip().endswith(ALL_IN_BOUNDS)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "access"), [("reads", "READ of size"), ("writes", "WRITE of size")]
 )

@@ -106,6 +106,7 @@ def test_equivalent_change_survives(
     assert "SURVIVED: equivalent" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unbroken_copy_has_no_failures(finished: FinishedJobs) -> None:
     outcomes = finished.of(None)
     assert tuple(outcome.kind for outcome in outcomes) == KINDS

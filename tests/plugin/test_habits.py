@@ -106,6 +106,7 @@ def test_failure_is_shown_without_a_terminal(broken_project: Project) -> None:
     assert "after step 1 of" in (broken_project.path / "junit.xml").read_text()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("folder", ["above", "below"])
 def test_replay_command_works_in_the_folder_of_the_run(
     broken_project: Project, monkeypatch: pytest.MonkeyPatch, folder: str

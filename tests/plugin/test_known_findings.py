@@ -62,6 +62,7 @@ def digest_in(project: Project) -> str:
     return (project.path / "roseinfer-known.toml").read_text().strip()[1:11]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=str)
 def test_printed_entry_makes_tests_xfail(known_project: Project, workers: list[str]) -> None:
     """The search goes on after a known finding; the seed is another one."""
@@ -94,6 +95,7 @@ def test_another_failure_of_the_same_test_still_fails(known_project: Project) ->
     assert digest != digest_in(known_project)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("strict_key", "ini", "outcome"),
     [

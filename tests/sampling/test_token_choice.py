@@ -205,6 +205,7 @@ def sampled_params(seed: int | None) -> SamplingParams:
     )
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "config",
     [

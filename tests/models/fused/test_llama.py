@@ -87,6 +87,7 @@ def family_of(kin: str) -> type[CausalModel]:
     return family
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kin", KIN)
 def test_prefill_and_decode_match_transformers(device: str, kin: str) -> None:
     """Logits of prompts, then of single tokens, for several sequences at once."""
