@@ -26,6 +26,7 @@ def test_tokens_within_counts_a_part_of_the_stream() -> None:
     assert response.gaps == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_server_is_measured(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with running() as server:

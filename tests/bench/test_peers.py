@@ -229,6 +229,7 @@ def test_peer_that_exits_is_reported() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_processes_of_a_peer_end_with_it(
     wait: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -198,6 +198,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_leader() -> None:
     process = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
     assert process.returncode == 9, process.stderr

@@ -144,6 +144,7 @@ def test_stopped_engine_is_known_by_its_error_code(
     assert _has_stopped(status, json.dumps({"error": {"code": code}})) is stopped
 
 
+@pytest.mark.slow
 def test_server_that_disappears_during_shrinking_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ ENDS = {
 """Ends of streams that this many requests certainly meet."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_soak_leaks_no_objects_and_no_memory(device: str) -> None:
     alive_before = objects_alive(Request)

@@ -169,6 +169,7 @@ def test_signals_to_the_process_group_do_not_end_the_engine(subprocess_server: S
     assert request(subprocess_server.port, "/v1/completions", {"prompt": "x"})[0] == 200
 
 
+@pytest.mark.slow
 def test_engine_ends_with_the_killed_command() -> None:
     with serving() as server, client_of(server) as client:
         stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)

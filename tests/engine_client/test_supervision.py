@@ -409,6 +409,7 @@ def supervised() -> Iterator[Serving]:
         yield parts_read
 
 
+@pytest.mark.slow
 def test_suspended_process_fails_probes_until_it_continues(supervised: Serving) -> None:
     reasons: list[str] = []
 

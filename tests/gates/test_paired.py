@@ -57,6 +57,7 @@ def test_five_percent_more_time_is_slower() -> None:
     assert verdicts(40, 1.05)[Verdict.SLOWER] >= 38
 
 
+@pytest.mark.slow
 def test_slowdown_of_the_margin_is_tolerated() -> None:
     assert verdicts(30, 1.02)[Verdict.SLOWER] == 0
 
@@ -292,6 +293,7 @@ def test_interval_of_few_values_is_conservative() -> None:
     assert median_interval(values[:9], 0.001) == UNBOUNDED
 
 
+@pytest.mark.slow
 def test_interval_covers_the_median_at_its_confidence() -> None:
     """The noise is exponential with median log 2, and skewed, as times are."""
     import math

@@ -107,6 +107,7 @@ def test_block_metadata_rebuilt_for_every_token_is_named(monkeypatch: pytest.Mon
     assert others == []
 
 
+@pytest.mark.slow
 @interpreted
 def test_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Step:

@@ -71,6 +71,7 @@ def test_lengths_around_the_end_of_a_long_block_are_drawn() -> None:
     assert {1023, 1024, 1025} <= lengths
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_cache_with_few_shapes_passes() -> None:
     settings.set_current(settings.Settings(examples=15, steps=8, seed=1))

@@ -15,7 +15,7 @@ pytestmark = [
 OVERFLOW = "AddressSanitizer: heap-buffer-overflow"
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 def test_accesses_are_in_bounds(module: str) -> None:
     output = run_with_sanitizer(module)
     assert "ERROR" not in output

@@ -149,6 +149,7 @@ def test_tiny_model_is_deterministic_and_keeps_the_random_state(
     assert all(torch.equal(parameter, other_parameter) for parameter, other_parameter in weights)
 
 
+@pytest.mark.slow
 def test_tiny_model_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no cache of earlier downloads either, as the home folder is empty."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -80,6 +80,7 @@ def test_repeated_failure_is_reported_once(broken_project: Project) -> None:
     assert result.stdout.str().count("after step 1 of") == 1
 
 
+@pytest.mark.slow
 def test_last_failed_and_one_test_id(broken_project: Project) -> None:
     def run(*arguments: str) -> pytest.RunResult:
         return broken_project.pytester.runpytest_subprocess(*SHORT_SEARCH, *arguments)

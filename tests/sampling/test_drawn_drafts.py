@@ -75,6 +75,7 @@ def llm(device: str) -> LLM:
     return repeating_llm(device, speculation="ngram", resident_decode=False)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(llm: LLM) -> None:
     assert deviation(llm, *sample_completions(llm)) < SIGMAS
     _, accepted, rejected = draft_counts(llm)

@@ -96,6 +96,7 @@ def test_derandomized_profile_has_no_database() -> None:
     assert settings_of_search(derandomize=True).database is None
 
 
+@pytest.mark.slow
 def test_failing_example_is_found_again_with_any_seed(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

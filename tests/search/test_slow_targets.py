@@ -88,6 +88,7 @@ def test_failure_at_the_end_of_the_time_is_reported(search_coverage: coverage.Co
     assert search_coverage.of(WrongAndSlow).failed
 
 
+@pytest.mark.slow
 def test_search_without_a_limit_skips_no_example(search_coverage: coverage.Coverage) -> None:
     settings.set_current(settings.Settings(examples=4, seed=1, search_seconds=0))
     assert settings.current().search_ends() == math.inf

@@ -409,6 +409,7 @@ def test_new_connection_is_rejected_and_logged_when_all_are_busy(
     assert lines.count("all 3 connections are busy, new ones get 503") == 1
 
 
+@pytest.mark.slow
 def test_server_process_withstands_one_hostile_client() -> None:
     """Its memory hardly grows, and it serves other clients."""
     with serving(variables={"ROSEINFER_API_KEY": "rose-key"}) as server, ExitStack() as stack:

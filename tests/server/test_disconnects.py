@@ -104,7 +104,7 @@ def test_unread_stream_is_paused_while_others_run() -> None:
 SLOTS: dict[str, Any] = {"resident_decode": True, "run_ahead": 2, "cuda_graph": False}
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("requests", "together", "engine"),
     [(400, 200, {"max_batch_size": 32}), (100, 50, SLOTS | {"max_batch_size": 8})],

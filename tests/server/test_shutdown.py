@@ -156,6 +156,7 @@ def test_prompts_being_read_are_aborted_after_drain_seconds() -> None:
     assert [json.loads(line)["status"] for line in server.stdout_lines] == [200, 503, 503]
 
 
+@pytest.mark.slow
 def test_second_signal_ends_the_process_at_once() -> None:
     with serving("--host", "0.0.0.0") as server, client_of(server) as client:
         assert "no API key: every client that reaches this machine is served" in "".join(

@@ -88,7 +88,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unread", "full", "closed"])
 def test_server_with_unread_output_serves_drains_and_reports_engine_exit(kind: str) -> None:
     with (

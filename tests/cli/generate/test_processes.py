@@ -51,6 +51,7 @@ def test_closed_stdout_ends_the_command_without_a_message(
     assert (long_run.wait(60), long_run.stderr.read().decode()) == (141, STARTUP)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk_is_reported_in_one_line(command: list[str]) -> None:
     with Path("/dev/full").open("w") as full:

@@ -35,6 +35,7 @@ def test_times_are_recorded_with_plot_and_summary(
     assert "FASTER" in summary
 
 
+@pytest.mark.slow
 def test_work_of_steps_is_recorded(timed_project: Project) -> None:
     """Results of several workers are recorded as one run."""
     timed_project.write(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.gates.tpot.timed_project import engine, run_against, speed_test, write_reference
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ def test_marker_sets_the_margin(timed_project: Project) -> None:
     run_against(timed_project).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_step_within_its_noise_is_undecided_and_passes(timed_project: Project) -> None:
     """Every other process takes 4% longer, so that the margin lies within the interval."""
     count = """

@@ -21,6 +21,7 @@ def test_seeds_draw_all_families_and_odd_vocabularies_reproducibly() -> None:
     assert sum(size % 8 > 0 for size in vocabularies) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is batch invariant")
 @pytest.mark.parametrize("claimed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_difference_fails_only_if_batch_invariance_is_claimed(
