@@ -49,6 +49,15 @@ def test_mixed_steps_decode_and_prefill(device: str) -> None:
     assert llm.engine.path_counts[EnginePath.RECOMPUTED] == llm.engine.num_preemptions == 0
 
 
+def test_prompts_admitted_out_of_order_are_counted_over_all_steps(device: str) -> None:
+    """Beside each prompt of six tokens, that of two is admitted before the one of eight."""
+    llm = small_llm(
+        device, prefill_admission_policy="pack", prefill_max_tokens=8, chunked_prefill=False
+    )
+    llm.generate([[1] * tokens for tokens in (6, 8, 2, 6, 8, 2)], greedy(12, ignore_eos=True))
+    assert llm.engine.path_counts[EnginePath.ADMITTED_OUT_OF_ORDER] == 2
+
+
 def test_no_prefix_queries_without_a_prefix_cache(device: str) -> None:
     llm = small_llm(device, prefix_cache=False)
     llm.generate(TEXTS, greedy(4))

@@ -146,3 +146,14 @@ def test_batch_without_free_blocks_changes_no_sequence(device: str) -> None:
     assert [(session.block_lists[0], session.num_stored) for session in sessions] == before
     assert len(forks) == 3
     assert blocks
+
+
+@pytest.mark.parametrize("count", [3, 0])
+def test_counts_of_tokens_to_store_are_checked(device: str, count: int) -> None:
+    runner = engine_for("gpt2", device)
+    sequences = [runner.new_cached_sequence([1] * tokens) for tokens in (3, 2)]
+    words = f"sequence 1: it has 2 tokens to store, not {count}"
+    with pytest.raises(BadArgument, match=words):
+        runner.extend(sequences, [3, count])
+    runner.extend(sequences, [2, 1])
+    assert [each.num_stored for each in sequences] == [2, 1]

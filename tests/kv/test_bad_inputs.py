@@ -201,6 +201,14 @@ def test_gathering_more_tokens_than_stored_is_rejected(device: str, total_len: i
     assert_rejected(build_scene(device, AppendPolicy()), case)
 
 
+def test_length_to_gather_that_is_no_number_is_rejected(device: str) -> None:
+    def call(scene: Scene) -> Call:
+        return scene.kv.gather_sequence, 0, [], "all"
+
+    words = r"total_len a whole number or None, not \[\] and 'all'"
+    assert_rejected(build_scene(device, AppendPolicy()), RejectedCall(call, BadArgument, words))
+
+
 BAD_SIZES = {
     "no_layers": ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
     "no_heads": ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
