@@ -163,6 +163,25 @@ def test_figures_of_drafts_are_those_of_their_verifications(
     ]
 
 
+def test_last_draft_ends_where_the_completion_must(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step adds a token after the drafts that it accepts."""
+    ends: list[int] = []
+    record = Speculation.record_verification
+
+    def recorded(
+        speculation: Speculation, request: Request, drafts: Sequence[int], accepted: int
+    ) -> None:
+        ends.append(len(request.sequence.token_ids) + len(drafts) + 1)
+        record(speculation, request, drafts, accepted)
+
+    monkeypatch.setattr(Speculation, "record_verification", recorded)
+    llm = repeating_llm(device, speculation="ngram", resident_decode=False)
+    steps_of(llm, greedy(60, ignore_eos=True), [[7, 3, 90, 12]])
+    assert max(ends) == 64
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_completion_without_repetition_has_few_drafts(device: str, resident: bool) -> None:
     config = {"speculation": "ngram", "resident_decode": resident}
