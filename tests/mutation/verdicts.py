@@ -24,14 +24,6 @@ class Verdict:
 
 VERDICTS: tuple[Verdict, ...] = (
     Verdict(
-        "pytest_roseinfer/oracle/oracle.py",
-        "Oracle._make_last_writable",
-        "last.removed_tokens += last.tokens[len(tokens) :]",
-        "last.removed_tokens = last.tokens[len(tokens) :]",
-        "After two truncations of one page, a message names only the tokens of the second.",
-        equal=False,
-    ),
-    Verdict(
         "pytest_roseinfer/oracle/pages.py",
         "BlockCounts.truncate",
         "window, blocks[num_pages - 1], cached=self.stored.keeps(seq, num_pages - 1)",

@@ -240,3 +240,16 @@ def test_histories_with_windows(block_size: int, frees: str, *, shared_pool: boo
         windows = Windows(_WINDOWS, shared_pool, frees)
         oracle = Oracle(block_size, _CAPACITY, "blocks", windows=windows)
         _History(oracle, random.Random(seed)).run()
+
+
+def test_tokens_of_every_truncation_of_a_page_are_remembered() -> None:
+    """A quantised block may still have their scale, and a message names them."""
+    oracle = Oracle(4, _CAPACITY, truncate_copies=False)
+    oracle.append([(0, 3)], [10, 11, 12])
+    oracle.truncate(0, 2)
+    oracle.append([(0, 1)], [13])
+    oracle.truncate(0, 1)
+    oracle.append([(0, 1)], [14])
+    (page,) = oracle.sequences[0]
+    assert page.tokens == [10, 14]
+    assert page.removed_tokens == [12, 11, 13]
