@@ -59,7 +59,7 @@ html_copy_source = False
 
 
 def shorten_defaults(*event: object) -> tuple[str, str] | None:
-    """Write ``...`` for a default that a dataclass makes, which is no Python and stays unparsed."""
+    """Write ``...`` for ``<factory>``, a dataclass default that Sphinx cannot parse."""
     signature, returned = event[-2:]
     if not isinstance(signature, str):
         return None

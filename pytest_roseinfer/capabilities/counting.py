@@ -215,7 +215,7 @@ class _ReuseCounter:
     """Everything handed out so far, by identity; kept alive so that no ``id`` is reused."""
 
     def count_reused(self, items: Iterable[object]) -> int:
-        """Record the items in use now; count those that are in use again after a gap."""
+        """Record the items in use now; count those used once, then out of use, and used again."""
         shown = {_identity(item): item for item in items}
         num_reused = sum(each in self.ever and each not in self.now for each in shown)
         self.now = set(shown)

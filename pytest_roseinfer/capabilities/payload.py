@@ -172,7 +172,7 @@ def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the exponent bits set in numbers from 1/128 to 2, and the one that is clear.
+    """Return the exponent bits that all numbers from 1/128 to 2 have set, and the one they clear.
 
     With the top bit of its exponent clear, a number is below 2, and neither NaN nor infinite.
     With all other exponent bits but the last three set, it is no smaller than 1/128.

@@ -42,7 +42,7 @@ def raise_invalid(call: str, value: object, expected: str) -> NoReturn:
 
 
 def is_number(value: object) -> bool:
-    """Return True for an integer, NumPy's too, but not for a tensor, which is no dictionary key."""
+    """Return True for an integer of Python or NumPy; a tensor cannot be a dictionary key."""
     return type(value) is int or (
         isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
     )

@@ -148,7 +148,7 @@ class Difference(AssertionError):
         self.on_refused_step = False
         """True for an error in a step that had to be refused anyway."""
         self.kind = ""
-        """What was checked and how it differed, for digests; empty if unknown."""
+        """Check and kind of difference, from which the digest is made; empty if unknown."""
         self.reported_by = ""
         """Test that already reported this failure in full; empty if none did."""
         self._details = details

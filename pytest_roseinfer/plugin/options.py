@@ -570,7 +570,7 @@ def _given_seed(config: pytest.Config) -> int | None:
 
 
 def _derandomized(config: pytest.Config) -> bool:
-    """Return True if the user chose a Hypothesis profile that draws the same in every run.
+    """Return True if the user chose a Hypothesis profile with ``derandomize``.
 
     On a CI, Hypothesis itself chooses such a profile, which is no reason to search less.
     """

@@ -28,7 +28,7 @@ _NONE = ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "num_hash_looka
 
 
 class _Settings(SimpleNamespace):
-    """Settings whose missing fields are None."""
+    """Settings object on which every unset field reads as None."""
 
     def __getattr__(self, name: str) -> None:
         return None
