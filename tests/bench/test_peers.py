@@ -223,6 +223,7 @@ def test_slow_peer_times_out() -> None:
     assert result == "timed out after 0.01 s"
 
 
+@pytest.mark.slow
 def test_peer_that_exits_is_reported() -> None:
     assert (
         run_in_subprocess(os._exit, 3, time_limit_s=60) == "exit status 3, without an error message"

@@ -154,6 +154,7 @@ def condition_rows_of(lines: list[str]) -> list[list[str]]:
     return [line.split()[1:] for line in lines if line.startswith("condition ")]
 
 
+@pytest.mark.slow
 def test_search_reports_and_sums_harness_conditions(project: Project) -> None:
     project.copy_caches()
     searches = """
@@ -194,7 +195,7 @@ def search_project(project: Project, cache: str, setting: str) -> pytest.RunResu
     return project.pytest(*SHORT_SEARCH)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "setting", "condition"),
     [
@@ -220,6 +221,7 @@ def test_unmet_condition_fails_the_run_by_name(
     assert problem.startswith(f"FAILED: condition {condition!r} was never reached, by none of ")
 
 
+@pytest.mark.slow
 def test_condition_met_only_by_large_histories_is_a_warning(project: Project) -> None:
     new_names = "lambda self, n: (*range(self.names, self.names + n),)"
     result = search_project(project, "UncountedCache", f"strategies._Writer.fresh = {new_names}")

@@ -61,7 +61,7 @@ def test_cache_with_stale_state_fails(adapter: type[KVCacheAdapter], seed_number
     assert freed & set(steps[-1].changed_seqs())
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [GroupedManager, DynamicCacheAdapter])
 def test_every_step_that_begins_a_sequence_reuses_names(
     adapter: type[KVCacheAdapter],

@@ -38,7 +38,7 @@ def completion_of(device: str, prompt: list[int], count: int, family: str = "gpt
     return alone(device, prompt, count, family)[len(prompt) :]
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=_NEEDS_GPU)])

@@ -75,6 +75,7 @@ def other_process(llm: LLM) -> int:
     return process.pid
 
 
+@pytest.mark.slow
 def test_completions_with_guides_match_one_process(llm: LLM) -> None:
     """Only the leader knows them, and sends the sampled tokens to the others."""
     params = [
@@ -120,6 +121,7 @@ def test_streams_end_when_a_rank_is_killed(llm: LLM) -> None:
         llm.generate(TEXTS, greedy(), progress=False)
 
 
+@pytest.mark.slow
 def test_idle_engine_detects_an_ended_rank(llm: LLM) -> None:
     served = AsyncLLM(llm)
 
@@ -147,6 +149,7 @@ follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_failed_rank_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
@@ -168,7 +171,7 @@ follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "why"),
     [

@@ -29,6 +29,7 @@ def rank_1_of(server: Serving) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_sharded_server_matches_one_process_and_ends_streams_with_a_killed_rank() -> None:
     alone = one(small_llm("cpu"), TEXTS[0], greedy(40)).text
     options = "--model", MODEL, "--tensor-parallel-size", "2"

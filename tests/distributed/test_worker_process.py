@@ -79,6 +79,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     process.wait(20)
 
 
+@pytest.mark.slow
 def test_number_of_blocks_fits_the_rank_with_less_memory(pair: Pair) -> None:
     kv = pair.sharded.engine.sequence_runner.kv
     assert kv.max_blocks_per_layer == _TOKENS // SIZES["block_size"] + 1  # one is scratch

@@ -202,6 +202,7 @@ def test_server_without_a_model_list_names_the_refused_request(
         require_server(Endpoint(server.url, "another"))
 
 
+@pytest.mark.slow
 def test_reports_name_the_server_and_no_strength(
     pytester: pytest.Pytester,
 ) -> None:

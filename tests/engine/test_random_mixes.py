@@ -255,7 +255,7 @@ def run_mix(family: str, device: str, seed: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, MIXES])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_requests_of_a_mix_match_transformers(device: str, family: str, first: int) -> None:

@@ -191,6 +191,7 @@ def test_completion_without_repetition_has_few_drafts(device: str, resident: boo
     assert draft_counts(llm)[0] < 50
 
 
+@pytest.mark.slow
 def test_request_returns_to_a_slot_when_drafts_are_rejected(device: str) -> None:
     """Sampled from two tokens, a completion is periodic for a while."""
     config = {"resident_decode": True, "run_ahead": 2, "cuda_graph": False}

@@ -73,6 +73,7 @@ def python_calls(call: Callable[[], object]) -> Counter[str]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_step_imports_nothing_and_reads_no_environment_variables(
     device: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def test_step_imports_nothing_and_reads_no_environment_variables(
     assert variables == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_step_builds_no_tensor_from_lists_and_reads_back_only_tokens(
     device: str, family: str
@@ -116,6 +118,7 @@ def test_step_builds_no_tensor_from_lists_and_reads_back_only_tokens(
     assert calls["None.tolist"] == 1, "expected one readback for all requests"
 
 
+@pytest.mark.slow
 def test_steady_steps_run_the_same_operations(device: str) -> None:
     engine = steady(device, "gpt2").engine
     counts = []

@@ -202,6 +202,7 @@ WRONG = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines")
 def test_wrong_return_value_is_reported_without_frames_of_the_harness(project: Project) -> None:
     project.write(test_wrong=WRONG)

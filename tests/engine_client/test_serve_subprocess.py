@@ -182,6 +182,7 @@ def test_engine_ends_with_the_killed_command() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_error_of_the_engine_process_is_reported_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -43,6 +43,7 @@ async def generate_with_guide(engine_driver: EngineDriver, guide: Guide) -> list
     return await read_to_the_end(group)
 
 
+@pytest.mark.slow
 def test_outputs_match_those_of_an_llm(engine_driver: EngineDriver) -> None:
     prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
     params_by_prompt = [
@@ -136,6 +137,7 @@ def test_hostile_guide_does_not_affect_other_requests(engine_driver: EngineDrive
     assert len(part.text) == 5
 
 
+@pytest.mark.slow
 def test_unread_stream_is_paused_while_another_runs(engine_driver: EngineDriver) -> None:
     """The request continues when it is read, and no token is lost."""
     (output,) = LLM("tiny", device="cpu").generate([PROMPT], LONG)

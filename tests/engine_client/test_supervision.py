@@ -385,6 +385,7 @@ def test_hanging_step_is_not_counted_as_an_iteration(monkeypatch: pytest.MonkeyP
     assert thread.stop_reason == "the engine was closed"
 
 
+@pytest.mark.slow
 def test_unread_stream_is_not_a_stall(engine_driver: EngineDriver) -> None:
     async def read_slowly() -> None:
         group = engine_driver.engine.open_group()
@@ -440,6 +441,7 @@ def test_suspended_process_fails_probes_until_it_continues(supervised: Serving) 
         assert reasons == ["length"]
 
 
+@pytest.mark.slow
 def test_killed_engine_ends_streams_at_once_and_is_restarted(
     supervised: Serving,
 ) -> None:

@@ -95,6 +95,7 @@ def test_engine_without_sizes_is_skipped() -> None:
         search(ToyAdapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few_sizes", [None, 2])
 def test_large_mixes_cover_the_sizes(few_sizes: int | None) -> None:
     mixes: list[RequestMix] = []

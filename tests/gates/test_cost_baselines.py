@@ -180,6 +180,7 @@ TEST_OF_SIX_STEPS = """
 """
 
 
+@pytest.mark.slow
 def test_xdist_workers_compare_and_update_every_baseline(project: Project) -> None:
     project.write(my_engine=ENGINE, test_costs=TEST_OF_SIX_STEPS)
     project.pytest(UPDATE, "-n", "2").assert_outcomes(passed=6)

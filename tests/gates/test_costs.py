@@ -274,6 +274,7 @@ NOTHING_COMPARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", NOTHING_COMPARED)
 def test_run_with_the_gate_that_compares_nothing_fails(
     project: Project, options: tuple[str, ...]

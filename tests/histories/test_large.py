@@ -222,7 +222,7 @@ class SmallPool(Cache):
         super().make(spec)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "what"),
     [
@@ -245,7 +245,7 @@ def test_failing_large_history_suggests_declaring_limits(
     assert "max_sequences, max_tokens" in hint
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "largest"),
     [
@@ -276,6 +276,7 @@ def test_steps_of_large_histories_are_valid_with_any_limits(block_size: int, lim
             assert max(map(oracle.length, oracle.sequences)) <= 4 * limit
 
 
+@pytest.mark.slow
 def test_conditions_of_large_histories_are_not_counted() -> None:
     class Counted(Cache):
         conditions = ("many",)

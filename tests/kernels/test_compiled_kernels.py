@@ -131,9 +131,8 @@ COMPILE = """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [(90, "bf16"), pytest.param(80, "fp16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (80, "fp16")])
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")

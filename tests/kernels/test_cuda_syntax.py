@@ -33,7 +33,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", CHECKS)
 def test_each_file_alone_is_accepted(errors: Errors, tmp_path: Path) -> None:
     for name in NAMES:

@@ -37,6 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return recorded
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(  # raised inside of some torch versions when they compile
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )

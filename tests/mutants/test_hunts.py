@@ -57,6 +57,7 @@ def one_bug_for_each_row() -> list[Mutant]:
 EIGHTHS = [0, *(pytest.param(eighth, marks=pytest.mark.slow) for eighth in range(1, 8))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eighth", EIGHTHS)
 def test_bugs_of_every_known_row_are_found(eighth: int, capsys: pytest.CaptureFixture[str]) -> None:
     planted = {mutant.name for mutant in one_bug_for_each_row()}
@@ -115,6 +116,7 @@ def test_unbroken_copy_has_no_failures(finished: FinishedJobs) -> None:
     assert outcomes[1].operations >= outcomes[0].operations
 
 
+@pytest.mark.slow
 def test_crash_counts_as_found_and_the_next_seed_runs(finished: FinishedJobs) -> None:
     outcomes = finished.of(CRASH)
     assert [outcome.message for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2

@@ -132,6 +132,7 @@ def _dumps(pieces: list[Recorded]) -> str:
     return pickle.dumps(pieces).hex()
 
 
+@pytest.mark.slow
 def test_unit_tests_that_execute_the_statement_kill_a_mutant() -> None:
     lines = {_mutant(_SAME).file: _mutant(_SAME).lines}
     tests = [Recorded(name, 1.0, lines) for name in (_FAILING, _PASSING)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SHORT = {"tutorial: list": 2, "tutorial: engine": 2, "fast path: 5 rows": 2}
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "runs"), SHORT.items())
 def test_correct_targets_pass(name: str, runs: int) -> None:
     adapter = right_caches.RIGHT[name]()

@@ -107,7 +107,7 @@ def test_failure_is_shown_without_a_terminal(broken_project: Project) -> None:
     assert "after step 1 of" in (broken_project.path / "junit.xml").read_text()
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["above", "below"])
 def test_replay_command_works_in_the_folder_of_the_run(
     broken_project: Project, monkeypatch: pytest.MonkeyPatch, folder: str
@@ -127,6 +127,7 @@ def test_replay_command_works_in_the_folder_of_the_run(
     replayed.stdout.fnmatch_lines(["FAILED: peek: sequence 1, layer 0, K: *"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=str)
 def test_quiet_green_run_has_few_lines(list_cache_project: Project, workers: list[str]) -> None:
     result = list_cache_project.pytest(*SHORT_SEARCH, "-q", *workers)

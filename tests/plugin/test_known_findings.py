@@ -62,7 +62,7 @@ def digest_in(project: Project) -> str:
     return (project.path / "roseinfer-known.toml").read_text().strip()[1:11]
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=str)
 def test_printed_entry_makes_tests_xfail(known_project: Project, workers: list[str]) -> None:
     """The search goes on after a known finding; the seed is another one."""

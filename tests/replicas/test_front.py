@@ -239,6 +239,7 @@ def test_metrics_are_merged_and_one_ready_replica_suffices() -> None:
         assert not server.replicas.requests
 
 
+@pytest.mark.slow
 def test_replicas_are_aborted_after_drain_seconds() -> None:
     parts = [head(STREAM), *(body(chunk("x")) for _ in range(300)), body(b"", False)]
     with on_listening(*parts, drain_seconds=0.1) as server:

@@ -33,6 +33,7 @@ def test_extra_lists_ray() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_one_module_imports_ray() -> None:
     importing_modules = {}
     for package in ("roseinfer", "pytest_roseinfer"):

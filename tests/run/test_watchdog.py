@@ -167,6 +167,7 @@ print("came back", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_stopped_process_is_not_reported_as_hanging() -> None:
     """It is stopped for four times as long as a step may sleep, and then continued."""
     command = [sys.executable, "-c", STOPPED_PROCESS]
@@ -250,6 +251,7 @@ def run(project: Project, name: str) -> pytest.RunResult:
     return project.pytest("-k", "histories", "--roseinfer-seed=1", limit)
 
 
+@pytest.mark.slow
 def test_uninterruptible_process_ends_with_its_history(
     project: Project,
 ) -> None:
@@ -267,6 +269,7 @@ def test_uninterruptible_process_ends_with_its_history(
     )
 
 
+@pytest.mark.slow
 def test_native_code_that_holds_the_lock_leaves_a_trace(project: Project) -> None:
     result = run(project, "HoldsTheInterpreterLock")
     assert result.ret == -signal.SIGPROF

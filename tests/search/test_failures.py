@@ -80,6 +80,7 @@ def test_failure_is_described_and_drawn(project: Project) -> None:
     assert f'download="{project.failure_file(".svg").name}"' in page
 
 
+@pytest.mark.slow
 def test_equal_failures_of_two_tests_are_shown_once(project: Project) -> None:
     output = fail(project, "SwapsRows").stdout.str()
     assert output.count("after step 1 of") == 1
@@ -113,6 +114,7 @@ def test_error_of_the_cache_is_shown_with_its_origin(project: Project) -> None:
     assert "machine.py" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_unexpected_error_is_shown_with_its_history(project: Project) -> None:
     result = fail(project, "HasNoBooks", "-k", "histories")
     result.stdout.fnmatch_lines(
@@ -162,6 +164,7 @@ def test_flaky_cache_is_reported_as_flaky(project: Project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_saved_failure_is_replayed_until_fixed(project: Project) -> None:
     """The adapter is in the test file itself, as in the tutorial."""
     folder = fail_in_test_file(project, "checks", "prepend")
@@ -187,6 +190,7 @@ def test_saved_failure_is_replayed_from_a_folder_named_like_a_package(project: P
     assert "Divergence: peek: sequence 0, layer 0, K: position " in process.stderr
 
 
+@pytest.mark.slow
 def test_saved_failure_is_replayed_in_another_checkout(project: Project, tmp_path: Path) -> None:
     fail_in_test_file(project, "checks", "prepend")
     trace, script = project.failure_file(".json"), project.failure_file(".py")
@@ -224,6 +228,7 @@ def replay(project: Project, status: int) -> str:
     return result.stdout.str()
 
 
+@pytest.mark.slow
 def test_failure_of_compared_runs_is_replayed_as_a_comparison(project: Project) -> None:
     """Neither of the two histories fails by itself."""
     result = fail(project, "FillsFromTheEnd", "-k", "histories or every_option")

@@ -72,6 +72,7 @@ def test_histories_begin_with_a_prelude_and_continue_differently() -> None:
     assert len({each.operations for each in begun_alike}) > len(begun_alike) / 3
 
 
+@pytest.mark.slow
 def test_few_kinds_reduces_the_kinds_of_steps() -> None:
     def kinds(*, few_kinds: bool) -> float:
         drawn = draw_examples(

@@ -79,6 +79,7 @@ def late_cache(project: Project, *, first: int, options: tuple[str, ...] = ()) -
     return project.pytest("-v", "-k", "histories", *SEARCH, *options)
 
 
+@pytest.mark.slow
 def test_late_path_is_reached_by_additional_rounds(project: Project) -> None:
     result = late_cache(project, first=30)
     assert result.ret == pytest.ExitCode.OK
@@ -91,6 +92,7 @@ def test_search_ends_once_all_paths_are_reached(project: Project) -> None:
     result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *"])
 
 
+@pytest.mark.slow
 def test_path_unreached_by_few_histories_is_a_warning(project: Project) -> None:
     result = late_cache(project, first=EXAMPLES + 100)
     assert result.ret == pytest.ExitCode.OK

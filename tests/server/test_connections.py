@@ -172,6 +172,7 @@ def test_silent_connection_is_closed(strict_server: Server, data: bytes) -> None
         assert read_all(connection) == b""
 
 
+@pytest.mark.slow
 def test_long_response_does_not_shorten_the_next_head_timeout(
     strict_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from roseinfer.guided import compiler
 from roseinfer.guided.sandbox import _MAX_SLOW_TRIALS
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.server.served import Answer, Server
 
 TIMEOUT_S = 60
@@ -36,6 +36,7 @@ def rejection_of(answer: Answer) -> str:
     return str(answer.error["message"])
 
 
+@pytest.mark.slow
 def test_other_requests_run_while_a_guide_is_tried(server: Server) -> None:
     assert request_with_schema(server, {"type": "boolean"}).status == 200
     tools_of_compiler = server.llm.engine._guide_compiler._tools

@@ -67,6 +67,7 @@ def run_on_page(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, s
     return answer_in(server.url, folder, "--virtual-time-budget=60000")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
 def test_page_shows_a_streamed_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool

@@ -61,6 +61,7 @@ def await_status(url: str, status: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_printed_example_runs_and_sigterm_drains_completions() -> None:
     """The three printed lines of client code run."""
     with serving() as server:
@@ -103,6 +104,7 @@ def test_printed_example_runs_and_sigterm_drains_completions() -> None:
     assert lines_of_log[-1]["completion_tokens"] == 400
 
 
+@pytest.mark.slow
 def test_completions_are_aborted_with_an_error_after_drain_seconds() -> None:
     """The API key comes from the environment, and is never printed."""
     options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")

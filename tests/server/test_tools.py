@@ -77,6 +77,7 @@ def test_required_function_is_called(server: Server, call_api: Call, choice: Any
     assert names == ({"weather"} if choice is NAMED else {"weather", "now"})
 
 
+@pytest.mark.slow
 def test_call_matches_the_completion_of_the_engine(server: Server, alone: LLM) -> None:
     tools = [WEATHER, NOW]
     guide = call_guide([Tool(**tool).function for tool in tools], required=True)
@@ -168,6 +169,7 @@ def test_optional_function_may_be_called(
     assert last["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.slow
 def test_tool_choice_none_hides_the_tools(server: Server) -> None:
     no_tools = chat_with_tools(server, tools=None, max_tokens=20)
     choice_none = chat_with_tools(server, tool_choice="none", max_tokens=20)
@@ -190,6 +192,7 @@ def test_tool_choice_none_hides_the_tools(server: Server) -> None:
     assert forced["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.slow
 def test_call_ended_by_max_tokens_is_returned(server: Server) -> None:
     max_tokens = chat_with_tools(server, tool_choice=NAMED)["usage"]["completion_tokens"] - 5
     (choice,) = chat_with_tools(server, tool_choice=NAMED, max_tokens=max_tokens)["choices"]

@@ -42,6 +42,7 @@ def _keep_the_kernel_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+@pytest.mark.slow
 def test_suite_needs_no_file_and_lists_every_target(project: Project) -> None:
     """``pytest``, unlike ``python -m pytest``, does not import from its working folder."""
     for name in ("one", "two"):
@@ -62,6 +63,7 @@ def test_suite_needs_no_file_and_lists_every_target(project: Project) -> None:
     assert "= roseinfer: two.caches:ListCache =" in process.stdout
 
 
+@pytest.mark.slow
 def test_known_failure_can_be_marked_xfail_and_still_runs(project: Project) -> None:
     """The replacement of a shipped test does not run; only its marks count."""
     project.copy_caches()
@@ -277,6 +279,7 @@ def test_cache_may_count_paths_without_showing_tables() -> None:
     assert run_history(Counting, History(CacheSpec(), (Append((0, 1)),))) == {"rows": 1}
 
 
+@pytest.mark.slow
 def test_file_may_test_two_adapters_and_one_of_them_twice(project: Project) -> None:
     """Hypothesis refuses a test that runs as a method of two classes."""
     project.copy_caches()

@@ -6,6 +6,8 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from pytest_roseinfer.plugin.shipped import interleave_long_tests
 from pytest_roseinfer.settings import Part
 from pytest_roseinfer.suite.conformance import ConformanceTests
@@ -37,6 +39,7 @@ IN_PARTS = """
 """
 
 
+@pytest.mark.slow
 def test_parts_of_a_test_cover_the_same_examples(project: Project) -> None:
     project.copy_caches()
     project.write(test_cache=MANY_PATHS)

@@ -166,6 +166,7 @@ def _no_tokens(*_: Any) -> list[int]:
     raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("generate", "message"),
     [

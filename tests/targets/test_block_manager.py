@@ -135,6 +135,7 @@ class FindsNothing(Manager):
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_block_manager_that_never_finds_a_prefix_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)

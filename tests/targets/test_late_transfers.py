@@ -36,6 +36,7 @@ class NeverWaits(Event):
     def synchronize(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_manager_passes_with_copies_in_flight() -> None:
     settings.set_current(SHORT_SEARCH)

@@ -76,6 +76,7 @@ def test_transformers_adapter_offers_its_methods(adapter: type[KVCacheAdapter]) 
     assert adapter.abilities == OFFERED[adapter]
 
 
+@pytest.mark.slow
 def test_suite_runs_a_transformers_adapter_by_name(project: Project) -> None:
     name = "pytest_roseinfer.targets.dynamic_cache:DynamicCacheAdapter"
     result = project.pytest(

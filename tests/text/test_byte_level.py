@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -42,6 +43,7 @@ def test_any_tokens_match_the_tokenizer(token_ids: list[int]) -> None:
     assert "".join(parts) + detokenizer.flush() == decode(known_tokens)
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1))
 def test_character_is_streamed_with_its_last_byte(text: str) -> None:
     tokenizer = cut_bytes()

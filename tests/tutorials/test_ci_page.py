@@ -101,6 +101,7 @@ def test_action_installs_this_project_after_the_users_requirements(project: Proj
     assert Path(lines[0].removeprefix("install -q ")).resolve() == ROOT
 
 
+@pytest.mark.slow
 def test_failed_run_leaves_the_files_that_the_action_uploads(project: Project) -> None:
     project.write(paged_kv=PLANTED[0].source(), test_my_cache=adapter_of_paged_kv())
     search_options = "--roseinfer-examples=10 --roseinfer-seed=1 -k histories"
@@ -182,6 +183,7 @@ def git(*arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_gates_of_the_workflow_pass_in_a_full_clone(project: Project) -> None:
     """The commands are the job's, and the pull request's base branch is ``main``."""
     example_of_gates(project)

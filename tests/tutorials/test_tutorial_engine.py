@@ -24,6 +24,7 @@ def with_bug(replacement: str, find: str) -> str:
     return ENGINE.replace(find, replacement)
 
 
+@pytest.mark.slow
 def test_first_run_of_the_engine_passes(project: Project) -> None:
     project.write(test_my_engine=ENGINE)
     result = project.pytest("-v", "-W", "error")

@@ -41,6 +41,7 @@ def long_run(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_closed_stdout_ends_the_command_without_a_message(
     long_run: subprocess.Popen[bytes],
 ) -> None:

@@ -34,7 +34,7 @@ def nearly(got: Tensor, want: Tensor) -> bool:
     return off < (1e-5 if got.dtype is torch.float32 else 2e-3)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 16, 29, 64])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
@@ -67,5 +67,6 @@ def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     assert complaint("products", find, replace, tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
     assert not complaint("products", "", "", tmp_path)

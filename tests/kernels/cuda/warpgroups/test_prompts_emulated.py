@@ -115,5 +115,6 @@ def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     assert complaint("prompts", find, replace, tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
     assert not complaint("prompts", "", "", tmp_path)

@@ -67,6 +67,7 @@ def engine(**settings: Any) -> LLM:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which need not be emulated")
 def test_tokens_are_the_likeliest(emulated: list[EmulatedProgram]) -> None:
@@ -123,6 +124,7 @@ def _next_float(number: Tensor) -> None:
     number.view(torch.int16).add_(1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("changed", ["nothing", "a logit", "a stored value"])
