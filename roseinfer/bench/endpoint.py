@@ -8,6 +8,7 @@ import random
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
     from http.client import HTTPResponse
+    from multiprocessing.synchronize import Barrier
 
 # One streamed completion, with the times of its chunks.
 
@@ -118,49 +120,69 @@ def _read(sent_at: float, response: HTTPResponse) -> StreamTimes:
 # Many concurrent clients, in threads of several processes, so that they do not delay each other.
 
 
-_START_DELAY_S = 2.0
-"""Seconds for the processes to start."""
 _TOKENS = range(4, 256)
 """Token ids of random prompts: all vocabularies have them; lower ids are often special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWindow:
-    """Time window of clients that each send requests one after the other."""
+class Load:
+    """Requests of clients that each send one after the other."""
 
     client: Client
     prompt_tokens: int
-    starts_at: float
-    ends_at: float
-    """Time after which no request is sent; the last response is read to its end. Both times are by
-    ``time.monotonic``."""
+    seconds: float
+    """Time after which no request is sent; the last response is read to its end."""
 
-    def answers(self, seed: int) -> list[StreamTimes]:
+    def answers(self, seed: int, ends_at: float) -> list[StreamTimes]:
         rng = random.Random(seed)
-        time.sleep(max(0.0, self.starts_at - time.monotonic()))
         times = []
-        while time.monotonic() < self.ends_at:
+        while time.monotonic() < ends_at:
             times.append(self.client.ask(rng.choices(_TOKENS, k=self.prompt_tokens)))
         return times
 
 
-def _run_some_clients(window: LoadWindow, seeds: range) -> list[StreamTimes]:
+@dataclass(frozen=True, slots=True)
+class LoadWindow:
+    """Time window of a load, by ``time.monotonic``."""
+
+    starts_at: float
+    ends_at: float
+
+
+_all_started: Barrier
+"""Barrier of the processes of clients; set in these processes alone."""
+
+
+def _set_barrier(barrier: Barrier) -> None:
+    global _all_started
+    _all_started = barrier
+
+
+def _run_some_clients(load: Load, seeds: range) -> tuple[LoadWindow, list[StreamTimes]]:
     """Run some clients, each in a thread of this process, and return their completions."""
+    _all_started.wait()
+    starts_at = time.monotonic()
+    window = LoadWindow(starts_at, starts_at + load.seconds)
     with ThreadPoolExecutor(len(seeds)) as threads:
-        return [response for times in threads.map(window.answers, seeds) for response in times]
+        answers = threads.map(partial(load.answers, ends_at=window.ends_at), seeds)
+        return window, [response for times in answers for response in times]
 
 
 def run_clients(
     client: Client, *, clients: int, processes: int, prompt_tokens: int, seconds: float
 ) -> tuple[LoadWindow, list[StreamTimes]]:
     """Run ``clients`` clients for ``seconds``; return their window, and all completions."""
-    starts_at = time.monotonic() + _START_DELAY_S
-    window = LoadWindow(client, prompt_tokens, starts_at, starts_at + seconds)
+    load = Load(client, prompt_tokens, seconds)
     groups = [range(first, clients, processes) for first in range(min(clients, processes))]
-    # No fork: this process may have threads, and torch.
-    with ProcessPoolExecutor(len(groups), multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_run_some_clients, window, seeds) for seeds in groups]
-        return window, [response for each in futures for response in each.result()]
+    context = multiprocessing.get_context("spawn")  # this process may have threads, and torch
+    barrier = context.Barrier(len(groups))
+    with ProcessPoolExecutor(len(groups), context, _set_barrier, (barrier,)) as pool:
+        futures = [pool.submit(_run_some_clients, load, seeds) for seeds in groups]
+        windows, answers = zip(*(each.result() for each in futures), strict=True)
+    common = LoadWindow(
+        max(each.starts_at for each in windows), min(each.ends_at for each in windows)
+    )
+    return common, [response for each in answers for response in each]
 
 
 _TEXTS = """\
