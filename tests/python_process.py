@@ -11,7 +11,7 @@ from textwrap import dedent
 from tests import warm_process
 
 ROOT = Path(__file__).resolve().parents[1]
-_TIMEOUT = 120
+_TIMEOUT = 600
 
 
 def run_python(

@@ -99,8 +99,11 @@ def test_unavailable_torch_attention_is_reported(
         raise RuntimeError("No available kernel")
 
     monkeypatch.setattr(PrefillRig, "torch_attention", lambda _rig: refuse)
-    prefill = rig(device, "2x0+8:2/2x8")
-    for kernels, ours in {False: "attention_reference", True: "attention_chunk_triton"}.items():
+    for where, kernels, ours in (
+        ("cpu", False, "attention_reference"),
+        (device, True, "attention_chunk_triton"),
+    ):
+        prefill = rig(where, "2x0+8:2/2x8")
         rows, reasons = time_prefill(prefill, 1, Speeds(1.0, 1.0), kernels=kernels)
         assert [row.path for row in rows] == [ours]
         assert reasons == [("torch_attention of 2x0+8:2/2x8", "No available kernel")]

@@ -40,7 +40,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SHAPE),
     "mistral window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
     "gemma2": lambda: transformers.Gemma2Config(
-        **SHAPE, head_dim=12, sliding_window=5, attn_logit_softcapping=4.0
+        **SHAPE,
+        head_dim=12,
+        sliding_window=5,
+        attn_logit_softcapping=4.0,
+        attn_implementation="eager",  # sdpa, the default of transformers 5.17, ignores softcaps
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(
         **SHAPE, head_dim=12, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
