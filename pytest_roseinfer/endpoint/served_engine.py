@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.endpoint.server import CompletionStream, Server, ServerError, ServerGone
+from pytest_roseinfer.endpoint.server import (
+    Choice,
+    CompletionStream,
+    Server,
+    ServerError,
+    ServerGone,
+)
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.run.watchdog import AdapterFinding
 from pytest_roseinfer.words import format_count
@@ -32,28 +40,78 @@ _COUNTED = ("prompt_tokens", "completion_tokens")
 """Usage fields that must match; the number of cached prompt tokens may differ."""
 
 
-def find_mismatch(stream: CompletionStream, alone: CompletionStream) -> str:
-    """Describe the mismatch of a stream that has ended; "" for a expected one."""
+def find_mismatch(stream: CompletionStream, *alone: CompletionStream) -> str:
+    """Describe the mismatch of a stream that has ended; "" for an expected one.
+
+    Each of its prompts is compared with the stream of this prompt alone.
+    """
     if stream.error:
-        return f"failed: {stream.error}, after {_around(stream.text, len(stream.text))}"
-    at = _first_difference(stream.text, alone.text)
-    if at is not None:
-        if near_tie(alone, at):
-            return ""
-        actual_text, right = _around(stream.text, at), _around(alone.text, at)
-        difference = f"differs at character {at} from what it gets alone"
-        return f"{difference}: got {actual_text}; alone it gets {right}"
-    if stream.finish_reason != alone.finish_reason:
-        return f"ended by {stream.finish_reason!r}; alone by {alone.finish_reason!r}"
-    counts = [(stream.usage.get(name), alone.usage.get(name)) for name in _COUNTED]
-    if any(actual != expected for actual, expected in counts):
-        return f"has the usage {stream.usage}; alone it has {alone.usage}"
+        text = stream.choices[-1].text
+        return f"failed: {stream.error}, after {_around(text, len(text))}"
+    expected = [each.choices[0] for each in alone]
+    for number, (choice, right) in enumerate(zip(stream.choices, expected, strict=True)):
+        if mismatch := _choice_mismatch(choice, right):
+            return f"choice {number} {mismatch}" if len(alone) > 1 else mismatch
+    pairs = zip(stream.choices, expected, strict=True)
+    if any(choice.text != right.text for choice, right in pairs):
+        return ""  # a near tie, after which counts may differ too
+    counts = [(_count(name, [stream]), _count(name, alone)) for name in _COUNTED]
+    if any(actual != right for actual, right in counts):
+        usages = ", ".join(str(each.usage) for each in alone)
+        return f"has the usage {stream.usage}; alone it has {usages}"
     if stream.usage and stream.usage["total_tokens"] != sum(actual or 0 for actual, _ in counts):
         return f"has a usage that does not add up: {stream.usage}"
     return ""
 
 
-def diverges(partial_text: str, expected: CompletionStream) -> bool:
+def _count(name: str, streams: Sequence[CompletionStream]) -> int | None:
+    """Return a token count of streams together; None if one of them has none."""
+    counts: list[Any] = [each.usage.get(name) for each in streams]
+    return None if None in counts else sum(counts)
+
+
+def _choice_mismatch(actual: Choice, expected: Choice) -> str:
+    """Describe how a text differs from that of its prompt alone; "" if equal, or a near tie."""
+    at = _first_difference(actual.text, expected.text)
+    if at is not None:
+        if near_tie(expected, at):
+            return ""
+        actual_text, right = _around(actual.text, at), _around(expected.text, at)
+        difference = f"differs at character {at} from what it gets alone"
+        return f"{difference}: got {actual_text}; alone it gets {right}"
+    if actual.finish_reason != expected.finish_reason:
+        return f"ended by {actual.finish_reason!r}; alone by {expected.finish_reason!r}"
+    if actual.tokens and actual.tokens != expected.tokens:
+        pairs = zip(actual.tokens, expected.tokens, strict=False)
+        equal = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if not near_tie(expected, sum(len(token) for token, _ in equal)):
+            return f"has logprobs of the tokens {actual.tokens}; alone of {expected.tokens}"
+    return ""
+
+
+def _mismatch_at_end(stream: CompletionStream, alone: CompletionStream) -> str:
+    """Describe the mismatch of a stream that has ended; a lasting text is longer than alone."""
+    right = alone.choices[0]
+    if not stream.lasting or stream.error:
+        return find_mismatch(stream, alone)
+    same_part = stream.text[: len(right.text)]
+    return _choice_mismatch(replace(right, text=same_part), right)
+
+
+def remove_echoes(stream: CompletionStream) -> str:
+    """Remove each prompt from the start of its text; describe a text that begins otherwise.
+
+    The logprobs go too: an echoed token need not be spelled as in the prompt.
+    """
+    for number, (choice, prompt) in enumerate(zip(stream.choices, stream.prompts, strict=True)):
+        begin, choice.text = choice.text[: len(prompt)], choice.text[len(prompt) :]
+        choice.tokens = []
+        if begin != prompt:
+            return f"choice {number} echoes {begin!r}; its prompt is {prompt!r}"
+    return ""
+
+
+def diverges(partial_text: str, expected: Choice) -> bool:
     """Return True if an unfinished text already differs from its request's text alone."""
     at = _first_difference(partial_text, expected.text[: len(partial_text)])
     return at is not None and not near_tie(expected, at)
@@ -75,7 +133,7 @@ def _first_difference(actual: str, expected: str) -> int | None:
     return next((at for at, (a, b) in pairs if a != b), min(len(actual), len(expected)))
 
 
-def near_tie(expected: CompletionStream, at: int) -> bool:
+def near_tie(expected: Choice, at: int) -> bool:
     """Return True if the token of a character, or the token before it, was a near tie.
 
     The token before counts too: two candidate tokens may start with the same characters.
@@ -123,12 +181,20 @@ class CompletionMismatch(AdapterFinding):
     """Error for a request whose completion differs from the one it gets alone."""
 
 
+_MOST_PROMPTS = 8
+"""Most prompts of one HTTP request."""
+_PROBE_TOKENS = 4
+"""A text of this part of a long text's tokens is served before a text that was left is looked for:
+each step gives both a token, so the long text would still be served."""
+
+
 class ServedEngine(EngineAdapter):
     """Adapter of a server: prompts are words, and characters of completions stand for tokens.
 
     A mix is served twice: first all requests at once, while the server may have none of their
-    prompts cached, then as drawn. In between, each request that has no reference yet is served
-    alone.
+    prompts cached, and beside them several of the prompts in one HTTP request; then as drawn. In
+    between, each request that has no reference yet is served alone. A request that will be left
+    asks for a long text, so that the server cannot have ended it by itself.
     """
 
     vocabulary = len(_WORDS)
@@ -161,22 +227,47 @@ class ServedEngine(EngineAdapter):
         self.server = _server(endpoint)
         self._news = threading.Condition()
         self._num_seen = self._num_arrived = 0
-        self._submitted = 0
+        numbers = range(mix.size)
+        self._to_submit = iter(sorted(numbers, key=lambda number: mix.requests[number].arrival))
+        self._specs = mix.requests
         self._open: dict[CompletionStream, tuple[int, CompletionStream]] = {}
         """Open streams, each with its request's number and its reference."""
-        self._seen_of: dict[CompletionStream, tuple[str, bool]] = {}
-        """Text of each stream at the last check, and True if it had ended."""
-        first = [self._send_request(each.prompt, each.sampling) for each in mix.requests]
-        for cold in first:
+        self._left: dict[CompletionStream, int] = {}
+        """Streams of long texts that were left before their end, with their requests' numbers."""
+        self._seen_of: dict[CompletionStream, tuple[list[int], bool]] = {}
+        """Tokens of each stream at the last check, and True if it had ended."""
+        streams = [
+            ([number], self._send_request([each.prompt], each.sampling))
+            for number, each in enumerate(mix.requests)
+        ]
+        together = self._numbers_of_one_request()
+        if together:
+            prompts = [mix.requests[number].prompt for number in together]
+            sampling = mix.requests[together[0]].sampling
+            streams.append((together, self._send_request(prompts, sampling)))
+        for _, cold in streams:
             cold.wait()
         self.server.describe_leaks()  # waits until idle: a failed mix may have left requests
-        text_alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
-        self._cold = list(zip(range(len(first)), first, text_alone, strict=True))
+        alone = [self._reference_stream(each.prompt, each.sampling) for each in mix.requests]
+        self._cold = [(sent, cold, [alone[number] for number in sent]) for sent, cold in streams]
+
+    def _numbers_of_one_request(self) -> list[int]:
+        """Return the requests whose prompts also go into one HTTP request; empty if none do."""
+        if not self.server.dialect.several_prompts:
+            return []
+
+        def max_tokens(number: int) -> int:
+            return self._specs[number].sampling.max_new_tokens
+
+        by_tokens = groupby(sorted(range(len(self._specs)), key=max_tokens), max_tokens)
+        largest = max((list(group) for _, group in by_tokens), key=len)[:_MOST_PROMPTS]
+        return largest if len(largest) > 1 else []
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        stream = self._send_request(prompt, sampling)
-        self._open[stream] = self._submitted, self._reference_stream(prompt, sampling)
-        self._submitted += 1
+        number = next(self._to_submit)
+        is_left = self._specs[number].cancel_after is not None
+        stream = self._send_request([prompt], sampling, lasting=is_left)
+        self._open[stream] = number, self._reference_stream(prompt, sampling)
         return stream
 
     def step(self) -> None:
@@ -191,37 +282,70 @@ class ServedEngine(EngineAdapter):
 
     def _check(self) -> None:
         """Raise if a stream differs from its reference, once all of it has arrived."""
-        for number, cold, reference in self._cold:
-            if mismatch := find_mismatch(cold, reference):
-                self._fail(f"request {number}, when all arrived at once, {mismatch}")
+        for numbers, cold, alone in self._cold:
+            mismatch = ""
+            if len(numbers) > 1 and self.server.dialect.echo and not cold.error:
+                mismatch = remove_echoes(cold)
+            if mismatch := mismatch or find_mismatch(cold, *alone):
+                requests = f"request{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+                once = "when all arrived at once" if len(numbers) == 1 else "in one HTTP request"
+                self._fail(f"{requests}, {once}, {mismatch}")
         self._cold = []
         for stream, (number, reference) in self._open.items():
-            has_ended, text = stream.has_ended, stream.text
-            if not has_ended and diverges(text, reference):
+            has_ended, right = stream.has_ended, reference.choices[0]
+            text = stream.text[: len(right.text)] if stream.lasting else stream.text
+            if not has_ended and diverges(text, right):
                 stream.wait()
-            if stream.has_ended and (mismatch := find_mismatch(stream, reference)):
+            if stream.has_ended and (mismatch := _mismatch_at_end(stream, reference)):
                 self._fail(f"request {number} {mismatch}")
-            self._seen_of[stream] = text, has_ended
+            reason = stream.finish_reason if has_ended else None
+            if stream.lasting and text == right.text:
+                reason = right.finish_reason
+            self._seen_of[stream] = _characters(text, reason), has_ended
 
     def _fail(self, summary: str, cause: ServerError | None = None) -> NoReturn:
         """Raise the mismatch, or ``ServerGone`` if the server has stopped."""
         self.server.require_reachable()
         raise CompletionMismatch(summary) from cause
 
+    def _fail_if_served_on(self) -> None:
+        """Raise if the server goes on with a text that was left."""
+        if not (self._left and self.server.shows_usage):
+            return
+        tokens = self.server.dialect.long_tokens // _PROBE_TOKENS
+        self._send([_text([0])], tokens, lasting=True).wait()
+        if held := self.server.describe_requests():
+            numbers = ", ".join(map(str, self._left.values()))
+            self._fail(
+                f"request {numbers} was left, and the server goes on with it: after {tokens} "
+                f"tokens of another text it still has {held}"
+            )
+
     def _has_news(self) -> bool:
         return self._num_arrived > self._num_seen or all(stream.has_ended for stream in self._open)
 
-    def _send_request(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
-        text = _text(prompt)
+    def _send_request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, lasting: bool = False
+    ) -> CompletionStream:
+        """Open a stream; one that is ``lasting`` has a long text if the server makes any."""
+        long_tokens = self.server.dialect.long_tokens if lasting else 0
+        max_tokens = long_tokens or sampling.max_new_tokens
+        return self._send([*map(_text, prompts)], max_tokens, lasting=long_tokens > 0)
+
+    def _send(self, texts: Sequence[str], max_tokens: int, *, lasting: bool) -> CompletionStream:
         silence = settings.current().step_seconds or 600.0
         try:
             return CompletionStream(
-                self.server, text, sampling.max_new_tokens, silence, self._arrive
+                self.server, texts, max_tokens, silence, self._arrive, lasting=lasting
             )
         except ServerGone:
             raise
         except ServerError as error:
-            self._fail(f"the prompt {text!r} was refused: {error}", error)
+            prompts = ", ".join(map(repr, texts))
+            subject = (
+                f"the prompts {prompts} were" if len(texts) > 1 else f"the prompt {prompts} was"
+            )
+            self._fail(f"{subject} refused: {error}", error)
 
     def _arrive(self) -> None:
         with self._news:
@@ -231,7 +355,7 @@ class ServedEngine(EngineAdapter):
     def _reference_stream(self, prompt: Sequence[int], sampling: Sampling) -> CompletionStream:
         key = self._key(prompt, sampling)
         if key not in self._reference_streams:
-            self._reference_streams[key] = self._send_request(prompt, sampling)
+            self._reference_streams[key] = self._send_request([prompt], sampling)
             self._reference_streams[key].wait()
         if self._reference_streams[key].error:
             self._fail(
@@ -241,25 +365,27 @@ class ServedEngine(EngineAdapter):
         return self._reference_streams[key]
 
     def tokens(self, request: Any) -> list[int]:
-        text, has_ended = self._seen_of.get(request, ("", False))
-        return _characters(text, request.finish_reason if has_ended else None)
+        return self._seen_of.get(request, ([], False))[0]
 
     def spell(self, token: int) -> str:
         return "the end of the text" if token == _END else repr(chr(token))
 
     def is_finished(self, request: Any) -> bool:
-        return self._seen_of.get(request, ("", False))[1]
+        return self._seen_of.get(request, ([], False))[1]
 
     def cancel(self, request: Any) -> None:
-        self._open.pop(request)
+        number, _ = self._open.pop(request)
+        if request.lasting and not request.has_ended:
+            self._left[request] = number
         request.disconnect()
-        self._seen_of[request] = self._seen_of.get(request, ("", False))[0], True
+        self._seen_of[request] = self.tokens(request), True
 
     def find_leaks(self) -> str:
         """Describe the server's leaks, after checking the streams that have ended since."""
         for stream in self._open:
             stream.wait()
         self._check()
+        self._fail_if_served_on()
         return self.server.describe_leaks()
 
     def path_counts(self) -> Mapping[str, int]:
@@ -282,7 +408,8 @@ class ServedEngine(EngineAdapter):
             (len(p), self._reference_streams.get(self._key(p, sampling))) for p in matching
         ]
         return any(
-            stream and near_tie(stream, len(tokens) - length) for length, stream in candidates
+            stream and near_tie(stream.choices[0], len(tokens) - length)
+            for length, stream in candidates
         )
 
     def _key(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, ...]:

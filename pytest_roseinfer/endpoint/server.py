@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import product
@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pytest_roseinfer.run.watchdog import TargetGoneError
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.settings import Endpoint
 
 _SETTLES = 5.0
 """Seconds for a server to release the blocks of ended requests; also a timeout of short
 requests."""
-_HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_PATIENCE = 60.0
+"""Seconds without a byte after which a server's first responses are given up."""
+_LONG_TOKENS = (1024, 256)
+"""Tokens of a text that is left before its end, the first number that the server accepts."""
+_METRICS_SETTLE = 0.25
+"""Seconds for a server to remove a request that has ended from its metrics."""
+_REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_HELD = (*_REQUESTS, "vllm:kv_cache_usage_perc")
 
 
 class ServerError(Exception):
@@ -51,19 +59,33 @@ class Dialect:
     """True if the server returns the top two logprobs of each token."""
     usage: bool
     """True if the server sends token counts at the end of a stream."""
+    several_prompts: bool = False
+    """True if a request may have several prompts, with a choice for each."""
+    echo: bool = False
+    """True if the server repeats the prompt before its completion on request."""
+    long_tokens: int = 0
+    """Tokens of a long text, which does not end by itself; 0 for a server that makes none."""
 
-    def body(self, model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+    def body(
+        self, model: str, prompts: Sequence[str], max_tokens: int, *, lasting: bool = False
+    ) -> dict[str, Any]:
+        """Return a request's body; the text of a ``lasting`` one does not end by itself."""
         logprobs: dict[str, Any] = {}
         if self.chat:
+            (prompt,) = prompts
             text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
             logprobs = {"logprobs": True, "top_logprobs": 2}
+        elif len(prompts) == 1:
+            text, logprobs = {"prompt": prompts[0]}, {"logprobs": 2}
         else:
-            text, logprobs = {"prompt": prompt}, {"logprobs": 2}
+            text, logprobs = {"prompt": list(prompts), "echo": self.echo}, {"logprobs": 2}
         body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True, **text}
         if self.has_logprobs:
             body |= logprobs
         if self.usage:
             body["stream_options"] = {"include_usage": True}
+        if lasting:
+            body["ignore_eos"] = True
         return body
 
     @property
@@ -86,36 +108,59 @@ class Server:
         self.model = endpoint.model or self._first_model()
         self.dialect = self._dialect()
         self._idle = self._read_usage_metrics()
+        self.dialect = self._with_several_prompts(self.dialect)
+        self.dialect = self._with_long_texts(self.dialect)
         self._was_reachable = True
 
-    def open(self, prompt: str, max_tokens: int, dialect: Dialect, silence: float) -> HTTPResponse:
+    def open(
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        dialect: Dialect,
+        silence: float,
+        *,
+        lasting: bool = False,
+    ) -> HTTPResponse:
         """Send a completion request and return the response, with its lines still unread."""
         wait = self._opened + self._min_interval - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         self._opened = time.monotonic()
-        body = json.dumps(dialect.body(self.model, prompt, max_tokens))
+        body = json.dumps(dialect.body(self.model, prompts, max_tokens, lasting=lasting))
         return self._request("POST", dialect.path, silence, body)
 
     def require_reachable(self) -> None:
         """Raise ``ServerGone`` if the server has stopped; ignore error responses."""
         try:
-            with self.open("a", 1, self.dialect, _SETTLES) as response:
+            with self.open(["a"], 1, self.dialect, _SETTLES) as response:
                 response.read()
         except ServerGone:
             raise
         except (ServerError, OSError, HTTPException):
             pass
 
+    @property
+    def shows_usage(self) -> bool:
+        """True if the server shows in metrics what it holds."""
+        return self._idle is not None
+
+    def describe_requests(self) -> str:
+        """Describe requests that the server still serves; "" if none."""
+        return self._describe_held(_REQUESTS, _METRICS_SETTLE)
+
     def describe_leaks(self) -> str:
         """Describe requests and blocks that the server holds beyond its idle state; "" if none."""
-        ends = time.monotonic() + _SETTLES
+        return self._describe_held(_HELD, _SETTLES)
+
+    def _describe_held(self, names: Sequence[str], settles: float) -> str:
+        """Describe the metrics that exceed their idle values; wait ``settles`` seconds for none."""
+        ends = time.monotonic() + settles
         while True:
             now = self._read_usage_metrics() or {}  # also raises if the server is gone
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
                 for name, was in (self._idle or {}).items()
-                if now.get(name, was) > was + 1e-9
+                if name in names and now.get(name, was) > was + 1e-9
             ]
             if not more or time.monotonic() > ends:
                 return ", ".join(more)
@@ -191,7 +236,7 @@ class Server:
         for chat, has_logprobs, usage in product((False, True), (True, False), (True, False)):
             dialect = Dialect(chat, has_logprobs, usage)
             try:
-                with self.open("a", 1, dialect, 60.0) as response:
+                with self.open(["a"], 1, dialect, _PATIENCE) as response:
                     response.read()
             except AuthError:
                 raise
@@ -199,12 +244,44 @@ class Server:
                 refused = error
             except (OSError, HTTPException) as error:
                 refused = ServerError(
-                    f"POST {dialect.path}: {describe_connection_error(error, 60.0)}"
+                    f"POST {dialect.path}: {describe_connection_error(error, _PATIENCE)}"
                 )
             else:
                 return dialect
         self._refuse_unknown_model(refused)  # last: some accept names they do not list
         raise ServerError(f"the server refuses all streamed completions: {refused}")
+
+    def _with_several_prompts(self, dialect: Dialect) -> Dialect:
+        """Return the dialect with several prompts, and their echo, if the server has them."""
+        if dialect.chat:
+            return dialect
+        for echo in (True, False):
+            several = replace(dialect, several_prompts=True, echo=echo)
+            stream = self._try_stream(["a", "b"], several)
+            begins = ["a", "b"] if echo else ["", ""]
+            if stream and all(
+                choice.finish_reason and choice.text.startswith(begin)
+                for choice, begin in zip(stream.choices, begins, strict=True)
+            ):
+                return several
+        return dialect
+
+    def _with_long_texts(self, dialect: Dialect) -> Dialect:
+        """Return the dialect with the longest texts that the server makes."""
+        for tokens in _LONG_TOKENS:
+            with suppress(ServerError):
+                self.open(["a"], tokens, dialect, _PATIENCE, lasting=True).close()
+                return replace(dialect, long_tokens=tokens)
+        return dialect
+
+    def _try_stream(self, prompts: Sequence[str], dialect: Dialect) -> CompletionStream | None:
+        """Return an ended stream of one token per prompt; None if the server refuses it."""
+        try:
+            stream = CompletionStream(self, prompts, 1, _PATIENCE, lambda: None, dialect=dialect)
+        except ServerError:
+            return None
+        stream.wait()
+        return None if stream.error else stream
 
     def _read_usage_metrics(self) -> dict[str, float] | None:
         """Return the metrics of held resources; None for a server without them."""
@@ -245,33 +322,55 @@ def _has_stopped(status: int, text: str) -> bool:
 # Streams of completions.
 
 
+@dataclass(slots=True)
+class Choice:
+    """The text of one prompt of a streamed request, as far as it has arrived."""
+
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    """Tokens of the text; empty for a server without logprobs."""
+    top2_gaps: list[float] = field(default_factory=list)
+    """Gap between the top two logprobs, of each token."""
+    finish_reason: str | None = None
+
+
 class CompletionStream:
-    """A streamed request and the text so far, read by a thread of its own."""
+    """A streamed request and its texts so far, read by a thread of its own."""
 
     def __init__(
         self,
         server: Server,
-        prompt: str,
+        prompts: Sequence[str],
         max_tokens: int,
         silence: float,
         arrived: Callable[[], None],
+        *,
+        dialect: Dialect | None = None,
+        lasting: bool = False,
     ) -> None:
-        self.text = ""
-        self.tokens: list[str] = []
-        """Tokens of the text; empty for a server without logprobs."""
-        self.top2_gaps: list[float] = []
-        """Gap between the top two logprobs, of each token."""
+        self.prompts = prompts
+        self.lasting = lasting
+        self.choices = [Choice() for _ in prompts]
         self.usage: dict[str, Any] = {}
-        self.finish_reason: str | None = None
         self.error = ""
         self.has_ended = False
         self._disconnected = False
         self._arrived = arrived
         self._silence = silence
-        self._dialect: Dialect = server.dialect
-        self._response = server.open(prompt, max_tokens, server.dialect, silence)
+        self._dialect = dialect or server.dialect
+        self._response = server.open(prompts, max_tokens, self._dialect, silence, lasting=lasting)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    @property
+    def text(self) -> str:
+        """The text of the only prompt."""
+        return self.choices[0].text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason of the only prompt's text."""
+        return self.choices[0].finish_reason
 
     def disconnect(self) -> None:
         """Close the connection in the middle of the stream, as a client that disconnects does."""
@@ -308,32 +407,44 @@ class CompletionStream:
                 continue
             self._take(json.loads(data))
             self._arrived()
-        if not (ended or self.finish_reason):  # not every server sends [DONE]
+        # Not every server sends [DONE].
+        if not (ended or all(choice.finish_reason for choice in self.choices)):
             raise ServerError("it ended without a finish reason or [DONE]")
 
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
             raise ServerError(str(event["error"]))
         self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices", ()):
-            piece = choice["delta"].get("content") if self._dialect.chat else choice["text"]
-            if self.finish_reason and piece:
+        for chunk in event.get("choices", ()):
+            index = chunk.get("index", 0)
+            if index not in range(len(self.choices)):
+                prompts = format_count(len(self.choices), "prompt")
+                raise ServerError(f"choice {index} arrived in a response to {prompts}")
+            choice = self.choices[index]
+            piece = chunk["delta"].get("content") if self._dialect.chat else chunk["text"]
+            if choice.finish_reason and piece:
                 raise ServerError(f"{piece!r} arrived after the finish reason")
-            self.text += piece or ""
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            self._note(choice.get("logprobs") or {})
+            choice.text += piece or ""
+            choice.finish_reason = chunk.get("finish_reason") or choice.finish_reason
+            self._note(choice, chunk.get("logprobs") or {})
 
-    def _note(self, logprobs: dict[str, Any]) -> None:
+    def _note(self, choice: Choice, logprobs: dict[str, Any]) -> None:
         if self._dialect.chat:
             for each in logprobs.get("content") or ():
-                self.tokens.append(each["token"])
-                self.top2_gaps.append(_gap([top["logprob"] for top in each["top_logprobs"]]))
+                choice.tokens.append(each["token"])
+                choice.top2_gaps.append(_gap([top["logprob"] for top in each["top_logprobs"]]))
             return
-        for token, top in zip(
-            logprobs.get("tokens") or (), logprobs.get("top_logprobs") or (), strict=False
-        ):
-            self.tokens.append(token)
-            self.top2_gaps.append(_gap((top or {}).values()))
+        lists = {name: each for name in _LISTS if (each := logprobs.get(name)) is not None}
+        if len({len(each) for each in lists.values()}) > 1:
+            lengths = ", ".join(f"{len(each)} {name}" for name, each in lists.items())
+            raise ServerError(f"its logprobs have lists of different lengths: {lengths}")
+        if {"tokens", "top_logprobs"} <= lists.keys():
+            choice.tokens += lists["tokens"]
+            choice.top2_gaps += [_gap((top or {}).values()) for top in lists["top_logprobs"]]
+
+
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""Lists of a completion's logprobs, with one entry for each token."""
 
 
 def _gap(logprobs: Any) -> float:

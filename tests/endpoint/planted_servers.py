@@ -1,4 +1,4 @@
-"""Ten planted bugs of servers, which only show with several requests or a disconnect."""
+"""Planted bugs of servers, which only show with several requests or a disconnect."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from roseinfer.async_llm import StreamGroup
 from roseinfer.engine.engine import Engine
 from roseinfer.sampling import SamplingBatch
 from roseinfer.server.generation import Generation
+from roseinfer.server.schemas.choices import TokenTexts
+from roseinfer.server.schemas.completions import CompletionBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,13 +113,71 @@ def leak_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         cancel(self, request)
 
     monkeypatch.setattr(Engine, "cancel", disconnect)
-    step: Any = Engine.step
 
-    def slow_step(self: Any) -> Any:
-        time.sleep(0.02)  # otherwise short texts end before a client disconnects
-        return step(self)
 
-    monkeypatch.setattr(Engine, "step", slow_step)
+def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve requests to their end, and read their tokens, after their client has disconnected."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def read_on(group: StreamGroup) -> None:
+        for listener in group._numbers:
+            while listener.request is None or listener.request.finish_reason is None:
+                await group.next()
+
+    def cancel(self: StreamGroup) -> None:
+        task = asyncio.ensure_future(read_on(self))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    monkeypatch.setattr(StreamGroup, "cancel", cancel)
+
+
+def mix_up_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each piece of a response with several prompts to the next choice."""
+
+    def take(self: Any, batch: Any, updates: Any) -> Any:
+        pieces = _take(self, batch, updates)
+        for piece in pieces:
+            piece.choice = (piece.choice + 1) % len(self._choices)
+        return pieces
+
+    monkeypatch.setattr(Generation, "_take", take)
+
+
+def echo_another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Echo the first prompt for every choice once three prompts are echoed."""
+    echoed_prompts: Any = CompletionBody.echoed_prompts
+
+    async def with_bug(self: Any, prompts: Any) -> list[str]:
+        echoed: list[str] = await echoed_prompts(self, prompts)
+        return echoed[:1] * len(echoed) if len(echoed) > 2 else echoed
+
+    monkeypatch.setattr(CompletionBody, "echoed_prompts", with_bug)
+
+
+def lose_a_top_logprob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the top logprobs of every fifth piece's last token."""
+    completion_logprobs: Any = TokenTexts.completion_logprobs
+    counter = Counter[str]()
+
+    def with_bug(*arguments: Any) -> dict[str, list[Any]]:
+        lists: dict[str, list[Any]] = completion_logprobs(*arguments)
+        counter["pieces"] += 1
+        if counter["pieces"] % 5 == 0:
+            del lists["top_logprobs"][-1:]
+        return lists
+
+    monkeypatch.setattr(TokenTexts, "completion_logprobs", with_bug)
+
+
+def lose_a_token_with_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the logprobs of a piece's last token, in all lists."""
+
+    def change(_: Any, piece: Any) -> None:
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            setattr(piece, name, getattr(piece, name)[:-1])
+
+    change_pieces(monkeypatch, change)
 
 
 def use_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +283,10 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         use_other_parameters,
         share_a_detokenizer,
         choose_the_second_token,
+        ignore_a_disconnect,
+        mix_up_choices,
+        echo_another_prompt,
+        lose_a_top_logprob,
+        lose_a_token_with_logprobs,
     )
 }

@@ -104,7 +104,9 @@ def test_replay_counts_intermittent_failures(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as server:
-        lose_some_texts(monkeypatch, 20)  # each run sends six requests
+        lose_some_texts(
+            monkeypatch, 23
+        )  # a run sends five requests, and two more for the references
         with using_endpoint(Endpoint(server.url, rate=1000)):
             files, replay_options = save_failure(ANY_FAILURE, pytester.path)
         replayed = pytester.runpytest_subprocess(*replay_options)

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ from pytest_roseinfer.endpoint.served_engine import (
     _text,
     find_mismatch,
 )
-from pytest_roseinfer.endpoint.server import CompletionStream, ServerError
+from pytest_roseinfer.endpoint.server import Choice, CompletionStream, ServerError
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import save
 from pytest_roseinfer.settings import Endpoint
@@ -30,7 +30,7 @@ from tests.engine.searched_mixes import search
 from tests.server.served import running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
@@ -59,12 +59,18 @@ def test_roseinfer_server_passes() -> None:
     search(ServedEngine, CLEAN)
 
 
-_OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after .* alone it gets"
+_OTHER_TEXT = "got .*; alone it gets |token \\d+: '.*'; alone|ended after .* alone it gets"
 MESSAGES = {
     "miscount_usage": "has the usage .*; alone it has|has a usage that does not add up",
-    "end_another_text": "ended|got '.*'; alone it gets",
+    "end_another_text": "ended|got .*; alone it gets",
     "hang_after_disconnect": "no stream has sent anything for 3 s|nothing received for 3 s",
     "leak_blocks": "the engine still holds vllm:kv_cache_usage_perc",
+    "ignore_a_disconnect": r"was left, and the server goes on with it: after \d+ tokens of another|"
+    "the engine still holds vllm:num_requests_running 1",
+    "mix_up_choices": "in one HTTP request, choice 0 differs",
+    "echo_another_prompt": "in one HTTP request, choice 1 echoes '.*'; its prompt is '.*'",
+    "lose_a_top_logprob": "its logprobs have lists of different lengths: ",
+    "lose_a_token_with_logprobs": r"has logprobs of the tokens \[.*\]; alone of \[",
 }
 """Messages about bugs that do not exchange texts."""
 
@@ -89,16 +95,12 @@ def test_planted_server_bug_is_found(
     assert re.search(MESSAGES.get(bug, _OTHER_TEXT), "\n".join(messages))
 
 
-def _ended_stream(text: str) -> Any:
-    return SimpleNamespace(
-        text=text,
-        error="",
-        finish_reason="length",
-        usage={},
-        tokens=(),
-        top2_gaps=(),
-        has_ended=True,
-    )
+def _ended_stream(text: str, *others: str) -> Any:
+    """Return a stand-in for a stream that has ended, with a choice for each text."""
+    stream = object.__new__(CompletionStream)
+    choices = [Choice(each, finish_reason="length") for each in (text, *others)]
+    vars(stream).update(choices=choices, error="", usage={}, has_ended=True, lasting=False)
+    return stream
 
 
 def test_equal_prompt_prefixes_give_equal_text_prefixes() -> None:
@@ -157,20 +159,18 @@ def test_silent_stream_and_broken_stream_have_different_errors(
 
 
 def test_differing_text_is_completed_before_it_is_shown() -> None:
-    reference, begun_stream = _stream(_ended_stream("owl cat")), _stream(_ended_stream("owl b"))
+    reference, begun_stream = _ended_stream("owl cat"), _ended_stream("owl b")
     begun_stream.has_ended = False
-    begun_stream.wait = lambda: vars(begun_stream).update(has_ended=True, text="owl bat")
+
+    def wait() -> None:
+        begun_stream.has_ended, begun_stream.choices[0].text = True, "owl bat"
+
+    begun_stream.wait = wait
     engine = ServedEngine()
     engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
     engine._cold, engine._open, engine._seen_of = [], {begun_stream: (2, reference)}, {}
     with pytest.raises(CompletionMismatch, match=r"^request 2 differs at .* got 'owl bat'; alone"):
         engine.step()
-
-
-def _stream(source: Any) -> Any:
-    stream = object.__new__(CompletionStream)
-    vars(stream).update(vars(source), wait=lambda: None)
-    return stream
 
 
 class _CountedStream:
@@ -181,7 +181,7 @@ class _CountedStream:
     """Number of other texts in service when each text was requested."""
     error = ""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **_named: object) -> None:
         self.num_others.append(len(self.streams))
         self.streams.append(self)
 
@@ -198,20 +198,19 @@ def test_reference_completions_are_requested_alone(
     monkeypatch.setattr(_CountedStream, "num_others", [])
     mix = RequestMix(tuple(RequestSpec((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
-    assert _CountedStream.num_others == [0, 1, 2, 0, 0, 0]
+    assert _CountedStream.num_others == [0, 1, 2, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_completion_that_ends_after_the_last_step_is_checked(cold: bool) -> None:
     """A run is over when all texts are complete, which may be before their last words are read."""
-    reference: Any = SimpleNamespace(
-        text="a", error="", finish_reason="stop", usage={}, has_ended=True
-    )
-    ended: Any = SimpleNamespace(**vars(reference) | {"finish_reason": "length"})
+    reference, ended = _ended_stream("a"), _ended_stream("a")
+    reference.choices[0].finish_reason = "stop"
+    ended.wait = lambda: None
     engine = ServedEngine()
     engine.server = SimpleNamespace(require_reachable=lambda: None)  # type: ignore[assignment]
-    engine._cold = [(0, ended, reference)] if cold else []
-    engine._open = {} if cold else {_stream(ended): (0, reference)}
+    engine._cold = [([0], ended, [reference])] if cold else []
+    engine._open = {} if cold else {ended: (0, reference)}
     engine._seen_of = {}
     with pytest.raises(CompletionMismatch, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.find_leaks()
@@ -236,45 +235,42 @@ def run_script(script: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@dataclass(eq=False)
-class EndedStream:
-    """A stream that has ended."""
-
-    text: str
-    finish_reason: str
-    tokens: tuple[str, ...] = ("a", "b", "c")
-    top2_gaps: tuple[float, ...] = (9.0, 9.0, 0.1)
-    error: str = ""
-    has_ended: bool = True
-    usage: Any = field(default_factory=dict)
-
-    def wait(self) -> None:
-        """Do nothing."""
+def ended_by(
+    text: str,
+    finish_reason: str,
+    tokens: Sequence[str] = ("a", "b", "c"),
+    top2_gaps: Sequence[float] = (9.0, 9.0, 0.1),
+) -> Any:
+    """Return a stand-in for a stream that has ended."""
+    stream = _ended_stream(text)
+    stream.choices = [Choice(text, [*tokens], [*top2_gaps], finish_reason)]
+    stream.wait = lambda: None
+    return stream
 
 
 @pytest.mark.parametrize(
     ("streams", "alone", "message"),
     [
-        (EndedStream("ab", "stop"), EndedStream("abc", "length"), ""),
-        (EndedStream("a", "stop"), EndedStream("abc", "length"), "differs at character 1"),
-        (EndedStream("abc", "length"), EndedStream("ab", "stop"), ""),
+        (ended_by("ab", "stop"), ended_by("abc", "length"), ""),
+        (ended_by("a", "stop"), ended_by("abc", "length"), "differs at character 1"),
+        (ended_by("abc", "length"), ended_by("ab", "stop"), ""),
         (
-            EndedStream("abc", "length"),
-            EndedStream("a", "stop", ("a", ""), (9.0, 9.0)),
+            ended_by("abc", "length"),
+            ended_by("a", "stop", ("a", ""), (9.0, 9.0)),
             "differs at character 1",
         ),
         (
-            EndedStream("ab", "stop"),
-            EndedStream("ab", "length", ("a", "b"), (9.0, 0.1)),
+            ended_by("ab", "stop"),
+            ended_by("ab", "length", ("a", "b"), (9.0, 0.1)),
             "ended by 'stop'",
         ),
     ],
 )
 @pytest.mark.usefixtures("endpoint")
 def test_end_of_a_text_may_be_a_near_tie(
-    streams: EndedStream, alone: EndedStream, message: str, monkeypatch: pytest.MonkeyPatch
+    streams: Any, alone: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServedEngine, "_send_request", lambda *_: streams)
+    monkeypatch.setattr(ServedEngine, "_send_request", lambda *_, **_named: streams)
     monkeypatch.setattr(ServedEngine, "_reference_stream", lambda *_: alone)
     single_mix = RequestMix(requests=(RequestSpec((1, 2), Sampling(3)),))
     monkeypatch.setattr(ServedEngine, "_key", lambda *_: "only")
