@@ -14,6 +14,7 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.bytes_moved import StepMemory, measure_bytes
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, read_steps, show_problems, write_steps
+from pytest_roseinfer.gates.growth import measure_growth
 from pytest_roseinfer.gates.step_work import (
     GROUPS,
     OwnCode,
@@ -323,8 +324,34 @@ class Costs:
             self._gate.bytes.append(f"{self._test}, {name}: {description}")
             self._compare(name, traffic.work, ())
 
+    def check_growth(
+        self,
+        name: str,
+        step: Callable[[], object],
+        *,
+        shorten: Callable[[], object],
+        lengthen: Callable[[], object],
+        added_tokens: int,
+    ) -> None:
+        """Fail if Python allocates a byte or more in ``step`` for each token of a context.
+
+        The step runs nine times: after ``shorten``, and after ``lengthen``, which restores
+        contexts that are each ``added_tokens`` longer. Take 1,000 or more, since a step also
+        allocates a few hundred bytes by chance. There is no baseline. Memory of tensors does not
+        count.
+        """
+        with self._checking(name):
+            require_calls({"step": step, "shorten": shorten, "lengthen": lengthen}, {})
+            if added_tokens < 1:
+                raise CannotCompare(f"added_tokens={added_tokens}: must be 1 or more")
+            growth = measure_growth(step, shorten, lengthen, added_tokens)
+            if growth.per_token >= 1:
+                message = f"{name} does more work in longer contexts: {growth.describe()}"
+                self._gate.increases.append(f"{self._test}, {message}")
+                pytest.fail(message, pytrace=False)
+
     @contextmanager
-    def _checking(self, name: str, tokens: int) -> Iterator[None]:
+    def _checking(self, name: str, tokens: int = 1) -> Iterator[None]:
         """Run a check under a new name; a check that cannot compare fails the test."""
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: a decode step generates 1 token or more")

@@ -331,11 +331,11 @@ def count_python_calls(
         try:
             step()
         finally:
-            _profile_again(before)
+            restore_profiler(before)
     return counts
 
 
-def _profile_again(before: Any) -> None:
+def restore_profiler(before: Any) -> None:
     """Restore the previous profiler; a cProfile has to be enabled by its own method."""
     if callable(before) or before is None:
         sys.setprofile(before)
@@ -623,7 +623,7 @@ def refuse_differences(first: StepWork, second: StepWork) -> None:
 
 def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
     """Count calls in one step and tensors in another, so that neither counts the other's work."""
-    with _no_garbage_collected():
+    with no_garbage_collected():
         step.prepare()
         totals = count_python_calls(step.run, own_code)
         step.prepare()
@@ -638,7 +638,7 @@ def _count(step: Step, own_code: OwnCode, device: str) -> StepWork:
 
 
 @contextmanager
-def _no_garbage_collected() -> Iterator[None]:
+def no_garbage_collected() -> Iterator[None]:
     """Turn garbage collection off: it runs at random times, and finalisers count as calls."""
     was_on = gc.isenabled()
     gc.disable()

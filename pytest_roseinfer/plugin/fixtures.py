@@ -82,7 +82,8 @@ def roseinfer_costs(request: pytest.FixtureRequest) -> Iterator[Costs]:
     launches, CUDA graph replays, copies between devices, waits, allocations and Python calls, and
     fails if one exceeds the baseline. ``--roseinfer-update-costs`` writes the baseline.
     ``check_bytes`` counts the bytes that operations and kernels must move, including those of
-    CUDA graphs that are captured while the test has this fixture.
+    CUDA graphs that are captured while the test has this fixture. ``check_growth`` measures the
+    bytes that Python allocates in contexts of two lengths.
     """
     settings.choose_kernel_runtime()
     from pytest_roseinfer.gates.bytes_moved import record_captures

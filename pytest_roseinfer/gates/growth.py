@@ -1,0 +1,111 @@
+"""Growth of the memory that Python allocates in a step, from short contexts to long ones.
+
+A step that copies a list of all tokens makes no more calls for a longer context, so counts do not
+show it. Its bytes do: they are measured at two lengths, and need no baseline.
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.gates.step_work import no_garbage_collected, restore_profiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+_RUNS = 3
+"""Steps at each length, of which the one that allocates least counts: some of them enlarge a list
+that grows with the context, and most do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bytes that Python allocates in a step, in contexts of two lengths."""
+
+    short: int
+    long: int
+    added_tokens: int
+    """Tokens by which each context is longer."""
+    function: str
+    """Function in which the step in long contexts allocates most."""
+
+    @property
+    def per_token(self) -> float:
+        return (self.long - self.short) / self.added_tokens
+
+    def describe(self) -> str:
+        return (
+            f"Python allocates {self.long:,} bytes in a step, and {self.short:,} where each "
+            f"context is {self.added_tokens} tokens shorter: {self.per_token:.1f} bytes more for "
+            f"each token, most of them in {self.function}"
+        )
+
+
+def measure_growth(
+    step: Callable[[], object],
+    shorten: Callable[[], object],
+    lengthen: Callable[[], object],
+    added_tokens: int,
+) -> Growth:
+    """Measure steps after ``shorten``, and after ``lengthen``, which adds tokens to contexts."""
+    for prepare in (shorten, lengthen):  # what is allocated once does not count
+        prepare()
+        step()
+    short = min(_allocated(shorten, step) for _ in range(_RUNS))
+    long = min(_allocated(lengthen, step) for _ in range(_RUNS))
+    lengthen()
+    return Growth(short, long, added_tokens, _function_of_peak(step))
+
+
+def _allocated(prepare: Callable[[], object], step: Callable[[], object]) -> int:
+    """Return the most bytes that Python holds in a step beyond those that it held before."""
+    prepare()
+    was_on = tracemalloc.is_tracing()
+    with no_garbage_collected():
+        if not was_on:
+            tracemalloc.start()
+        try:
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            step()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            if not was_on:
+                tracemalloc.stop()
+    return peak - before
+
+
+def _function_of_peak(step: Callable[[], object]) -> str:
+    """Return the function in which the bytes that Python holds during a step rise most."""
+    largest = 0
+    where = "no function"
+    highest = 0
+
+    def profile(frame: FrameType, event: str, _arg: Any) -> None:
+        nonlocal largest, where, highest
+        _, peak = tracemalloc.get_traced_memory()
+        if peak - highest > largest:
+            largest = peak - highest
+            before = frame.f_back if event == "call" else None  # the caller has run until now
+            ran = before or frame
+            where = f"{ran.f_globals.get('__name__', '')}.{ran.f_code.co_qualname}"
+        highest = tracemalloc.get_traced_memory()[1]
+
+    was_on, previous = tracemalloc.is_tracing(), sys.getprofile()
+    if not was_on:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    _, highest = tracemalloc.get_traced_memory()
+    try:
+        sys.setprofile(profile)
+        step()
+        sys.setprofile(None)
+    finally:
+        restore_profiler(previous)
+        if not was_on:
+            tracemalloc.stop()
+    return where
