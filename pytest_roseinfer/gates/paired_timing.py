@@ -103,6 +103,8 @@ _FIRST = 2.0
 """Seconds before the first line of progress."""
 _EVERY = 5.0
 """Minimum seconds between two lines."""
+_SOON = 10.0
+"""Seconds of a comparison whose end is not announced."""
 
 
 class Progress:
@@ -115,6 +117,11 @@ class Progress:
         self._clock = clock
         self._begin = clock()
         self._next_note = self._begin + _FIRST
+
+    def announce(self, words: str) -> None:
+        """Print a line at once, if there is one."""
+        if words:
+            self._say(words)
 
     def note(self, words: Callable[[], str]) -> None:
         """Print ``words()`` and the elapsed time, if a line is due."""
@@ -319,6 +326,8 @@ def compare(
         while len(ratios) < analysis.series and budget.allows(len(ratios)):
             with budget.timed_series():
                 series = measuring.run(start(len(ratios) // plan.series_per_process))
+            if progress and not ratios:
+                progress.announce(describe_duration(plan, budget.spent / len(series)))
             ratios += [paired_ratio(there, here) for there, here in series]
             if progress:
                 progress.note(partial(describe_progress, ratios, analysis))
@@ -334,6 +343,19 @@ def compare(
     there, here = measuring.sides
     seconds = budget.spent
     return Comparison(there, here, tuple(ratios), interval, verdict, reason, seconds, missed)
+
+
+def describe_duration(plan: Plan, series_seconds: float) -> str:
+    """Describe when a comparison will end whose series take this long; "" if that is soon."""
+    first, last = (plan.interim_analyses[at].series * series_seconds for at in (0, -1))
+    if last < _SOON:
+        return ""
+    latest = min(last, plan.seconds) if plan.hard_end else max(first, min(last, plan.seconds))
+    times = f"{first:.0f} to {latest:.0f} s" if first < latest else f"{latest:.0f} s"
+    ends = f"a verdict comes after {times}"
+    if first > latest:
+        ends = f"no verdict comes within {latest:.0f} s, since the first needs {first:.0f} s"
+    return f"a series takes {series_seconds:.1f} s: {ends}"
 
 
 def describe_progress(ratios: Sequence[float], analysis: InterimAnalysis) -> str:

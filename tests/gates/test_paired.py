@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from pytest_roseinfer.gates.paired_timing import (
     Progress,
     Timings,
     Verdict,
+    describe_duration,
     describe_progress,
     median_interval,
     paired_ratio,
@@ -132,6 +134,30 @@ def test_long_comparison_reports_progress() -> None:
     lines.clear()
     compare_sides(Plan(), pairs_of(quiet(), 1.5), progress=Progress(lines.append, lambda: 0.0))
     assert lines == []
+
+
+def test_duration_of_a_slow_comparison_is_announced_after_its_first_series() -> None:
+    lines: list[str] = []
+    progress = Progress(lines.append, lambda: 0.0)
+    compare_sides(Plan(), pairs_of(quiet(), 1.5), clock=count(0, 4.5).__next__, progress=progress)
+    assert lines == ["a series takes 13.5 s: a verdict comes after 176 to 300 s"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "series_seconds", "words"),
+    [
+        (Plan(), 0.1, ""),
+        (Plan(), 1.0, "a series takes 1.0 s: a verdict comes after 13 to 60 s"),
+        (Plan(), 30.0, "a series takes 30.0 s: a verdict comes after 390 s"),
+        (
+            Plan(seconds=60, hard_end=True),
+            9.0,
+            "a series takes 9.0 s: no verdict comes within 60 s, since the first needs 117 s",
+        ),
+    ],
+)
+def test_duration_depends_on_the_time_limit(plan: Plan, series_seconds: float, words: str) -> None:
+    assert describe_duration(plan, series_seconds) == words
 
 
 def test_progress_includes_the_interval_once_known() -> None:
