@@ -141,6 +141,7 @@ class Oracle:
             state.on_truncate(seq, pages)
 
     def tokens(self, seq: int) -> list[int]:
+        """List the tokens of a sequence."""
         pages = range(len(self.sequences.get(seq, [])))
         return [token for at in pages for token in self.tokens_on(seq, at)]
 
@@ -320,6 +321,7 @@ class Oracle:
         return [self._text_token(text, at) for at in range(count)]
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+        """Append tokens to several sequences; a row is a sequence and its number of tokens."""
         coming = iter(tokens)
         for seq, _ in rows:
             self._slide(seq)
@@ -373,6 +375,7 @@ class Oracle:
         return pages[-1].holders == 1 and not self.keeps(seq, len(pages) - 1)
 
     def fork(self, parent: int, child: int) -> None:
+        """Begin a sequence with all tokens of another one, on shared pages if the cache shares."""
         self.branch_text(parent, child)
         pages_of_fork: list[Page] = []
         for at, page in enumerate(self.sequences[parent]):
@@ -456,6 +459,7 @@ class Oracle:
             self._make_last_writable(seq)
 
     def free(self, seq: int) -> None:
+        """Remove a sequence, and release its pages."""
         self.lives[seq] += 1
         if self.texts:
             self.texts.forget(seq)

@@ -10,12 +10,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
 from pytest_roseinfer.oracle.oracle import FORK_SHARES, Oracle
 from pytest_roseinfer.oracle.pages import AT_ONCE, NEXT_TRY, BlockCounts, State, Windows, first_live
 
+_HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "runs-and-failures.md"
 _STEPS = 40
 _CAPACITY = 10_000
 _WINDOWS = (None, 3, 6, 3)
@@ -253,3 +255,13 @@ def test_tokens_of_every_truncation_of_a_page_are_remembered() -> None:
     (page,) = oracle.sequences[0]
     assert page.tokens == [10, 14]
     assert page.removed_tokens == [12, 11, 13]
+
+
+def test_example_of_the_how_to_holds() -> None:
+    (example,) = (
+        block.partition("```")[0]
+        for block in _HOW_TO.read_text().split("```python\n")[1:]
+        if "import Oracle" in block
+    )
+    assert example.count("assert ") == 3
+    exec(example, {})
