@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    names = "directory or hub id (default: tiny, a small random model that writes nonsense)"
+    names = (
+        "directory, GGUF file or hub id (default: tiny, a small random model that writes nonsense)"
+    )
     add("--model", "--hf-model-id", default="tiny", metavar="NAME", help=names)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     dtypes = "float32, float16 or bfloat16 (default: the checkpoint's on a GPU, else float32)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from roseinfer.guided.compiler import GuideMatcher
     from roseinfer.models.loading import LoadedModel
     from roseinfer.sampling import TokenLogprobs
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Occupancy(NamedTuple):
@@ -132,7 +136,7 @@ class Engine:
         self._pending_changes: deque[Callable[[], None]] = deque()
         self._tokenizer = loaded.tokenizer
         self._new_detokenizer = (
-            new_detokenizer_factory(loaded.tokenizer) if loaded.tokenizer else None
+            new_detokenizer_factory(loaded.tokenizer, _LOG.warning) if loaded.tokenizer else None
         )
         self._eos_token_ids = loaded.eos_token_ids
         self._guide_compiler = GuideCompiler(

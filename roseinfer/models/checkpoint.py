@@ -1,23 +1,26 @@
-"""Loading of checkpoints from directories and the hub, without code, pickles or foreign files."""
+"""Loading of checkpoints from directories, GGUF files and the hub, without code or pickles."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from roseinfer.errors import UnsupportedModel, error_with_type, short_repr
-from roseinfer.models.locate_model import ADAPTER_CONFIG, ADAPTER_UNSUPPORTED
+from roseinfer.models.locate_model import ADAPTER_CONFIG, ADAPTER_UNSUPPORTED, GGUF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_LOG = logging.getLogger(__name__)
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _PICKLE = "pytorch_model.bin"
@@ -45,9 +48,12 @@ class _TensorHeader(NamedTuple):
 def load_checkpoint(path: str, dtype: torch.dtype | str) -> Any:
     """Load a transformers model from a path that ``locate`` returned.
 
-    It reads safetensors only, runs no remote code, and ignores kernels that a config names.
+    It reads safetensors and GGUF files only, runs no remote code, and ignores kernels that a config
+    names.
     """
     try:
+        if path.endswith(GGUF):
+            return _load_gguf(Path(path), dtype)
         if find_model_file(path, ADAPTER_CONFIG) is not None:
             raise UnsupportedModel(ADAPTER_UNSUPPORTED)
         settings, _ = PreTrainedConfig.get_config_dict(path)
@@ -77,6 +83,44 @@ def load_checkpoint(path: str, dtype: torch.dtype | str) -> Any:
             f"weights: {error_with_type(error)}"
         ) from error
     _check_weights(path, model, loading_info)
+    return model
+
+
+def _load_gguf(file: Path, dtype: torch.dtype | str) -> Any:
+    """Load the model of a GGUF file, whose weights transformers dequantises."""
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} reads no GGUF file of the family "
+            f"{architecture!r}"
+        )
+    tensors = {
+        each.name: _TensorHeader(each.tensor_type.name, [int(size) for size in each.shape])
+        for each in reader.tensors
+    }
+    del reader  # closes the file
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+    }
+    config = AutoConfig.from_pretrained(**place)
+    _check_counts(config.to_dict(), len(tensors))
+    _check_size(config, tensors)
+    if dtype == "auto":
+        dtype = torch.bfloat16
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
+        **place, config=config, dtype=dtype, output_loading_info=True
+    )
+    _check_weights(str(file), model, loading_info)
+    formats = ", ".join(sorted({each.dtype for each in tensors.values()}))
+    _LOG.warning(
+        "%s: %s with %d weights, dequantised from %s to %s",
+        *(file.name, type(model).__name__, len(tensors), formats, str(dtype).partition(".")[2]),
+    )
     return model
 
 
@@ -282,6 +326,11 @@ _TOKENIZER_FILES = (
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer at a path from ``locate``; None if it has no tokenizer file."""
+    if name.endswith(GGUF):
+        try:
+            return AutoTokenizer.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
+        except Exception as error:  # of any kind, since transformers trusts files
+            raise _tokenizer_error(name, error_with_type(error)) from error
     for file in _TOKENIZER_FILES:
         path = Path(name) / file
         if path.is_dir():

@@ -100,7 +100,7 @@ def load(
     tokenizer: Any = None,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already.
+    """Load ``model``: ``"tiny"``, a directory, a GGUF file, a hub id, or a loaded model.
 
     It may also be a function that makes a model on the device it gets. With ``ranks``, only the
     shard of this rank stays on its device.
@@ -125,8 +125,9 @@ def load(
         network = network.to(target, load_dtype if dtype else None)
     else:
         raise ConfigError(
-            f"{model!r} is not a model: it must be 'tiny', a directory, a hub id, or a "
-            "transformers model that is loaded already, or a function that makes one on a device"
+            f"{model!r} is not a model: it must be 'tiny', a directory, a GGUF file, a hub id, "
+            "or a transformers model that is loaded already, or a function that makes one on a "
+            "device"
         )
     try:
         causal = _build_model(network, config, ranks)

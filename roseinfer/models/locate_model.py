@@ -1,13 +1,18 @@
-"""Resolution of a model's name to a directory, the hub or its local cache, without torch."""
+"""Resolution of a model's name to a directory, a file, the hub or its cache, without torch."""
 
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 from roseinfer.errors import UnsupportedModel, did_you_mean
 
 _CONFIG = "config.json"
+GGUF = ".gguf"
+"""Ending of files that hold a whole model: its weights, mostly quantised, and its tokenizer."""
+_GGUF_PACKAGES = ("gguf", "accelerate")
+"""Packages without which transformers reads no GGUF file."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_UNSUPPORTED = (
     f"it has an adapter ({ADAPTER_CONFIG}), which is not supported: merge the adapter into its "
@@ -18,36 +23,53 @@ _HUB_TIMEOUT_S = 2.0
 
 
 def locate(name: str) -> str:
-    """Return a directory, or the name itself where the hub has a model of that name.
+    """Return a directory, a GGUF file, or the name itself where the hub has a model of that name.
 
-    Where the hub cannot be reached this is the directory of the local cache. Raise where nothing
-    can be loaded by that name.
+    A directory that has one GGUF file and no config stands for that file. Where the hub cannot be
+    reached this is the directory of the local cache. Raise where nothing can be loaded by that
+    name.
     """
     if name == "tiny":
         return name
     if not name:
-        raise _model_error(name, "it is not a name: give a directory, a hub id, or 'tiny'")
+        raise _model_error(
+            name, "it is not a name: give a directory, a GGUF file, a hub id, or 'tiny'"
+        )
     if name.startswith("~"):
         name = str(Path(name).expanduser())
+    if Path(name).is_file() and name.endswith(GGUF):
+        return _gguf_file(name)
     if Path(name).is_file():
         raise _model_error(name, f"it is a file: give the directory, {str(Path(name).parent)!r}")
     # No hub id begins like this or has more than two parts.
     if Path(name).is_dir() or name.startswith((".", "/")) or name.count("/") > 1:
-        _require_checkpoint(name)
-        return name
+        return _local_checkpoint(name)
     return _from_hub(name)
 
 
-def _require_checkpoint(name: str) -> None:
+def _gguf_file(name: str) -> str:
+    if missing := [package for package in _GGUF_PACKAGES if find_spec(package) is None]:
+        reason = f"it is a GGUF file, which needs {' and '.join(missing)}"
+        raise _model_error(name, f"{reason}: run pip install 'roseinfer[gguf]'")
+    return name
+
+
+def _local_checkpoint(name: str) -> str:
     folder = Path(name)
     if not folder.is_dir():
         raise _model_error(name, f"there is no such directory{_suggest_directory(folder)}")
     if (folder / ADAPTER_CONFIG).is_file():
         raise _model_error(name, ADAPTER_UNSUPPORTED)
     if not (folder / _CONFIG).is_file():
+        if ggufs := sorted(str(each) for each in folder.glob(f"*{GGUF}") if each.is_file()):
+            if len(ggufs) > 1:
+                reason = f"it has no {_CONFIG} and several GGUF files: name one, as {ggufs[0]}"
+                raise _model_error(name, reason)
+            return _gguf_file(ggufs[0])
         within = sorted(each for each in _subfolders(folder) if (each / _CONFIG).is_file())
         suggestion = f"; did you mean {within[-1]}?" if within else ""
         raise _model_error(name, f"it has no {_CONFIG}{suggestion}")
+    return name
 
 
 def _model_error(name: str, reason: str) -> UnsupportedModel:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roseinfer.errors import BadArgument, UnsupportedModel
 from roseinfer.text.decoder_chain import DecoderChain
-from roseinfer.text.detokenizer import WindowDetokenizer
+from roseinfer.text.detokenizer import TextMayChange, WholeTextDetokenizer, WindowDetokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Check of tokenizers with their own decoding code.
 #
-# Such code may do anything. So it decodes some random tokens, and the tokenizer is refused if the
-# incremental text differs from that of all tokens at once.
+# Such code may do anything. So it decodes some random tokens, and texts are returned at their end
+# alone if the incremental text differs from that of all tokens at once.
 
 
 _TEXTS = 48
@@ -41,7 +41,7 @@ def has_custom_decode(tokenizer: Any) -> bool:
 def require_incremental_decode(
     tokenizer: Any, new_detokenizer: Callable[[], IncrementalDetokenizer]
 ) -> None:
-    """Raise if incremental text differs from the text of all tokens at once."""
+    """Raise ``TextMayChange`` if incremental text differs from the text of all tokens at once."""
     draw = Random(0)
     for at in range(_TEXTS):
         below = min(len(tokenizer), _FIRST) if at % 2 else len(tokenizer)
@@ -55,16 +55,15 @@ def require_incremental_decode(
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
-            raise _refusal(tokenizer, f"cannot decode tokens ({error})") from error
+            raise UnsupportedModel(
+                f"the tokenizer ({type(tokenizer).__name__}) cannot decode tokens ({error}): give "
+                "another tokenizer, or a model without one and token ids"
+            ) from error
         if "".join(texts) != full_text:
-            raise _refusal(tokenizer, "decodes tokens otherwise when more follow")
-
-
-def _refusal(tokenizer: Any, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"the tokenizer ({type(tokenizer).__name__}) {reason}, so its text cannot be streamed: "
-        "give another tokenizer, or a model without one and token ids"
-    )
+            raise TextMayChange(
+                f"the tokenizer ({type(tokenizer).__name__}) decodes tokens otherwise when more "
+                "follow"
+            )
 
 
 # Stop strings, which may be split over several pieces of the text.
@@ -162,13 +161,23 @@ class StopStringMatcher:
                 waiting.append(longer)
 
 
-def new_detokenizer_factory(tokenizer: TokenDecoder) -> Callable[[], IncrementalDetokenizer]:
-    """Return a factory of detokenizers; raise if none would decode this tokenizer exactly."""
+def new_detokenizer_factory(
+    tokenizer: TokenDecoder, report: Callable[[str], None] = lambda _: None
+) -> Callable[[], IncrementalDetokenizer]:
+    """Return a factory of detokenizers.
+
+    Where a later token may change all of a text, they return it at its end. ``report`` gets the
+    reason then.
+    """
     make: Callable[[], IncrementalDetokenizer] = partial(WindowDetokenizer, tokenizer)
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        make = DecoderChain(tokenizer).detokenizer
-    if has_custom_decode(tokenizer):
-        require_incremental_decode(tokenizer, make)
+    try:
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            make = DecoderChain(tokenizer).detokenizer
+        if has_custom_decode(tokenizer):
+            require_incremental_decode(tokenizer, make)
+    except TextMayChange as reason:
+        report(f"texts are shown, and searched for stop strings, at their end alone: {reason}")
+        return partial(WholeTextDetokenizer, tokenizer)
     return make
 
 

@@ -2,7 +2,7 @@
 
 The result equals that of decoding all tokens at once. Each decoder is a step from tokens to text
 that holds back only text that later tokens may still change. Decoders that may change all of a text
-are refused.
+raise ``TextMayChange``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Regex, decoders
 
-from roseinfer.errors import UnsupportedModel
-from roseinfer.text.detokenizer import ByteLevelJoiner, PiecesByTokenId, PiecesByTokenString
+from roseinfer.text.detokenizer import (
+    ByteLevelJoiner,
+    PiecesByTokenId,
+    PiecesByTokenString,
+    TextMayChange,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -507,8 +511,5 @@ def _text_steps(decoder: Decoder) -> list[Callable[[], TextTransform]]:
     return [partial(Replacement, text, content) for text, content in replacements]
 
 
-def _unsupported_decoder(part: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"the tokenizer has {part}, so that a later token may change text already returned: "
-        "give a tokenizer with other decoders, or a model without one and token ids"
-    )
+def _unsupported_decoder(part: str) -> TextMayChange:
+    return TextMayChange(f"the tokenizer has {part}")

@@ -40,6 +40,27 @@ class IncrementalDetokenizer(Protocol):
         """Return the rest after the last token."""
 
 
+class TextMayChange(Exception):
+    """A reason why a later token may change text that other detokenizers have returned."""
+
+
+class WholeTextDetokenizer:
+    """A detokenizer for any tokenizer, which decodes a text once, at its end."""
+
+    def __init__(self, tokenizer: TokenDecoder) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Add a token; return no text, since a later token may change all of it."""
+        self._tokens.append(token)
+        return ""
+
+    def flush(self) -> str:
+        """Return the whole text."""
+        return _decode_tokens(self._tokenizer, self._tokens)
+
+
 class WindowDetokenizer:
     """A detokenizer that decodes a window of the latest tokens. Special tokens add no text.
 
@@ -115,9 +136,11 @@ class WindowDetokenizer:
         self._returned = self._text[: len(self._text) - unsure]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return _decode_tokens(self._tokenizer, token_ids)
+
+
+def _decode_tokens(tokenizer: TokenDecoder, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 # Byte-level vocabularies, like those of GPT-2, Llama 3 and Qwen.

@@ -113,7 +113,7 @@ def test_file_and_empty_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     message = f"it is a file: give the directory, {str(tmp_path)!r}"
     assert error_of(str(tmp_path / "model.safetensors")).endswith(message)
-    assert "it is not a name: give a directory" in error_of("")
+    assert "it is not a name: give a directory, a GGUF file, a hub id" in error_of("")
 
 
 def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

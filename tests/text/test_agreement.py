@@ -11,7 +11,7 @@ from transformers import CTRLTokenizer, GPTNeoXJapaneseTokenizer, PreTrainedToke
 
 from roseinfer import UnsupportedModel
 from roseinfer.text.completion_text import new_detokenizer_factory
-from roseinfer.text.detokenizer import ByteLevelJoiner
+from roseinfer.text.detokenizer import ByteLevelJoiner, WholeTextDetokenizer
 from tests.text.tokenizers import byte_level, words
 
 if TYPE_CHECKING:
@@ -54,15 +54,17 @@ def test_blanks_are_streamed_once_text_follows(tmp_path: Path) -> None:
     ]
 
 
-def test_tokenizer_that_cannot_be_streamed_is_rejected(tmp_path: Path) -> None:
+def test_text_of_words_that_grow_is_returned_at_its_end(tmp_path: Path) -> None:
     """The end of a word is known only with the next token: ``a@@`` and ``b`` are ``ab``."""
     vocabulary = ["<unk>", "a", "b", "a@@", "b@@"]
     ids = {token: at for at, token in enumerate(vocabulary)}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version\na b\n")
     tokenizer = CTRLTokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
-    with pytest.raises(UnsupportedModel, match=r"\(CTRLTokenizer\) decodes tokens otherwise"):
-        new_detokenizer_factory(tokenizer)
+    reasons: list[str] = []
+    new_detokenizer_factory(tokenizer, reasons.append)
+    assert "(CTRLTokenizer) decodes tokens otherwise when more follow" in reasons[0]
+    assert stream_pieces(tokenizer, ["a@@", "b"]) == ["", "", "ab"]
 
 
 class SameDecoding(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -80,8 +82,8 @@ def test_overridden_decoding_is_checked() -> None:
     assert isinstance(
         new_detokenizer_factory(SameDecoding(tokenizer_object=backend))(), ByteLevelJoiner
     )
-    with pytest.raises(UnsupportedModel, match=r"\(UppercaseDecoding\) decodes tokens otherwise"):
-        new_detokenizer_factory(UppercaseDecoding(tokenizer_object=backend))
+    uppercase = UppercaseDecoding(tokenizer_object=backend)
+    assert isinstance(new_detokenizer_factory(uppercase)(), WholeTextDetokenizer)
 
 
 def test_panicking_tokenizer_is_rejected_with_its_reason() -> None:

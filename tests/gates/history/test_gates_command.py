@@ -39,7 +39,7 @@ def test_gates_is_a_command_of_the_distribution() -> None:
     assert project["entry-points"]["roseinfer.commands"]["gates"] == gates_command.__name__
     extras = project["optional-dependencies"]
     assert any(each.startswith("ruptures>") for each in extras["plot"])
-    assert "roseinfer[plot,serve]" in extras["test"]
+    assert "roseinfer[gguf,plot,serve]" in extras["test"]
 
 
 def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
