@@ -279,6 +279,20 @@ class Oracle:
         blocks = self.block_counts()
         return all(blocks.append(*row) for row in rows)
 
+    def exceeds_capacity(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return True if these rows have no room even where all equal blocks are shared.
+
+        Pages with different first tokens are never one block. Not judged with windows, nor where a
+        cache admits row by row: False there.
+        """
+        if self.windows.of_layer or not self.atomic_batches:
+            return False
+        first_tokens = {page.tokens[0] for pages in self.sequences.values() for page in pages}
+        for seq, count in rows:
+            tokens = self.new_tokens([(seq, count)])
+            first_tokens.update(tokens[-self.length(seq) % self.block_size :: self.block_size])
+        return len(first_tokens) > self.capacity
+
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """List the tokens that appending these rows writes, row by row."""
         return [

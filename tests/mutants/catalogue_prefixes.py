@@ -47,4 +47,13 @@ MUTANTS = (
         rows=("2",),
         targets=(PREFIXED,),
     ),
+    Mutant(
+        "evicted-while-blocks-are-free",
+        "A step evicts as many cached blocks as it needs, though others are free.",
+        "roseinfer.engine.request",
+        "RequestBlockAllocator.ensure",
+        "missing = blocks - self._kv.num_free_blocks(0)",
+        "missing = blocks",
+        targets=(PREFIXED,),
+    ),
 )

@@ -44,6 +44,7 @@ class PrefixCachedManager(KVCacheAdapter):
         granularity="token",
         recomputed_tokens=1,
         finds="some",
+        evicts_when="needed",
         keeps_prefix=True,
     )
     conditions: ClassVar[Sequence[str]] = (
@@ -268,7 +269,7 @@ class WindowedPrefixes(PrefixCachedManager):
     arena: Any = KVCacheAdapter.arena  # not offered
     look_up: Any = KVCacheAdapter.look_up  # cannot be checked with windows yet
     begin_with: Any = KVCacheAdapter.begin_with
-    prefixes = PrefixCachedManager.prefixes.but(granularity="block")
+    prefixes = PrefixCachedManager.prefixes.but(granularity="block", evicts_when="any time")
     conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
 
     def make(self, spec: CacheSpec) -> None:
