@@ -225,6 +225,15 @@ class Oracle:
             {id(page) for pages in self.sequences.values() for page in pages}
         )
 
+    def pages_free_after(self, seq: int, count: int) -> int:
+        """Count the blocks that are free in every pool after a row is written; -1 without room."""
+        blocks = self.block_counts()
+        if not blocks.append(seq, count):
+            return -1
+        if self.windows.frees == AT_ONCE:
+            blocks.slide_appended(seq, count)
+        return min(blocks.free.values())
+
     def free_in(self, layer: int) -> int:
         """Count the blocks that are free in the pool of a layer."""
         windows = self.windows

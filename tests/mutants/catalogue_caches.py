@@ -26,6 +26,9 @@ _WITHOUT_ROW = {
     "RenewsOnARefusal",
     "EvictsWhileBlocksAreFree",
     "FindsWhatWasCut",
+    "CountsABlockOfTwoAsFree",
+    "MissesABlockOfTwo",
+    "ChecksGroupByGroup",
 }
 """Bugs that stand for no reported one."""
 
