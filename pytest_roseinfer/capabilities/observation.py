@@ -30,6 +30,8 @@ class Snapshot:
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
     """Keys and values, by route, sequence and layer."""
+    first_reads: Mapping[tuple[int, int, int], Pair | Exception] = field(default_factory=dict)
+    """Keys and values of the first tokens, by sequence, layer and number of tokens."""
     tables: Mapping[tuple[int, int], list[int | None] | Exception] | None = None
     """Blocks, by sequence and layer; None if the adapter has no ``table``."""
     containers: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
