@@ -34,6 +34,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
+    describe_error,
     invariant,
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
@@ -259,7 +260,7 @@ def lookups(observation: Observation) -> Finding | None:
         within = f" (namespace {namespace})" if namespace else ""
         lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(hit, Exception):
-            return Finding(f"{lookup} raised {type(hit).__name__}: {hit}", cause=hit)
+            return Finding(f"{lookup} raised {describe_error(hit)}", cause=hit)
         max_hit = _stored(observation, text, count)
         if hit > max_hit:
             problem = f"{lookup} found {hit}, and only {max_hit} of them may be found now"

@@ -116,7 +116,7 @@ def read_back(observation: Observation) -> Finding | None:
     written = cache(partial(_written, observation))
     for (route, seq, layer), result in observation.after.reads.items():
         if isinstance(result, Exception):
-            problem = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
+            problem = f"{route}({seq}, {layer}) raised {describe_error(result)}"
             kind = f"{route} raised {type(result).__name__}"
             raised = Finding(problem, Location(layer, {seq: None}), result, kind=kind)
             break

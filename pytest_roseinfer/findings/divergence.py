@@ -175,7 +175,11 @@ class Divergence(Difference):
 
         def details() -> str:
             drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
-            return f"after step {history.size} of\n{history.describe(refused)}\n\n{drawn}"
+            described = history.describe(refused)
+            if options := history.last_options:
+                values = ", ".join(f"{name}={value!r}" for name, value in options.items())
+                described += f"\nswitches at this step: {values}"
+            return f"after step {history.size} of\n{described}\n\n{drawn}"
 
         super().__init__(finding.summary, details)
         self.history = history

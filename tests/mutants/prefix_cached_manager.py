@@ -254,7 +254,7 @@ class PrefixCachedManager(KVCacheAdapter):
         used.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
         unused = [entry.block_ids[group] - first for entry in self.prefix_cache.evictable_entries]
         refcounts = {block: count for block, count in used.items() if count}
-        free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
+        free, num_free = [*books.free, *unused], self.block_allocator.available
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
 
 
