@@ -249,7 +249,7 @@ class FreeBlocks(Observer):
     def explain_refusal(self) -> str:
         """Describe both counts of the first layer where they differ; empty without ledgers.
 
-        If they agree, the cache may count its room wrongly; the count is compared where it is shown.
+        If they agree, the cache may count its room wrongly: its count is compared where shown.
         """
         if not self._counts:
             return ""

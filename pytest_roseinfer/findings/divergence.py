@@ -56,12 +56,13 @@ def _involved_rows(rows: Sequence[SequenceView], location: Location) -> list[Seq
         return pages | {("block", each) for each in row["blocks"] or () if each is not None}
 
     wrong = {each for row in rows if row["name"] in location.holders for each in held(row)}
-    token = location.contents.token if location.contents else None
-    label = None if token is None else token_label(token)
+    contents = location.contents
+    tokens = (contents.token, contents.expected_token) if contents else ()
+    labels = {token_label(token) for token in tokens if token is not None}
     involved = [
         row
         for row in rows
-        if row["name"] in location.holders or held(row) & wrong or label in row["tokens"]
+        if row["name"] in location.holders or held(row) & wrong or labels & {*row["tokens"]}
     ]
     return involved or list(rows)
 
