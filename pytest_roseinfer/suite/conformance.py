@@ -18,6 +18,7 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.run.machine import HistoryRunner
 from pytest_roseinfer.search.named_checks import CHECKS
+from pytest_roseinfer.suite.kept_failures import replay_kept
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -45,6 +46,8 @@ class ConformanceTests(ShippedTests):
         """Check that the cache equals the oracle after every step of drawn histories."""
         target = coverage.current().of(self.adapter)
         target.searched = True
+        if kept := settings.current().kept_traces:
+            replay_kept(self.adapter, kept)
 
         def check(history: History) -> None:
             machine = HistoryRunner(self.adapter, history)
