@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -20,6 +21,8 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:WindowedManager",
 )
 
+KEPT_FAILURES = "roseinfer-kept"
+"""Folder of kept failures, at the project's root."""
 KNOWN_FINDINGS = "roseinfer-known.toml"
 """Default file of known findings, at the project's root."""
 
@@ -187,12 +190,21 @@ class Settings:
     known_file: str = KNOWN_FINDINGS
     """File of known findings, as messages name it."""
     failures_dir: str | None = None
+    kept_dir: str | None = None
+    """Folder of kept failures, whose traces every run replays; None if none is replayed."""
+    keeps_failures: bool = False
+    """True if new failures are written to ``kept_dir``."""
     costs: str | None = None
     """Baseline file of the work gate; None means one in the folder of each test file."""
     costs_requested: bool = False
     """True if the command line names the baseline file; a run that compares no step then fails."""
     update_costs: bool = False
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def kept_traces(self) -> list[Path]:
+        """Traces of kept failures, of all targets."""
+        return sorted(Path(self.kept_dir).glob("*.json")) if self.kept_dir else []
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:

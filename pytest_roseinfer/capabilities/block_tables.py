@@ -227,6 +227,8 @@ class FreeBlocks(Observer):
         super().__init__(run)
         self._counts: list[_FreeCounts] = []
         self._since: int | None = None
+        self._has_own_count = False
+        """True if the ledgers show the cache's own count, which is compared after each step."""
 
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
         self._counts = [
@@ -234,6 +236,10 @@ class FreeBlocks(Observer):
             for layer, ledger in enumerate(self.run.snapshot.ledgers)
             if isinstance(ledger, Ledger)
         ]
+        self._has_own_count = any(
+            isinstance(ledger, Ledger) and ledger.num_free is not None
+            for ledger in self.run.snapshot.ledgers
+        )
         if not any(each.differ for each in self._counts):
             self._since = None
         elif self._since is None:
@@ -241,12 +247,20 @@ class FreeBlocks(Observer):
         return {}
 
     def explain_refusal(self) -> str:
-        """Describe both counts of the first layer where they differ; empty without ledgers."""
+        """Describe both counts of the first layer where they differ; empty without ledgers.
+
+        If they agree, the cache may count its room wrongly: its count is compared where shown.
+        """
         if not self._counts:
             return ""
         layer, *both = max(self._counts, key=lambda each: each.differ)
-        since = "" if self._since is None else f", which differ since step {self._since}"
-        return "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both) + since
+        counts = "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both)
+        if self._since is not None:
+            return f"{counts}, which differ since step {self._since}"
+        own = (
+            "" if self._has_own_count else "; the cache's own count is not shown (Ledger.num_free)"
+        )
+        return counts + own
 
 
 def _show_books(run: Run, look: SnapshotScope) -> Mapping[str, Any]:  # noqa: ARG001

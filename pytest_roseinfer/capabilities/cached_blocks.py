@@ -14,9 +14,11 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
     location_of_block,
 )
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Snapshot
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
 
@@ -119,15 +121,8 @@ def evictions(observation: Observation) -> Finding | None:
     """Cached blocks must be evicted in the order that the cache declares."""
     if observation.declared.prefixes.evicts == "any":
         return None
-    cached = observation.after.ledger(0).cached
-    staying = {
-        block: each
-        for block, each in cached_blocks_note(observation).released.items()
-        if block in cached
-    }
-    for block, evicted in cached_blocks_note(observation).released.items():
-        if block in cached or _still_there(observation, evicted):
-            continue
+    evicted_blocks, staying = _split_released(observation)
+    for block, evicted in evicted_blocks.items():
         for other, stays in staying.items():
             if stays.evicts_before(evicted):
                 return Finding(
@@ -136,6 +131,46 @@ def evictions(observation: Observation) -> Finding | None:
                     location_of_block(observation, 0, block),
                 )
     return None
+
+
+@invariant(rank=30, needs=("use_tokens", "table", "ledger"))
+def needless_evictions(observation: Observation) -> Finding | None:
+    """A write must evict no cached block while other blocks are free, if the cache declares so."""
+    note = cached_blocks_note(observation)
+    if note.needed is None or note.needed > note.spare:
+        return None
+    evicted_blocks, _ = _split_released(observation)
+    if not evicted_blocks:
+        return None
+    block = min(evicted_blocks)
+    return Finding(
+        f"block {block} was evicted, though the write needs {format_count(note.needed, 'block')} "
+        f"at most, and {note.spare} that are not cached were free",
+        location_of_block(observation, 0, block),
+    )
+
+
+def _split_released(
+    observation: Observation,
+) -> tuple[dict[int, ReleasedBlock], dict[int, ReleasedBlock]]:
+    """Return the blocks that a step evicted, and those that are still cached."""
+    cached = observation.after.ledger(0).cached
+    evicted, staying = dict[int, ReleasedBlock](), dict[int, ReleasedBlock]()
+    for block, each in cached_blocks_note(observation).released.items():
+        if block in cached:
+            staying[block] = each
+        elif not _still_there(observation, each):
+            evicted[block] = each
+    return evicted, staying
+
+
+def _count_choices(observation: Observation) -> int:
+    """Count the evicted blocks instead of which the cache might have evicted a cached one."""
+    evicted_blocks, staying = _split_released(observation)
+    return sum(
+        any(evicted.evicts_before(stays) for stays in staying.values())
+        for evicted in evicted_blocks.values()
+    )
 
 
 def _still_there(observation: Observation, was: ReleasedBlock) -> bool:
@@ -166,7 +201,11 @@ class CachedBlocksNote:
     """Tokens of blocks after the step, by the first layer of each group that shares its blocks;
     empty where the snapshot has no lookups."""
     released: Mapping[int, ReleasedBlock] = field(default_factory=dict)
-    """Blocks kept for later texts before the step; empty if any eviction order is allowed."""
+    """Blocks kept for later texts before the step; empty if evictions are not judged."""
+    needed: int | None = None
+    """Most blocks that the step needs; None if it may evict blocks that it does not need."""
+    spare: int = 0
+    """Blocks that were free and not cached before the step."""
 
 
 def cached_blocks_note(observation: Observation) -> CachedBlocksNote:
@@ -182,7 +221,10 @@ class CachedBlocks(Observer):
     conditions: ClassVar = {
         "prefix_hit": "A sequence begins with the content of a full block that was stored before, "
         'and some lookup has found tokens. Required of a cache that shares ``"equal prefixes"`` '
-        "and defines ``match_prefix`` and ``prefill``."
+        "and defines ``match_prefix`` and ``prefill``.",
+        "eviction_choice": "A cached block is evicted, and another one stays that was released "
+        "later, so that the order decided; counted for each such block. Required of a cache that "
+        'evicts the ``"least recent"`` one and defines ``prefill`` and ``free``.',
     }
 
     def __init__(self, run: Run) -> None:
@@ -196,24 +238,52 @@ class CachedBlocks(Observer):
         """True once a lookup has found tokens."""
         self.released: Mapping[int, ReleasedBlock] = {}
         """Blocks kept for later texts after the latest step."""
+        self.longest = 0
+        """Most tokens that a sequence had before the present step."""
+        self._needed: int | None = None
+        """Most blocks that the present step needs; None if it may evict others."""
+        self._spare = 0
+        """Blocks that were free and not cached before the present step."""
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        lengths = map(self.oracle.length, self.oracle.sequences)
+        self.longest = max([self.longest, *lengths])
+        self._needed = None
+        if self._judges_need and (rows := step.rows()):
+            self._needed = self.oracle.pages_needed(rows)
+            ledger = self.run.snapshot.ledger(0)
+            self._spare = len({*ledger.free} - {*ledger.cached})
+        return {}
+
+    @property
+    def _judges_need(self) -> bool:
+        return bool(self.run.declared.prefixes.evicts_when == "needed")
+
+    @property
+    def _judges_order(self) -> bool:
+        return bool(self.run.declared.prefixes.evicts != "any")
 
     def after(self, observation: Observation) -> Mapping[str, int]:
         written, hits = observation.outcome.written, 0
         if written and self.run.features >= PREFIX_HIT_METHODS:
             hits = self._count_prefix_hits(observation.after, written.rows)
+        choices = _count_choices(observation) if self._judges_order else 0
         self._note(observation.before, observation.after)
-        return {"prefix_hit": hits}
+        return {"prefix_hit": hits, "eviction_choice": choices}
 
     def notes(self, after: Snapshot) -> CachedBlocksNote:
         return CachedBlocksNote(
-            self.block_tokens_after(after) if after.matches else {}, self.released
+            self.block_tokens_after(after) if after.matches else {},
+            self.released,
+            self._needed,
+            self._spare,
         )
 
     def _note(self, before: Snapshot, after: Snapshot) -> None:
         self.has_lookup_hits |= any(
             isinstance(count, int) and count > 0 for count in after.matches.values()
         )
-        if self.run.declared.prefixes.evicts != "any":
+        if self._judges_order or self._judges_need:
             self.released = update_released_blocks(
                 self.released,
                 before.tables_of(0),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_roseinfer.capabilities.payload import as_bits, same_bits
@@ -30,6 +32,8 @@ class Snapshot:
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
     """Keys and values, by route, sequence and layer."""
+    first_reads: Mapping[tuple[int, int, int], Pair | Exception] = field(default_factory=dict)
+    """Keys and values of the first tokens, by sequence, layer and number of tokens."""
     tables: Mapping[tuple[int, int], list[int | None] | Exception] | None = None
     """Blocks, by sequence and layer; None if the adapter has no ``table``."""
     containers: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
@@ -198,8 +202,16 @@ class Finding:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the class name of an error, and its message if it has one."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    """Return the class name of an error, and its message if it has one.
+
+    Python's message on two sequences of different lengths names neither: the line is added.
+    """
+    words = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, ValueError) and str(error).startswith("zip() argument"):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+        return f"{words} ({place}: {frame.line}); one of them is stale"
+    return words
 
 
 def location_of_block(

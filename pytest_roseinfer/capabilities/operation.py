@@ -140,8 +140,11 @@ class Writer(Protocol):
     def name_reusing_prefix(self) -> int:
         """Draw a name that no sequence has, most often one whose text repeats a stored prefix."""
 
-    def name_with_prefix(self, tokens: int) -> int:
-        """Draw a name that no sequence has, whose text repeats ``tokens`` tokens of another."""
+    def name_with_prefix(self, tokens: int, text: int | None = None) -> int:
+        """Draw a name that no sequence has, whose text repeats ``tokens`` tokens of another.
+
+        The other one is ``text``, or any stored text if None.
+        """
 
     def name_without_prefix(self, tokens: int) -> int | None:
         """Draw a name whose text differs within its first ``tokens`` tokens; None if none does."""

@@ -238,6 +238,8 @@ class HeadMismatch:
     """Likely cause, in words; empty if unknown."""
     kind_of_bits: str = ""
     """Kind of the actual bits: ``token``, ``zeros``, ``NaN`` or ``other bits``."""
+    expected_token: int | None = None
+    """Token whose bits were expected; None if they are no token's."""
 
     @property
     def finding_kind(self) -> str:
@@ -361,6 +363,7 @@ class Payload:
             other.token if other else None,
             likely_cause,
             "token" if other else _kind_of_bits(actual_row),
+            place.token if place else None,
         )
 
     def _describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zlib import crc32
 
 from pytest_roseinfer.capabilities import operation, return_values
-from pytest_roseinfer.capabilities.cached_blocks import CachedBlocks, cached_blocks_note, evictions
+from pytest_roseinfer.capabilities.cached_blocks import (
+    CachedBlocks,
+    cached_blocks_note,
+    evictions,
+    needless_evictions,
+)
 from pytest_roseinfer.capabilities.capability import (
     Capability,
     Observer,
@@ -29,6 +34,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import (
     Finding,
     Observation,
+    describe_error,
     invariant,
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
@@ -67,6 +73,10 @@ class PrefixTraits(Traits):
     once, the one nearest to its end. A lookup does not renew a block; a sequence that begins with
     the block renews it by releasing it. Free blocks that are not ``cached`` may be reused before or
     after. Needs ``use_tokens``, ``table`` and ``ledger``."""
+    evicts_when: Literal["any time", "needed"] = "any time"
+    """Time at which a ``cached`` block may be evicted. With ``"needed"``, a write evicts one only
+    if it would need more blocks than are free and not cached, even if it reused none. Needs
+    ``use_tokens``, ``table`` and ``ledger``."""
     keeps_prefix: bool = False
     """True if the blocks that a sequence got by ``begin_with`` can be found as long as it holds
     them. If the sequence writes into such a block, or truncates within it, the block is copied as
@@ -250,7 +260,7 @@ def lookups(observation: Observation) -> Finding | None:
         within = f" (namespace {namespace})" if namespace else ""
         lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(hit, Exception):
-            return Finding(f"{lookup} raised {type(hit).__name__}: {hit}", cause=hit)
+            return Finding(f"{lookup} raised {describe_error(hit)}", cause=hit)
         max_hit = _stored(observation, text, count)
         if hit > max_hit:
             problem = f"{lookup} found {hit}, and only {max_hit} of them may be found now"
@@ -420,12 +430,17 @@ def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: b
 
 
 def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
-    """Look up every text, up to one token past the longest sequence, and up to a block boundary."""
+    """Look up every text, up to one token past the longest sequence, and up to a block boundary.
+
+    The longest sequence may have been truncated or freed since.
+    """
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
     if not (look.reads and texts):
         return {}
     longest = max(map(oracle.length, oracle.sequences), default=0)
+    if cached_blocks := run.observer(CachedBlocks):
+        longest = max(longest, cached_blocks.longest)
     counts = {longest + 1, -(-longest // size) * size or size}
 
     def find(text: TextSlice) -> int:
@@ -448,7 +463,11 @@ def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
 def refuse_sharing(adapter: type[Any]) -> None:
     """Raise ``TypeError`` for traits that need methods which the adapter does not define."""
     lacking = {"use_tokens", "table", "ledger"} - adapter.abilities
-    for trait, needing in (("shares", "equal prefixes"), ("evicts", "least recent")):
+    for trait, needing in (
+        ("shares", "equal prefixes"),
+        ("evicts", "least recent"),
+        ("evicts_when", "needed"),
+    ):
         if lacking and getattr(adapter.prefixes, trait) == needing:
             raise TypeError(
                 f"{adapter.__name__}.prefixes.{trait} is {needing!r}, which cannot be judged "
@@ -545,41 +564,74 @@ def _truncate_shared_block(writer: operation.Writer) -> Iterator[operation.Opera
 
 
 def can_check_eviction_order(writer: operation.Writer) -> bool:
-    """Return True if a cache declares its eviction order."""
-    abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
-    return (
-        writer.reuses_prefixes and writer.adapter.prefixes.evicts != "any" and needed <= abilities
-    )
+    """Return True if a cache declares its eviction order, and texts differ in their first block."""
+    oracle, abilities, needed = writer.oracle, writer.adapter.abilities, Free.needs | Prefill.needs
+    if not writer.reuses_prefixes or writer.adapter.prefixes.evicts == "any":
+        return False
+    assert oracle.texts
+    texts, last = range(len(oracle.texts.initial_branches)), oracle.block_size - 1
+    differ = len({oracle.texts.owner(text, last) for text in texts}) > 1
+    return differ and needed <= abilities
 
 
 def free_two_texts(writer: operation.Writer) -> None:
     """Open with two texts that differ in their first block, free both, and need one block more.
 
-    One of the two blocks must be evicted then, and the eviction order decides which.
+    One of the two blocks must be evicted then, and the eviction order decides which. A lookup of
+    the text that was freed first, or a prompt of it that is refused, must not change that.
     """
-    operation.add_while_fitting(writer, _free_two_texts(writer))
-
-
-def _free_two_texts(writer: operation.Writer) -> Iterator[operation.Operation]:
-    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
-    (first,) = writer.fresh(1)
-    yield Prefill(first, size + recomputed, writer.layout())
-    second = writer.name_without_prefix(size)
-    if second is None:
+    oldest = _free_two_texts(writer)
+    if oldest is None:
         return
-    yield Prefill(second, size + recomputed, writer.layout())
-    for seq in writer.shuffle((first, second)):
-        yield Free(seq)
+    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
+    looks_up, refused = writer.pick(((False, True), (False, False), (True, True), (False, True)))
+    if looks_up and LookUp.needs <= writer.adapter.abilities:
+        tokens = size + recomputed
+        writer.take(LookUp(writer.name_with_prefix(tokens, oldest), tokens))
+    if refused:
+        writer.take(_prompt_beyond_capacity(writer, writer.name_with_prefix(size, oldest)))
+    others = writer.oracle.pages_free() - 1
+    third = writer.name_without_prefix(size)
+    if others and third is None and len(writer.live) + others <= operation.MAX_SEQUENCES:
+        writer.take(Append(writer.fresh(others), writer.layout()))
+    elif others:
+        seq = writer.fresh(1)[0] if third is None else third
+        writer.take(Prefill(seq, others * size, writer.layout()))
+
+
+def _free_two_texts(writer: operation.Writer) -> int | None:
+    """Store and free two texts; return the one freed first, or None if there was no room."""
+    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
+    tokens = size + recomputed
+    (first,) = writer.fresh(1)
+    writer.take(Prefill(first, tokens, writer.layout()))
+    second = writer.name_without_prefix(size)
+    if second is None or not writer.oracle.fits([(second, tokens)]):
+        return None
+    writer.take(Prefill(second, tokens, writer.layout()))
     (third,) = writer.fresh(1)
-    if others := writer.oracle.pages_free() - 1:
-        yield Prefill(third, others * size, writer.layout())
+    if size > 1 and writer.oracle.fits([(third, 1)]) and writer.between(0, 1):
+        writer.take(Prefill(third, 1, writer.layout()))
+    oldest, latest = writer.shuffle((first, second))
+    text = writer.oracle.text_of(oldest)
+    writer.take(Free(oldest))
+    writer.take(Free(latest))
+    return text
+
+
+def _prompt_beyond_capacity(writer: operation.Writer, seq: int) -> Prefill:
+    """Return the shortest prompt of whole blocks that is refused, whatever it reuses."""
+    size, blocks = writer.oracle.block_size, 1
+    while not writer.oracle.exceeds_capacity([(seq, blocks * size)]):
+        blocks += 1
+    return Prefill(seq, blocks * size, writer.layout())
 
 
 def _open(writer: operation.Writer) -> None:
     """Open with one of three preludes that reuse a text."""
     if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
         truncate_shared_block(writer)
-    elif can_check_eviction_order(writer) and writer.pick((False,) * 3 + (True,)):
+    elif can_check_eviction_order(writer) and writer.between(0, 1):
         free_two_texts(writer)
     else:
         cache_one_text(writer)
@@ -622,6 +674,7 @@ PREFIXES = Capability(
     invariants=(
         lookups,
         evictions,
+        needless_evictions,
     ),
     refuse=(refuse_sharing,),
     observers=(TokenIdFeed, Collisions, CachedBlocks, SharedByPrefix),

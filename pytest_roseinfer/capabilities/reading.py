@@ -3,6 +3,7 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,12 +21,14 @@ from pytest_roseinfer.capabilities.observation import (
     Finding,
     Location,
     Observation,
+    describe_error,
     find_misplaced,
     invariant,
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_bits
 from pytest_roseinfer.oracle.texts import explain_equal_token
+from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,6 +51,14 @@ class ReadingMethods:
 
         Their shapes are as in ``peek``. In half of the histories it is called after one step of
         three, to test caches that do deferred work when they are read.
+        """
+
+    @optional
+    def gather_first(self, seq: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the first ``length`` tokens of a sequence, 1 or more.
+
+        They are read by the cache's own code, after the steps that ``gather`` follows. It is not
+        called for a cache whose layers have windows.
         """
 
 
@@ -105,7 +116,7 @@ def read_back(observation: Observation) -> Finding | None:
     written = cache(partial(_written, observation))
     for (route, seq, layer), result in observation.after.reads.items():
         if isinstance(result, Exception):
-            problem = f"{route}({seq}, {layer}) raised {type(result).__name__}: {result}"
+            problem = f"{route}({seq}, {layer}) raised {describe_error(result)}"
             kind = f"{route} raised {type(result).__name__}"
             raised = Finding(problem, Location(layer, {seq: None}), result, kind=kind)
             break
@@ -122,6 +133,26 @@ def read_back(observation: Observation) -> Finding | None:
         return raised
     different = (each for each in compared if not same_bits(each.expected, each.actual))
     return next(filter(None, (_difference(observation, each) for each in different)), raised)
+
+
+@invariant(rank=13, needs=("gather_first",))
+def read_parts(observation: Observation) -> Finding | None:
+    """The first tokens of each sequence must read back as its whole does."""
+    written = cache(partial(_written, observation))
+    for (seq, layer, length), result in observation.after.first_reads.items():
+        route = f"gather_first of {format_count(length, 'token')}"
+        if isinstance(result, Exception):
+            problem = f"{route} of sequence {seq}, layer {layer}, raised {describe_error(result)}"
+            kind = f"raised {type(result).__name__}"
+            return Finding(problem, Location(layer, {seq: None}), result, kind=kind)
+        for kind, stored, actual in zip("KV", written(seq), result, strict=True):
+            expected = stored[layer, :length]
+            if not same_bits(expected, actual):
+                compared = _Compared("gather_first", seq, layer, kind, expected, actual)
+                if finding := _difference(observation, compared):
+                    words = finding.summary.removeprefix("gather_first")
+                    return replace(finding, summary=f"{route}{words}")
+    return None
 
 
 def _written(observation: Observation, seq: int) -> Pair:
@@ -194,14 +225,14 @@ def read(run: Run, routes: Callable[[int], Iterable[str]], when: str = "") -> Re
     }
 
 
-def _copy(adapter: Any, route: str, seq: int, layer: int) -> Pair:
-    result = getattr(adapter, route)(seq, layer)
+def _copy(adapter: Any, route: str, seq: int, layer: int, *length: int) -> Pair:
+    result = getattr(adapter, route)(seq, layer, *length)
     like = torch.contiguous_format
     try:
         keys, values = result
         return keys.clone(memory_format=like), values.clone(memory_format=like)
     except Exception:
-        return_values.pair(f"{route}({seq}, {layer})", result)
+        return_values.pair(f"{route}({', '.join(map(str, (seq, layer, *length)))})", result)
         raise
 
 
@@ -214,7 +245,32 @@ def _show_reads(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
         gather = gathers and (run.last or (step + seq) % every == 0)
         return ("peek", "gather") if gather else ("peek",)
 
-    return {"reads": read(run, routes)}
+    return {"reads": read(run, routes), "first_reads": _read_parts(run, routes)}
+
+
+def _read_parts(
+    run: Run, routes: Callable[[int], Iterable[str]]
+) -> dict[tuple[int, int, int], Pair | Exception]:
+    """Read a part of each sequence that is gathered; one step's parts end where another's do not.
+
+    The keys are sequence, layer and number of tokens.
+    """
+    oracle, size = run.oracle, run.oracle.block_size
+    parts: dict[tuple[int, int, int], Pair | Exception] = {}
+    if "gather_first" not in run.features or run.spec.windows:
+        return parts
+    for seq in oracle.readable:
+        length = oracle.length(seq)
+        ends = (1, size - 1, size, size + 1, length - 1, length)
+        lengths = sorted({end for end in ends if 0 < end <= length})
+        if not lengths or oracle.unwritten(seq) or "gather" not in routes(seq):
+            continue
+        part = lengths[len(run.completed_steps) % len(lengths)]
+        for layer in range(run.spec.num_layers):
+            parts[seq, layer, part] = call_or_error(
+                _copy, run.adapter, "gather_first", seq, layer, part
+            )
+    return parts
 
 
 # Bad calls
@@ -234,7 +290,8 @@ def gather_freed(at: MisuseState) -> Iterator[Call]:
 READING = Capability(
     methods=ReadingMethods,
     misuse=(gather_unknown, gather_freed),
-    sharded={"gather": RankPolicy.READ},
+    sharded={"gather": RankPolicy.READ, "gather_first": RankPolicy.READ},
+    needs={"gather_first": ("gather",)},
     views=(View((), _show_reads),),
-    invariants=(read_back,),
+    invariants=(read_back, read_parts),
 )

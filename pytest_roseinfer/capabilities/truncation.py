@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.capabilities import operation
-from pytest_roseinfer.capabilities.capability import Capability, RankPolicy, Traits, optional
+from pytest_roseinfer.capabilities.capability import (
+    Capability,
+    Prelude,
+    RankPolicy,
+    Traits,
+    optional,
+)
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import AppendMany, Prefill
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
@@ -174,8 +182,87 @@ class TruncateMany(_Truncation):
             yield operation.DrawOption(112, 2, draw_step)
 
 
+# Prelude
+
+
+_SHARERS = 4
+"""Number of sequences of the prelude that share blocks."""
+_FILLING_WRITES = 4
+"""Most writes that take the blocks that are not to be free."""
+
+
+def cut_with_little_room(writer: operation.Writer) -> None:
+    """Open with a cut of up to three sequences while 0, 1 or 2 blocks are free; or add no steps.
+
+    Two of the sequences share all blocks, so that a block is free once both have left it. The third
+    is cut within a block that a fourth one holds, so that it may need a copy. If groups of layers
+    share a pool, each needs a copy, and the pool may have room for one of them only.
+    """
+    size, adapter = writer.oracle.block_size, writer.adapter
+    can_share = adapter.fork_shares != "nothing" and adapter.prefixes.shares == "exact"
+    needed = Fork.needs | Truncate.needs | Prefill.needs
+    num_groups = len(writer.oracle.windows.groups)
+    if size == 1 or not can_share or not needed <= adapter.abilities:
+        return
+    if writer.between(0, 4 if num_groups == 1 else 2):
+        return
+    operation.add_while_fitting(writer, _share_two_prompts(writer))
+    if len(writer.live) < _SHARERS:
+        return
+    first, third, second, _ = writer.live
+    _fill_up(writer, writer.pick((0, 0, 1, 2) if num_groups == 1 else (1, 1, 2, 0)))
+    frees = [(first, size), (second, size), (third, size - 1)]
+    copies = [(first, 2 * size - 1), (third, size - 1)]
+    if num_groups == 1:
+        cuts = writer.pick((frees, frees[1:], copies, writer.shuffle(frees)))
+    else:  # each group has room for its own copies
+        copies = copies[writer.oracle.pages_free() < num_groups :]
+        cuts = writer.pick((copies, copies, copies, frees))
+    rows = [cut for cut in cuts if writer.oracle.allows_truncation(*cut)]
+    if rows and TruncateMany.needs <= adapter.abilities:
+        writer.take(TruncateMany(*zip(*rows, strict=True)))
+    else:
+        for cut in rows:
+            writer.take(Truncate(*cut))
+
+
+def _share_two_prompts(writer: operation.Writer) -> Iterator[operation.Operation]:
+    """Begin a sequence of two blocks and one of a block, and fork both."""
+    size = writer.oracle.block_size
+    for blocks in (2, 1):
+        (seq,) = writer.fresh(1)
+        yield Prefill(seq, blocks * size, writer.layout())
+    for parent in tuple(writer.live):
+        yield Fork(parent, *writer.fresh(1))
+
+
+def _fill_up(writer: operation.Writer, free: int) -> None:
+    """Write until this number of blocks is free, or as near to it as a few writes come.
+
+    With windows, a longer sequence may take a block in one group only.
+    """
+    oracle, can = writer.oracle, writer.adapter.abilities
+    size, filler = oracle.block_size, None
+    for _ in range(_FILLING_WRITES):
+        counts = [blocks * size for blocks in range(1, oracle.pages_free() + 1)]
+        steps: list[operation.Operation] = []
+        if len(oracle.sequences) < operation.MAX_SEQUENCES:
+            (seq,) = writer.fresh(1)
+            steps += (Prefill(seq, count) for count in counts)
+        if filler is not None and AppendMany.needs <= can:
+            steps += (AppendMany((filler,), (count,)) for count in counts)
+        left = {step: oracle.pages_free_after(*step.rows()[0]) for step in steps}
+        enough = [step for step, blocks in left.items() if free <= blocks < oracle.pages_free()]
+        if not enough:
+            return
+        step = min(enough, key=lambda each: left[each])
+        ((filler, _),) = step.rows()
+        writer.take(step)
+
+
 TRUNCATION = Capability(
     methods=TruncationMethods,
+    preludes=(Prelude(("truncate", "truncate_many"), 5, cut_with_little_room),),
     renamed={
         "trimmable": "can_truncate(spec, stored, length)",
         "truncate_copies": "truncation = TruncationTraits(copies=...)",

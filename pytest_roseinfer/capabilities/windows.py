@@ -162,7 +162,12 @@ def _in_two_groups(observation: Observation, layer: int) -> Finding | None:
 
 
 _WITH_TEXTS = ("fork", "truncate", "look_up", "use_queue")
-_JUDGED = {"finds": "some", "granularity": "block", "evicts": "any"}
+_JUDGED = {
+    "finds": "some",
+    "granularity": "block",
+    "evicts": "any",
+    "evicts_when": "any time",
+}
 
 
 def refuse_windows(adapter: type[Any]) -> None:

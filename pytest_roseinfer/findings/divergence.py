@@ -56,12 +56,13 @@ def _involved_rows(rows: Sequence[SequenceView], location: Location) -> list[Seq
         return pages | {("block", each) for each in row["blocks"] or () if each is not None}
 
     wrong = {each for row in rows if row["name"] in location.holders for each in held(row)}
-    token = location.contents.token if location.contents else None
-    label = None if token is None else token_label(token)
+    contents = location.contents
+    tokens = (contents.token, contents.expected_token) if contents else ()
+    labels = {token_label(token) for token in tokens if token is not None}
     involved = [
         row
         for row in rows
-        if row["name"] in location.holders or held(row) & wrong or label in row["tokens"]
+        if row["name"] in location.holders or held(row) & wrong or labels & {*row["tokens"]}
     ]
     return involved or list(rows)
 
@@ -175,7 +176,11 @@ class Divergence(Difference):
 
         def details() -> str:
             drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
-            return f"after step {history.size} of\n{history.describe(refused)}\n\n{drawn}"
+            described = history.describe(refused)
+            if options := history.last_options:
+                values = ", ".join(f"{name}={value!r}" for name, value in options.items())
+                described += f"\nswitches at this step: {values}"
+            return f"after step {history.size} of\n{described}\n\n{drawn}"
 
         super().__init__(finding.summary, details)
         self.history = history

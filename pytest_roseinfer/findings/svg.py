@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from textwrap import wrap
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.frame import (
@@ -40,6 +40,11 @@ _CELL, _HEAD, _LABEL, _GAP, _MARGIN = 24, 18, 24, 8, 2
 _FREE = 34
 """Width of a block without holders."""
 
+_MAX_SEQUENCES = 8
+"""Maximum sequences drawn of a frame, those of the error first; the rest are counted."""
+_MAX_HEIGHT = 1900
+"""Maximum height in pixels of the drawings of one picture, of which the latest are kept."""
+
 Placed = set[tuple[int, int, int | None]]
 """Sequence, position and block of every token."""
 
@@ -54,13 +59,52 @@ class _Slot:
 
 def draw(frames: Sequence[Frame], block_size: int) -> list[Drawing]:
     """Draw each frame; tokens that are new or moved since the previous one have a darker line."""
-    labels = {label for frame in frames for row in frame["sequences"] for label in _labels(row)}
+    names = _drawn_sequences(frames)
+    kept_frames = [_with_sequences(frame, names) for frame in frames]
+    labels = {
+        label for frame in kept_frames for row in frame["sequences"] for label in _labels(row)
+    }
     cell = 10 + max([width_of("0.0"), *map(width_of, labels)])
     drawn, before = [], None
-    for frame in frames:
-        drawn.append(_Picture(frame, block_size, cell, before).draw())
-        before = _place_tokens(frame, block_size)
+    for frame, kept in zip(frames, kept_frames, strict=True):
+        num_others = len(frame["sequences"]) - len(kept["sequences"])
+        drawn.append(_Picture(kept, block_size, cell, before, num_others).draw())
+        before = _place_tokens(kept, block_size)
     return drawn
+
+
+def _drawn_sequences(frames: Sequence[Frame]) -> set[int]:
+    """Return the names of the sequences to draw: those of the error, then those of the last step.
+
+    Sequences of the error are wrong, hold a wrong block or share one, or have the token that was
+    expected or found.
+    """
+    if not frames:
+        return set()
+    last = frames[-1]
+    before = {row["name"]: row for row in frames[-2]["sequences"]} if len(frames) > 1 else {}
+    wrong = [row for row in last["sequences"] if row["wrong"] or row["marked"]]
+    holders = {name for block in last["blocks"] if block["marked"] for name in block["holders"]}
+    blocks = {block for row in wrong for block in row["blocks"] or () if block is not None}
+    labels = {each["actual"] for row in wrong for each in row["wrong"]}
+    labels |= {row["tokens"][each["position"]] for row in wrong for each in row["wrong"]}
+
+    def distance(row: SequenceView) -> int:
+        if row in wrong or row["name"] in holders:
+            return 0
+        if labels.intersection(row["tokens"]) or blocks.intersection(row["blocks"] or ()):
+            return 1
+        return 2 if before.get(row["name"]) != row else 3
+
+    rows = sorted(last["sequences"], key=distance)
+    names = [row["name"] for row in rows[:_MAX_SEQUENCES]]
+    others = (row["name"] for frame in reversed(frames) for row in frame["sequences"])
+    return {*names, *list(dict.fromkeys([*names, *others]))[:_MAX_SEQUENCES]}
+
+
+def _with_sequences(frame: Frame, names: set[int]) -> Frame:
+    rows = [row for row in frame["sequences"] if row["name"] in names]
+    return {**frame, "sequences": rows}
 
 
 def words(frame: Frame) -> str:
@@ -98,7 +142,11 @@ def _block_at(row: SequenceView, page: int) -> int | None:
 class _Picture:
     """One frame while it is drawn, line by line."""
 
-    def __init__(self, frame: Frame, block_size: int, cell: float, before: Placed | None) -> None:
+    def __init__(
+        self, frame: Frame, block_size: int, cell: float, before: Placed | None, num_others: int
+    ) -> None:
+        self.num_others = num_others
+        """Number of sequences that are not drawn."""
         self.frame, self.block_size, self.cell = frame, block_size, cell
         self.before = _place_tokens(frame, block_size) if before is None else before
         self.blocks = {block["number"]: block for block in frame["blocks"]}
@@ -108,7 +156,10 @@ class _Picture:
     def draw(self) -> Drawing:
         for row in self.frame["sequences"]:
             self._sequence(row)
-        if not self.frame["sequences"]:
+        if self.num_others:
+            others = format_count(self.num_others, "other sequence")
+            self._label([(f"{others}, not drawn", "faint")])
+        elif not self.frame["sequences"]:
             self._label([("no sequence", "faint")])
         self._draw_free_blocks()
         return Drawing("".join(self.marks), self.width + _MARGIN, self.y + _MARGIN)
@@ -294,6 +345,8 @@ def _colour(label: str) -> str:
 _MOST = 12
 """Maximum steps drawn, the last ones; the number of steps left out is shown."""
 _CHARACTERS = 78
+_CAPTION_LINES = 4
+"""Maximum lines of a caption."""
 _LINE_HEIGHT, _SPACE, _POSTER_MARGIN = 19, 14, 16
 
 
@@ -332,12 +385,27 @@ def _parts(finding: FindingRecord) -> Iterator[tuple[str, Drawing]]:
             yield f"request {line['number']}: {line['description']}", Drawing("", 0, 0)
         yield "", draw_timeline(finding["timeline"])
     frames = finding["frames"]
-    left_out = len(frames) - _MOST
-    for at, (frame, drawing) in enumerate(
-        zip(frames, draw(frames, finding["block_size"]), strict=True)
-    ):
+    drawings = draw(frames, finding["block_size"])
+    left_out = len(frames) - _count_fitting(frames, drawings)
+    for at, (frame, drawing) in enumerate(zip(frames, drawings, strict=True)):
         if at < left_out:
             continue
-        refused = f"; {frame['refused']}" if frame["refused"] else ""
-        before = f"(after {left_out} steps) " if at == left_out else ""
-        yield f"{before}{title(frame)}{refused}", drawing
+        before = f"(after {left_out} steps) " if at == left_out > 0 else ""
+        yield before + _caption(frame), drawing
+
+
+def _caption(frame: Frame) -> str:
+    """Name the step of a frame, whose description is cut after a few lines."""
+    refused = f"; {frame['refused']}" if frame["refused"] else ""
+    return shorten(f"{title(frame)}{refused}", _CAPTION_LINES * _CHARACTERS, placeholder=" ...")
+
+
+def _count_fitting(frames: Sequence[Frame], drawings: Sequence[Drawing]) -> int:
+    """Return the number of last drawings that a picture has room for, which is at least one."""
+    height, count = 0.0, 0
+    for frame, drawing in zip(reversed(frames), reversed(drawings), strict=True):
+        height += drawing.height + _SPACE + _LINE_HEIGHT * len(wrap(_caption(frame), _CHARACTERS))
+        if count == _MOST or (count and height > _MAX_HEIGHT):
+            break
+        count += 1
+    return count

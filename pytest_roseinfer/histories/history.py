@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest_roseinfer.adapters.cache  # noqa: F401 - registers all shipped operations
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.operation import Operation
+from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.oracle.texts import WHOLE, Branch
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class History:
     @property
     def device(self) -> str:
         return self.spec.device
+
+    @property
+    def last_options(self) -> Mapping[str, Any]:
+        """Switches that a step has set last, if other than at first; empty if none has."""
+        for step in reversed(self.operations):
+            if isinstance(step, SetOptions):
+                return step.options if step.options != dict(self.spec.options) else {}
+        return {}
 
     def describe(self, notes: Mapping[int, str] | None = None) -> str:
         """Describe it in words, with ``notes`` on the results of steps, numbered from 1."""

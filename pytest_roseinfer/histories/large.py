@@ -12,6 +12,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import (
     ONE_BY_ONE,
     Append,
+    AppendPadded,
     written,
 )
 from pytest_roseinfer.histories.history import History
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 ROWS = (9, 17, 33, 65)
 """Rows of batches: one more than the rows that a kernel program often processes."""
 SEQUENCES = 71
-"""Most sequences at a time, unless the cache has a lower limit."""
+"""Most sequences at a time of the history with most steps, unless the cache has a lower limit."""
+MOST_ROWS = 130
+"""Rows of the widest batches: more than the 128 that many kernels and buffers have room for."""
 _BLOCKS = 66
 _TOKENS = 513
 _FEW_TOKENS = 257
@@ -42,7 +45,10 @@ def large_histories(
 ) -> Iterator[History]:
     """Yield the large histories for a cache with these switches, of operations that it offers."""
     size = min(adapter.block_sizes, key=lambda each: (each < _SMALL_BLOCK, abs(each - 4), each))
-    for steps in (_many_rows(adapter, size), _long_sequences(adapter, size)):
+    histories = [_many_rows(adapter, size), _long_sequences(adapter, size)]
+    if not adapter.max_sequences or adapter.max_sequences > SEQUENCES:
+        histories.append(_most_rows(adapter))
+    for steps in histories:
         able = tuple(step for step in steps if step.needs <= adapter.abilities)
         spec = _spec(adapter, size, able, options, device)
         yield History(spec, able, texts=_texts(adapter, size))
@@ -64,6 +70,20 @@ def _many_rows(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:
             yield Read()
     free_names = (seq for seq in range(min(ROWS[-1], max_sequences)) if seq not in large.names)
     yield Append((*large.names[1:], *free_names))
+
+
+def _most_rows(adapter: type[KVCacheAdapter]) -> Iterator[Operation]:
+    """Append to batches of 100 and 130 rows, in few steps, since each sequence is read after each.
+
+    Some rows begin a block, some share one with a fork, and the others write to their own.
+    """
+    rows = min(MOST_ROWS, adapter.max_sequences or MOST_ROWS)
+    names = range(rows - 1)
+    yield Append(tuple(names[:-30]))
+    yield Append(tuple(names))
+    yield Fork(1, rows - 1)
+    yield Append((rows - 1, *names[1:], 0))
+    yield AppendPadded((*names[:100], None, *names[100:]))
 
 
 def _long_sequences(adapter: type[KVCacheAdapter], size: int) -> Iterator[Operation]:

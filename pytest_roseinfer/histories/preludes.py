@@ -147,13 +147,20 @@ class PrefixCandidates:
         names = self._unused_texts(new, vacant)
         return [name for name in names for _ in range(self._listing_weight(name))]
 
-    def names_with_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
-        """List names whose text repeats ``tokens`` tokens or more of a stored text."""
-        return [
-            name
-            for name in self._unused_texts(new, vacant)
-            if self.common_prefix_length(name) >= tokens
-        ]
+    def names_with_prefix(
+        self, new: int, vacant: Sequence[int], tokens: int, text: int | None = None
+    ) -> list[int]:
+        """List names whose text repeats ``tokens`` tokens or more of a stored text.
+
+        Only of ``text``, unless it is None.
+        """
+
+        def length(name: int) -> int:
+            if text is None:
+                return self.common_prefix_length(name)
+            return self._common(name).get(text, 0)
+
+        return [name for name in self._unused_texts(new, vacant) if length(name) >= tokens]
 
     def names_without_prefix(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
         """List names whose text differs from all stored ones within its first ``tokens`` tokens."""

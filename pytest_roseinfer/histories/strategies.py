@@ -316,9 +316,10 @@ class _Writer:
         names = self.prefix_candidates.names(self.names, self.vacant)
         return self.pick(names) if names and self.between(0, 2) else self.fresh(1)[0]
 
-    def name_with_prefix(self, tokens: int) -> int:
+    def name_with_prefix(self, tokens: int, text: int | None = None) -> int:
         assert self.prefix_candidates
-        return self.pick(self.prefix_candidates.names_with_prefix(self.names, self.vacant, tokens))
+        names = self.prefix_candidates.names_with_prefix(self.names, self.vacant, tokens, text)
+        return self.pick(names)
 
     def name_without_prefix(self, tokens: int) -> int | None:
         assert self.prefix_candidates
@@ -371,7 +372,8 @@ class _Writer:
             if "ledger" not in self.adapter.abilities:
                 return
             # A cache that shares by prefix may have room after all; its contents are unknown then.
-            self.no_more_steps = self.adapter.prefixes.shares == "equal prefixes"
+            shares = self.adapter.prefixes.shares == "equal prefixes"
+            self.no_more_steps = shares and not self.oracle.exceeds_capacity(step.rows())
         step.apply(self.oracle)
         if self.prefix_candidates:
             self.prefix_candidates.note()

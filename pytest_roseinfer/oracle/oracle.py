@@ -226,6 +226,15 @@ class Oracle:
             {id(page) for pages in self.sequences.values() for page in pages}
         )
 
+    def pages_free_after(self, seq: int, count: int) -> int:
+        """Count the blocks that are free in every pool after a row is written; -1 without room."""
+        blocks = self.block_counts()
+        if not blocks.append(seq, count):
+            return -1
+        if self.windows.frees == AT_ONCE:
+            blocks.slide_appended(seq, count)
+        return min(blocks.free.values())
+
     def free_in(self, layer: int) -> int:
         """Count the blocks that are free in the pool of a layer."""
         windows = self.windows
@@ -279,6 +288,20 @@ class Oracle:
             return self.pages_needed(rows) <= self.pages_free()
         blocks = self.block_counts()
         return all(blocks.append(*row) for row in rows)
+
+    def exceeds_capacity(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return True if these rows have no room even where all equal blocks are shared.
+
+        Pages with different first tokens are never one block. Not judged with windows, nor where a
+        cache admits row by row: False there.
+        """
+        if self.windows.of_layer or not self.atomic_batches:
+            return False
+        first_tokens = {page.tokens[0] for pages in self.sequences.values() for page in pages}
+        for seq, count in rows:
+            tokens = self.new_tokens([(seq, count)])
+            first_tokens.update(tokens[-self.length(seq) % self.block_size :: self.block_size])
+        return len(first_tokens) > self.capacity
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """List the tokens that appending these rows writes, row by row."""

@@ -342,6 +342,13 @@ class BlockCounts:
             self._take(window, -(-(length + count) // size) - len(blocks))
         return self._has_enough_blocks()
 
+    def slide_appended(self, seq: int, count: int) -> None:
+        """Free the blocks that left their windows by an append, if no other sequence holds them."""
+        size, length = self.stored.block_size, self.stored.length(seq)
+        for window, freed in self.out_of_window_pages.items():
+            before = max(freed[seq], first_live(window, length) // size)
+            self.free[self._pool(window)] += first_live(window, length + count) // size - before
+
     def fork(self, parent: int) -> bool:
         for window, freed in self.out_of_window_pages.items():
             shared_pages = range(freed[parent], len(self.stored.sequences[parent]))

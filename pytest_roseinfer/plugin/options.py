@@ -18,6 +18,7 @@ import pytest
 from pytest_roseinfer import words as mistakes
 from pytest_roseinfer.settings import (
     ENDPOINT_TARGET,
+    KEPT_FAILURES,
     KNOWN_FINDINGS,
     POLITE_RATE,
     PROFILES,
@@ -191,6 +192,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "use faster replacements for parts of Triton's interpreter in shipped tests and in checks "
         "of work, as adapters with fast_interpreter do",
     ),
+    "keep": (
+        _FLAG,
+        f"write each failure to the folder {KEPT_FAILURES} at the project's root, whose histories "
+        "and mixes every later run replays before it searches",
+    ),
     "replay": (_FILE, "run only the history or the mix of requests in a trace file"),
     "replay-trust": (
         _FLAG,
@@ -350,6 +356,8 @@ def _read(config: pytest.Config) -> Settings:
         known_findings=_known_findings(config),
         known_file=_option_or_ini(config, "known-findings", KNOWN_FINDINGS),
         failures_dir=str(config.rootpath / ".roseinfer"),
+        kept_dir=str(config.rootpath / KEPT_FAILURES),
+        keeps_failures=_option(config, "keep"),
         # A command-line path is relative to the current folder, an ini path to the ini file.
         costs=_relative_path(config, "costs") or (str(config.rootpath / costs) if costs else None),
         costs_requested=_option(config, "costs") is not None,

@@ -63,6 +63,13 @@ def finds_prefixes(adapter: type[Adapter]) -> bool:
     return {*adapter.abilities, f"prefixes.shares={shares}"} >= PREFIX_HIT_METHODS
 
 
+def chooses_evictions(adapter: type[Adapter]) -> bool:
+    """Return True for a cache whose eviction order is declared, and reached by prompts."""
+    if not issubclass(adapter, KVCacheAdapter) or adapter.prefixes.evicts == "any":
+        return False
+    return adapter.prefixes.shares == "equal prefixes" and {"prefill", "free"} <= adapter.abilities
+
+
 def _has_windows(adapter: type[Adapter]) -> bool:
     return issubclass(adapter, KVCacheAdapter) and adapter.windows.groups > 0
 
@@ -291,6 +298,7 @@ class Coverage:
                     *adapter.conditions,
                     *["block_left_window"] * _has_windows(adapter),
                     *["prefix_hit"] * finds_prefixes(adapter),
+                    *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

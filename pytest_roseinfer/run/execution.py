@@ -56,7 +56,12 @@ class Execution:
         self.refusal = step.refusal(oracle)
         self.admitted_part, self.written = step.admitted_part(oracle), step.written(oracle)
         self.fits = self.admitted_part is step
-        self.may_fit = not self.admitted_part and oracle.finds_blocks and step.may_find_blocks()
+        self.may_fit = (
+            not self.admitted_part
+            and oracle.finds_blocks
+            and step.may_find_blocks()
+            and not oracle.exceeds_capacity(step.rows())
+        )
 
     def do(self) -> Outcome:
         """Execute the step; fail if the cache wrongly refuses or accepts it."""

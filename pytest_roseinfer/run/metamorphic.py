@@ -105,8 +105,8 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     steps: list[Operation] = []
     for step in history.operations:
         if admitted := step.admitted_part(oracle):
-            admitted.change(oracle)
             steps.append(admitted)
+        step.apply(oracle)
     endless = _plain(adapter, history, 1 << 40)
     blocks = 1
     for step in steps:

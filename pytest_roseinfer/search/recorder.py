@@ -15,7 +15,7 @@ from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.frames import frames_of
 from pytest_roseinfer.run.watchdog import StepHung, TargetGoneError, register_example
-from pytest_roseinfer.search.reproduce import SavedFiles, save
+from pytest_roseinfer.search.reproduce import SavedFiles, keep, save
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
@@ -43,6 +43,8 @@ def record(
     finding |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
     if not isinstance(failure, KeyboardInterrupt):
         coverage.current().of(adapter).add_finding(finding)
+    if settings.current().keeps_failures and not finding["known"]:
+        return "\n".join(filter(None, [saved.description, keep(saved)]))
     return saved.description
 
 

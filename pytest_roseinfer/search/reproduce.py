@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shlex
+import shutil
 import sys
 import sysconfig
 from contextlib import contextmanager
@@ -128,6 +129,20 @@ def _trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]
         },
         "check": check,
     }
+
+
+def keep(saved: SavedFiles) -> str:
+    """Copy a saved trace to the folder of kept failures; return a line that says so."""
+    folder = settings.current().kept_dir
+    if not (folder and saved.trace):
+        return ""
+    kept = Path(folder) / Path(saved.trace).name
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept.parent.parent / saved.trace, kept)
+    except OSError as error:
+        return f"not kept: {error}"
+    return f"kept as {kept.parent.name}/{kept.name}: every run replays it before it searches"
 
 
 @dataclass(slots=True)

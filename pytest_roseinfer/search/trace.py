@@ -23,6 +23,8 @@ from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.search.named_checks import Example
     from pytest_roseinfer.settings import KnownFinding
 
 FORMAT = 1
@@ -205,16 +207,12 @@ def replay(file: str, allowed: ImportPolicy) -> int:
 
     import torch
 
-    from pytest_roseinfer.adapters.engine import EngineAdapter, RequestSpec
     from pytest_roseinfer.adapters.load_target import load_target
-    from pytest_roseinfer.capabilities.operation import OPERATIONS
-    from pytest_roseinfer.engine_capabilities.capability import for_adapter
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.run.watchdog import register_example
-    from pytest_roseinfer.search.named_checks import CHECKS, kind_of_example, repeat
+    from pytest_roseinfer.search.named_checks import CHECKS, repeat
 
-    if trace["check"] not in CHECKS:
-        raise TraceError(f"{file} is not a trace of this version: unknown check {trace['check']}")
+    _require_check(file, trace)
     device = device_of(trace)
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise TraceError(
@@ -233,17 +231,7 @@ def replay(file: str, allowed: ImportPolicy) -> int:
     sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
     # The import may register more operations.
     adapter = load_target(trace["adapter"], source)
-    try:
-        engine = issubclass(adapter, EngineAdapter)
-        of_requests = fields(for_adapter(adapter, RequestSpec((0,)))) if engine else ()
-        require_known(file, trace, OPERATIONS, {each.name for each in of_requests})
-        example = kind_of_example(trace["check"]).from_json(trace["example"])
-    except TraceError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"{file}: its example is invalid: {type(error).__name__}: {error}"
-        ) from None
+    example = example_of(file, trace, adapter)
     try:
         with register_example(example):
             repetition = repeat(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
@@ -261,6 +249,34 @@ def replay(file: str, allowed: ImportPolicy) -> int:
     _print_changed_failure(trace, "")
     missed = _print_known(trace, trace.get(DIGEST, ""), "XPASS")
     return 1 if missed and missed.strict else 0
+
+
+def _require_check(file: str, trace: Mapping[str, Any]) -> None:
+    from pytest_roseinfer.search.named_checks import CHECKS
+
+    if trace["check"] not in CHECKS:
+        raise TraceError(f"{file} is not a trace of this version: unknown check {trace['check']}")
+
+
+def example_of(file: str, trace: Mapping[str, Any], adapter: type[Adapter]) -> Example:
+    """Return the example of a trace of an adapter; raise ``TraceError`` if it is invalid."""
+    from pytest_roseinfer.adapters.engine import EngineAdapter, RequestSpec
+    from pytest_roseinfer.capabilities.operation import OPERATIONS
+    from pytest_roseinfer.engine_capabilities.capability import for_adapter
+    from pytest_roseinfer.search.named_checks import kind_of_example
+
+    _require_check(file, trace)
+    try:
+        engine = issubclass(adapter, EngineAdapter)
+        of_requests = fields(for_adapter(adapter, RequestSpec((0,)))) if engine else ()
+        require_known(file, trace, OPERATIONS, {each.name for each in of_requests})
+        return kind_of_example(trace["check"]).from_json(trace["example"])
+    except TraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{file}: its example is invalid: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _print_known(trace: Mapping[str, Any], digest: str, outcome: str) -> KnownFinding | None:

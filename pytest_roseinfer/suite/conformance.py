@@ -18,6 +18,7 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.run.machine import HistoryRunner
 from pytest_roseinfer.search.named_checks import CHECKS
+from pytest_roseinfer.suite.kept_failures import replay_kept
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.histories.history import History
 
 _EXAMPLES_OF_A_TURN = 12
+_TURNS_BEFORE_LARGE = 2
+"""Turns of drawn examples before the large ones: most bugs are found with smaller examples."""
 _SHARE_IN_BATCHES = 0.13
 """Share of the examples that start with batches: of 100, enough for 40 batches of each kind."""
 
@@ -43,6 +46,8 @@ class ConformanceTests(ShippedTests):
         """Check that the cache equals the oracle after every step of drawn histories."""
         target = coverage.current().of(self.adapter)
         target.searched = True
+        if kept := settings.current().kept_traces:
+            replay_kept(self.adapter, kept)
 
         def check(history: History) -> None:
             machine = HistoryRunner(self.adapter, history)
@@ -66,9 +71,10 @@ class ConformanceTests(ShippedTests):
         ends = run_settings.search_ends()
         in_batches = round(run_settings.examples * _SHARE_IN_BATCHES)
         others = run_settings.examples - in_batches
-        for aim, turn, num_examples in coverage.split_examples(
-            self.adapter, others, _EXAMPLES_OF_A_TURN
-        ):
+        turns = [*coverage.split_examples(self.adapter, others, _EXAMPLES_OF_A_TURN)]
+        for at, (aim, turn, num_examples) in enumerate(turns):
+            if at == _TURNS_BEFORE_LARGE:
+                LargeHistories(self.adapter).run(ends)
             num_skipped = self._search(
                 check, "run_history", num_examples, ends, aim, turn, preludes
             )
@@ -76,8 +82,8 @@ class ConformanceTests(ShippedTests):
         for num_examples in run_settings.part.share_of([in_batches] if in_batches else []):
             num_skipped = self._search(check, "run_history", num_examples, ends, in_batches=True)
             target.add_examples(num_examples, num_skipped)
-        # After the drawn ones, which find most bugs with smaller examples.
-        LargeHistories(self.adapter).run(ends)
+        if len(turns) <= _TURNS_BEFORE_LARGE:
+            LargeHistories(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
         rounds = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
         for at, (aim, turn, num_examples) in enumerate(rounds):

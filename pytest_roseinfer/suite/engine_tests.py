@@ -14,6 +14,7 @@ from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
+from pytest_roseinfer.suite.kept_failures import replay_kept
 from pytest_roseinfer.suite.large_search import LargeSearch, for_paths
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
@@ -75,6 +76,8 @@ class EngineTests(ShippedTests):
         """Check that neither other requests nor a lack of room change a request's output."""
         target = coverage.current().of(self.adapter)
         target.searched = True
+        if kept := settings.current().kept_traces:
+            replay_kept(self.adapter, kept)
         examples = round(settings.current().examples * _SHARE)
         since = Counter(target.counts)
         preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -10,7 +11,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.capabilities.observation import describe_error
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.histories.history import History
-from pytest_roseinfer.histories.large import SEQUENCES, large_histories
+from pytest_roseinfer.histories.large import MOST_ROWS, large_histories
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import HistoryRunner
 
@@ -102,7 +103,7 @@ def for_paths(
 
 
 class LargeHistories(LargeSearch[History]):
-    """Large histories: two per setting that paths need."""
+    """Large histories: three per setting that paths need."""
 
     check_name = "run_history"
     seconds = 6.0
@@ -110,8 +111,12 @@ class LargeHistories(LargeSearch[History]):
 
     def examples(self) -> Iterator[History]:
         usual = {name: values[0] for name, values in self.adapter.option_choices.items()}
-        for options in for_paths(self.adapter, usual):
-            yield from large_histories(self.adapter, options, settings.current().device)
+        by_options = (
+            reversed([*large_histories(self.adapter, options, settings.current().device)])
+            for options in for_paths(self.adapter, usual)
+        )
+        # The widest batches of all settings first: they have the fewest steps.
+        yield from filter(None, chain.from_iterable(zip_longest(*by_options)))
 
     def steps(self, example: History) -> Iterator[None]:
         machine = self._make_runner(example)
@@ -138,7 +143,7 @@ class LargeHistories(LargeSearch[History]):
 
     def hint(self) -> str:
         return (
-            f"This is a large history, of up to {SEQUENCES} sequences at a time and of hundreds of "
+            f"This is a large history, of up to {MOST_ROWS} sequences at a time and of hundreds of "
             f"tokens in one. If {self.adapter.__name__} does not support that, declare its "
             "maximum: max_sequences, max_tokens."
         )

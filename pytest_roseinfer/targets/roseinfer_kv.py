@@ -121,6 +121,7 @@ class WindowedManager(ReadManager):
     # The layers of different windows share memory, so these views of all layers do not exist.
     arena: Any = KVCacheAdapter.arena
     attend: Any = KVCacheAdapter.attend
+    gather_first: Any = KVCacheAdapter.gather_first
     append: Any = KVCacheAdapter.append
     append_padded: Any = KVCacheAdapter.append_padded
     paths: ClassVar[Mapping[str, FastPath]] = {
@@ -183,6 +184,7 @@ class WindowedManager(ReadManager):
         return [block_id or None for block_id in self.block_ids(seq, layer)]
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
+        self.records(seq, layer)
         keys, values = self.manager.caches(layer)
         length = self.lengths[seq]
         first = _first_live(self.spec.windows[layer], length)

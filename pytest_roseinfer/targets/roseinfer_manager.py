@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.targets.block_manager import KeysAndValues
+    from roseinfer import KVBlockInfo
 
 # Switches, and those that each fast path needs.
 
@@ -191,16 +192,33 @@ class ReadManager(BlockLists):
         return self.manager.keys, self.manager.values
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
-        infos = [self.manager.block_info(block_id) for block_id in self.block_ids(seq, layer)]
-        first_layer = self.manager.groups[self.manager.group_of(layer)].layers[0]
-        for at, info in enumerate(infos):
+        length = sum(info.length for info in self.records(seq, layer))
+        return read_blocks(self.arena(), layer, self.table(seq, layer), length)
+
+    def records(self, seq: int, layer: int) -> list[KVBlockInfo]:
+        """Return the records of the blocks that a sequence holds in a layer; raise if one is wrong.
+
+        Blocks that left the window have no record.
+        """
+        manager = self.manager
+        infos: list[KVBlockInfo] = []
+        group = manager.groups[manager.group_of(layer)]
+        first_layer = 0 if manager.one_pool else group.layers[0]
+        for at, block_id in enumerate(self.block_ids(seq, layer)):
+            if manager.one_pool and block_id in self.scratch_blocks:
+                continue
+            info = manager.block_info(block_id)
             if (info.layer, info.start) != (first_layer, at * self.spec.block_size):
                 raise AssertionError(f"block {at} of the list has the record {info}")
-        length = sum(info.length for info in infos)
-        return read_blocks(self.arena(), layer, self.table(seq, layer), length)
+            infos.append(info)
+        return infos
 
     def gather(self, seq: int, layer: int) -> KeysAndValues:
         keys, values = self.manager.gather_sequence(layer, self.block_ids(seq, layer))
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def gather_first(self, seq: int, layer: int, length: int) -> KeysAndValues:
+        keys, values = self.manager.gather_sequence(layer, self.block_ids(seq, layer), length)
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, seed
@@ -15,17 +16,20 @@ from pytest_roseinfer import (
     Divergence,
     History,
     KVCacheAdapter,
+    Oracle,
     conformance,
     run_history,
     settings,
 )
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.capabilities.caches import broken_text_caches
+from tests.capabilities.caches.branching_text_caches import BranchingTextCache, FindsWhatWasCut
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.capabilities.caches.tail_cache import TailCache
 from tests.capabilities.caches.text_cache import (
@@ -35,6 +39,9 @@ from tests.capabilities.caches.text_cache import (
     TextCache,
 )
 from tests.histories.drawn_histories import check_drawn_histories
+
+if TYPE_CHECKING:
+    import torch
 
 
 def test_texts_are_equal_up_to_their_branch() -> None:
@@ -178,6 +185,69 @@ def test_unmet_hash_collision_fails_the_run(
     conformance(cache)().test_histories()
     problems = TargetVerdict(coverage.current().of(cache)).problems(require_paths=True)
     assert any("hash_collision" in line for line in problems) == reported
+
+
+TWO_CACHED = (Prefill(0, 2), Prefill(1, 2), Free(0), Free(1))
+THREE_BLOCKS = replace(SPEC, num_blocks=3)
+UNEQUAL_TEXTS = ((0, 0), (0, 0))
+
+
+def test_refused_prompt_must_not_renew_what_it_found() -> None:
+    """The prompt of text 0 has four blocks, one of which it finds."""
+    steps = (*TWO_CACHED, Prefill(2, 8), Prefill(3, 4))
+    history = History(THREE_BLOCKS, steps, texts=(*UNEQUAL_TEXTS, (0, WHOLE), (0, 0)))
+    assert run_history(TextCache, history)["eviction_choice"] == 1
+    with pytest.raises(Divergence, match="which was released earlier, in step 3 and not in step 4"):
+        run_history(broken_text_caches.RenewsOnARefusal, history)
+
+
+def test_prompt_beyond_capacity_must_be_refused() -> None:
+    class AcceptsAnything(TextCache):
+        def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            if key.shape[1] <= 6:
+                super().prefill(seq, key, value)
+
+    history = History(THREE_BLOCKS, (Prefill(0, 2), Prefill(1, 8)), texts=UNEQUAL_TEXTS)
+    run_history(TextCache, history)
+    with pytest.raises(Divergence, match="accepted a write that does not fit"):
+        run_history(AcceptsAnything, history)
+
+
+def test_equal_blocks_do_not_exceed_the_capacity() -> None:
+    oracle = Oracle(2, 3, branches=((0, 0), (0, WHOLE), (0, 2)))
+    oracle.append([(0, 5)], oracle.new_tokens([(0, 5)]))
+    assert not oracle.exceeds_capacity([(1, 6)])
+    assert oracle.exceeds_capacity([(1, 7)])
+    assert oracle.exceeds_capacity([(2, 3)])
+    assert not oracle.exceeds_capacity([(2, 2), (0, 1)])
+    assert oracle.exceeds_capacity([(0, 2)])
+
+
+def test_block_must_not_be_evicted_while_others_are_free() -> None:
+    steps = (Prefill(0, 2), Free(0), Append((1,)), Free(1), Append((2,)))
+    history = History(THREE_BLOCKS, steps, texts=(*UNEQUAL_TEXTS, (0, 0)))
+    run_history(TextCache, history)
+    late = History(THREE_BLOCKS, (*steps, Append((4,)), Append((5,))), texts=((0, 0),) * 6)
+    problem = "the write needs 1 block at most, and 1 that are not cached were free"
+    with pytest.raises(Divergence, match=problem):
+        run_history(broken_text_caches.EvictsWhileBlocksAreFree, late)
+
+
+class EvictsAtAnyTime(broken_text_caches.EvictsWhileBlocksAreFree):
+    prefixes = TextCache.prefixes.but(evicts_when="any time")
+
+
+def test_block_may_be_evicted_early_unless_a_cache_declares_otherwise() -> None:
+    steps = (Prefill(0, 2), Free(0), Append((1,)), Free(1), *(Append((n,)) for n in (2, 4, 5)))
+    run_history(EvictsAtAnyTime, History(THREE_BLOCKS, steps, texts=((0, 0),) * 6))
+
+
+def test_lookups_are_as_long_as_the_longest_sequence_was() -> None:
+    steps = (Prefill(0, 4), Truncate(0, 1))
+    history = History(CacheSpec(block_size=4), steps, texts=((0, 0),))
+    run_history(BranchingTextCache, history)
+    with pytest.raises(Divergence, match="5 tokens long, found 4, and only 0 of them"):
+        run_history(FindsWhatWasCut, history)
 
 
 def test_histories_evict_one_of_two_cached_blocks() -> None:

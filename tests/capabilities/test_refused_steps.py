@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer import CacheFull, CacheSpec, Divergence, History, KVCacheAdapter, run_history
+from pytest_roseinfer import (
+    CacheFull,
+    CacheSpec,
+    Divergence,
+    History,
+    KVCacheAdapter,
+    Ledger,
+    run_history,
+)
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.switches import SetOptions
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append
 from tests.capabilities.caches.paged_cache import PagedCache
@@ -17,7 +26,7 @@ from tests.capabilities.caches.row_wise_caches import RowWise
 from tests.capabilities.caches.truncating_caches import CannotTrim, StateCache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -110,7 +119,8 @@ class RunsOutWithPrefixReuse(RunsOut):
             RaisesWithoutAMessage,
             (0,),
             "refused a write that fits (1 block needed, 2 free): CacheFull"
-            "; layer 0: 2 free by the oracle, 2 by the ledger",
+            "; layer 0: 2 free by the oracle, 2 by the ledger; the cache's own count is not shown "
+            "(Ledger.num_free)",
         ),
         (
             Breaks,
@@ -134,9 +144,58 @@ class RunsOutWithPrefixReuse(RunsOut):
 def test_wrong_refusal_names_the_expected_outcome(
     cache: type[KVCacheAdapter], seqs: tuple[int, ...], message: str
 ) -> None:
+    texts = ((0, 0),) if "use_tokens" in cache.abilities else ()
     with pytest.raises(Divergence) as failure:
-        run_history(cache, History(SPEC, (Append(seqs),)))
+        run_history(cache, History(SPEC, (Append(seqs),), texts=texts))
     assert failure.value.summary == message
+
+
+class ShowsItsCount(RaisesWithoutAMessage):
+    def ledger(self, layer: int) -> Ledger:
+        return replace(super().ledger(layer), num_free=2)
+
+
+def test_refusal_by_a_cache_that_shows_its_count_has_no_hint() -> None:
+    with pytest.raises(Divergence) as failure:
+        run_history(ShowsItsCount, History(SPEC, (Append((0,)),)))
+    assert failure.value.summary.endswith("layer 0: 2 free by the oracle, 2 by the ledger")
+
+
+class HasAStaleTable(PagedCache):
+    """Shows a table of a sequence that lacks its last block."""
+
+    def peek(self, seq: int, layer: int) -> Any:
+        blocks, lengths = self.tables[seq], [1] * (self.lengths[seq] + 1)
+        list(zip(blocks, lengths, strict=True))
+        return super().peek(seq, layer)
+
+
+def test_lengths_that_differ_are_named_by_their_line() -> None:
+    with pytest.raises(Divergence) as failure:
+        run_history(HasAStaleTable, History(SPEC, (Append((0,)),)))
+    message = (
+        r"peek\(0, 0\) raised ValueError: zip\(\) argument 2 is longer than argument 1 "
+        r"\(test_refused_steps.py, line \d+, in peek: "
+        r"list\(zip\(blocks, lengths, strict=True\)\)\); one of them is stale"
+    )
+    assert re.match(message, failure.value.summary)
+
+
+class HasASwitch(RaisesWithoutAMessage):
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"fast": (True, False)}
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Accept any value."""
+
+
+def test_message_has_the_switches_that_a_step_has_set() -> None:
+    spec = replace(SPEC, options={"fast": True})
+    for last, words in ((False, "\nswitches at this step: fast=False\n"), (True, "")):
+        steps = (SetOptions({"fast": False}), SetOptions({"fast": last}), Append((0,)))
+        with pytest.raises(Divergence) as failure:
+            run_history(HasASwitch, History(spec, steps))
+        assert ("switches at this step" in str(failure.value)) == bool(words)
+        assert words in str(failure.value)
 
 
 class LosesABlockOfEach(PagedCache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,23 +12,29 @@ import pytest
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
 from pytest_roseinfer import settings as options
 from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.observation import Snapshot
 from pytest_roseinfer.capabilities.truncation import Truncate, TruncateMany
-from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
 from pytest_roseinfer.findings.divergence import picture
 from pytest_roseinfer.oracle.pages import token_of
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.metamorphic import check_every_option, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.capabilities.caches.broken_window_caches import ChecksGroupByGroup
 from tests.capabilities.caches.truncating_caches import (
     BROKEN,
     RIGHT,
+    CopiesAtTheCut,
+    CountsABlockOfTwoAsFree,
     CutCache,
+    MissesABlockOfTwo,
     StateCache,
     TrimsAnyState,
     TrimsBeforeItRefuses,
 )
+from tests.capabilities.caches.window_cache import CopyingCache, TryingCache
 from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
@@ -94,6 +101,67 @@ def test_histories_often_draft_truncate_and_continue() -> None:
         GroupedManager, 200, 1, lambda history: verified.append(verifies_drafts(history))
     )
     assert sum(verified) > len(verified) / 8
+
+
+def cuts_of_the_prelude(adapter: type[KVCacheAdapter], *, groups: int) -> Counter[tuple[int, bool]]:
+    """Count the first cuts of preludes, by free blocks before them and whether they fit."""
+    cuts: Counter[tuple[int, bool]] = Counter()
+
+    def count(history: History) -> None:
+        oracle = Oracle.of(adapter, history.spec)
+        for at, step in enumerate(history.operations):
+            begins = [type(each) for each in history.operations[:4]]
+            if (
+                isinstance(step, TruncateMany)
+                and begins == [Prefill, Prefill, Fork, Fork]
+                and len({*history.spec.windows}) in (0, groups)
+                and at < 9
+            ):
+                cuts[oracle.pages_free(), step.fits(oracle)] += 1
+                return
+            step.apply(oracle)
+
+    check_drawn_histories(adapter, 250, 1, count)
+    return cuts
+
+
+def test_histories_cut_with_little_room() -> None:
+    cuts = cuts_of_the_prelude(CopiesAtTheCut, groups=1)
+    assert all(cuts[free, True] for free in range(3))
+    assert cuts[0, False]
+
+
+def test_histories_cut_with_room_for_one_group_of_two() -> None:
+    assert cuts_of_the_prelude(CopyingCache, groups=2)[1, False] > 2
+
+
+BLOCKS_OF_TWO = (Prefill(0, 8), Prefill(1, 4), Fork(0, 2), Fork(1, 3))
+
+
+def test_block_that_two_rows_leave_makes_room_for_a_copy() -> None:
+    steps = (*BLOCKS_OF_TWO, Prefill(4, 12), TruncateMany((0, 2, 1), (4, 4, 3)))
+    run_history(CopiesAtTheCut, History(SPEC, steps))
+    with pytest.raises(Divergence, match="refused a step that fits"):
+        run_history(MissesABlockOfTwo, History(SPEC, steps))
+    early = (*steps[:-1], TruncateMany((0, 1), (4, 3)))
+    run_history(CopiesAtTheCut, History(SPEC, early))
+    with pytest.raises(Divergence, match=r"expected shape \[8, 1, 4\], found \[4"):
+        run_history(CountsABlockOfTwoAsFree, History(SPEC, early))
+
+
+def test_cut_needs_a_block_for_each_group_of_a_pool() -> None:
+    spec = replace(SPEC, num_layers=2, num_blocks=7, windows=(None, 9))
+    history = History(spec, (*BLOCKS_OF_TWO, TruncateMany((1,), (3,))))
+    run_history(CopyingCache, history)
+    with pytest.raises(Divergence, match="accepted a step that does not fit"):
+        run_history(ChecksGroupByGroup, history)
+
+
+def test_refused_row_frees_blocks_in_a_comparison_too() -> None:
+    """Without them, the comparison left out the append, and sequence 1 could not be freed."""
+    spec = CacheSpec(num_layers=1, num_heads=1, block_size=1, num_blocks=2, windows=(1,))
+    steps = (Prefill(0, 2), AppendMany((0,), (3,)), Append((1,)), Free(1))
+    check_split(TryingCache, History(spec, steps))
 
 
 def appends(times: int, seq: int = 0) -> list[Append]:

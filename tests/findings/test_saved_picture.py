@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.findings.svg import draw_failure
-from tests.findings.recorded_findings import FORKED, finding_of_never_copies
+from tests.findings.recorded_findings import (
+    FORKED,
+    NeverCopies,
+    finding_of_never_copies,
+    record_finding,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -53,3 +62,25 @@ def test_picture_of_a_long_history_shows_its_last_steps() -> None:
 
 def test_finding_without_frames_has_no_picture() -> None:
     assert draw_failure({**finding_of_never_copies(), "frames": []}) == ""
+
+
+class SwapsTwo(NeverCopies):
+    """Writes the last row's token for row 40 of a batch of fifty."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        if len(seqs) == 50:
+            key = key.clone()
+            key[:, 40] = key[:, 49]
+        super().append(seqs, key, value)
+
+
+def test_picture_of_fifty_sequences_is_small_and_has_those_of_the_error() -> None:
+    everyone = tuple(range(50))
+    steps = (*[Append(everyone[:49])] * 14, Append(everyone))
+    finding = record_finding(SwapsTwo, steps, num_blocks=300, block_size=4)
+    picture = draw_failure(finding)
+    tree, text = ElementTree.fromstring(picture), lines(picture)
+    assert max(float(tree.attrib[side]) for side in ("width", "height")) < 2000
+    assert {"sequence 40", "sequence 49"} <= {*text}
+    assert "42 other sequences, not drawn" in text
+    assert sum(line.startswith("sequence ") for line in text[-40:]) <= 8

@@ -95,6 +95,14 @@ class WrongFromRow65(Cache):
     wrong_from = 64
 
 
+class WrongFromRow86(Cache):
+    wrong_from = 85
+
+
+class WrongFromRow129(Cache):
+    wrong_from = 128
+
+
 class ShortTable(Cache):
     max_blocks = 32
 
@@ -128,17 +136,20 @@ def search(adapter: type[KVCacheAdapter]) -> None:
 def test_right_cache_passes_and_the_largest_sizes_are_reported() -> None:
     search(Cache)
     target = current().of(Cache)
-    assert TargetVerdict(target).sizes == "largest: 70 rows, 130 blocks, 518 tokens"
+    assert TargetVerdict(target).sizes == "largest: 130 rows, 130 blocks, 518 tokens"
     assert target.histories == settings.current().examples
 
 
 @pytest.mark.sampled_cases
-@pytest.mark.parametrize(("adapter", "min_rows"), [(WrongFromRow9, 9), (WrongFromRow65, 65)])
+@pytest.mark.parametrize(
+    ("adapter", "min_rows"),
+    [(WrongFromRow9, 9), (WrongFromRow65, 65), (WrongFromRow86, 86), (WrongFromRow129, 129)],
+)
 def test_wrong_rows_are_found_with_a_small_history(adapter: type[Cache], min_rows: int) -> None:
     with pytest.raises(Divergence) as caught:
         search(adapter)
     (step,) = caught.value.history.operations
-    assert min_rows <= len(step.rows()) <= 70
+    assert min_rows <= len(step.rows()) <= 130
 
 
 @pytest.mark.sampled_cases
@@ -165,8 +176,8 @@ def test_large_histories_of_a_slow_cache_are_cut_short(
     monkeypatch.setattr(LargeHistories, "seconds", 0.4)
     search(Slow)
     sizes = TargetVerdict(current().of(Slow)).sizes
-    assert sizes.startswith("largest: 33 rows")
-    assert sizes.endswith("(large histories cut short: 2, for lack of time)")
+    assert sizes.startswith("largest: 129 rows")
+    assert sizes.endswith("(large histories cut short: 3, for lack of time)")
 
 
 def test_rows_after_the_64th_meet_every_condition() -> None:
@@ -250,7 +261,7 @@ def test_failing_large_history_suggests_declaring_limits(
     ("adapter", "largest"),
     [
         (DeclaresSlots, "largest: 16 rows, 130 blocks, 518 tokens"),
-        (DeclaresShort, "largest: 70 rows, 50 blocks, 198 tokens"),
+        (DeclaresShort, "largest: 130 rows, 50 blocks, 198 tokens"),
     ],
 )
 def test_large_histories_keep_to_declared_limits(adapter: type[Cache], largest: str) -> None:
@@ -259,7 +270,7 @@ def test_large_histories_keep_to_declared_limits(adapter: type[Cache], largest: 
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])
-@pytest.mark.parametrize("limit", [6, 16, 20, 40, 66, 70])
+@pytest.mark.parametrize("limit", [6, 16, 20, 40, 66, 70, 72, 100, 200])
 def test_steps_of_large_histories_are_valid_with_any_limits(block_size: int, limit: int) -> None:
     class Bounded(Cache):
         block_sizes = (block_size,)

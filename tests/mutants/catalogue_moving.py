@@ -227,6 +227,39 @@ MUTANTS = (
         rows=("29",),
     ),
     Mutant(
+        "short-part-read-as-the-whole",
+        "A part that is shorter than a block is read as the whole sequence.",
+        _MANAGER,
+        "KVBlockManager.gather_sequence",
+        "length = stored if total_len is None else operator.index(total_len)",
+        """
+        length = stored if total_len is None else operator.index(total_len)
+        if 0 < length < self.block_size:
+            length = stored
+        """,
+    ),
+    Mutant(
+        "columns-overlap-from-row-129",
+        "Staged columns of more than 128 rows overlap.",
+        _STORAGE,
+        "IndexStaging._make_views",
+        "pitch = length + length % 2",
+        "pitch = min(length + length % 2, 128)",
+    ),
+    Mutant(
+        "rows-from-85-on-written-as-row-0",
+        "The torch gather takes the keys of the first row for all rows after the 85th.",
+        _STORAGE,
+        "AppendExecutor.write",
+        "key, value = key.index_select(0, rows), value.index_select(0, rows)",
+        """
+        rows = rows.clone()
+        rows[85:] = rows[0]
+        key, value = key.index_select(0, rows), value.index_select(0, rows)
+        """,
+        targets=(PER_LAYER,),
+    ),
+    Mutant(
         "values-shape-unchecked",
         "Values of a wrong shape are refused, if at all, after the tables have grown.",
         _MANAGER,

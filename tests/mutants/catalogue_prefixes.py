@@ -47,4 +47,29 @@ MUTANTS = (
         rows=("2",),
         targets=(PREFIXED,),
     ),
+    Mutant(
+        "held-entries-counted-as-evictable",
+        "The count of evictable blocks keeps those that a sequence holds again.",
+        _PREFIXES,
+        "PrefixCache._acquire",
+        """
+        if entry in self.evictable_entries:
+            del self.evictable_entries[entry]
+            self.num_evictable_blocks -= self._num_blocks(entry)
+        """,
+        """
+        if entry in self.evictable_entries:
+            del self.evictable_entries[entry]
+        """,
+        targets=(PREFIXED,),
+    ),
+    Mutant(
+        "evicted-while-blocks-are-free",
+        "A step evicts as many cached blocks as it needs, though others are free.",
+        "roseinfer.engine.request",
+        "RequestBlockAllocator.ensure",
+        "missing = blocks - self._kv.num_free_blocks(0)",
+        "missing = blocks",
+        targets=(PREFIXED,),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import WINDOWED, Mutant
 
 _TRUNCATION = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"
@@ -113,5 +113,44 @@ MUTANTS = (
         "free += leaving[info.block_index] == pool.refcounts[info.block_index]",
         "leaving[info.block_index] == pool.refcounts[info.block_index]",
         rows=("3",),
+    ),
+    Mutant(
+        "shared-block-freed-by-its-first-holder",
+        "A block that two rows let go of is counted as free after the first of them.",
+        _TRUNCATION,
+        "TruncationBatch.require_copy_blocks",
+        "free += leaving[info.block_index] == pool.refcounts[info.block_index]",
+        "free += leaving[info.block_index] == 1",
+    ),
+    Mutant(
+        "block-of-two-rows-never-counted",
+        "A block that two rows let go of is not counted as room, since each sees another holder.",
+        _TRUNCATION,
+        "TruncationBatch.require_copy_blocks",
+        "free += leaving[info.block_index] == pool.refcounts[info.block_index]",
+        "free += pool.refcounts[info.block_index] == 1",
+    ),
+    Mutant(
+        "cut-checked-group-by-group",
+        "The room for a cut is checked for each group alone, though all share one pool.",
+        _MANAGER,
+        "KVBlockManager.truncate_groups",
+        """
+        if self.one_pool:
+            by_row = [list(own) for own in zip(*stored, strict=True)]
+            cuts = [planning.TruncationBatch(self._pools[0], block_lists, by_row, lengths)]
+        else:
+            cuts = [
+                planning.TruncationBatch.with_row_per_list(self._pool(first), lists, own, lengths)
+                for first, lists, own in zip(firsts, by_group, stored, strict=True)
+            ]
+        """,
+        """
+        cuts = [
+            planning.TruncationBatch.with_row_per_list(self._pool(first), lists, own, lengths)
+            for first, lists, own in zip(firsts, by_group, stored, strict=True)
+        ]
+        """,
+        targets=(WINDOWED,),
     ),
 )

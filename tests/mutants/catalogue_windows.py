@@ -92,6 +92,17 @@ MUTANTS = (
             ...
         """,
     ),
+    _of_a_cache(
+        "start-counted-from-the-window",
+        "The record of a new block counts only the blocks that its list still holds.",
+        _PLAN,
+        "_allocate_row_blocks",
+        "new = pool.allocate(start=len(block_ids) * pool.block_size, length=0)",
+        """
+        held = len(block_ids) - count_out_of_window(block_ids)
+        new = pool.allocate(start=held * pool.block_size, length=0)
+        """,
+    ),
     _of_a_supply(
         "freed-blocks-of-the-wrong-group",
         "Groups are numbered by windows only: blocks of another group are freed.",

@@ -44,6 +44,7 @@ class PrefixCachedManager(KVCacheAdapter):
         granularity="token",
         recomputed_tokens=1,
         finds="some",
+        evicts_when="needed",
         keeps_prefix=True,
     )
     conditions: ClassVar[Sequence[str]] = (
@@ -253,7 +254,7 @@ class PrefixCachedManager(KVCacheAdapter):
         used.subtract(each.block_ids[group] - first for each in self.prefix_cache._entries.values())
         unused = [entry.block_ids[group] - first for entry in self.prefix_cache.evictable_entries]
         refcounts = {block: count for block, count in used.items() if count}
-        free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
+        free, num_free = [*books.free, *unused], self.block_allocator.available
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
 
 
@@ -268,7 +269,7 @@ class WindowedPrefixes(PrefixCachedManager):
     arena: Any = KVCacheAdapter.arena  # not offered
     look_up: Any = KVCacheAdapter.look_up  # cannot be checked with windows yet
     begin_with: Any = KVCacheAdapter.begin_with
-    prefixes = PrefixCachedManager.prefixes.but(granularity="block")
+    prefixes = PrefixCachedManager.prefixes.but(granularity="block", evicts_when="any time")
     conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
 
     def make(self, spec: CacheSpec) -> None:

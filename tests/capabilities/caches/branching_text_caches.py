@@ -147,6 +147,22 @@ class KeepsKeysOfTruncatedBlocks(BranchingTextCache):
     def forget(self, block: int) -> None: ...
 
 
+class FindsWhatWasCut(BranchingTextCache):
+    """Finds a block that a truncation cut, until something else is written there.
+
+    The last token of a text is always computed, so that only a longer text finds the block.
+    """
+
+    prefixes = BranchingTextCache.prefixes.but(recomputed_tokens=1)
+
+    def found(self, token_ids: Sequence[int]) -> list[int]:
+        return super().found(token_ids[:-1])
+
+    def after_the_cut(self, seq: int) -> None:
+        if self.others(seq, len(self.tables[seq]) - 1):
+            self.own_last(seq)
+
+
 class WritesUnderAKeptKey(CutsWithoutCopies):
     """S11: writes to a block that was shared when truncated, and is not now, and keeps its key.
 
@@ -163,4 +179,9 @@ class WritesUnderAKeptKey(CutsWithoutCopies):
             super().own_last(seq)
 
 
-BROKEN = (RegistersTheParentsText, KeepsKeysOfTruncatedBlocks, WritesUnderAKeptKey)
+BROKEN = (
+    RegistersTheParentsText,
+    KeepsKeysOfTruncatedBlocks,
+    FindsWhatWasCut,
+    WritesUnderAKeptKey,
+)

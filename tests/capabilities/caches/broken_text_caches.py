@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import CacheFull
 from tests.capabilities.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
@@ -141,6 +142,29 @@ class ReusesAStaleLookup(TextCache):
         return len(self.token_ids[seq])
 
 
+class RenewsOnARefusal(TextCache):
+    """Makes the blocks that a refused prompt found the most recently used."""
+
+    def hold_found(self, token_ids: Sequence[int]) -> list[int]:
+        found = self.found(token_ids)
+        for block in found:
+            self.hold(block)
+        if -(-len(token_ids) // self.spec.block_size) - len(found) > len(self.unused):
+            for block in reversed(found):
+                self.drop(block)
+            raise CacheFull
+        return found
+
+
+class EvictsWhileBlocksAreFree(TextCache):
+    """Evicts the block without holders that was released first, even if another has no key."""
+
+    def drop(self, block: int) -> None:
+        self.holders[block] -= 1
+        if not self.holders[block]:
+            self.unused.append(block)
+
+
 class CountsOneMore(TextCache):
     """Returns the length of the lookup for the tokens it reused."""
 
@@ -207,6 +231,8 @@ BROKEN = (
     FindsEvictedBlocks,
     FindsAPartialBlock,
     ForgetsToCountHits,
+    RenewsOnARefusal,
+    EvictsWhileBlocksAreFree,
 )
 
 

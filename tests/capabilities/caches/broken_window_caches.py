@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer import CacheFull
+
 from .window_cache import (
+    CopyingCache,
     EagerSharedCache,
     Group,
     LazyCache,
@@ -243,6 +246,24 @@ class FreesOnRefusedWrites(LazyCache):
         return super().reserve(seqs, counts)
 
 
+class ChecksGroupByGroup(CopyingCache):
+    """Cuts a sequence if the pool has room for the copy of each group alone, but not of all."""
+
+    def own_last_blocks(self, seq: int) -> list[tuple[Group, int, int]]:
+        free = len(self.groups[0].pool.unused)
+        copies = []
+        for group in self.groups:
+            last = group.tables[seq][-1]
+            if last is not None and group.pool.holders[last] > 1:
+                if not free:
+                    raise CacheFull
+                if group.pool.unused:
+                    group.tables[seq][-1] = own = group.pool.take()
+                    group.pool.drop([last])
+                    copies.append((group, last, own))
+        return copies
+
+
 class FreesForAdmittedRowsOnly(TryingCache):
     """Frees blocks for admitted rows only."""
 
@@ -272,5 +293,6 @@ BROKEN = (
     SlidesBeforeItIsWritten,
     TruncatesIntoFreedBlocks,
     FreesOnRefusedWrites,
+    ChecksGroupByGroup,
     FreesForAdmittedRowsOnly,
 )

@@ -20,7 +20,7 @@ class TextCache(KVCacheAdapter):
     keeps its tokens until it is evicted.
     """
 
-    prefixes = PrefixTraits(shares="equal prefixes", evicts="least recent")
+    prefixes = PrefixTraits(shares="equal prefixes", evicts="least recent", evicts_when="needed")
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec

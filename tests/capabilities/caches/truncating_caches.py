@@ -240,7 +240,79 @@ class RefusesEveryTruncation(StateCache):
         raise CannotTrim
 
 
-RIGHT = (CutCache, StateCache)
+class CopiesAtTheCut(CutCache):
+    """Copies the kept part of a shared block at once, and truncates all sequences or none.
+
+    It is right.
+    """
+
+    truncation = CutCache.truncation.but(copies=True)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        if self.blocks_of(key.shape[1]) > len(self.unused):
+            raise CacheFull
+        for at in range(key.shape[1]):
+            self.append([seq], key[:, at : at + 1], value[:, at : at + 1])
+
+    def truncate(self, seq: int, length: int) -> None:
+        self.truncate_many([seq], [length])
+
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        if self.lacks_blocks(seqs, lengths):
+            raise CacheFull
+        for seq, length in zip(seqs, lengths, strict=True):
+            copies = self.copies_last(seq, length)
+            super().truncate(seq, length)
+            if copies:
+                table = self.tables[seq]
+                own = self.take()
+                self.copy(table[-1], own)
+                self.drop(table[-1:])
+                table[-1] = own
+
+    def copies_last(self, seq: int, length: int) -> bool:
+        """Return True if a cut is within a block, which the sequence must not share any more."""
+        if length == self.lengths[seq] or not length % self.spec.block_size:
+            return False
+        return self.holders[self.tables[seq][self.blocks_of(length) - 1]] > 1
+
+    def lacks_blocks(self, seqs: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Return True if some sequence finds no block for its copy."""
+        unused, holders = len(self.unused), self.holders.copy()
+        for seq, length in zip(seqs, lengths, strict=True):
+            kept = self.blocks_of(length)
+            for block in self.tables[seq][kept:]:
+                holders[block] -= 1
+                unused += self.is_unused(block, holders[block])
+            if self.copies_last(seq, length):
+                last = self.tables[seq][kept - 1]
+                copies = holders[last] > 1
+                holders[last] -= copies
+                unused -= copies
+            if unused < 0:
+                return True
+        return False
+
+    def is_unused(self, block: int, holders: int) -> bool:  # noqa: ARG002
+        """Return True for a block without holders after the cuts so far."""
+        return not holders
+
+
+class CountsABlockOfTwoAsFree(CopiesAtTheCut):
+    """Counts a block as free as soon as the first of two sequences is cut off it."""
+
+    def is_unused(self, block: int, holders: int) -> bool:
+        return holders == self.holders[block] - 1
+
+
+class MissesABlockOfTwo(CopiesAtTheCut):
+    """Does not count a block as free that two sequences leave in one call."""
+
+    def is_unused(self, block: int, holders: int) -> bool:  # noqa: ARG002
+        return self.holders[block] == 1
+
+
+RIGHT = (CutCache, StateCache, CopiesAtTheCut)
 BROKEN = (
     KeepsTruncatedBlocks,
     FreesTheLastBlockToo,
@@ -253,4 +325,6 @@ BROKEN = (
     TrimsBeforeItRefuses,
     TruncatesRowsBeforeARefusal,
     RefusesEveryTruncation,
+    CountsABlockOfTwoAsFree,
+    MissesABlockOfTwo,
 )

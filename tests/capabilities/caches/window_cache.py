@@ -264,6 +264,46 @@ class EagerSharedCache(WindowCache):
     windows = WindowCache.windows.but(pools="shared")
 
 
+class CopyingCache(EagerSharedCache):
+    """Copies a shared block when it is cut, and truncates all sequences or none. It is right."""
+
+    truncation = EagerSharedCache.truncation.but(copies=True)
+
+    def truncate(self, seq: int, length: int) -> None:
+        self.truncate_many([seq], [length])
+
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        for seq, length in zip(seqs, lengths, strict=True):
+            if not self.can_truncate(self.spec, self.lengths[seq], length):
+                raise CannotTrim
+        previous = deepcopy((self.groups, self.lengths))
+        copies: list[tuple[Group, int, int]] = []
+        try:
+            for seq, length in zip(seqs, lengths, strict=True):
+                within = length < self.lengths[seq] and length % self.spec.block_size
+                super().truncate(seq, length)
+                copies += self.own_last_blocks(seq) if within else []
+        except CacheFull:
+            self.groups, self.lengths = previous
+            raise
+        for group, source, target in copies:
+            for layer, window in enumerate(self.spec.windows):
+                if window == group.window:
+                    for cache in (self.keys, self.values):
+                        cache[layer, target] = cache[layer, source]
+
+    def own_last_blocks(self, seq: int) -> list[tuple[Group, int, int]]:
+        """Give a sequence its last blocks alone; return the copies to make, by group."""
+        copies = []
+        for group in self.groups:
+            last = group.tables[seq][-1]
+            if last is not None and group.pool.holders[last] > 1:
+                group.tables[seq][-1] = own = group.pool.take()
+                group.pool.drop([last])
+                copies.append((group, last, own))
+        return copies
+
+
 class TryingCache(SharedPoolCache):
     """Admits row by row, and frees blocks before it knows that a row fits. It is right."""
 
@@ -286,4 +326,4 @@ class TryingCache(SharedPoolCache):
         self.slide(seq)
 
 
-RIGHT = (WindowCache, SharedPoolCache, LazyCache, EagerSharedCache, TryingCache)
+RIGHT = (WindowCache, SharedPoolCache, LazyCache, EagerSharedCache, CopyingCache, TryingCache)

@@ -12,6 +12,7 @@ from pytest_roseinfer.capabilities.cached_blocks import (
     CachedBlocksNote,
     ReleasedBlock,
     evictions,
+    needless_evictions,
 )
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
@@ -57,6 +58,14 @@ def with_eviction(
     return replace(observation, notes=notes, declared=declaring(prefixes=PrefixTraits(**traits)))
 
 
+def with_needed_blocks(needed: int | None, spare: int) -> Observation:
+    """Return an observation in which block 2 was evicted by a write that needs so many blocks."""
+    observation = with_eviction(ReleasedBlock(1, 0, tokens=OTHER_TOKENS), ReleasedBlock(2, 0))
+    released = observation.notes[CachedBlocks].released
+    note = CachedBlocksNote(released=released, needed=needed, spare=spare)
+    return replace(observation, notes={CachedBlocks: note})
+
+
 def with_shared_block(page: list[int]) -> Observation:
     """Return an observation in which sequences 0 and 1 share block 0, with sequence 1's tokens."""
     observation = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
@@ -97,6 +106,11 @@ RIGHT: Right = {
     ],
     swap_space: [swapping(2), swapping(0), swapping(None), observed()],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
+    needless_evictions: [
+        with_needed_blocks(2, 1),
+        with_needed_blocks(None, 0),
+        replace(observed(), notes={CachedBlocks: CachedBlocksNote(needed=1, spare=2)}),
+    ],
     evictions: [
         observed(),
         with_eviction(ReleasedBlock(1, 0, tokens=OTHER_TOKENS), ReleasedBlock(2, 0)),
@@ -186,6 +200,11 @@ WRONG: Wrong = [
         ownership,
         with_shared_block([token_of(0, 0), NEW]),
         "block 0 of sequence 1 is shared with a sequence",
+    ),
+    (
+        needless_evictions,
+        with_needed_blocks(1, 1),
+        "block 2 was evicted, though the write needs 1 block at most, and 1 that are not cached",
     ),
     (
         evictions,

@@ -11,7 +11,7 @@ from pytest_roseinfer import Ledger, PrefixTraits, Tolerance
 from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
 from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import unwritten_positions
-from pytest_roseinfer.capabilities.reading import read_back
+from pytest_roseinfer.capabilities.reading import read_back, read_parts
 from pytest_roseinfer.capabilities.storage import arena
 from pytest_roseinfer.capabilities.swapping import Stage, swap_state
 from pytest_roseinfer.capabilities.writes import AppendPadded
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 def reading(found: Any) -> Observation:
     return after(reads={("gather", 1, 0): found})
+
+
+def reading_first(found: Any) -> Observation:
+    return after(first_reads={(0, 0, 2): found})
 
 
 def one_slot_late() -> Observation:
@@ -96,6 +100,7 @@ def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: i
 
 RIGHT: Right = {
     read_back: [observed(), quantised(by=0.003), quantised("block", token=0, by=0.003)],
+    read_parts: [observed(), reading_first(PAYLOAD.layer([token_of(0, 0), token_of(0, 1)], 0))],
     arena: [
         observed(),
         padded(scratch=frozenset({3})),
@@ -110,6 +115,21 @@ RIGHT: Right = {
     attention: [attending()],
 }
 WRONG: Wrong = [
+    (
+        read_parts,
+        reading_first(KeyError(1)),
+        "gather_first of 2 tokens of sequence 0, layer 0, raised KeyError: 1",
+    ),
+    (
+        read_parts,
+        reading_first(PAYLOAD.layer([token_of(0, 0), NEW], 0)),
+        "gather_first of 2 tokens: sequence 0, layer 0, K: position 1, head 0",
+    ),
+    (
+        read_parts,
+        reading_first(PAYLOAD.layer([token_of(0, 0), token_of(0, 1), NEW], 0)),
+        "expected shape [2, 2, 4], found [3, 2, 4]",
+    ),
     (read_back, reading(KeyError(1)), "gather(1, 0) raised KeyError: 1"),
     (read_back, reading(PAYLOAD.layer([token_of(1, 0), NEW], 0)), "found [2, 2, 4]"),
     (
