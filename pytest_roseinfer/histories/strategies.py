@@ -236,7 +236,7 @@ def switches(
         paths = [path for path in adapter.paths.values() if path.runs_on(device)]
     else:
         paths = [adapter.paths[aim]]
-    needed = [path.runs_with or [{}] for path in paths] or [[{}]]
+    needed = [path.settings_to_draw or [{}] for path in paths] or [[{}]]
     aims = st.sampled_from(needed).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
