@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .window_cache import (
     EagerSharedCache,
+    FixedWindowCache,
     Group,
     LazyCache,
     SharedPoolCache,
@@ -35,6 +36,13 @@ class FreesATokenLate(WindowCache):
 
     def live_of(self, group: Group, length: int) -> int:
         return super().live_of(group, max(0, length - 1))
+
+
+class RoundsItsWindowDown(FixedWindowCache):
+    """S13, too early: keeps four of the five tokens of its window, a block of the model."""
+
+    def live_of(self, group: Group, length: int) -> int:
+        return self.first_live(group.window and group.window - 1, length)
 
 
 class FreesByTheNextWriteOnly(WindowCache):
@@ -253,6 +261,7 @@ class FreesForAdmittedRowsOnly(TryingCache):
 BROKEN = (
     FreesATokenEarly,
     FreesATokenLate,
+    RoundsItsWindowDown,
     FreesByTheNextWriteOnly,
     FreesOneBlockAtATime,
     FreesEachBlockButTheFirst,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 class StoredCache(SwapCache):
     """Copies to pinned host memory on one stream, and back on another. It is right."""
 
-    conditions = ()
     standard_bad_calls: ClassVar[Sequence[str]] = ()
 
     def make(self, spec: CacheSpec) -> None:
@@ -36,7 +35,8 @@ class StoredCache(SwapCache):
         self.queue.pinned(self.space_keys, self.space_values)
 
     def swap_out(self, seq: int) -> object:
-        leaving = super().swap_out(seq)
+        super().swap_out(seq)
+        leaving = self.transfers[seq]
         self.wait_for_writes()
         with self.queue.using(self.stores):
             for block, slot in zip(leaving.blocks, leaving.space, strict=True):
@@ -58,7 +58,8 @@ class StoredCache(SwapCache):
         self.queue.wait_event(self.copied[seq])
 
     def swap_in(self, seq: int) -> object:
-        coming = super().swap_in(seq)
+        super().swap_in(seq)
+        coming = self.transfers[seq]
         self.loads.wait_event(self.queue.record_event())
         with self.queue.using(self.loads):
             self.load(coming)
@@ -87,7 +88,8 @@ class LoadsWithoutAPin(StoredCache):
     """S7: returns the slots of a sequence to the store before its load from them is done."""
 
     def swap_in(self, seq: int) -> object:
-        coming = super().swap_in(seq)
+        super().swap_in(seq)
+        coming = self.transfers[seq]
         self.space += coming.space
         coming.space = []
         return coming
