@@ -289,12 +289,19 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
             raise TypeError(
                 f"{name}.paths[{path_name!r}] is {path!r}: write FastPath(equals={twin})"
             )
-        settings = (*path.runs_with, *path.never_with)
+        settings = (*path.runs_with, *path.never_with, *path.aims)
         if unknown := {switch for each in settings for switch in each} - {*adapter.option_choices}:
             raise TypeError(
                 f"{name}.paths[{path_name!r}] names {', '.join(sorted(unknown))}, which "
                 "option_choices has no values for"
             )
+        usual = {name: values[0] for name, values in adapter.option_choices.items()}
+        for aim in path.settings_to_draw:
+            if exclusion := path.describe_exclusion({**usual, **aim}):
+                raise TypeError(
+                    f"{name}.paths[{path_name!r}] has an aim, {aim!r}, that excludes it: it is a "
+                    f"path {exclusion}"
+                )
 
 
 def _refuse_renamed(adapter: type[Adapter]) -> None:

@@ -80,10 +80,11 @@ class FastPath:
     """
 
     equals: str
-    """Slow path whose results it must reproduce, by its name in ``path_counts``."""
+    """Slow path whose results it must reproduce, by its name in ``path_counts``; its own name for a
+    slow path, which is declared only if some settings rule it out."""
     runs_with: Sequence[Mapping[str, Any]] = ()
-    """Settings that allow it to run, each alone, so that histories can aim at it; may be empty if
-    it can run with the first choice of every switch."""
+    """Settings that allow it to run, each alone: counting it while a switch contradicts each of
+    them is a failure. May be empty if it can run with the first choice of every switch."""
     never_with: Sequence[Mapping[str, Any]] = ()
     """Settings that each rule it out: counting it under one is a failure."""
     device: str | None = None
@@ -92,11 +93,14 @@ class FastPath:
     """Examples that aim at it, relative to another path; below 1 for one that takes long."""
     one_position: bool = False
     """True if it can only write when all rows go to the same position of a block."""
+    aims: Sequence[Mapping[str, Any]] = ()
+    """Settings of the examples that aim at it, which may be stricter than ``runs_with``, such as
+    the smallest limit of a step; ``runs_with`` if empty."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.equals, str):
             raise TypeError(f"equals={self.equals!r}: expected the name of a slow path")
-        for name in ("runs_with", "never_with"):
+        for name in ("runs_with", "never_with", "aims"):
             settings = getattr(self, name)
             if isinstance(settings, Mapping):
                 raise TypeError(
@@ -105,17 +109,40 @@ class FastPath:
         if not self.share > 0:
             raise TypeError(f"share={self.share!r}: expected a number above 0")
 
+    @property
+    def settings_to_draw(self) -> Sequence[Mapping[str, Any]]:
+        """Settings of the examples that aim at it; empty if any example may reach it."""
+        return self.aims or self.runs_with
+
     def runs_on(self, device: str) -> bool:
         return self.device in (None, device.partition(":")[0])
 
     def can_run(self, options: Mapping[str, Any], device: str) -> bool:
         """Return True if it can run on this device with these switches."""
+        return self.runs_on(device) and not self.describe_exclusion(options)
 
-        def applies(setting: Mapping[str, Any]) -> bool:
-            return setting.items() <= options.items()
+    def describe_exclusion(self, options: Mapping[str, Any]) -> str:
+        """Describe why these switches exclude it, as the end of a sentence; empty if they do not.
 
-        allowed = not self.runs_with or any(map(applies, self.runs_with))
-        return allowed and self.runs_on(device) and not any(map(applies, self.never_with))
+        A switch that ``options`` has no value for excludes no path.
+        """
+        for setting in self.never_with:
+            if setting.items() <= options.items():
+                return f"which {_describe_setting(setting)} rules out"
+        missing = [
+            {name: value for name, value in setting.items() if options.get(name, value) != value}
+            for setting in self.runs_with
+        ]
+        if not missing or not all(missing):
+            return ""
+        nearest = [each for each in missing if len(each) == min(map(len, missing))]
+        needed = dict.fromkeys(map(_describe_setting, nearest))
+        actual = {name: options[name] for each in nearest for name in each}
+        return f"which needs {' or '.join(needed)}, under {_describe_setting(actual)}"
+
+
+def _describe_setting(setting: Mapping[str, Any]) -> str:
+    return " with ".join(f"{name}={value!r}" for name, value in setting.items())
 
 
 # Tolerances of quantised caches

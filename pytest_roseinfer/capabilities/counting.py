@@ -140,10 +140,8 @@ def _ruled_out(observation: Observation) -> Iterator[str]:
     """Yield paths that ran although the switches rule them out."""
     ran, options = observation.step_counts, observation.outcome.options
     for name, path in observation.declared.paths.items():
-        for switches in path.never_with if name in ran else ():
-            if all(options.get(switch) == value for switch, value in switches.items()):
-                setting = " with ".join(f"{name}={value!r}" for name, value in switches.items())
-                yield f"path {name!r} was counted, which {setting} rules out"
+        if name in ran and (exclusion := path.describe_exclusion(options)):
+            yield f"path {name!r} was counted, {exclusion}"
 
 
 # Conditions that the harness counts from the oracle, so that no cache has to count them

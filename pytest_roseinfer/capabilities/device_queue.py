@@ -16,12 +16,14 @@ from pytest_roseinfer.capabilities.capability import (
     optional,
 )
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES
 from pytest_roseinfer.capabilities.reading import Reads, read
+from pytest_roseinfer.capabilities.swapping import FinishSwapIn, FinishSwapOut, SwapIn, SwapOut
 from pytest_roseinfer.capabilities.writes import Append, begin_sequence
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue
 
@@ -43,6 +45,8 @@ class QueueMethods:
 
 _MOST = 8
 """Most calls that one step makes."""
+_STREAMS = (0, 1, 2)
+"""Numbers of streams to draw: work of the cache, copies out of it, and copies back."""
 
 
 @operation.register("RunQueued")
@@ -65,7 +69,7 @@ class RunQueued(operation.Operation):
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def draw_step() -> RunQueued:
-            return cls(writer.between(1, _MOST), writer.pick((0, 1)))
+            return cls(writer.between(1, _MOST), writer.pick(_STREAMS))
 
         if writer.oracle.lives or writer.oracle.sequences:
             yield operation.DrawOption(111, 3, draw_step)
@@ -143,9 +147,42 @@ def free_in_flight(writer: operation.Writer) -> None:
         begin_sequence(writer, writer.pick((1, writer.oracle.block_size)))
 
 
+def swap_in_flight(writer: operation.Writer) -> None:
+    """Open with a sequence that is being swapped in while others take its memory; or add no steps.
+
+    It is freed, so that a write takes its blocks, or another one is swapped out, which takes its
+    swap space. Either may overtake the copy.
+    """
+    if not {"use_queue", *SwapOut.needs, *Free.needs} <= writer.adapter.abilities:
+        return
+    if taken := writer.pick(("", "blocks", "swap space")):
+        operation.add_while_fitting(writer, _swap_in_flight(writer, taken))
+
+
+def _swap_in_flight(writer: operation.Writer, taken: str) -> Iterator[operation.Operation]:
+    first, second = writer.fresh(2)
+    for _ in range(writer.pick((1, writer.oracle.block_size))):
+        yield Append((first, second), writer.layout())
+    yield SwapOut(first)
+    yield FinishSwapOut(first)
+    yield SwapIn(first)
+    if taken == "blocks":
+        yield Free(first)
+        yield Append(writer.fresh(min(MAX_SEQUENCES - 1, writer.oracle.pages_free())))
+    else:
+        yield SwapOut(second)
+    yield RunQueued(_MOST, writer.pick(_STREAMS))
+    if taken == "swap space":
+        yield FinishSwapIn(first)
+    yield Read()
+
+
 DEVICE_QUEUE = Capability(
     methods=QueueMethods,
-    preludes=(Prelude(("use_queue",), 20, free_in_flight),),
+    preludes=(
+        Prelude(("use_queue",), 20, free_in_flight),
+        Prelude(("use_queue",), 21, swap_in_flight),
+    ),
     setups=(Setup(("use_queue",), _take_queue),),
     views=(View(("use_queue",), _show_early_reads),),
     operations=(

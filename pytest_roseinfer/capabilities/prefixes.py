@@ -58,7 +58,8 @@ class PrefixTraits(Traits):
     shares: Literal["exact", "equal prefixes", "none"] = "exact"
     """Blocks that sequences share: with ``"exact"``, those that ``fork`` shares; with
     ``"equal prefixes"``, also blocks with equal tokens and equal prefixes, which needs
-    ``use_tokens``, ``table`` and ``ledger``; with ``"none"``, no blocks."""
+    ``use_tokens``, ``table`` and ``ledger``; with ``"none"``, no blocks. Blocks that are equal may
+    be merged when they are stored, or by a later step that is not refused."""
     granularity: Literal["block", "token"] = "block"
     """Unit of the lengths that ``match_prefix`` returns: whole blocks, or single tokens."""
     recomputed_tokens: Literal[0, 1] = 0
@@ -505,6 +506,10 @@ def _walk(at: Walk) -> Iterator[operation.Operation]:
 # Preludes
 
 
+_MAX_TEXTS = 4
+"""Most texts of a history; of one more name than that, two have equal texts."""
+
+
 def cache_one_text(writer: operation.Writer) -> None:
     """Open with a text that is stored and freed, and may be reused; or add no steps."""
     # Two blocks give more positions at which another text may diverge. If sequences can fork, the
@@ -627,12 +632,53 @@ def _prompt_beyond_capacity(writer: operation.Writer, seq: int) -> Prefill:
     return Prefill(seq, blocks * size, writer.layout())
 
 
+def can_store_text_twice(writer: operation.Writer) -> bool:
+    """Return True if two sequences of equal texts may be written at the same time."""
+    return writer.reuses_prefixes and Free.needs <= writer.adapter.abilities
+
+
+def store_text_twice(writer: operation.Writer) -> None:
+    """Open with two sequences that fill equal blocks in one write, and need other blocks.
+
+    One of the two is freed before that, mostly. A cache may have merged the blocks by then, or may
+    do so later. If all texts are equal, open with one of them.
+    """
+    first, *others = writer.fresh(_MAX_TEXTS + 1)
+    blocks = {seq: _first_block(writer.oracle, seq) for seq in (first, *others)}
+    second = next((seq for seq in others if blocks[seq] == blocks[first]), None)
+    third = next((seq for seq in others if blocks[seq] != blocks[first]), None)
+    if second is None or third is None:
+        cache_one_text(writer)
+    else:
+        operation.add_while_fitting(writer, _store_text_twice(writer, first, second, third))
+
+
+def _first_block(oracle: Oracle, seq: int) -> list[int]:
+    return oracle.text_tokens(oracle.text_of(seq), oracle.block_size)
+
+
+def _store_text_twice(
+    writer: operation.Writer, first: int, second: int, third: int
+) -> Iterator[operation.Operation]:
+    size = writer.oracle.block_size
+    for seq in (first, second):
+        if size > 1:
+            yield Prefill(seq, size - 1, writer.layout())
+    yield Append((first, second), writer.layout())
+    if freed := writer.pick(([first], [first], [first], [second], [])):
+        yield Free(*freed)
+    if free := writer.oracle.pages_free():
+        yield Prefill(third, free * size, writer.layout())
+
+
 def _open(writer: operation.Writer) -> None:
-    """Open with one of three preludes that reuse a text."""
+    """Open with one of four preludes that reuse a text."""
     if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
         truncate_shared_block(writer)
     elif can_check_eviction_order(writer) and writer.between(0, 1):
         free_two_texts(writer)
+    elif can_store_text_twice(writer) and writer.pick((False,) * 3 + (True,)):
+        store_text_twice(writer)
     else:
         cache_one_text(writer)
 

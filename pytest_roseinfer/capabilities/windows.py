@@ -45,14 +45,32 @@ class WindowTraits(Traits):
     it out is stored, or by the sequence's ``"next write"``. The latter makes room for the write's
     own row and for later ones, and a refused write frees nothing. With ``"next try"`` a refused row
     also frees its blocks outside the window, as in vLLM."""
+    sizes: tuple[int | None, ...] = ()
+    """Windows that a layer can have, with None for no window, as in ``(128, None)``; any window if
+    empty."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for size in self.sizes:
+            if size is not None and (type(size) is not int or size < 1):
+                raise TypeError(
+                    f"WindowTraits: sizes has {size!r}; write the windows that a layer can have, "
+                    "numbers of tokens of 1 or more, or None for no window"
+                )
         if type(self.groups) is not int or self.groups < 0:
             raise TypeError(
                 f"WindowTraits: groups is {self.groups!r}; write how many groups of layers with "
                 "different windows the cache can be built with, 0 if layers have none"
             )
+        if self.sizes and not 0 < self.groups <= len({*self.sizes}):
+            raise TypeError(
+                f"WindowTraits: groups is {self.groups}, and sizes has {len({*self.sizes})} "
+                "windows; write as many groups as a cache can have, at most one for each window"
+            )
+
+    def choose(self, usual: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Return one window for each group: the last of ``sizes``, or of the usual ones."""
+        return tuple(self.sizes or usual)[-self.groups :] if self.groups else ()
 
 
 class WindowMethods:

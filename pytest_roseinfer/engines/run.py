@@ -246,10 +246,9 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
         problem = f"{name!r} was counted, and is in neither paths nor conditions"
         raise MixDivergence(type(engine), mix, problem, kind=f"counts {name}")
     for name, path in engine.paths.items():
-        for switches in path.never_with:
-            if counts[name] and switches.items() <= mix.options.items():
-                problem = f"path {name!r} was counted, which {switches} rules out"
-                raise MixDivergence(type(engine), mix, problem, kind=f"counts {name}")
+        if counts[name] and (exclusion := path.describe_exclusion(mix.options)):
+            problem = f"path {name!r} was counted, {exclusion}"
+            raise MixDivergence(type(engine), mix, problem, kind=f"counts {name}")
     return counts
 
 

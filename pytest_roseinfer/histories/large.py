@@ -113,7 +113,7 @@ def _spec(
 ) -> CacheSpec:
     """Make the spec of a cache with few heads, and with room for all steps."""
     heads = [each for each in adapter.head_dims if each >= _SMALL_HEAD] or adapter.head_dims
-    windows = (None, 5 * size)[: adapter.windows.groups]
+    windows = adapter.windows.choose((5 * size, None))
     pools = len(windows) if adapter.windows.pools == "shared" and windows else 1
     return CacheSpec(
         num_layers=max(1, len(windows)),

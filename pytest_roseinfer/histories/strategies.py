@@ -236,7 +236,7 @@ def switches(
         paths = [path for path in adapter.paths.values() if path.runs_on(device)]
     else:
         paths = [adapter.paths[aim]]
-    needed = [path.runs_with or [{}] for path in paths] or [[{}]]
+    needed = [path.settings_to_draw or [{}] for path in paths] or [[{}]]
     aims = st.sampled_from(needed).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
@@ -450,12 +450,20 @@ def histories(
 
 @st.composite
 def layer_windows(
-    draw: st.DrawFn, num_layers: int, *, block_size: int, groups: int
+    draw: st.DrawFn,
+    num_layers: int,
+    *,
+    block_size: int,
+    groups: int,
+    sizes: Sequence[int | None] = (),
 ) -> tuple[int | None, ...]:
-    """Draw a window for each layer, at most ``groups`` different ones; None counts as one."""
+    """Draw a window for each layer, at most ``groups`` different ones; None counts as one.
+
+    They are among ``sizes`` if there are any, else around the edges of blocks.
+    """
     edges = (block_size, 2 * block_size, 3 * block_size)
-    sizes = sorted({1, 2} | {edge + more for edge in edges for more in (-1, 0, 1)} - {0})
-    kinds = st.one_of(st.sampled_from(sizes), st.none())
+    near = sorted({1, 2} | {edge + more for edge in edges for more in (-1, 0, 1)} - {0})
+    kinds = st.sampled_from(sizes) if sizes else st.one_of(st.sampled_from(near), st.none())
     drawn = draw(st.lists(kinds, min_size=1, max_size=min(groups, num_layers), unique=True))
     others = (draw(st.sampled_from(drawn)) for _ in range(num_layers - len(drawn)))
     return (*drawn, *others)
@@ -489,7 +497,10 @@ def _draw_spec(
     )
     if groups := adapter.windows.groups:
         layers = max(spec.num_layers, min(2, groups))
-        windows = draw(layer_windows(layers, block_size=spec.block_size, groups=groups))
+        sizes = adapter.windows.sizes
+        windows = draw(
+            layer_windows(layers, block_size=spec.block_size, groups=groups, sizes=sizes)
+        )
         spec = with_windows(spec, adapter, windows)
     return spec
 

@@ -157,7 +157,7 @@ class TargetVerdict:
         elif not self.target.searched:
             verdict = "not searched"
         elif times >= coverage.REQUIRED_TIMES:
-            verdict = "equal" if kind == "path" else "met"
+            verdict = "met" if twin in ("", name) else "equal"
         elif times or self.target.is_inconclusive(name) or self.target.large_counts[name]:
             verdict = RARELY
         else:
@@ -212,8 +212,8 @@ class TargetVerdict:
         if row.kind == "condition" or row.name in self.target.aimed_paths:
             return harder
         return (
-            "its runs_with is empty, so searches cannot aim at it; make its requirement a switch "
-            "of option_choices (such as a smaller minimum batch) and name that in runs_with, or "
+            "it has no aims, so searches cannot aim at it; make its requirement a switch of "
+            "option_choices (such as a smaller minimum batch) and name that in aims, or "
             f"{harder}"
         )
 

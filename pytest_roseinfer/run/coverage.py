@@ -102,7 +102,7 @@ class TargetCoverage:
     kind: str = "cache"
     """Kind of target, ``cache`` or ``engine``."""
     aimed_paths: list[str] = field(default_factory=list)
-    """Paths with settings in ``runs_with``, which searches can aim at."""
+    """Paths with settings in ``aims`` or ``runs_with``, which searches can aim at."""
     method_calls: Counter[str] = field(default_factory=Counter)
     """Number of calls of each adapter method."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -304,7 +304,7 @@ class Coverage:
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
                 "engine" if issubclass(adapter, EngineAdapter) else "cache",
-                [name for name, path in adapter.paths.items() if path.runs_with],
+                [name for name, path in adapter.paths.items() if path.settings_to_draw],
                 self._method_calls[name],
                 batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),
             )

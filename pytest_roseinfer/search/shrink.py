@@ -212,7 +212,7 @@ def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[
         yield replace(history, gathers_every=1)
     yield from (replace(history, texts=history.texts[:few]) for few in range(1, len(history.texts)))
     yield from (_with_spec(history, **layers) for layers in _fewer_layers(spec))
-    yield from (_with_spec(history, windows=windows) for windows in _smaller_windows(spec))
+    yield from (_with_spec(history, windows=windows) for windows in _smaller_windows(adapter, spec))
     for name, sizes in _shapes(adapter).items():
         now = getattr(spec, name)
         yield from (_with_spec(history, **{name: size}) for size in sorted(sizes) if size < now)
@@ -246,9 +246,13 @@ def _fewer_layers(spec: CacheSpec) -> Iterator[dict[str, Any]]:
             yield {"num_layers": layers, "windows": spec.windows[begin : begin + layers]}
 
 
-def _smaller_windows(spec: CacheSpec) -> Iterator[tuple[int | None, ...]]:
-    for window in {*spec.windows} - {None}:
-        for smaller in smaller_numbers(window or 0, 1):
+def _smaller_windows(
+    adapter: type[KVCacheAdapter], spec: CacheSpec
+) -> Iterator[tuple[int | None, ...]]:
+    sizes = adapter.windows.sizes
+    for window in filter(None, {*spec.windows}):
+        allowed = sorted(each for each in sizes if each and each < window)
+        for smaller in allowed if sizes else smaller_numbers(window, 1):
             yield tuple(smaller if each == window else each for each in spec.windows)
 
 

@@ -112,8 +112,8 @@ def empty_histories(
         dtype=adapter.dtypes[0],
         options={**usual, **(options or {})},
     )
-    if groups := adapter.windows.groups:
-        spec = with_windows(spec, adapter, WINDOWS[-groups:])
+    if windows := adapter.windows.choose(WINDOWS):
+        spec = with_windows(spec, adapter, windows)
     each = max(GATHERS_EVERY)  # each prefix of a history is walked too, so all steps are gathered
     return (History(spec, (), texts=texts, gathers_every=each) for texts in every_texts(adapter))
 

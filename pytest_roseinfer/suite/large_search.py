@@ -93,7 +93,7 @@ def for_paths(
     Equal switches are listed once, in the part of the test that has the first of them.
     """
     paths = [adapter.paths[name] for name in coverage.current().of(adapter).paths]
-    needed: list[Mapping[str, Any]] = [next(iter(path.runs_with), {}) for path in paths]
+    needed: list[Mapping[str, Any]] = [next(iter(path.settings_to_draw), {}) for path in paths]
     candidates = [*({**usual, **each} for each in needed), *others] or [usual]
     indices = settings.current().part.share_of(range(len(candidates)))
     return [candidates[at] for at in indices if candidates[at] not in candidates[:at]]

@@ -80,7 +80,7 @@ class NanoVllmEngine(EngineAdapter):
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
         "prefix hit": FastPath(_ALONE),
-        "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
+        "chunked prefill": FastPath(_ALONE, aims=[{"max_num_batched_tokens": 3}]),
         "preempted": FastPath(_ALONE),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {

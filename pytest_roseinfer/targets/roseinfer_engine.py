@@ -60,7 +60,7 @@ def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, 
     return [{**settings, "model": name} for name in names]
 
 
-_RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
+_AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
     EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.BATCHED: (),
@@ -93,7 +93,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     ),
     EnginePath.FUSED_ARGMAX: _with_models(_RESIDENT_KERNELS, shapes.SOFTCAP, "windowed mistral"),
 }
-"""Settings that each path needs.
+"""Settings of the mixes that aim at each path.
 
 Only ``COMPILED``, ``GUIDED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing.
 Compiling takes seconds for each model of each mix, so no switch here enables it;
@@ -117,8 +117,43 @@ _SHARES = {
 }
 
 
-def _alone_equals(path: EnginePath) -> FastPath:
-    return FastPath(_ALONE, _RUNS_WITH[path], share=_SHARES.get(path, 1.0))
+def _with_values(name: str, *values: object, **others: object) -> list[Mapping[str, Any]]:
+    """Return a setting for each of these values of a switch."""
+    return [{**others, name: value} for value in values]
+
+
+_DECODES_RESIDENT = [_RESIDENT]
+_SPECULATES = [{"speculation": "ngram"}]
+_RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
+    EnginePath.RESIDENT: _DECODES_RESIDENT,
+    EnginePath.RUN_AHEAD: _with_values("run_ahead", 1, 2, 3, **_RESIDENT),
+    EnginePath.CHUNKED: [{"chunked_prefill": True}],
+    EnginePath.ADMITTED_OUT_OF_ORDER: [{"prefill_admission_policy": "pack"}],
+    EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
+    EnginePath.FREED_OUT_OF_WINDOW: [{"per_layer_kv": False}],
+    EnginePath.PADDED_LM_HEAD: [{"pad_head": True}],
+    EnginePath.CUDA_GRAPH: [{**_RESIDENT, "cuda_graph": True}],
+    EnginePath.DRAFTED: _SPECULATES,
+    EnginePath.ACCEPTED: _SPECULATES,
+    EnginePath.REJECTED: _SPECULATES,
+    EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS],
+    EnginePath.PROMPTS_AS_ROWS: _with_values("prompt_rows", 5, 30, 64, **_RESIDENT),
+    EnginePath.LOGPROBS: _DECODES_RESIDENT,
+    EnginePath.PENALTIES: _DECODES_RESIDENT,
+    EnginePath.FUSED: [{"fused_model": True}],
+    EnginePath.FUSED_ARGMAX: [_RESIDENT_KERNELS],
+}
+"""Settings that each path needs; the others run with any."""
+
+
+def _alone_equals(path: EnginePath, device: str | None = None) -> FastPath:
+    return FastPath(
+        _ALONE,
+        _RUNS_WITH.get(path, ()),
+        device=device,
+        share=_SHARES.get(path, 1.0),
+        aims=_AIMS[path],
+    )
 
 
 PATHS: Mapping[str, FastPath] = {
@@ -126,21 +161,24 @@ PATHS: Mapping[str, FastPath] = {
     **{path.value: _alone_equals(path) for path in _FIRST},
     AttentionPath.DECODE_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama 10:2", shapes.SOFTCAP),
+        [_KERNELS],
         share=_OF_KERNELS,
+        aims=_with_models(_KERNELS, "llama 10:2", shapes.SOFTCAP),
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.RESIDENT_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, shapes.ATTENTION_SINKS, "llama 32:2"),
+        [_RESIDENT_KERNELS],
         share=2 * _OF_KERNELS,  # checks both what a step stores and what it reads
+        aims=_with_models(_RESIDENT_KERNELS, shapes.ATTENTION_SINKS, "llama 32:2"),
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, shapes.ALIBI, "llama 10:2"),
+        [_KERNELS],
         share=_OF_KERNELS,
+        aims=_with_models(_KERNELS, shapes.ALIBI, "llama 10:2"),
     ),
-    **{path.value: _alone_equals(path) for path in _RUNS_WITH},
-    EnginePath.CUDA_GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.CUDA_GRAPH], device="cuda"),
+    **{path.value: _alone_equals(path) for path in _AIMS},
+    EnginePath.CUDA_GRAPH.value: _alone_equals(EnginePath.CUDA_GRAPH, device="cuda"),
 }
 
 

@@ -3,32 +3,68 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.targets.block_manager import read_blocks
 from pytest_roseinfer.targets.roseinfer_manager import PATHS, MisusedManager, ReadManager
-from roseinfer import AttentionPath, BadArgument, Condition
+from roseinfer import AttentionPath, BadArgument, Condition, Path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from pytest_roseinfer.capabilities.cache_data import CacheSpec, FastPath
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.targets.block_manager import KeysAndValues
     from roseinfer import AppendPlan
 
 
-class PerLayerManager(MisusedManager):
-    """Adapter with block lists per layer: ``append_token_batch``, ``register_prefill_layer``."""
+_WRITES = frozenset(Path) - {Path.PER_TOKEN, Path.CLONE_TRITON, Path.CLONE_TORCH}
+_BATCHED = {"batched": True}
+_BATCH_SWITCHES = ("batched", "batched_rollover", "batched_copy_on_write")
+_PREFILL = "prefill"
 
+
+def _for_batches(path: FastPath) -> FastPath:
+    """Return a path that only appends with the switch ``batched`` take."""
+    return replace(
+        path,
+        runs_with=[{**each, **_BATCHED} for each in path.runs_with or [{}]],
+        aims=[{**each, **_BATCHED} for each in path.settings_to_draw or [{}]],
+    )
+
+
+class PerLayerManager(MisusedManager):
+    """Adapter with block lists per layer: ``append_token_batch``, ``register_prefill_layer``.
+
+    The writes of prompts are one path, since no switch turns them off. ``per_token``, the slow
+    path, runs only if a switch of batches is off.
+    """
+
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        **{
+            name: _for_batches(path) if name in _WRITES else path
+            for name, path in MisusedManager.paths.items()
+        },
+        _PREFILL: FastPath(Path.PER_TOKEN.value),
+        Path.PER_TOKEN.value: FastPath(
+            Path.PER_TOKEN.value, [{name: False} for name in _BATCH_SWITCHES], share=0.5
+        ),
+    }
     standard_bad_calls = (
         *MisusedManager.standard_bad_calls,
         "append_of_another_shape",
         "append_one_row_short",
         "append_of_integers",
     )
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.prefills: Counter[str] = Counter()
+        """Writes of prompts, by path."""
 
     def layers_per_group(self, spec: CacheSpec) -> int:  # noqa: ARG002
         return 1
@@ -49,12 +85,22 @@ class PerLayerManager(MisusedManager):
         self.manager.append_token_batch(layer, rows, key[layer], value[layer])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        before = self._write_counts()
         self.lists[seq] = [
             self.manager.register_prefill_layer(
                 layer, key[layer].transpose(0, 1)[None], value[layer].transpose(0, 1)[None]
             )
             for layer in range(self.spec.num_layers)
         ]
+        self.prefills += self._write_counts() - before
+
+    def _write_counts(self) -> Counter[str]:
+        return Counter({path: self.manager.path_counts[path] for path in _WRITES})
+
+    def path_counts(self) -> Mapping[str, int]:
+        counts = Counter(super().path_counts())
+        counts.subtract(self.prefills)
+        return {**counts, _PREFILL: self.prefills.total()}
 
 
 class GroupedManager(MisusedManager):

@@ -52,7 +52,7 @@ OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "triton_min_batch": (1, 3),
     "triton_full_batch_min_batch": (None, 2),
 }
-_ALWAYS_TRITON = {"triton": True, "triton_min_batch": 1}
+_LARGE_TRITON = {"triton_min_batch": 3}
 _TORCH = {"triton": False}
 _CLONES_OFF = {"batched_copy_on_write": False}
 _IDENTITY_OFF = {"identity": False}
@@ -65,19 +65,19 @@ PATHS = {
     Path.TRITON_IDENTITY_POS.value: _moves(never_with=[_TORCH, _IDENTITY_OFF]),
     Path.TRITON_GATHER.value: _moves(runs_with=_SUBSETS, never_with=[_TORCH]),
     Path.TORCH_SCALAR.value: _moves(
-        runs_with=[_TORCH], never_with=[_ALWAYS_TRITON, *_NO_SCALAR], one_position=True
+        runs_with=[_TORCH, _LARGE_TRITON], never_with=_NO_SCALAR, one_position=True, aims=[_TORCH]
     ),
     Path.TORCH_VECTOR.value: _moves(
-        runs_with=[{**_TORCH, **_SCALAR_OFF}], never_with=[_ALWAYS_TRITON, _IDENTITY_OFF]
+        runs_with=[_TORCH, _LARGE_TRITON],
+        never_with=[_IDENTITY_OFF],
+        aims=[{**_TORCH, **_SCALAR_OFF}],
     ),
     Path.TORCH_GATHER.value: _moves(
-        runs_with=[{**_TORCH, **subset} for subset in _SUBSETS], never_with=[_ALWAYS_TRITON]
+        runs_with=[{**each, **subset} for each in (_TORCH, _LARGE_TRITON) for subset in _SUBSETS],
+        aims=[{**_TORCH, **subset} for subset in _SUBSETS],
     ),
     Path.CLONE_TRITON.value: _moves(never_with=[_TORCH, _CLONES_OFF]),
-    Path.CLONE_TORCH.value: _moves(
-        runs_with=[{**_TORCH, "batched_copy_on_write": True}],
-        never_with=[{"triton": True}, _CLONES_OFF],
-    ),
+    Path.CLONE_TORCH.value: _moves(runs_with=[{**_TORCH, "batched_copy_on_write": True}]),
     AttentionPath.DECODE_TRITON.value: FastPath(
         equals=AttentionPath.REFERENCE.value, never_with=[_TORCH]
     ),

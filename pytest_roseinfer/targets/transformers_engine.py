@@ -38,7 +38,7 @@ class TransformersEngine(EngineAdapter):
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
         **dict.fromkeys(("prefix hit", "preempted", "cancelled"), FastPath("no cache")),
-        "chunked prefill": FastPath("no cache", [{"max_batch_tokens": 3}]),
+        "chunked prefill": FastPath("no cache", aims=[{"max_batch_tokens": 3}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "model": ("llama", "gpt2", *shapes.WITH_WINDOWS_ALONE),

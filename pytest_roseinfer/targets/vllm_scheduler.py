@@ -226,6 +226,7 @@ def logits_by(windows: Sequence[Window], tokens: Sequence[int], vocabulary: int)
 
 
 _ALONE = "all anew"
+_DRAFTS = [{"drafts": 2}, {"drafts": 1}]
 
 
 class VllmScheduler(EngineAdapter):
@@ -236,11 +237,11 @@ class VllmScheduler(EngineAdapter):
     extra_steps = 1
     paths: ClassVar[Mapping[str, FastPath]] = {
         "prefix hit": FastPath(_ALONE),
-        "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
+        "chunked prefill": FastPath(_ALONE, aims=[{"max_num_batched_tokens": 3}]),
         "preempted": FastPath(_ALONE),
         "cancelled": FastPath(_ALONE),
-        "draft accepted": FastPath(_ALONE, [{"drafts": 2}]),
-        "draft rejected": FastPath(_ALONE, [{"drafts": 2}]),
+        "draft accepted": FastPath(_ALONE, _DRAFTS),
+        "draft rejected": FastPath(_ALONE, _DRAFTS),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "windows": ((None,), (5,), (None, 3), (2, 6, None)),

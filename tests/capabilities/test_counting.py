@@ -147,6 +147,69 @@ def test_cache_that_obeys_its_options_passes(fast: bool, fast_later: bool) -> No
     assert Counter(counts)["all_rows"] == fast + fast_later
 
 
+class SwapsItsSwitch(SwitchedCache):
+    """Writes row by row if ``fast`` is on, and all rows at once if it is off."""
+
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "all_rows": FastPath(equals="row_by_row", runs_with=[{"fast": True}])
+    }
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.fast = not self.fast
+
+
+class NeverFast(SwitchedCache):
+    """Always writes row by row, which needs ``fast`` to be off."""
+
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        **SwitchedCache.paths,
+        "row_by_row": FastPath(equals="row_by_row", runs_with=[{"fast": False}]),
+    }
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.fast = False
+
+
+def test_path_must_not_run_without_the_switches_that_it_needs() -> None:
+    slow, fast = (
+        History(CacheSpec(options={"fast": on}), (Append((0, 1)),)) for on in (False, True)
+    )
+    run_history(SwapsItsSwitch, fast)
+    with pytest.raises(
+        Divergence, match="path 'all_rows' was counted, which needs fast=True, under fast=False"
+    ):
+        run_history(SwapsItsSwitch, slow)
+    run_history(NeverFast, slow)
+    with pytest.raises(Divergence, match="'row_by_row' was counted, which needs fast=False, under"):
+        run_history(NeverFast, fast)
+
+
+@pytest.mark.parametrize(
+    ("options", "exclusion"),
+    [
+        ({"fast": 1, "least": 8}, ""),
+        ({"fast": 1}, ""),
+        ({}, ""),
+        ({"fast": 0, "least": 2}, ""),
+        ({"fast": 0, "least": 8}, "which needs fast=1 or least=2, under fast=0 with least=8"),
+        ({"fast": 0, "least": 4}, "which needs fast=1 or least=2, under fast=0 with least=4"),
+        ({"fast": 1, "off": 1}, "which off=1 rules out"),
+    ],
+)
+def test_exclusion_names_the_switches_of_the_nearest_settings(
+    options: Mapping[str, int], exclusion: str
+) -> None:
+    path = FastPath(
+        "slow",
+        runs_with=[{"fast": 1}, {"least": 2}, {"fast": 2, "least": 3}],
+        never_with=[{"off": 1}],
+    )
+    assert path.describe_exclusion(options) == exclusion
+    assert path.can_run(options, "cpu") == (not exclusion)
+
+
 def test_path_that_an_option_turns_off_must_not_run() -> None:
     run_history(IgnoresItsOptions, history_with_switch(fast=True, fast_later=True))
     with pytest.raises(Divergence, match="path 'all_rows' was counted, which fast=False rules out"):

@@ -28,8 +28,9 @@ from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
-from tests.capabilities.caches import broken_text_caches
+from tests.capabilities.caches import broken_text_caches, merging_caches
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache, FindsWhatWasCut
+from tests.capabilities.caches.merging_caches import MergesLater
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.capabilities.caches.tail_cache import TailCache
 from tests.capabilities.caches.text_cache import (
@@ -56,7 +57,9 @@ def test_texts_are_equal_up_to_their_branch() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache])
+@pytest.mark.parametrize(
+    "cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache, MergesLater]
+)
 def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
     tests = conformance(cache)()
@@ -66,7 +69,11 @@ def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
 
 
 @pytest.mark.sampled_cases
-@pytest.mark.parametrize("broken", broken_text_caches.BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize(
+    "broken",
+    [*broken_text_caches.BROKEN, *merging_caches.BROKEN],
+    ids=lambda cache: cache.__name__,
+)
 @pytest.mark.parametrize("seed_number", range(3))
 def test_broken_prefix_reuse_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
     @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)

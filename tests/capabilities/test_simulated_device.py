@@ -15,6 +15,8 @@ from tests.capabilities.caches.queued_torch_caches import (
     GathersOnAnotherStream,
     TorchOnAQueue,
 )
+from tests.capabilities.caches.stored_caches import BROKEN as BROKEN_STORES
+from tests.capabilities.caches.stored_caches import StoredCache
 from tests.capabilities.test_device_queue import search
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ def test_host_tensors_are_computed_at_once(queue: DeviceQueue) -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [TorchOnAQueue, GathersOnAnotherStream])
+@pytest.mark.parametrize("cache", [TorchOnAQueue, GathersOnAnotherStream, StoredCache])
 def test_cache_that_waits_for_the_device_passes(cache: type[KVCacheAdapter]) -> None:
     assert search(cache, 1, examples=12) is None
     assert coverage.current().of(cache).counts["calls_in_flight"] > 10
@@ -141,6 +143,6 @@ def test_cache_that_waits_for_the_device_passes(cache: type[KVCacheAdapter]) -> 
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_STORES], ids=lambda cache: cache.__name__)
 def test_cache_that_does_not_wait_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
     assert search(broken, seed_number)

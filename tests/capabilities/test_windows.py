@@ -18,6 +18,7 @@ from pytest_roseinfer import (
     History,
     Oracle,
     Tolerance,
+    WindowTraits,
     conformance,
     run_history,
     settings,
@@ -28,11 +29,14 @@ from pytest_roseinfer.capabilities.observation import Location, Snapshot
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Fill, Prefill, Reserve
 from pytest_roseinfer.findings.divergence import picture
+from pytest_roseinfer.histories.large import large_histories
 from pytest_roseinfer.histories.strategies import layer_windows
 from pytest_roseinfer.oracle.pages import Windows, first_live
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import HistoryRunner
+from pytest_roseinfer.search.shrink import smaller_caches
+from pytest_roseinfer.suite.exhaustive import empty_histories
 from tests.capabilities.caches.broken_window_caches import (
     BROKEN,
     AttendsToATokenTooMany,
@@ -40,7 +44,7 @@ from tests.capabilities.caches.broken_window_caches import (
 )
 from tests.capabilities.caches.broken_windowed_text_caches import BROKEN as BROKEN_WITH_TEXTS
 from tests.capabilities.caches.list_cache import ListCache
-from tests.capabilities.caches.window_cache import RIGHT, LazyCache, WindowCache
+from tests.capabilities.caches.window_cache import RIGHT, FixedWindowCache, LazyCache, WindowCache
 from tests.capabilities.caches.windowed_text_cache import WindowedTextCache
 from tests.capabilities.test_truncation import short_run as short_run
 from tests.histories.drawn_histories import check_drawn_histories
@@ -60,7 +64,7 @@ def test_broken_windowed_cache_fails(adapter: type[KVCacheAdapter], seed_number:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("adapter", RIGHT)
+@pytest.mark.parametrize("adapter", [*RIGHT, FixedWindowCache])
 def test_right_windowed_cache_passes(adapter: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=8, steps=12, seed=1))
     tests = conformance(adapter)()
@@ -241,6 +245,21 @@ def test_windows_are_drawn_around_block_edges_and_mixed() -> None:
     assert has_full_attention == {False, True}
 
 
+def test_large_and_short_histories_have_declared_windows_alone() -> None:
+    (large,) = {each.spec.windows for each in large_histories(FixedWindowCache, {}, "cpu")}
+    short = next(empty_histories(FixedWindowCache)).spec.windows
+    assert large == short == (5, None)
+
+
+def test_shrinking_keeps_to_declared_windows() -> None:
+    class TwoSizes(FixedWindowCache):
+        windows = WindowTraits(groups=2, sizes=(5, 2, None))
+
+    history = History(CacheSpec(num_layers=2, windows=(5, None)), (Prefill(0, 5),))
+    shrunk = {each.spec.windows for each in smaller_caches(TwoSizes, history)}
+    assert shrunk == {(5, None), (5,), (None,), (2, None)}
+
+
 SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=12, windows=(3, None))
 STEPS = (Prefill(0, 5), Fork(0, 1), Append((1, 0)), Truncate(0, 5), Append((0,)))
 
@@ -360,6 +379,9 @@ def test_unsupported_adapter_with_windows_is_refused(
         ({"groups": -1}, "WindowTraits: groups is -1; write how many"),
         ({"pools": "both"}, "pools is 'both'; choose one of 'own', 'shared'"),
         ({"frees": "never"}, "frees is 'never'; choose one of 'at once', 'next write', "),
+        ({"sizes": (0,)}, "sizes has 0; write the windows that a layer can have"),
+        ({"sizes": (4, 4, None)}, "groups is 3, and sizes has 2 windows"),
+        ({"groups": 0, "sizes": (4,)}, "groups is 0, and sizes has 1 windows"),
     ],
 )
 def test_invalid_window_trait_is_refused_on_creation(traits: dict[str, Any], message: str) -> None:

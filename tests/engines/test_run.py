@@ -162,6 +162,17 @@ def test_path_that_an_option_rules_out_must_not_be_counted() -> None:
     assert "'together'" in reason(Contradicting, mix(request_spec(1), request_spec(2)))
 
 
+def test_path_must_not_be_counted_without_the_switches_that_it_needs() -> None:
+    class SwapsItsSwitch(ToyAdapter):
+        def make(self, mix: RequestMix) -> None:
+            other = not mix.options["prefixes"]
+            super().make(replace(mix, options={**mix.options, "prefixes": other}))
+
+    requests = request_spec(1), request_spec(1, arrival=9)
+    problem = "'from a prefix' was counted, which needs prefixes=True, under prefixes=False"
+    assert problem in reason(SwapsItsSwitch, mix(*requests, prefixes=False))
+
+
 def test_forks_must_count_declared_paths_only() -> None:
     class Undeclared(ToyForks):
         paths: ClassVar[Mapping[str, FastPath]] = {}

@@ -19,6 +19,7 @@ from tests.mutants import (
     catalogue_rows,
     catalogue_sampling,
     catalogue_speculation,
+    catalogue_switches,
     catalogue_truncation,
     catalogue_windows,
 )
@@ -41,6 +42,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_rows.MUTANTS,
     *catalogue_caches.MUTANTS,
     *catalogue_windows.MUTANTS,
+    *catalogue_switches.MUTANTS,
     *catalogue_fused.MUTANTS,
 )
 

@@ -66,4 +66,29 @@ MUTANTS = (
         """,
         targets=(QUEUED_ENGINE,),
     ),
+    Mutant(
+        "readback-buffer-reused-in-flight",
+        "The pinned buffer of a readback is reused before the host has read it.",
+        _READBACK,
+        "Readback.start",
+        "return PendingReadback(buffer, count, self._buffers.append)",
+        """
+        self._buffers.append(buffer)
+        return PendingReadback(buffer, count, len)
+        """,
+        targets=(QUEUED_ENGINE,),
+    ),
+    Mutant(
+        "upload-buffer-reused-in-flight",
+        "Columns are uploaded through one pinned buffer of each shape, whoever still reads it.",
+        _READBACK,
+        "Transfers.upload_columns",
+        "host = self.host_buffer((len(columns), len(columns[0])), dtype)",
+        """
+        buffers = vars(self.stream()).setdefault("buffers", {})
+        shape = len(columns), len(columns[0]), dtype
+        host = buffers.setdefault(shape, self.host_buffer(shape[:2], dtype))
+        """,
+        targets=(QUEUED_ENGINE,),
+    ),
 )

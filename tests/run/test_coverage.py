@@ -84,9 +84,8 @@ def test_rarely_reached_path_is_a_warning_with_a_remedy() -> None:
     assert TargetVerdict(target).problems(require_paths=True) == []
     assert TargetVerdict(target).warnings() == [
         f"path 'fast' was reached 2 times by {CONCLUSIVE_EXAMPLES} histories that could reach it, "
-        "of 3 required: its runs_with is empty, so searches cannot aim at it; make its "
-        "requirement a switch of option_choices (such as a smaller minimum batch) and name that "
-        "in runs_with, or "
+        "of 3 required: it has no aims, so searches cannot aim at it; make its requirement a "
+        "switch of option_choices (such as a smaller minimum batch) and name that in aims, or "
         "search harder: --roseinfer-profile=ci",
         f"path 'faster' was not reached by {CONCLUSIVE_EXAMPLES - 1} histories that could reach "
         "it, too "

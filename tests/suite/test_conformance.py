@@ -244,6 +244,11 @@ def test_append_is_required_without_append_many() -> None:
         (None, "is None: write FastPath(equals=...)"),
         (FastPath(equals="slow", runs_with=[{"fuse": 1}]), "names fuse, which option_choices has"),
         (FastPath(equals="slow", never_with=[{"fuse": 1}]), "names fuse, which option_choices has"),
+        (FastPath(equals="slow", aims=[{"fuse": 1}]), "names fuse, which option_choices has"),
+        (
+            FastPath(equals="slow", never_with=[{"fused": 1}], aims=[{}]),
+            "has an aim, {}, that excludes it: it is a path which fused=1 rules out",
+        ),
     ],
 )
 def test_invalid_path_is_named_with_its_remedy(path: object, message: str) -> None:

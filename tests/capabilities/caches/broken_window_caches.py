@@ -9,6 +9,7 @@ from pytest_roseinfer import CacheFull
 from .window_cache import (
     CopyingCache,
     EagerSharedCache,
+    FixedWindowCache,
     Group,
     LazyCache,
     SharedPoolCache,
@@ -38,6 +39,13 @@ class FreesATokenLate(WindowCache):
 
     def live_of(self, group: Group, length: int) -> int:
         return super().live_of(group, max(0, length - 1))
+
+
+class RoundsItsWindowDown(FixedWindowCache):
+    """S13, too early: keeps four of the five tokens of its window, a block of the model."""
+
+    def live_of(self, group: Group, length: int) -> int:
+        return self.first_live(group.window and group.window - 1, length)
 
 
 class FreesByTheNextWriteOnly(WindowCache):
@@ -274,6 +282,7 @@ class FreesForAdmittedRowsOnly(TryingCache):
 BROKEN = (
     FreesATokenEarly,
     FreesATokenLate,
+    RoundsItsWindowDown,
     FreesByTheNextWriteOnly,
     FreesOneBlockAtATime,
     FreesEachBlockButTheFirst,

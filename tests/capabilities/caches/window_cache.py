@@ -252,6 +252,17 @@ class SharedPoolCache(WindowCache):
     windows = WindowCache.windows.but(pools="shared", frees="next write")
 
 
+class FixedWindowCache(WindowCache):
+    """Is built for one model, whose layers have a window of five tokens or none. It is right."""
+
+    windows = WindowTraits(groups=2, sizes=(5, None))
+
+    def make(self, spec: CacheSpec) -> None:
+        if not {*spec.windows} <= {5, None}:
+            raise ValueError(f"windows {spec.windows}")
+        super().make(spec)
+
+
 class LazyCache(WindowCache):
     """Has a pool per group, and frees blocks on the next write. It is right."""
 
