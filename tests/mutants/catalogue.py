@@ -8,6 +8,7 @@ from roseinfer.errors import did_you_mean
 from tests.mutants import (
     catalogue_caches,
     catalogue_decode,
+    catalogue_ends,
     catalogue_engine,
     catalogue_fused,
     catalogue_in_flight,
@@ -42,6 +43,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_caches.MUTANTS,
     *catalogue_windows.MUTANTS,
     *catalogue_fused.MUTANTS,
+    *catalogue_ends.MUTANTS,
 )
 
 
