@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
     from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
     from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
+    from pytest_roseinfer.engine_capabilities.prefix_reuse import (
+        PrefixReuseTraits as PrefixReuseTraits,
+    )
     from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits as SamplingTraits
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
@@ -80,6 +83,7 @@ _NAMES = {
     "capabilities.simulated_device": ("DeviceQueue",),
     "capabilities.truncation": ("TruncationTraits",),
     "capabilities.windows": ("WindowTraits",),
+    "engine_capabilities.prefix_reuse": ("PrefixReuseTraits",),
     "engine_capabilities.sampling": ("SamplingTraits",),
     "engines.run": (
         "MixDivergence",

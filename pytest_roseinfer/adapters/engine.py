@@ -17,8 +17,10 @@ from pytest_roseinfer.capabilities.return_values import (
     returns,
 )
 from pytest_roseinfer.engine_capabilities.capability import from_data
+from pytest_roseinfer.engine_capabilities.endings import EndingMethods
 from pytest_roseinfer.engine_capabilities.lifecycle import CancelFields, LifecycleMethods
 from pytest_roseinfer.engine_capabilities.logprobs import LogprobFields, LogprobMethods
+from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseMethods
 from pytest_roseinfer.engine_capabilities.sampling import (
     EarlyEndFields,
     SamplingFields,
@@ -27,7 +29,7 @@ from pytest_roseinfer.engine_capabilities.sampling import (
 from pytest_roseinfer.engine_capabilities.text import StopFields, StopSpanFields, TextMethods
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
 
@@ -90,7 +92,9 @@ class EngineAdapter(
     SamplingMethods,
     LogprobMethods,
     TextMethods,
+    EndingMethods,
     LifecycleMethods,
+    PrefixReuseMethods,
     Adapter,
 ):
     """Base class of the adapters of engines.
@@ -126,7 +130,10 @@ class EngineAdapter(
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths that the engine declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
-    """Names in ``path_counts`` that are not paths but must be met."""
+    """Names that are not paths but must be met, counted by ``path_counts`` or by the harness."""
+    unreachable: ClassVar[Collection[str]] = ()
+    """Conditions of the harness that searches need not meet, since the engine or its model cannot,
+    such as ``ended_by_stop_token_at_first_token``."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Values of each switch, the usual one first; drawn for ``mix.options``."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 8)

@@ -17,12 +17,13 @@ from pytest_roseinfer.endpoint.server import (
     ServerError,
     ServerGone,
 )
+from pytest_roseinfer.engine_capabilities.capability import mix_conditions
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.run.watchdog import AdapterFinding
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 
@@ -201,6 +202,8 @@ class ServedEngine(EngineAdapter):
     max_tokens = 24
     sampling = SamplingTraits(greedy_only=True)
     replays = 20
+    # Characters stand for tokens, so that nobody knows which of them was the first one.
+    unreachable: ClassVar[Collection[str]] = tuple(mix_conditions(EngineAdapter))
     block_sizes: ClassVar[Sequence[int]] = (1,)
     _reference_streams: ClassVar[dict[tuple[Any, ...], CompletionStream]] = {}
 

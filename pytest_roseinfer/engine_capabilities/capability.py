@@ -10,6 +10,7 @@ mixins. Fields of another capability are added to requests for adapters with its
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from inspect import get_annotations
 from itertools import chain
@@ -123,6 +124,8 @@ class MixObserver:
 
     def __init__(self, run: EngineRun) -> None:
         self.run = run
+        self.counts: Counter[str] = Counter()
+        """Times that each of its conditions was met, by name."""
 
     def act(self, step: int) -> str:  # noqa: ARG002
         """Act before a step, on requests that have arrived by then."""
@@ -143,12 +146,27 @@ class MixObserver:
         """Describe the past of a request, for the end of its failure message."""
         return ""
 
+    def describe_end(self, served: ServedRequest) -> str:  # noqa: ARG002
+        """Describe the end of the request's slow twin; empty if unknown."""
+        return ""
+
     def stage(self, served: ServedRequest) -> str:  # noqa: ARG002
         """Return the stage of a request for its timeline; empty if unknown."""
         return ""
 
 
 # Capabilities and the requests with their fields
+
+
+@dataclass(frozen=True, slots=True)
+class MixCondition:
+    """A condition that the harness counts in mixes."""
+
+    name: str
+    description: str
+    required: Callable[[type[Any]], bool] | None = None
+    """Function that returns True if the searches of an adapter class must meet it; None if those of
+    every engine must. An adapter may also name it in ``conditions``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +190,8 @@ class EngineCapability(CapabilityBase):
     the tokens so far, and the length of the prompt; it returns new logits."""
     observers: Sequence[type[MixObserver]] = ()
     """Its kinds of observers; each mix has one of each kind that applies to the adapter."""
+    conditions: Sequence[MixCondition] = ()
+    """Conditions that its observers count."""
 
     def __post_init__(self) -> None:
         CapabilityBase.__post_init__(self)
@@ -188,6 +208,24 @@ def offered_capabilities(adapter: type[Any]) -> list[EngineCapability]:
         for each in adapter.capabilities
         if not (optional_methods := vars(each.methods).keys() & {*adapter.optional})
         or optional_methods & adapter.abilities
+    ]
+
+
+def mix_conditions(adapter: type[Any]) -> dict[str, str]:
+    """Return descriptions of the conditions that the harness counts for an engine, by name."""
+    every = (each for capability in adapter.capabilities for each in capability.conditions)
+    return {each.name: each.description for each in every}
+
+
+def required_conditions(adapter: type[Any]) -> list[str]:
+    """Return the harness's conditions that searches of an adapter class must meet."""
+    every = (each for capability in adapter.capabilities for each in capability.conditions)
+    return [
+        each.name
+        for each in every
+        if each.name not in adapter.unreachable
+        and each.name not in adapter.conditions
+        and (each.required is None or each.required(adapter))
     ]
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_roseinfer.capabilities.capability import optional
 from pytest_roseinfer.capabilities.return_values import (
     are_tokens,
-    is_number,
     is_text,
     list_of,
     returns,
@@ -61,14 +60,6 @@ class LifecycleMethods:
 
         It is ``waiting``, ``prefilling``, ``decoding`` or ``preempted``. Failure messages mention
         earlier preemptions of a request, and its timeline shows all stages.
-        """
-
-    @optional
-    @returns(is_number, "a number of tokens")
-    def cached_tokens(self, request: Any) -> int:
-        """Return the number of tokens that were served from the prefix cache, for failures.
-
-        It counts the request's latest start; a preempted request starts again.
         """
 
     @optional

@@ -71,7 +71,11 @@ class EarlyEndFields(RequestCore):
     """Fields of a request that the model itself ends."""
 
     ends_early: bool = False
-    """True if settling takes the next seed that ends the text before ``max_new_tokens``."""
+    """True if settling takes the next seed that ends the text before ``max_new_tokens``, after two
+    tokens or more; an engine that is ``greedy_only`` gets another last token of its prompt."""
+    ends_first: bool = False
+    """True if settling takes the next seed, or another last token of the prompt, with which the
+    first new token ends the text."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,8 @@ _PENALTIES: tuple[dict[str, float], ...] = (
 )
 _SEEDS = 24
 """Most seeds that are tried until a text ends early."""
+_FIRST_SEEDS = 64
+"""Most seeds that are tried until the first token ends a text."""
 
 
 def draw_parameters(draw: st.DrawFn, max_tokens: int) -> dict[str, Any]:
@@ -304,7 +310,9 @@ def restrict_to_greedy(adapter: type[Any], spec: Any) -> Any:
     if not adapter.sampling.greedy_only:
         return spec
     greedy = {name: getattr(SamplingFields, name) for name in get_annotations(SamplingFields)}
-    return change(spec, ends_early=False, **greedy)
+    if adapter.eos_token is None:
+        greedy |= dict.fromkeys(get_annotations(EarlyEndFields), False)
+    return change(spec, **greedy)
 
 
 def describe(spec: Any) -> Iterator[str]:
@@ -325,16 +333,37 @@ def describe(spec: Any) -> Iterator[str]:
             yield f"{name.replace('_', ' ')} {value}"
     if spec.ends_early:
         yield "with the next seed that ends the text early"
+    if spec.ends_first:
+        yield "with the next seed whose first token ends the text"
 
 
-def settle_seed(adapter: Any, spec: Any, expected: list[int], mix: Any) -> tuple[Any, list[int]]:
-    """Find the next seed that ends the text early, if the request has ``ends_early``."""
-    for _ in range(_SEEDS if spec.ends_early else 0):
-        if 1 < len(expected) < spec.sampling.max_new_tokens:
-            break
-        spec = change(spec, seed=spec.sampling.seed + 1)
+def settle_early_end(
+    adapter: Any, spec: Any, expected: list[int], mix: Any
+) -> tuple[Any, list[int]]:
+    """Find the next seed, or last token of the prompt, that ends the text as early as it should."""
+    if spec.ends_first:
+        trial = change(spec, max_new_tokens=2)
+        for _ in range(_FIRST_SEEDS):
+            if len(adapter.generate_alone(trial.prompt, trial.sampling, mix)) < 2:
+                break
+            trial = _next_trial(adapter, trial)
+        spec = change(trial, max_new_tokens=spec.sampling.max_new_tokens)
         expected = [*adapter.generate_alone(spec.prompt, spec.sampling, mix)]
-    return change(spec, ends_early=False), expected
+    elif spec.ends_early:
+        for _ in range(_SEEDS):
+            if 1 < len(expected) < spec.sampling.max_new_tokens:
+                break
+            spec = _next_trial(adapter, spec)
+            expected = [*adapter.generate_alone(spec.prompt, spec.sampling, mix)]
+    return change(spec, ends_early=False, ends_first=False), expected
+
+
+def _next_trial(adapter: Any, spec: Any) -> Any:
+    """Return the request with the next seed, or with another last token for a greedy engine."""
+    if not adapter.sampling.greedy_only:
+        return change(spec, seed=spec.sampling.seed + 1)
+    *first, last = spec.prompt
+    return change(spec, prompt=(*first, (last + 1) % adapter.vocabulary))
 
 
 def refuse_no_twin(adapter: type[Any]) -> None:
@@ -361,7 +390,7 @@ SAMPLING = EngineCapability(
     draw=draw_more,
     restrict=restrict_to_greedy,
     describe=describe,
-    settle=settle_seed,
+    settle=settle_early_end,
     adjust=penalise,
     observers=(ChosenTokens,),
     refuse=(refuse_no_twin,),

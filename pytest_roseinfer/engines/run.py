@@ -83,7 +83,7 @@ class MixRun:
         self.largest = Counter(rows=0, tokens=0)
         """Maximum rows of a batch (requests that got tokens in one step), and maximum tokens of a
         sequence."""
-        kinds = chain.from_iterable(each.observers for each in offered_capabilities(adapter_type))
+        kinds = chain.from_iterable(each.observers for each in adapter_type.capabilities)
         run: EngineRun = weakref.proxy(self)  # avoids a cycle that keeps the engine alive
         self.observers = [kind(run) for kind in select_parts(kinds, adapter_type.abilities)]
 
@@ -98,7 +98,10 @@ class MixRun:
         if leaks := self.adapter.find_leaks():
             problem = f"every request has ended, and the engine still holds {leaks}"
             self.fail(problem, kind="leaks")
-        return _paths(self.adapter, self.mix)
+        counts = _paths(self.adapter, self.mix)
+        for observer in self.observers:
+            counts.update(observer.counts)
+        return counts
 
     def steps(self) -> Iterator[int]:
         """Run the engine step by step; yield each step's number before it runs."""
@@ -201,11 +204,16 @@ class MixRun:
             before = [*each.spec.prompt, *each.tokens[:at]]
             if not self.adapter.is_near_tie(before, each.spec.sampling, self.mix):
                 alone = "" if expected is None else f"it gets {self.adapter.spell(expected)}"
-                right = alone or "it has ended by then"
+                right = alone or f"it has ended by then{self._describe_end(each)}"
                 wrong = f"{each.name}, token {at}: {self.adapter.spell(token)}; alone {right}"
                 self._judge(wrong, each, kind="tokens")
             each.near_tie_index = at
             break
+
+    def _describe_end(self, each: ServedRequest) -> str:
+        """Describe the end of a request's slow twin, as the end of a sentence."""
+        ends = filter(None, (observer.describe_end(each) for observer in self.observers))
+        return next((f", {end}" for end in ends), "")
 
     def _judge(self, wrong: str, each: ServedRequest | None = None, *, kind: str) -> None:
         """Fail if ``wrong`` is not empty, and add the history of the request concerned."""

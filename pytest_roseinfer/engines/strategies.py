@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered_capabilities
 from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
-from pytest_roseinfer.engine_capabilities.sampling import draw_parameters
+from pytest_roseinfer.engine_capabilities.sampling import HOTTEST, draw_parameters
 from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def for_adapter_only(adapter: type[EngineAdapter], spec: RequestSpec) -> Request
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """Block sizes for mixes with early ends; a write past a request's end fits into the last block."""
 _MAX_REQUESTS = 6
-_KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow", "relay")
+_KINDS = (
+    *("crowded", "uneven", "continued", "ended") * 2,
+    *("crowded", "anyhow", "relay", "repeated"),
+)
 
 
 @st.composite
@@ -96,13 +99,13 @@ def request_mixes(
 ) -> RequestMix:
     """Draw a small engine, and requests that share prefixes, fill its cache, and come and go.
 
-    Of eleven mixes:
+    Of twelve mixes:
 
     - five start short and long prompts in turn, all at once; three of these run to their last
       token in a cache with hardly more blocks than the largest request needs;
     - two are a prompt and its continuation, in a cache with room for just that;
     - in two, requests end early while another one waits;
-    - one is a relay, and one is arbitrary.
+    - one is a relay, one repeats prompts after their ends, and one is arbitrary.
 
     With ``aim``, the engine has the switches that the path needs. With ``preludes``, two in three
     mixes are one of them with one more request.
@@ -119,6 +122,8 @@ def request_mixes(
         specs = _relay(draw, adapter.vocabulary, longest, new)
     elif kind == "ended":
         specs = _ended_early(draw, adapter.vocabulary, longest, new)
+    elif kind == "repeated":
+        specs = _repeated(draw, adapter, longest, new)
     else:
         specs = _crowd(draw, adapter.vocabulary, longest, new, kind)
     specs = [draw_capability_fields(draw, adapter, each) for each in specs]
@@ -132,6 +137,8 @@ def request_mixes(
     elif kind == "ended":
         # The last request must wait for those that end early.
         room = max(sizes[-1], sum(sizes[:-1])) + block_size
+    elif kind == "repeated":
+        room = draw(st.sampled_from(_rooms_for_repeated(specs, block_size)))
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
@@ -200,16 +207,19 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Req
 def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[RequestSpec]:
     """Draw one or two requests that the model ends early, a longer one, and a late one.
 
+    Some of the first end at their first token.
+
     The late one has a long prompt, and mostly a penalty, since many engines decode such requests
     separately. It takes the blocks of those that ended while their neighbour goes on.
     """
     short = st.integers(1, max(1, longest // 4))
     specs = []
     for at in range(draw(st.integers(1, 2))):
-        sampling = Sampling(new, temperature=3.0, seed=draw(st.integers(0, 20)))
-        specs.append(
-            RequestSpec(common_text(draw(short), vocabulary, at), sampling, ends_early=True)
-        )
+        first = draw(st.sampled_from((False, False, True)))
+        heat = HOTTEST if first else 3.0
+        sampling = Sampling(new, temperature=heat, seed=draw(st.integers(0, 20)))
+        text = common_text(draw(short), vocabulary, at)
+        specs.append(RequestSpec(text, sampling, ends_early=not first, ends_first=first))
     lasting = common_text(draw(short), vocabulary, len(specs))
     specs.append(RequestSpec(lasting, Sampling(new, ignore_eos=True)))
     late = common_text(draw(st.integers(max(1, longest // 2), longest)), vocabulary, len(specs))
@@ -230,6 +240,39 @@ def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list
         RequestSpec(common_text(stored, vocabulary), Sampling(), cancel_after=cancel_after),
         RequestSpec(common_text(stored + more, vocabulary), draw(samplings(max_tokens=new))),
     ]
+
+
+def _repeated(
+    draw: st.DrawFn, adapter: type[EngineAdapter], longest: int, new: int
+) -> list[RequestSpec]:
+    """Draw requests one after the other: short prompts, a long one, and a short one again.
+
+    In a cache without room for all of them, the long one must be evicted for the second short one,
+    since the first was used after it.
+    """
+    short = st.integers(max(1, longest // 6), max(1, longest // 4))
+    lengths = [longest, draw(short), draw(short)]
+    long, again, other = (
+        common_text(length, adapter.vocabulary, at) for at, length in enumerate(lengths)
+    )
+    arrival = 0
+    specs = []
+    begins = draw(st.sampled_from(((long, again), (again, long, again))))
+    for text in (*begins, other, again):
+        tokens = draw(st.sampled_from((1, 1, 2, 3)))
+        sampling = Sampling(min(tokens, new), ignore_eos=draw(st.booleans()))
+        specs.append(RequestSpec(text, sampling, arrival))
+        # Chunks of a prompt may have a single token.
+        arrival += len(text) + tokens + adapter.extra_steps
+    return specs
+
+
+def _rooms_for_repeated(specs: Sequence[RequestSpec], block_size: int) -> list[int]:
+    """Return the room for the last three requests, with an eighth to spare, and for all of them."""
+    blocks = [-(-each.max_tokens // block_size) + 1 for each in specs]
+    needed = (sum(blocks[-3:]), sum(blocks[-3:]), sum(blocks))
+    rooms = [(each * 8 // 7 + 1) * block_size for each in needed]
+    return [max(room, *(each.max_tokens for each in specs)) for room in rooms]
 
 
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)

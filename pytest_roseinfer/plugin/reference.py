@@ -23,7 +23,11 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
 from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.capability import Traits, counted_conditions
-from pytest_roseinfer.engine_capabilities.capability import SamplingCore, for_adapter
+from pytest_roseinfer.engine_capabilities.capability import (
+    SamplingCore,
+    for_adapter,
+    mix_conditions,
+)
 from pytest_roseinfer.plugin import options
 
 if TYPE_CHECKING:
@@ -134,6 +138,9 @@ def _lists_of_cache(adapter: type[Any]) -> dict[str, Iterable[str]]:
 def _lists_of_engine(adapter: type[Any]) -> dict[str, Iterable[str]]:
     spec = for_adapter(adapter, RequestSpec((0,)))
     return {
+        "conditions": (
+            entry(f"`{name}`", description) for name, description in mix_conditions(adapter).items()
+        ),
         "mixes": _fields(RequestMix),
         "requests": _fields(type(spec)),
         "parameters": _fields(type(spec.sampling)),

@@ -25,6 +25,7 @@ from pytest_roseinfer.capabilities.writes import (
     ONE_POSITION,
     SHARED_TWICE,
 )
+from pytest_roseinfer.engine_capabilities.capability import required_conditions
 from pytest_roseinfer.findings.timeline import add
 
 if TYPE_CHECKING:
@@ -292,6 +293,7 @@ class Coverage:
         name = name_of(adapter)
         if name not in self._targets:
             offered, device = adapter.abilities, settings.current().device
+            engine = issubclass(adapter, EngineAdapter)
             self._targets[name] = TargetCoverage(
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
                 [
@@ -300,10 +302,11 @@ class Coverage:
                     *["prefix_hit"] * finds_prefixes(adapter),
                     *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
+                    *(required_conditions(adapter) if engine else ()),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
-                "engine" if issubclass(adapter, EngineAdapter) else "cache",
+                "engine" if engine else "cache",
                 [name for name, path in adapter.paths.items() if path.settings_to_draw],
                 self._method_calls[name],
                 batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),

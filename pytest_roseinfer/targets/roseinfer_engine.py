@@ -11,6 +11,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseTraits
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
@@ -287,9 +288,14 @@ class RoseinferEngine(EngineAdapter):
     max_tokens = shapes.POSITIONS
     extra_steps = max(RUN_AHEAD)
     never_idles = True
+    eos_token = shapes.EOS_TOKEN
     fast_interpreter = True
     sampling = SamplingTraits(min_p=True, presence_and_frequency=True)
+    prefix_reuse = PrefixReuseTraits(
+        finds="full blocks", evicts="least recent", enabled_by={"prefix_cache": True}
+    )
     paths = PATHS
+    conditions = ("ended_by_flushed_stop_string",)
     option_choices = OPTION_CHOICES
     large_mix_tokens = shapes.LONG_POSITIONS
     sizes = SIZES
@@ -330,6 +336,9 @@ class RoseinferEngine(EngineAdapter):
 
     def is_finished(self, request: Any) -> bool:
         return request.finish_reason is not None
+
+    def finish_reason(self, request: Any) -> str:
+        return str(request.finish_reason)
 
     def find_leaks(self) -> str:
         if self.engine.prefixes is not None:

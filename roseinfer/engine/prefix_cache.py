@@ -157,6 +157,7 @@ class PrefixCache:
             self._release_entry(held_prefix.tail)
             held_prefix.tail = None
         size = self.kv.block_size
+        computed_again = False
         while (
             held_prefix.tip is not None
             and held_prefix.tip.cached
@@ -174,7 +175,10 @@ class PrefixCache:
                 return  # two prefixes with one hash: the older entry stays
             else:
                 self._fill_missing_blocks(entry, sequence, held_prefix)
+                computed_again = True
             held_prefix.tip = entry
+        if computed_again:
+            self._renew_path(held_prefix.tip)
 
     def release(self, held_prefix: HeldPrefix, sequence: CachedSequence) -> None:
         """End a sequence, and keep its stored blocks, the partial one too."""
@@ -403,17 +407,20 @@ class PrefixCache:
         return entries[:max_entries]
 
     def _release_all(self, held_prefix: HeldPrefix) -> None:
-        """Release all entries. The whole path to the tip counts as just used, the tip first."""
+        """Release all entries. The whole path to the tip counts as just used."""
         for entry in (*held_prefix.matched, *held_prefix.inserted):
             self._release_entry(entry)
         if held_prefix.tail is not None:
             self._release_entry(held_prefix.tail)
-        ancestor = held_prefix.tip
-        while ancestor is not None:
-            if ancestor in self.evictable_entries:
-                self._uses += 1
-                self.evictable_entries[ancestor] = self._uses
-                self.evictable_entries.move_to_end(ancestor)
-            ancestor = ancestor.parent
+        self._renew_path(held_prefix.tip)
         held_prefix.matched, held_prefix.inserted, held_prefix.completed = [], [], []
         held_prefix.tail = held_prefix.tip = None
+
+    def _renew_path(self, tip: PrefixEntry | None) -> None:
+        """Count the evictable entries of the path to ``tip`` as just used, the tip first."""
+        while tip is not None:
+            if tip in self.evictable_entries:
+                self._uses += 1
+                self.evictable_entries[tip] = self._uses
+                self.evictable_entries.move_to_end(tip)
+            tip = tip.parent

@@ -183,6 +183,21 @@ def test_blocks_are_inserted_below_a_block_of_another_sequence(
     simulation.finish()
 
 
+def test_block_that_is_computed_again_is_evicted_last(simulation: PrefixCacheSimulation) -> None:
+    first, second = (
+        simulation.start([1, 2, 3, 4, 5]),
+        simulation.start([1, 2, 3, 4, 6, 7, 8, 9, 10]),
+    )
+    simulation.grow(first, 5)
+    simulation.release(first)
+    simulation.keep(2, 2, 2, 2, 2)
+    simulation.grow(second, 9)
+    simulation.evict(2)
+    assert simulation.hit(1, 2, 3, 4, 6, 7, 8, 9, 10) == 8
+    simulation.release(second)
+    simulation.finish()
+
+
 def test_block_in_use_outlives_its_evicted_parent(simulation: PrefixCacheSimulation) -> None:
     first, second = simulation.start([1, 2, 3, 4]), simulation.start([1, 2, 3, 4, 5, 6, 7, 8])
     simulation.grow(first, 4)

@@ -69,12 +69,16 @@ class NaivePrefixCache:
         if state.tail and sequence.stored > len(state.tail.prefix):
             self._leave(sequence, state.tail)
             state.tail = None
+        computed_again = False
         while self._open(state) and (len(state.passed) + 1) * size <= sequence.stored:
             prefix = tuple(sequence.tokens[: (len(state.passed) + 1) * size])
+            computed_again |= prefix in self.cached
             if prefix not in self.cached:
                 self.cached[prefix] = NaiveBlock(prefix, {sequence})
                 state.inserted.append(self.cached[prefix])
             state.passed.append(self.cached[prefix])
+        if computed_again:
+            self._renew(state.passed[::-1])
 
     def release(self, sequence: Sequence, planned: int) -> None:
         self.grow(sequence)
@@ -115,6 +119,10 @@ class NaivePrefixCache:
         for each in [*([state.tail] if state.tail else []), *state.passed[::-1]]:
             if sequence in each.users:
                 self._leave(sequence, each)
+            self._renew([each])
+
+    def _renew(self, blocks: list[NaiveBlock]) -> None:
+        for each in blocks:
             if each in self.order:
                 self.order.remove(each)
                 self.order.append(each)

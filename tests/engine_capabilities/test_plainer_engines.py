@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 from zlib import crc32
 
@@ -16,7 +17,7 @@ from pytest_roseinfer import (
     conformance,
     run_mix,
 )
-from pytest_roseinfer.engines.strategies import large_mixes, request_mixes
+from pytest_roseinfer.engines.strategies import for_adapter_only, large_mixes, request_mixes
 from pytest_roseinfer.search.shrink import passes_of_mixes
 from tests.engine_capabilities.engines.broken_engines import ReturnsANeighboursToken
 from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
@@ -52,7 +53,15 @@ class Leaking(Plain):
 @given(request_mixes(Plain))
 def test_mixes_use_only_offered_features(mix_drawn: RequestMix) -> None:
     assert mix_drawn.block_size in Plain.block_sizes
-    assert list(mix_drawn.requests) == [plain(each) for each in mix_drawn.requests]
+    requests = [replace(each, ends_early=False, ends_first=False) for each in mix_drawn.requests]
+    assert requests == [plain(each) for each in mix_drawn.requests]
+
+
+def test_early_ends_are_drawn_only_with_a_stop_token() -> None:
+    endless = type("Endless", (Plain,), {"eos_token": None})
+    spec = RequestSpec((1,), ends_early=True, ends_first=True)
+    assert for_adapter_only(Plain, spec) == spec
+    assert for_adapter_only(endless, spec) == RequestSpec((1,))
 
 
 @FEW_EXAMPLES

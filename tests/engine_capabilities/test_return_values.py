@@ -178,7 +178,7 @@ class ReturnsArrays(DrawingEngine):
 
 
 def test_equivalent_return_values_are_converted() -> None:
-    assert run_mix(ReturnsArrays, LOGPROBS_MIX) == {}
+    assert run_mix(ReturnsArrays, LOGPROBS_MIX) == {"ended_by_length_later": 1}
     assert floats(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)).tolist() == [0.5, 2.0]
     assert floats([torch.tensor(0.5)]).tolist() == [0.5]
 

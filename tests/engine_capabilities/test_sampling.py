@@ -49,7 +49,7 @@ from tests.engine_capabilities.engines.drawing_engine import (
 )
 
 NOT_ALLOWED = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
-AFTER_THE_END = r"request \d, token \d+: \d; alone it has ended by then"
+AFTER_THE_END = r"request \d, token \d+: \d; alone it has ended by then, by its stop string '.*'"
 WRONG_TEXT = r"request \d shows '.*'; its tokens decode to '.*'"
 WRONG_TOP = r"request \d, token \d+: top logprobs are of .*; by the model .*"
 MANY_TOP = r"request \d, token \d+: top logprobs are of .*; they must be of \d+ different tokens"
@@ -336,13 +336,10 @@ def test_adapter_is_used_for_offered_methods_only() -> None:
             assert type(sampling) is Sampling
             return super().submit(prompt, sampling)
 
-    assert (
-        run_mix(
-            WithoutExtras,
-            RequestMix((RequestSpec((1,), stop_spans=((0, 1),)),), options={"batch": 1}),
-        )
-        == {}
-    )
+    assert run_mix(
+        WithoutExtras,
+        RequestMix((RequestSpec((1,), stop_spans=((0, 1),)),), options={"batch": 1}),
+    ) == {"ended_by_length_at_first_token": 1}
 
 
 def test_pieces_need_the_method_decode() -> None:

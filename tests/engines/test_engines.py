@@ -39,7 +39,8 @@ REASONS = {
     ReturnsANeighboursToken: WRONG_TOKEN,
     UsesAnotherPrefix: WRONG_TOKEN,
     LosesTheLastToken: r"request \d ended after \d+ tokens; alone it gets \d+",
-    GeneratesOneTokenMore: r"request \d, token \d+: \d+; alone it has ended by then",
+    GeneratesOneTokenMore: r"request \d, token \d+: \d+; alone it has ended by then, "
+    r"at its limit of \d+ tokens?",
     RemovesATokenShown: r"request \d had \d+ tokens and has \d+",
     IgnoresCancel: r"request \d was cancelled and goes on",
     EndsOthersOnCancel: r"request \d ended after \d+ tokens; alone it gets \d+",

@@ -36,6 +36,7 @@ def test_passing_mix_returns_its_path_counts() -> None:
         "from a prefix": 1,
         "by itself": 4,
         "together": 4,
+        "ended_by_length_later": 3,
     }
 
 
@@ -198,4 +199,5 @@ def test_paths_of_the_last_step_are_counted() -> None:
     assert run_mix(Late, mix(request_spec(1, sampling=Sampling(1)))) == {
         "from the start": 1,
         "by itself": 1,
+        "ended_by_length_at_first_token": 1,
     }

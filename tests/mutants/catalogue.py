@@ -8,6 +8,7 @@ from roseinfer.errors import did_you_mean
 from tests.mutants import (
     catalogue_caches,
     catalogue_decode,
+    catalogue_ends,
     catalogue_engine,
     catalogue_fused,
     catalogue_in_flight,
@@ -44,6 +45,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_windows.MUTANTS,
     *catalogue_switches.MUTANTS,
     *catalogue_fused.MUTANTS,
+    *catalogue_ends.MUTANTS,
 )
 
 

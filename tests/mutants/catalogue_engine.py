@@ -156,6 +156,7 @@ MUTANTS = (
             return
         else:
             self._fill_missing_blocks(entry, session, held_prefix)
+            computed_again = True
         """,
         """
         if entry is None:
@@ -166,6 +167,7 @@ MUTANTS = (
             return
         else:
             self._fill_missing_blocks(entry, session, held_prefix)
+            computed_again = True
         if entry not in held_prefix.inserted:
             held_prefix.inserted.append(entry)
         """,

@@ -1,0 +1,186 @@
+"""Ends of requests: the reason for each end, compared with the right one, and the kinds of ends."""
+
+# mypy: disable-error-code="empty-body"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.capabilities.capability import optional
+from pytest_roseinfer.capabilities.return_values import is_text, returns
+from pytest_roseinfer.engine_capabilities.capability import (
+    EngineCapability,
+    MixCondition,
+    MixObserver,
+)
+from pytest_roseinfer.engine_capabilities.text import FLUSHED, find_stop, is_certain
+from pytest_roseinfer.words import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
+
+STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED = "stop token", "stop string", "length", "cancelled"
+_STOP = "stop"
+"""Reason of engines that do not tell stop tokens and stop strings apart."""
+REASONS = (_STOP, STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED)
+
+
+def _is_reason(value: Any) -> bool:
+    return is_text(value) and value in REASONS
+
+
+class EndingMethods:
+    """Adapter methods for the ends of requests."""
+
+    @optional
+    @returns(_is_reason, f"one of {', '.join(REASONS)}")
+    def finish_reason(self, request: Any) -> str:
+        """Return the reason for the end of a finished request.
+
+        It is ``stop token`` for the end-of-sequence token, ``stop string``, ``length`` for the most
+        tokens that it may have, or ``cancelled``; ``stop`` stands for the first two. With
+        ``eos_token``, the reason is also judged where that token is the last one allowed.
+        """
+
+
+# The right reason, from the tokens and the parameters of a request.
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The right end of a request."""
+
+    reason: str
+    reasons: frozenset[str]
+    """Reasons that an engine may report for it."""
+    detail: str
+    """Description for failure messages."""
+
+
+def ending_of(adapter: Any, spec: Any, tokens: Sequence[int]) -> Ending:
+    """Return the right end of a request that these tokens complete and that is not cancelled."""
+    sampling = spec.sampling
+    text = adapter.decode(tokens) if sampling.stop else ""
+    if text and (span := find_stop(text, sampling.stop)):
+        # An incomplete character that the end of the text flushes comes after another end.
+        uncertain = set() if is_certain(adapter, tokens, span) else {LENGTH, STOP_TOKEN}
+        detail = f"by its stop string {text[span[0] : span[1]]!r}"
+        return Ending(STOP_STRING, frozenset({_STOP, STOP_STRING} | uncertain), detail)
+    at_limit = len(tokens) >= sampling.max_new_tokens
+    ends = not sampling.ignore_eos and bool(tokens)
+    by_token = ends and (tokens[-1] == adapter.eos_token or not at_limit)
+    unknown = ends and at_limit and adapter.eos_token is None and adapter.defines("generate_alone")
+    if by_token:
+        detail = f"by token {adapter.spell(tokens[-1])}"
+        return Ending(STOP_TOKEN, frozenset({_STOP, STOP_TOKEN}), detail)
+    reasons = {LENGTH, _STOP, STOP_TOKEN} if unknown else {LENGTH}
+    limit = format_count(sampling.max_new_tokens, "token")
+    return Ending(LENGTH, frozenset(reasons), f"at its limit of {limit}")
+
+
+_CANCELLED = Ending(CANCELLED, frozenset({CANCELLED}), "as it was cancelled")
+
+
+class Endings(MixObserver):
+    """Counter of the kinds of ends, and judge of their reasons."""
+
+    def __init__(self, run: EngineRun) -> None:
+        super().__init__(run)
+        self._judged: set[int] = set()
+        """Numbers of the requests that have ended."""
+
+    def judge(self, served: ServedRequest) -> str:
+        if not served.finished or served.number in self._judged:
+            return ""
+        self._judged.add(served.number)
+        adapter = self.run.adapter
+        right = _CANCELLED
+        if not served.cancelled:
+            right = ending_of(adapter, served.spec, served.tokens)
+        self.counts[_condition(right.reason, len(served.tokens))] += 1
+        if right.reason == STOP_STRING:
+            self._count_stop_string(served)
+        if not adapter.defines("finish_reason"):
+            return ""
+        reason = adapter.finish_reason(served.request)
+        if reason in right.reasons:
+            return ""
+        return (
+            f"{served.name} ended after {format_count(len(served.tokens), 'token')}, by its "
+            f"finish_reason {reason!r}; it ends {right.detail}, so it must be {right.reason!r}"
+        )
+
+    def _count_stop_string(self, served: ServedRequest) -> None:
+        stops, adapter = served.spec.sampling.stop, self.run.adapter
+        text = adapter.decode(served.tokens)
+        begin, end = find_stop(text, stops) or (0, 0)
+        matched = text[begin:end]
+        self.counts[NESTED] += any(matched in each for each in stops if each != matched)
+        self.counts[FLUSHED] += not is_certain(adapter, served.tokens, (begin, end))
+
+    def describe_end(self, served: ServedRequest) -> str:
+        return ending_of(self.run.adapter, served.spec, served.expected).detail
+
+
+# Conditions: each kind of end, at the first token and later.
+
+
+def _condition(reason: str, num_tokens: int) -> str:
+    name = reason.replace(" ", "_")
+    if reason == CANCELLED:
+        return f"{name}_{'later' if num_tokens else 'before_first_token'}"
+    return f"ended_by_{name}_{'later' if num_tokens > 1 else 'at_first_token'}"
+
+
+NESTED = "ended_by_nested_stop_string"
+
+
+def _has_stop_token(adapter: type[Any]) -> bool:
+    return adapter.eos_token is not None
+
+
+def _has_text(adapter: type[Any]) -> bool:
+    return bool(adapter.defines("pieces"))
+
+
+def _can_cancel(adapter: type[Any]) -> bool:
+    return bool(adapter.defines("cancel"))
+
+
+def _conditions() -> list[MixCondition]:
+    kinds = (
+        (STOP_TOKEN, "the end-of-sequence token", _has_stop_token),
+        (STOP_STRING, "a stop string", _has_text),
+        (LENGTH, "the most tokens that it may have", None),
+    )
+    conditions = []
+    for reason, noun, required in kinds:
+        first, later = _condition(reason, 1), _condition(reason, 2)
+        conditions += [
+            MixCondition(first, f"The first token of a request ended it: {noun}.", required),
+            MixCondition(later, f"A later token of a request ended it: {noun}.", required),
+        ]
+    before, later = _condition(CANCELLED, 0), _condition(CANCELLED, 1)
+    return [
+        *conditions,
+        MixCondition(
+            NESTED, "A request ended by a stop string inside another one of its own.", _has_text
+        ),
+        MixCondition(
+            FLUSHED,
+            "The last of a request's tokens left an incomplete character, which completed a stop "
+            "string.",
+            lambda _: False,
+        ),
+        MixCondition(before, "A request was cancelled before its first token.", _can_cancel),
+        MixCondition(later, "A request was cancelled after its first token.", _can_cancel),
+    ]
+
+
+ENDINGS = EngineCapability(
+    methods=EndingMethods,
+    observers=(Endings,),
+    conditions=_conditions(),
+)

@@ -1,0 +1,211 @@
+"""Prefix reuse: tokens of prompts that are served from the prefix cache, and how many must be."""
+
+# mypy: disable-error-code="empty-body"
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pytest_roseinfer.capabilities.capability import Traits, optional
+from pytest_roseinfer.capabilities.return_values import is_number, returns
+from pytest_roseinfer.engine_capabilities.capability import (
+    EngineCapability,
+    MixCondition,
+    MixObserver,
+)
+from pytest_roseinfer.words import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
+
+
+@dataclass(frozen=True)
+class PrefixReuseTraits(Traits):
+    """Promises of an engine about the prompts that it finds in its prefix cache."""
+
+    finds: Literal["some", "full blocks"] = "some"
+    """``full blocks`` if a prompt begins with every full block of an earlier text that it shares,
+    one token left out, unless that was evicted. The text is that of a request that has ended, and
+    nothing is evicted while there is room for all texts."""
+    evicts: Literal["any", "least recent"] = "any"
+    """``least recent`` if the text that was not used for the longest time is evicted first, so that
+    others are found again."""
+    enabled_by: dict[str, Any] = field(default_factory=dict)
+    """Values of switches without which nothing is promised."""
+
+
+class PrefixReuseMethods:
+    """Adapter methods for the prefix cache."""
+
+    prefix_reuse: ClassVar[PrefixReuseTraits] = PrefixReuseTraits()
+    """Promises about the prompts that are found."""
+
+    @optional
+    @returns(is_number, "a number of tokens")
+    def cached_tokens(self, request: Any) -> int:
+        """Return the number of tokens that were served from the prefix cache.
+
+        It counts the request's latest start; a preempted request starts again. It is never more
+        than the request can share with texts that were computed before, and with ``prefix_reuse``
+        not less than the engine promises.
+        """
+
+
+FOUND = "prompt_found_again"
+FOUND_AFTER_EVICTION = "prompt_found_after_eviction"
+_SPARE = 8
+"""Divisor of the cache's blocks: one in this many may be evicted early."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """The use of the cache by one request."""
+
+    submitted: int
+    """Step before which it was submitted."""
+    ended: int | None = None
+    """Step after which it had ended; None before."""
+    cached: int = 0
+    """Number of cached tokens after the latest step."""
+    may_be_restarted: bool = False
+    """True once it may have started before the latest step."""
+    text: Sequence[int] = ()
+    """Its prompt and tokens; those of a cancelled request stay, which an engine may drop."""
+
+
+class PrefixReuse(MixObserver):
+    """Judge of the number of tokens that are served from the prefix cache."""
+
+    any_of = ("cached_tokens",)
+
+    def __init__(self, run: EngineRun) -> None:
+        super().__init__(run)
+        self._step = 0
+        self._uses: dict[int, _Use] = {}
+        """Use of each request, by its number."""
+
+    def act(self, step: int) -> str:
+        self._step = step
+        return ""
+
+    def note(self, served: ServedRequest) -> None:
+        use = self._uses.setdefault(served.number, _Use(self._step))
+        text = [*served.spec.prompt, *served.tokens]
+        use.text = max(use.text, text, key=len)
+        if not served.finished:
+            use.cached = self.run.adapter.cached_tokens(served.request)
+
+    def judge(self, served: ServedRequest) -> str:
+        use = self._uses[served.number]
+        problem = ""
+        if use.ended is None:
+            first = bool(served.tokens) and not served.num_tokens_before
+            problem = self._too_many(served, use) or (self._too_few(served, use) if first else "")
+            use.may_be_restarted = use.may_be_restarted or self._has_begun(served, use)
+        if served.finished and use.ended is None:
+            use.ended = self._step
+        return problem
+
+    def _has_begun(self, served: ServedRequest, use: _Use) -> bool:
+        """Return True unless it is known to have been waiting until now."""
+        adapter = self.run.adapter
+        if served.finished or served.tokens:
+            return True
+        if adapter.defines("stage"):
+            return bool(adapter.stage(served.request) != "waiting")
+        return self._step > use.submitted
+
+    def _too_many(self, served: ServedRequest, use: _Use) -> str:
+        """Judge the upper bound: the longest prefix that another text has, or its own."""
+        most, prompt = len(use.text), served.spec.prompt
+        if not use.may_be_restarted:
+            others = (each.text for number, each in self._uses.items() if number != served.number)
+            most = max((_shared(prompt, text) for text in others), default=0)
+        if use.cached <= most:
+            return ""
+        return (
+            f"{served.name} began with {format_count(use.cached, 'cached token')}; it shares "
+            f"{most} with the texts before it"
+        )
+
+    def _too_few(self, served: ServedRequest, use: _Use) -> str:
+        """Judge the lower bound, where the engine promises one."""
+        mix, traits = self.run.mix, self.run.adapter.prefix_reuse
+        enabled = traits.enabled_by.items() <= mix.options.items()
+        if traits.finds != "full blocks" or not enabled:
+            return ""
+        if getattr(served.spec.sampling, "prompt_logprobs", False):
+            return ""  # a prompt whose logprobs are wanted is computed
+        known = [each for each in self.run.served if each.number in self._uses]
+        for other in known:
+            of_other = self._uses[other.number]
+            if of_other.ended is None or of_other.ended > use.submitted or other.cancelled:
+                continue
+            stored = of_other.text[:-1]  # the last token is never stored
+            shared = _shared(served.spec.prompt[:-1], stored) // mix.block_size * mix.block_size
+            used_since = known
+            if traits.evicts == "least recent":
+                used_since = [each for each in known if self._is_used_since(each, of_other)]
+            if not shared or not self._fits(used_since, shared):
+                continue
+            if use.cached < shared:
+                return (
+                    f"{served.name} began with {format_count(use.cached, 'cached token')}; the "
+                    f"cache has room for the {shared} that it shares with request {other.number}"
+                )
+            self.counts[FOUND] += 1
+            self.counts[FOUND_AFTER_EVICTION] += not self._fits(known, shared)
+        return ""
+
+    def _is_used_since(self, each: ServedRequest, other: _Use) -> bool:
+        ended = self._uses[each.number].ended
+        return ended is None or ended > other.submitted
+
+    def _fits(self, used: Sequence[ServedRequest], shared: int) -> bool:
+        """Return True if the cache has room for the texts of all these requests together.
+
+        Two of them have the ``shared`` first tokens in the same blocks. Each may take one block
+        more, for a copy of a partial one.
+        """
+        size = self.run.mix.block_size
+        blocks = sum(-(-_most_tokens(each) // size) + 1 for each in used) - shared // size
+        capacity = self.run.mix.cache_tokens // size
+        return bool(blocks + capacity // _SPARE <= capacity)
+
+
+def _most_tokens(served: ServedRequest) -> int:
+    return len(served.spec.prompt) + max(len(served.expected), len(served.tokens))
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _finds_full_blocks(adapter: type[Any]) -> bool:
+    return bool(adapter.defines("cached_tokens") and adapter.prefix_reuse.finds == "full blocks")
+
+
+def _evicts_least_recent(adapter: type[Any]) -> bool:
+    return _finds_full_blocks(adapter) and adapter.prefix_reuse.evicts == "least recent"
+
+
+PREFIX_REUSE = EngineCapability(
+    methods=PrefixReuseMethods,
+    observers=(PrefixReuse,),
+    conditions=(
+        MixCondition(
+            FOUND,
+            "A prompt shared full blocks with a text that had ended and that must still be stored.",
+            _finds_full_blocks,
+        ),
+        MixCondition(
+            FOUND_AFTER_EVICTION,
+            "The same, where other texts had to be evicted.",
+            _evicts_least_recent,
+        ),
+    ),
+)

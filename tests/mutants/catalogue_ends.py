@@ -1,0 +1,115 @@
+"""Bugs in the ends of requests and in their reasons, and in what of a prompt is found again."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import ENGINE, Mutant
+
+_ENGINE = "roseinfer.engine.engine"
+_PREFIXES = "roseinfer.engine.prefix_cache"
+_REQUEST = "roseinfer.engine.request"
+_TEXT = "roseinfer.text.completion_text"
+
+
+def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:
+    return Mutant(name, wrong, module, function, find, replace, targets=(ENGINE,))
+
+
+MUTANTS = (
+    _mutant(
+        "stop-token-at-the-limit-reported-as-length",
+        "A stop token that is also the last token allowed is reported as the limit.",
+        _ENGINE,
+        "Engine._add_token",
+        'return self._final_update(request, token, "", FinishReason.STOP)',
+        """
+        reason = (
+            FinishReason.LENGTH if length == request.max_total_length else FinishReason.STOP
+        )
+        return self._final_update(request, token, "", reason)
+        """,
+    ),
+    _mutant(
+        "stop-string-reported-as-length",
+        "A text that a stop string ends is reported as one that reached its limit.",
+        _ENGINE,
+        "Engine._add_token",
+        """
+        if stopped or complete:
+            return self._final_update(request, token, text, FinishReason.STOP)
+        """,
+        """
+        if stopped or complete:
+            return self._final_update(request, token, text, FinishReason.LENGTH)
+        """,
+    ),
+    _mutant(
+        "cancelled-reported-as-stop",
+        "A cancelled request is reported as one that ended by itself.",
+        _ENGINE,
+        "Engine._cancel",
+        "self._finish_request(request, FinishReason.CANCELLED)",
+        "self._finish_request(request, FinishReason.STOP)",
+    ),
+    _mutant(
+        "stop-token-unseen-as-first",
+        "A stop token does not end a request whose first token it is.",
+        _ENGINE,
+        "Engine._add_token",
+        "ends = token in self._eos_token_ids and not request.params.ignore_eos",
+        "ends = token in self._eos_token_ids and not request.params.ignore_eos and not first",
+    ),
+    _mutant(
+        "stop-string-unseen-inside-another",
+        "A stop string is not found while a longer one that contains it has begun.",
+        _TEXT,
+        "StopStringMatcher._connect",
+        """
+        self._matched_stop_length[longer] = (
+            self._matched_stop_length[longer] or self._matched_stop_length[shorter]
+        )
+        """,
+        "",
+    ),
+    _mutant(
+        "stop-string-unseen-in-the-flushed-text",
+        "A stop string that an incomplete character completes at the end of a text is not cut.",
+        _TEXT,
+        "CompletionText.finish",
+        """
+        text, stopped = self._stops.feed(text)
+        if not stopped:
+            text += self._stops.flush()
+        """,
+        "text = self._stops.flush() + text",
+    ),
+    _mutant(
+        "cached-tokens-count-the-prompt",
+        "The first token to compute counts as served from the prefix cache.",
+        _REQUEST,
+        "RequestBlockAllocator.reuse_prefix",
+        "request.num_cached_tokens = sequence.num_stored = sequence.token_capacity = num_tokens",
+        """
+        sequence.num_stored = sequence.token_capacity = num_tokens
+        request.num_cached_tokens = num_tokens + (num_tokens > 0)
+        """,
+    ),
+    _mutant(
+        "last-full-block-never-found",
+        "A lookup leaves out the last full block of a prompt, although one more token follows.",
+        _PREFIXES,
+        "PrefixCache._full_blocks",
+        "while parent.end + size <= max_tokens: ...",
+        "while parent.end + size < max_tokens: ...",
+    ),
+    _mutant(
+        "most-recent-prefix-evicted-first",
+        "The prefix that was used last is evicted first.",
+        _PREFIXES,
+        "PrefixCache._mark_evictable_entry",
+        "self.evictable_entries[entry] = self._uses",
+        """
+        self.evictable_entries[entry] = -self._uses
+        self.evictable_entries.move_to_end(entry, last=False)
+        """,
+    ),
+)
