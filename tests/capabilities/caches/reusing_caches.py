@@ -108,7 +108,7 @@ class ReusesSlots(PagedCache):
         return self.length_of_slot[slot]
 
     def free_slot(self) -> int:
-        return next(slot for slot in range(99) if slot not in self.slots.values())
+        return next(slot for slot in range(999) if slot not in self.slots.values())
 
     def free(self, seq: int) -> None:
         super().free(seq)
