@@ -44,7 +44,12 @@ from tests.capabilities.caches.broken_swap_caches import (
     GivesBackTwice,
     ReusesBlocksBeforeTheCopy,
 )
-from tests.capabilities.caches.swap_cache import EagerSwapCache, SwapCache, SwapTextCache
+from tests.capabilities.caches.swap_cache import (
+    EagerSwapCache,
+    SwapCache,
+    SwapTextCache,
+    UnsharedSwapCache,
+)
 from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
@@ -56,7 +61,7 @@ SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache, SwapTextCache])
+@pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache, SwapTextCache, UnsharedSwapCache])
 def test_right_swapping_cache_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=15, steps=16, seed=1))
     tests = conformance(cache)()
