@@ -238,7 +238,7 @@ class ReuseConditions(Observer):
 
     def after(self, observation: Observation) -> Mapping[str, int]:
         kept, away = observation.after.containers.values(), observation.oracle.absent
-        handles = (handle for handle, _ in self.run.cache_under_test.open_reservations)
+        handles = (each.handle for each in self.run.cache_under_test.open_reservations)
         met = {
             "handle_used_again": self._handles.count_reused(handles),
             "slot_used_again": self._slots.count_reused(

@@ -64,6 +64,16 @@ class Device:
         tensor.copy_(poison_of(tensor.dtype, Poison.INPUT))
 
 
+class OpenReservation(NamedTuple):
+    """Room that a cache reserved for tokens that are not written yet."""
+
+    handle: object
+    """Return value of ``reserve``."""
+    options: Mapping[str, Any]
+    """Values of the switches at that time."""
+    seqs: Sequence[int]
+
+
 @dataclass(slots=True)
 class CacheUnderTest:
     """A cache under test, and the state that operations need to drive it."""
@@ -73,8 +83,8 @@ class CacheUnderTest:
     """Current values of the switches."""
     planned_options: Mapping[str, Any] = field(default_factory=dict)
     """Values of the switches when the present step was planned."""
-    open_reservations: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
-    """Handle that the cache returned, and the switches at that time, of each open reservation."""
+    open_reservations: list[OpenReservation] = field(default_factory=list)
+    """Reservations whose tokens are not written, the oldest first."""
     lookup_handles: dict[int, object] = field(default_factory=dict)
     """Return values of ``look_up``, by the sequence that is to begin with them."""
     swap_handles: dict[int, object] = field(default_factory=dict)
@@ -193,6 +203,8 @@ class Operation:
     """True if the device must finish after it, since the whole cache is read then."""
     needs_tokens: ClassVar[bool] = False
     """True if each sequence that it uses must have at least one token."""
+    ends_reservations: ClassVar[bool] = False
+    """True if its sequences have reserved tokens that are not written."""
     least: ClassVar[int] = 1
     """Smallest number that its fields may hold, except those in ``NAMING``."""
 

@@ -23,11 +23,18 @@ class PreemptionMethods:
 
     @optional
     def preempt(self, seq: int) -> None:
-        """Free the blocks of a sequence, which keeps its name until ``resume`` or ``free``."""
+        """Free the blocks of a sequence, which keeps its name until ``resume`` or ``free``.
+
+        The cache may keep their tokens until another sequence needs the blocks: the ledger lists
+        such blocks as free and ``cached``.
+        """
 
     @optional
     def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write all tokens of a preempted sequence again, with the same keys and values."""
+        """Write all tokens of a preempted sequence again, with the same keys and values.
+
+        Tokens in blocks that were kept need not be written.
+        """
 
 
 @dataclass(slots=True)

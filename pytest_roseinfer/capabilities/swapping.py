@@ -25,6 +25,9 @@ class SwappingMethods:
     swap_out_holds: ClassVar[bool] = True
     """True if a sequence holds its blocks until ``finish_swap_out``; False if they are free as soon
     as ``swap_out`` returns, since they were copied by then."""
+    swap_shared_errors: ClassVar[tuple[type[BaseException], ...]] = ()
+    """Errors of ``swap_out``: it raises one of them, and changes nothing, for a sequence that
+    shares a block with another one; empty if such sequences are swapped out too."""
 
     @optional
     def swap_out(self, seq: int) -> object:
@@ -73,13 +76,15 @@ class Swapped(State):
     any_of: ClassVar = ("swap_out",)
     holds_blocks: bool = True
     """Value of ``SwappingMethods.swap_out_holds``."""
+    refuses_shared: bool = False
+    """True if sequences that share a block are not swapped out."""
     stages: dict[int, Stage] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Tokens of each sequence, as it must read back after the swap-in."""
 
     @classmethod
     def of(cls, adapter: Any) -> Swapped:
-        return cls(adapter.swap_out_holds)
+        return cls(adapter.swap_out_holds, bool(adapter.swap_shared_errors))
 
     @property
     def absent(self) -> Mapping[int, Absence]:
@@ -152,6 +157,15 @@ class SwapOut(_Swap):
             return False
         used = swap_state(oracle).blocks(oracle.block_size)
         return used + len(oracle.sequences[self.seq]) <= oracle.capacity
+
+    def allowed(self, oracle: operation.Oracle) -> bool:
+        shares = any(page.holders > 1 for page in oracle.sequences[self.seq])
+        return not (shares and swap_state(oracle).refuses_shared)
+
+    def refusal(self, oracle: operation.Oracle) -> operation.Refusal:
+        if self.allowed(oracle):
+            return operation.Operation.refusal(self, oracle)
+        return operation.Refusal("swap_shared_errors", "it must refuse", "it shares a block")
 
     def change(self, oracle: operation.Oracle) -> None:
         out = swap_state(oracle)

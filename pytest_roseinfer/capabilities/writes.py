@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 class WriteMethods:
     """Adapter methods that write, besides ``append``."""
 
+    cancels_reservations: ClassVar[bool] = False
+    """True if ``free`` may be called for a sequence with reserved tokens that are not written, as
+    when a request is cancelled before its step has run. Its reservations, which have no other
+    sequence, are not filled then."""
+
     @optional
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Begin a new sequence with a whole prompt."""
@@ -83,6 +88,15 @@ class Reservations(State):
 
     def unwritten(self, seq: int) -> int:
         return sum(count for each in self.open for name, count in each.rows if name == seq)
+
+    def on_free(self, seq: int) -> None:
+        self.open = [each for each in self.open if seq not in dict(each.rows)]
+
+    def cancellable(self) -> list[int]:
+        """List the sequences whose reservations are for themselves alone."""
+        names = {frozenset(dict(each.rows)) for each in self.open}
+        alone = {seq for seqs in names if len(seqs) == 1 for seq in seqs}
+        return sorted(alone - {seq for seqs in names if len(seqs) > 1 for seq in seqs})
 
 
 def reservations(oracle: operation.Oracle) -> list[Written]:
@@ -268,7 +282,7 @@ class Reserve(operation.Operation):
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)
-        cache.open_reservations.append((handle, cache.options))
+        cache.open_reservations.append(operation.OpenReservation(handle, cache.options, self.seqs))
 
     def copies_blocks(self, oracle: operation.Oracle) -> bool:  # noqa: ARG002
         return True
@@ -298,7 +312,7 @@ class Fill(operation.Operation):
         oracle.slide_written(filled.rows)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
-        handle, cache.planned_options = cache.open_reservations.pop(0)
+        handle, cache.planned_options, _ = cache.open_reservations.pop(0)
         try:
             cache.adapter.fill(handle, cache.key, cache.value)
         except Exception as error:
@@ -310,6 +324,41 @@ class Fill(operation.Operation):
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         if reservations(writer.oracle):
             yield operation.DrawOption(40, 2, cls)
+
+
+@operation.register("Cancel")
+class Cancel(operation.Operation):
+    """Free a sequence with reserved tokens that are not written, which are never filled."""
+
+    seq: int
+
+    needs = frozenset({"reserve", "fill", "free"})
+    ends_reservations = True
+
+    def describe(self) -> str:
+        return f"cancel sequence {self.seq}, whose reserved tokens are not written"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        state = oracle.state(Reservations)
+        return state is not None and self.seq in state.cancellable()
+
+    def changed_seqs(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.free(self.seq)
+
+    def drive(self, cache: operation.CacheUnderTest) -> None:
+        cache.open_reservations = [
+            each for each in cache.open_reservations if self.seq not in each.seqs
+        ]
+        cache.adapter.free(self.seq)
+
+    @classmethod
+    def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
+        state = writer.oracle.state(Reservations)
+        if writer.adapter.cancels_reservations and state and (seqs := state.cancellable()):
+            yield operation.DrawOption(81, 3, lambda: cls(writer.pick(seqs)))
 
 
 # Kinds of batches that a test of batched writes must cover
@@ -396,6 +445,24 @@ def share_blocks(writer: operation.Writer) -> None:
     for _ in range(writer.between(1, 2)):
         if not writer.no_more_steps:
             writer.take(Fork.draw_for_any(writer))
+
+
+def cancel_reserved(writer: operation.Writer) -> None:
+    """Open with a prompt that is cancelled before it is written, and its name used again.
+
+    Or add no steps. The blocks of the prompt hold nothing then, and no later text is found there.
+    """
+    able = Cancel.needs <= writer.adapter.abilities and writer.adapter.cancels_reservations
+    if able and writer.pick((False, False, True)):
+        operation.add_while_fitting(writer, _cancel_reserved(writer))
+
+
+def _cancel_reserved(writer: operation.Writer) -> Iterator[operation.Operation]:
+    size, (seq,) = writer.oracle.block_size, writer.fresh(1)
+    yield Reserve((seq,), (writer.pick((size, size + 1, 2 * size)),), writer.layout())
+    yield Cancel(seq)
+    yield Reserve((seq,), (writer.pick((1, size)),), writer.layout())
+    yield Fill()
 
 
 # Writes that need all free blocks, so that freed and cached blocks are overwritten
@@ -516,7 +583,10 @@ def written(counts: Mapping[int, int], can: frozenset[str]) -> Iterator[Operatio
 
 WRITES = Capability(
     methods=WriteMethods,
-    preludes=(Prelude(("fork",), 30, share_blocks),),
+    preludes=(
+        Prelude(("fork",), 30, share_blocks),
+        Prelude(("reserve",), 31, cancel_reserved),
+    ),
     walk=_walk,
     large=_large,
     misuse=(
@@ -544,5 +614,6 @@ WRITES = Capability(
         Prefill,
         Reserve,
         Fill,
+        Cancel,
     ),
 )

@@ -333,7 +333,8 @@ def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
 
 def _can_be_done(step: Operation, oracle: Oracle) -> bool:
     unwritten = oracle.sequences.keys() - {*oracle.usable} - oracle.absent.keys()
-    return unwritten.isdisjoint([*step.changed_seqs(), *step.uses()]) and step.possible(oracle)
+    spared = step.ends_reservations or unwritten.isdisjoint([*step.changed_seqs(), *step.uses()])
+    return spared and step.possible(oracle)
 
 
 def _with(history: History, steps: Iterable[Operation]) -> History:

@@ -23,15 +23,24 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.truncation import Truncate
-from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.capabilities.writes import (
+    Append,
+    Cancel,
+    Fill,
+    Prefill,
+    Reservations,
+    Reserve,
+    reservations,
+)
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
-from tests.capabilities.caches import broken_text_caches, merging_caches
+from tests.capabilities.caches import broken_text_caches, merging_caches, reserving_caches
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache, FindsWhatWasCut
 from tests.capabilities.caches.merging_caches import MergesLater
 from tests.capabilities.caches.paged_cache import PagedCache
+from tests.capabilities.caches.reserving_caches import ReservingCache
 from tests.capabilities.caches.tail_cache import TailCache
 from tests.capabilities.caches.text_cache import (
     HashedTextCache,
@@ -58,7 +67,15 @@ def test_texts_are_equal_up_to_their_branch() -> None:
 
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
-    "cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache, MergesLater]
+    "cache",
+    [
+        TextCache,
+        HashedTextCache,
+        HashesOnce,
+        RenewedTextCache,
+        MergesLater,
+        ReservingCache,
+    ],
 )
 def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
@@ -71,7 +88,7 @@ def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "broken",
-    [*broken_text_caches.BROKEN, *merging_caches.BROKEN],
+    [*broken_text_caches.BROKEN, *merging_caches.BROKEN, *reserving_caches.BROKEN],
     ids=lambda cache: cache.__name__,
 )
 @pytest.mark.parametrize("seed_number", range(3))
@@ -84,6 +101,24 @@ def test_broken_prefix_reuse_fails(broken: type[KVCacheAdapter], seed_number: in
 
     with pytest.raises(Divergence):
         check()
+
+
+def test_cancelled_prompt_is_neither_filled_nor_found() -> None:
+    steps = Reserve((0,), (3,)), Reserve((1,), (2,)), Cancel(0), Fill(), Prefill(2, 4)
+    history = History(CacheSpec(block_size=2), steps, texts=((0, 0),))
+    run_history(ReservingCache, history)
+    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
+    with pytest.raises(Divergence, match="only 0 of them may be found now"):
+        run_history(reserving_caches.KeepsTheTextOfCancelled, history)
+
+
+def test_reservation_of_several_sequences_cannot_be_cancelled() -> None:
+    oracle = Oracle(2, 8, states={Reservations: Reservations()})
+    for step in (Reserve((0, 1), (1, 1)), Reserve((2,), (1,)), Reserve((2,), (1,))):
+        step.apply(oracle)
+    assert [Cancel(seq).possible(oracle) for seq in range(4)] == [False, False, True, False]
+    Cancel(2).apply(oracle)
+    assert [len(each.rows) for each in reservations(oracle)] == [2]
 
 
 SPEC = CacheSpec(block_size=2)

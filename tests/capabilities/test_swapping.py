@@ -44,7 +44,14 @@ from tests.capabilities.caches.broken_swap_caches import (
     GivesBackTwice,
     ReusesBlocksBeforeTheCopy,
 )
-from tests.capabilities.caches.swap_cache import EagerSwapCache, SwapCache, SwapTextCache
+from tests.capabilities.caches.keeping_caches import BROKEN as BROKEN_KEEPING
+from tests.capabilities.caches.keeping_caches import KeepsUntilNeeded
+from tests.capabilities.caches.swap_cache import (
+    EagerSwapCache,
+    SwapCache,
+    SwapTextCache,
+    UnsharedSwapCache,
+)
 from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
@@ -56,7 +63,9 @@ SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache, SwapTextCache])
+@pytest.mark.parametrize(
+    "cache", [SwapCache, EagerSwapCache, SwapTextCache, UnsharedSwapCache, KeepsUntilNeeded]
+)
 def test_right_swapping_cache_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=15, steps=16, seed=1))
     tests = conformance(cache)()
@@ -69,7 +78,7 @@ def test_right_swapping_cache_passes(cache: type[KVCacheAdapter]) -> None:
 
 
 @pytest.mark.sampled_cases
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_KEEPING], ids=lambda cache: cache.__name__)
 def test_broken_swapping_cache_fails(broken: type[KVCacheAdapter]) -> None:
     with pytest.raises(Divergence):
         check_drawn_histories(broken, 300, 2, partial(run_history, broken))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.capabilities.caches.swap_cache import EagerSwapCache, SwapCache, SwapTextCache, Transfer
+from tests.capabilities.caches.swap_cache import (
+    EagerSwapCache,
+    SharesABlock,
+    SwapCache,
+    SwapTextCache,
+    Transfer,
+    UnsharedSwapCache,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +118,26 @@ class SharesBlocksByOldContents(SwapTextCache):
     def finish_swap_in(self, coming: Any) -> None:
         seq, found = coming
         super().finish_swap_in((seq, max(found, min(1, len(self.tables[seq])))))
+
+
+class LooksAtTheLastBlock(UnsharedSwapCache):
+    """S9: swaps a sequence out unless its last block is shared, and so frees others' blocks."""
+
+    def swap_out(self, seq: int) -> object:
+        if self.holders[self.tables[seq][-1]] > 1:
+            raise SharesABlock(f"sequence {seq}")
+        return SwapCache.swap_out(self, seq)
+
+
+class TakesSpaceBeforeItRefuses(UnsharedSwapCache):
+    """S9: takes swap space for a sequence before it refuses to swap it out."""
+
+    def swap_out(self, seq: int) -> object:
+        try:
+            return super().swap_out(seq)
+        except SharesABlock:
+            del self.space[-len(self.tables[seq]) :]
+            raise
 
 
 class FreesUnderOthers(SwapCache):
@@ -223,6 +250,8 @@ BROKEN = (
     ReadsBeforeSwapIn,
     FindsTextsBeforeSwapIn,
     SharesBlocksByOldContents,
+    LooksAtTheLastBlock,
+    TakesSpaceBeforeItRefuses,
     FreesUnderOthers,
     KeepsSharedBlocks,
     GivesBackTwice,

@@ -136,6 +136,21 @@ class EagerSwapCache(SwapCache):
         """Do nothing, as the copy is complete."""
 
 
+class SharesABlock(Exception):
+    """A sequence is not swapped out while another one holds one of its blocks."""
+
+
+class UnsharedSwapCache(SwapCache):
+    """Swaps out only sequences that share no block."""
+
+    swap_shared_errors = (SharesABlock,)
+
+    def swap_out(self, seq: int) -> object:
+        if any(self.holders[block] > 1 for block in self.tables[seq]):
+            raise SharesABlock(f"sequence {seq}")
+        return super().swap_out(seq)
+
+
 class SwapTextCache(TextCache):
     """Does not find texts that are swapped out, except in blocks that other sequences hold.
 
