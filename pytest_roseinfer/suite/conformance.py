@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from pytest_roseinfer.histories.history import History
 
 _EXAMPLES_OF_A_TURN = 12
-_TURNS_BEFORE_LARGE = 2
-"""Turns of drawn examples before the large ones: most bugs are found with smaller examples."""
+_TURNS_BEFORE_LARGE = 1
+"""Number of turns of drawn examples before the large ones, which are not the first to find most
+bugs."""
 _SHARE_IN_BATCHES = 0.13
 """Share of the examples that start with batches: of 100, enough for 40 batches of each kind."""
 

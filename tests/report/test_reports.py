@@ -95,7 +95,7 @@ def test_every_requested_report_is_written(
     assert target["histories"] == 25
     assert target["kind"] == "cache"
     assert min(target["tested"][name] for name in ("make", "append", "peek", "table")) >= 25
-    assert target["not_offered"][:2] == ["gather", "fork"]
+    assert target["not_offered"][:2] == ["gather", "gather_first"]
     assert times.keys() == {"all_rows", "new_block"}
     assert min(times.values()) > 3
     checked = target["checked"]

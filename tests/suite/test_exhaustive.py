@@ -46,6 +46,20 @@ MANAGER = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
 KERNELS_OFF = {"triton": False}
 FIRST_STEPS: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
     broken_text_caches.ReusesAStaleLookup: (Prefill(0, 6), Free(0), LookUp(2, 4)),
+    broken_text_caches.RenewsOnARefusal: (
+        Prefill(0, 2),
+        Prefill(1, 2),
+        Free(0),
+        Free(1),
+        Prefill(2, 8),
+    ),
+    broken_text_caches.EvictsWhileBlocksAreFree: (
+        Prefill(0, 2),
+        Free(0),
+        Append((1,)),
+        Free(1),
+        Append((2,)),
+    ),
     broken_text_caches.HitsDoNotRenew: (Prefill(0, 6), Free(0), Prefill(1, 6)),
     branching_text_caches.WritesUnderAKeptKey: (
         Prefill(0, 2),
@@ -54,7 +68,7 @@ FIRST_STEPS: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
         Free(1),
     ),
 }
-"""First steps of a walk, for bugs that only the fifth or sixth step reveals."""
+"""First steps of a walk, for bugs that only the fifth step or a later one reveals."""
 BROKEN = (
     broken_window_caches.FreesATokenEarly,
     broken_window_caches.SlidesTheFirstGroupOnly,

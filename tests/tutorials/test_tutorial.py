@@ -64,9 +64,9 @@ def test_verbose_run_lists_methods_and_sizes(list_cache_project: Project) -> Non
     result = list_cache_project.pytest("-v", "-k", "histories", "-W", "error")
     result.stdout.fnmatch_lines(
         [
-            "largest: 129 rows, *, 516 tokens",
+            "largest: 130 rows, *, 516 tokens",
             "tested: make *, append *, peek *",
-            "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
+            "not offered: table, ledger, gather, gather_first, fork, *append_many, *path_counts*",
             "checked: read_back *",
         ]
     )
