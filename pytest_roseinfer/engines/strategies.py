@@ -216,8 +216,10 @@ def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> li
     specs = []
     for at in range(draw(st.integers(1, 2))):
         first = draw(st.sampled_from((False, False, True)))
+        # As the only token allowed, it ends the text for two reasons.
+        tokens = draw(st.sampled_from((1, new))) if first else new
         heat = HOTTEST if first else 3.0
-        sampling = Sampling(new, temperature=heat, seed=draw(st.integers(0, 20)))
+        sampling = Sampling(tokens, temperature=heat, seed=draw(st.integers(0, 20)))
         text = common_text(draw(short), vocabulary, at)
         specs.append(RequestSpec(text, sampling, ends_early=not first, ends_first=first))
     lasting = common_text(draw(short), vocabulary, len(specs))

@@ -61,6 +61,8 @@ LONG: dict[str, _Shape] = {
 }
 HYBRID = "half windowed qwen3"
 """Model with one layer that attends to all tokens, and one to the last ``WINDOW``."""
+TWO_GROUPS = "twice windowed qwen3"
+"""Model with one layer that attends to all tokens, and two of one window, each in its own group."""
 SOFTCAP = "capped gemma2"
 ATTENTION_SINKS = "gpt-oss with sinks"
 """Model with attention sinks; here and in ``SOFTCAP`` too, every second layer has a window."""
@@ -69,6 +71,7 @@ _WINDOWED: dict[str, _Shape] = {
     HYBRID: ("qwen3", 4, 2, 6),
     SOFTCAP: ("gemma2", 4, 2, 6),
     ATTENTION_SINKS: ("gpt_oss", 4, 2, 6),
+    TWO_GROUPS: ("qwen3", 4, 2, 6),
 }
 _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
     # Default scores are scaled for heads of 256, and too small for the cap to have an effect.
@@ -109,7 +112,7 @@ def config(name: str) -> Any:
         family,
         hidden_size=24 if 24 % heads == 0 else 2 * heads,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=2 + (name == TWO_GROUPS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

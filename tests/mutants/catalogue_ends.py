@@ -1,4 +1,4 @@
-"""Bugs in the ends of requests and in their reasons, and in what of a prompt is found again."""
+"""Bugs in the ends of requests, their refusals and pauses, and in what of a prompt is found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ _ENGINE = "roseinfer.engine.engine"
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _REQUEST = "roseinfer.engine.request"
 _TEXT = "roseinfer.text.completion_text"
+_SCHEDULER = "roseinfer.engine.scheduler"
+_SAMPLING = "roseinfer.sampling"
 
 
 def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:
@@ -110,6 +112,43 @@ MUTANTS = (
         """
         self.evictable_entries[entry] = -self._uses
         self.evictable_entries.move_to_end(entry, last=False)
+        """,
+    ),
+    _mutant(
+        "oversized-request-accepted",
+        "A request may take one block more than the cache has.",
+        _REQUEST,
+        "RequestLimits.validated_max_tokens",
+        "if blocks > self.capacity: ...",
+        "if blocks > self.capacity + 1: ...",
+    ),
+    _mutant(
+        "paused-request-goes-on",
+        "A request that is paused while it runs is not preempted.",
+        _SCHEDULER,
+        "Scheduler.pause",
+        """
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        elif request not in self._leaving:
+            self._leaving.append(request)
+        """,
+        """
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        """,
+    ),
+    _mutant(
+        "seed-of-32-bits",
+        "Only the low 32 bits of a seed count.",
+        _SAMPLING,
+        "SamplingBatch.of",
+        "whole = [(each.top_k, signed64(seed)) for each, seed in zip(params, seeds, strict=True)]",
+        """
+        whole = [
+            (each.top_k, signed64(seed & 0xFFFFFFFF))
+            for each, seed in zip(params, seeds, strict=True)
+        ]
         """,
     ),
 )
