@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
-from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered_capabilities
+from pytest_roseinfer.engine_capabilities.capability import (
+    change,
+    for_adapter,
+    offered_capabilities,
+)
 from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
 from pytest_roseinfer.engine_capabilities.sampling import HOTTEST, draw_parameters
+from pytest_roseinfer.engines.sensitivity import is_blind
 from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:
@@ -34,11 +39,16 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
 def draw_capability_fields(
     draw: st.DrawFn, adapter: type[EngineAdapter], spec: RequestSpec
 ) -> RequestSpec:
-    """Draw a request's optional parameters from the capabilities of an adapter class."""
+    """Draw a request's optional parameters from the capabilities of an adapter class.
+
+    Where tokens would show too little, each request gets logprobs, which show more.
+    """
     spec = for_adapter(adapter, spec)
     for capability in offered_capabilities(adapter):
         if capability.draw:
             spec = capability.draw(draw, adapter, spec)
+    if adapter.defines("logprobs") and is_blind(adapter):
+        spec = change(spec, logprobs=True)
     return for_adapter_only(adapter, spec)
 
 

@@ -33,6 +33,8 @@ LONG_POSITIONS = 1300
 
 ALIBI = "sloped bloom"
 """Model with ALiBi: a bias on scores that grows with the distance of query and key."""
+AS_INITIALISED = "llama as initialised"
+"""Model with the weights of transformers' initialisation, whose tokens hardly show an error."""
 _Shape = tuple[str, int, int, int]
 """Family, query heads, KV heads and head size."""
 _SHORT: dict[str, _Shape] = {
@@ -44,6 +46,7 @@ _SHORT: dict[str, _Shape] = {
     "llama 32:2": ("llama", 32, 2, 6),
     ALIBI: ("bloom", 8, 8, 6),  # with more heads, slopes are steeper
     "mixtral": ("mixtral", 4, 2, 6),
+    AS_INITIALISED: ("llama", 4, 2, 6),
 }
 LONG: dict[str, _Shape] = {
     "gpt2 1x16": ("gpt2", 1, 1, 16),
@@ -127,12 +130,17 @@ _FELT_SINK = 8.0
 
 
 def network(name: str, device: str) -> Any:
-    """Build a model with fixed weights, which are so large that the argmax is never a tie."""
+    """Build a model with fixed weights, which are so large that the argmax is never a tie.
+
+    Only those of ``AS_INITIALISED`` are left as they are.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config(name)).eval().requires_grad_(False)
+        if name == AS_INITIALISED:
+            return model.to(device)
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(std=0.4 * min(1, 96 / weight.shape[-1]) ** 0.5)

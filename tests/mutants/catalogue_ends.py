@@ -12,6 +12,10 @@ _SCHEDULER = "roseinfer.engine.scheduler"
 _SAMPLING = "roseinfer.sampling"
 
 
+_RUNNER = "roseinfer.engine.runner"
+_INITIALISED = "tests.mutants.initialised_engine:InitialisedEngine"
+
+
 def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:
     return Mutant(name, wrong, module, function, find, replace, targets=(ENGINE,))
 
@@ -31,17 +35,17 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "stop-string-reported-as-length",
-        "A text that a stop string ends is reported as one that reached its limit.",
+        "limit-reported-as-stop",
+        "A request that reached its limit of tokens is reported as one that ended by itself.",
         _ENGINE,
         "Engine._add_token",
         """
-        if stopped or complete:
-            return self._final_update(request, token, text, FinishReason.STOP)
+        if length == request.max_total_length:
+            return self._final_update(request, token, text, FinishReason.LENGTH)
         """,
         """
-        if stopped or complete:
-            return self._final_update(request, token, text, FinishReason.LENGTH)
+        if length == request.max_total_length:
+            return self._final_update(request, token, text, FinishReason.STOP)
         """,
     ),
     _mutant(
@@ -150,5 +154,14 @@ MUTANTS = (
             for each, seed in zip(params, seeds, strict=True)
         ]
         """,
+    ),
+    Mutant(
+        "positions-off-by-one-in-small-weights",
+        "Chunks after the first have positions one too low, in a model as it was initialised.",
+        _RUNNER,
+        "SequenceRunner._batch_of",
+        "positions += range(end - count, end)",
+        "positions += range(end - count - (end > count), end - (end > count))",
+        targets=(_INITIALISED,),
     ),
 )
