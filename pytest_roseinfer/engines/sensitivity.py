@@ -6,9 +6,9 @@ hardly ever change a token either, and a search that compares tokens is blind to
 
 from __future__ import annotations
 
-from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
 from pytest_roseinfer.engine_capabilities.capability import for_adapter
@@ -25,8 +25,17 @@ LEAST_SHARE = 0.1
 """Share of the contexts below which a model is too insensitive for its tokens to show errors."""
 
 
-@lru_cache(maxsize=64)
+_shares: WeakKeyDictionary[type[Any], float | None] = WeakKeyDictionary()
+
+
 def sensitivity(adapter: type[Any]) -> float | None:
+    """Return the share of ``_measure_share``, measured once for each adapter class."""
+    if adapter not in _shares:
+        _shares[adapter] = _measure_share(adapter)
+    return _shares[adapter]
+
+
+def _measure_share(adapter: type[Any]) -> float | None:
     """Return the share of contexts whose next token changes with one earlier token.
 
     That token is replaced or left out, whichever changes fewer next tokens. None if it is unknown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -257,7 +257,7 @@ class RoseinferEngine(EngineAdapter):
         finds="full blocks", evicts="least recent", enabled_by={"prefix_cache": True}
     )
     paths = PATHS
-    conditions = ("ended_by_flushed_stop_string",)
+    conditions: ClassVar[Sequence[str]] = ("ended_by_flushed_stop_string",)
     option_choices = OPTION_CHOICES
     large_mix_tokens = shapes.LONG_POSITIONS
     sizes = SIZES
