@@ -101,21 +101,21 @@ MUTANTS = (
     ),
     _mutant(
         "last-full-block-never-found",
-        "A lookup leaves out the last full block of a prompt, although one more token follows.",
+        "A lookup leaves out the last full block of a prompt, although more tokens follow.",
         _PREFIXES,
         "PrefixCache._full_blocks",
         "while parent.end + size <= max_tokens: ...",
-        "while parent.end + size < max_tokens: ...",
+        "while parent.end + 2 * size <= max_tokens: ...",
     ),
     _mutant(
         "most-recent-prefix-evicted-first",
         "The prefix that was used last is evicted first.",
         _PREFIXES,
-        "PrefixCache._mark_evictable_entry",
-        "self.evictable_entries[entry] = self._uses",
+        "PrefixCache.evict",
+        "entry, used = next(iter(self.evictable_entries.items()), (None, self._uses + 1))",
         """
-        self.evictable_entries[entry] = -self._uses
-        self.evictable_entries.move_to_end(entry, last=False)
+        entry, used = next(reversed(self.evictable_entries.items()), (None, self._uses + 1))
+        used = min(used, 0) if entry is not None else used
         """,
     ),
     _mutant(
