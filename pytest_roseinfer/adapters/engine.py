@@ -18,7 +18,12 @@ from pytest_roseinfer.capabilities.return_values import (
 )
 from pytest_roseinfer.engine_capabilities.capability import from_data
 from pytest_roseinfer.engine_capabilities.endings import EndingMethods
-from pytest_roseinfer.engine_capabilities.lifecycle import CancelFields, LifecycleMethods
+from pytest_roseinfer.engine_capabilities.lifecycle import (
+    CancelFields,
+    LifecycleMethods,
+    PauseFields,
+    RefusalFields,
+)
 from pytest_roseinfer.engine_capabilities.logprobs import LogprobFields, LogprobMethods
 from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseMethods
 from pytest_roseinfer.engine_capabilities.sampling import (
@@ -42,7 +47,7 @@ class Sampling(StopFields, LogprobFields, SamplingFields):
 
 
 @dataclass(frozen=True)
-class RequestSpec(CancelFields, StopSpanFields, EarlyEndFields):
+class RequestSpec(RefusalFields, PauseFields, CancelFields, StopSpanFields, EarlyEndFields):
     """A request as data: its prompt, parameters, arrival and cancellation."""
 
     sampling: Sampling = Sampling()

@@ -88,6 +88,8 @@ class ServedRequest:
     num_tokens_before: int = 0
     """Number of tokens generated before the latest step."""
     cancelled: bool = False
+    paused: bool = False
+    """True from its pause until it is resumed."""
     finished: bool = False
     """True once it has finished."""
     near_tie_index: int | None = None
@@ -141,6 +143,10 @@ class MixObserver:
     def judge_step(self) -> str:
         """Judge a step, after all requests were judged."""
         return ""
+
+    def added_steps(self) -> int:
+        """Return the most steps that its actions may add to the mix."""
+        return 0
 
     def describe_past(self, served: ServedRequest) -> str:  # noqa: ARG002
         """Describe the past of a request, for the end of its failure message."""

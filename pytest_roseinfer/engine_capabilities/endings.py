@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED = "stop token", "stop string", "length", "cancelled"
 _STOP = "stop"
 """Reason of engines that do not tell stop tokens and stop strings apart."""
-REASONS = (_STOP, STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED)
+REASONS = (_STOP, STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED, "error")
 
 
 def _is_reason(value: Any) -> bool:
@@ -40,7 +40,8 @@ class EndingMethods:
         """Return the reason for the end of a finished request.
 
         It is ``stop token`` for the end-of-sequence token, ``stop string``, ``length`` for the most
-        tokens that it may have, or ``cancelled``; ``stop`` stands for the first two. With
+        tokens that it may have, ``cancelled``, or ``error``, which is never right; ``stop`` stands
+        for the first two. With
         ``eos_token``, the reason is also judged where that token is the last one allowed.
         """
 
@@ -100,6 +101,8 @@ class Endings(MixObserver):
         if not served.cancelled:
             right = ending_of(adapter, served.spec, served.tokens)
         self.counts[_condition(right.reason, len(served.tokens))] += 1
+        at_limit = len(served.tokens) == served.spec.sampling.max_new_tokens
+        self.counts[AT_LIMIT] += right.reason == STOP_TOKEN and at_limit
         if right.reason == STOP_STRING:
             self._count_stop_string(served)
         if not adapter.defines("finish_reason"):
@@ -134,7 +137,7 @@ def _condition(reason: str, num_tokens: int) -> str:
     return f"ended_by_{name}_{'later' if num_tokens > 1 else 'at_first_token'}"
 
 
-NESTED = "ended_by_nested_stop_string"
+NESTED, AT_LIMIT = "ended_by_nested_stop_string", "ended_by_stop_token_at_limit"
 
 
 def _has_stop_token(adapter: type[Any]) -> bool:
@@ -165,6 +168,9 @@ def _conditions() -> list[MixCondition]:
     before, later = _condition(CANCELLED, 0), _condition(CANCELLED, 1)
     return [
         *conditions,
+        MixCondition(
+            AT_LIMIT, "The last token allowed was the end-of-sequence token.", _has_stop_token
+        ),
         MixCondition(
             NESTED, "A request ended by a stop string inside another one of its own.", _has_text
         ),

@@ -1,9 +1,9 @@
-"""The life of a request: forks of its prompt, its stages, and its cancellation."""
+"""The life of a request: its refusal, forks, stages, pauses, and its cancellation."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.capability import optional
@@ -15,6 +15,7 @@ from pytest_roseinfer.capabilities.return_values import (
 )
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
+    MixCondition,
     MixObserver,
     RequestCore,
     change,
@@ -22,7 +23,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hypothesis import strategies as st
 
@@ -39,6 +40,31 @@ class CancelFields(RequestCore):
 
     cancel_after: int | None = None
     """Steps from its arrival until it is cancelled; None if it runs to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseFields(RequestCore):
+    """Fields of the pause of a request."""
+
+    pause_after: int | None = None
+    """Steps from its arrival until it is paused; None if it is not."""
+    pause_steps: int = 0
+    """Steps from its pause until it is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusalFields(RequestCore):
+    """Field of the refusals before a request."""
+
+    refused_before: int = 0
+    """Tokens that do not fit the cache, of two requests that are submitted right before it and must
+    be refused: one with a long prompt, and one with many new tokens; 0 for none."""
+
+
+def _are_errors(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(each, type) and issubclass(each, Exception) for each in value
+    )
 
 
 def _is_stage(value: Any) -> bool:
@@ -60,6 +86,26 @@ class LifecycleMethods:
 
         It is ``waiting``, ``prefilling``, ``decoding`` or ``preempted``. Failure messages mention
         earlier preemptions of a request, and its timeline shows all stages.
+        """
+
+    @optional
+    def pause(self, request: Any) -> None:
+        """Pause an unfinished request: it gets no more tokens until it is resumed.
+
+        Tokens in flight may still come, in at most ``extra_steps`` steps.
+        """
+
+    @optional
+    def resume(self, request: Any) -> None:
+        """Resume a request that was paused and has not ended."""
+
+    @optional
+    @returns(_are_errors, "a tuple of exception types")
+    def refusals(self, prompt: Sequence[int], sampling: Any, mix: Any) -> tuple[type, ...]:
+        """Return the errors of which ``submit`` must raise one, for a request that can never fit.
+
+        It is empty for one that can be served, and where that is unknown. The harness passes
+        requests whose tokens take more blocks than the cache has.
         """
 
     @optional
@@ -169,7 +215,9 @@ class Stages(MixObserver):
 
     def judge_step(self) -> str:
         running = [each for each in self.run.served if not each.finished]
-        decoding = all(self._pasts[each.number].stage == "decoding" for each in running)
+        decoding = all(
+            self._pasts[each.number].stage == "decoding" and not each.paused for each in running
+        )
         self._idle.note({each.number: len(each.tokens) for each in running if decoding})
         adapter = self.run.adapter
         return (
@@ -214,6 +262,104 @@ class Cancellations(MixObserver):
         return ""
 
 
+# Pauses and refusals
+
+
+PAUSED_EARLY, PAUSED_LATER = "paused_before_first_token", "paused_later"
+REFUSED = "request_refused"
+
+
+class Pauses(MixObserver):
+    """Pauser of requests, and judge that they get no tokens until they are resumed."""
+
+    any_of = ("pause",)
+
+    def __init__(self, run: EngineRun) -> None:
+        super().__init__(run)
+        self._step = 0
+
+    def act(self, step: int) -> str:
+        self._step, adapter = step, self.run.adapter
+        for each in self.run.served:
+            after = each.spec.pause_after
+            if after is None or adapter.is_finished(each.request):
+                continue
+            pause = each.spec.arrival + after
+            if step == pause:
+                has_begun = len(adapter.tokens(each.request)) > 0
+                adapter.pause(each.request)
+                each.paused = True
+                self.counts[PAUSED_LATER if has_begun else PAUSED_EARLY] += 1
+            if step == pause + each.spec.pause_steps:
+                adapter.resume(each.request)
+                each.paused = False
+        return ""
+
+    def judge(self, served: ServedRequest) -> str:
+        if not (served.paused and served.new_tokens):
+            return ""
+        steps = self._step - served.spec.arrival - served.spec.pause_after
+        if steps <= self.run.adapter.extra_steps:
+            return ""
+        return f"{served.name} has been paused for {format_count(steps, 'step')} and got a token"
+
+    def added_steps(self) -> int:
+        paused = [each for each in self.run.mix.requests if each.pause_after is not None]
+        return sum(each.pause_steps + int(each.max_tokens) for each in paused)
+
+
+class Refusals(MixObserver):
+    """Submitter of requests that can never fit, and judge that they are refused."""
+
+    any_of = ("refusals",)
+
+    def act(self, step: int) -> str:
+        for spec in self.run.mix.requests:
+            if spec.arrival == step and spec.refused_before:
+                for prompt, sampling in self._oversized(spec):
+                    if problem := self._describe_acceptance(prompt, sampling):
+                        return problem
+        return ""
+
+    def _oversized(self, spec: Any) -> Iterator[tuple[Sequence[int], Any]]:
+        """Yield a prompt that is too long, and parameters with too many new tokens."""
+        size = self.run.mix.block_size
+        stored = -(-self.run.mix.cache_tokens // size) * size + spec.refused_before
+        prompt = (spec.prompt * stored)[:stored]
+        yield prompt, replace(spec.sampling, max_new_tokens=1)
+        # The last token is never stored.
+        new = stored - len(spec.prompt) + 1
+        yield spec.prompt, replace(spec.sampling, max_new_tokens=new)
+
+    def _describe_acceptance(self, prompt: Sequence[int], sampling: Any) -> str:
+        """Submit an oversized request; describe the problem if it is accepted."""
+        adapter, mix = self.run.adapter, self.run.mix
+        errors = adapter.refusals(prompt, sampling, mix)
+        if not errors:
+            return ""
+        try:
+            adapter.submit(prompt, sampling)
+        except errors:
+            self.counts[REFUSED] += 1
+            return ""
+        names = " or ".join(each.__name__ for each in errors)
+        return (
+            f"a request of {format_count(len(prompt), 'token')} for up to "
+            f"{sampling.max_new_tokens} new ones was accepted, in a cache of {mix.cache_tokens}: "
+            f"submit must raise {names}"
+        )
+
+
+def draw_pause_and_refusals(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
+    """Draw the pause of a request, and the refusals before it."""
+    if adapter.defines("pause") and draw(st.sampled_from((False,) * 7 + (True,))):
+        after, steps = draw(st.sampled_from((0, 1, 2, 3, 5))), draw(st.sampled_from((1, 2, 5)))
+        spec = change(spec, pause_after=after, pause_steps=steps)
+    if adapter.defines("refusals") and draw(st.sampled_from((False,) * 7 + (True,))):
+        spec = change(spec, refused_before=draw(st.sampled_from((1, 1, 2, 30))))
+    return spec
+
+
 def draw_cancel_after(draw: st.DrawFn) -> int | None:
     """Draw the steps until a request of a large mix is cancelled; mostly None."""
     after: int | None = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4, 8)))
@@ -221,22 +367,46 @@ def draw_cancel_after(draw: st.DrawFn) -> int | None:
 
 
 def let_run(adapter: type[Any], spec: Any) -> Any:
-    """Return a request without cancellation for an engine that cannot cancel."""
-    return spec if adapter.defines("cancel") else change(spec, cancel_after=None)
+    """Return a request without the events that an engine does not support."""
+    if not adapter.defines("cancel"):
+        spec = change(spec, cancel_after=None)
+    if not adapter.defines("pause"):
+        spec = change(spec, pause_after=None, pause_steps=PauseFields.pause_steps)
+    return spec if adapter.defines("refusals") else change(spec, refused_before=0)
 
 
-def describe(spec: CancelFields) -> Iterator[str]:
-    """Describe the cancellation of a request."""
+def describe(spec: Any) -> Iterator[str]:
+    """Describe the refusals before a request, its pause and its cancellation."""
+    if spec.refused_before:
+        yield f"after two that exceed the cache by {format_count(spec.refused_before, 'token')}"
+    if spec.pause_after is not None:
+        steps = format_count(spec.pause_steps, "step")
+        yield f"paused for {steps} from {format_count(spec.pause_after, 'step')} later on"
     if spec.cancel_after is not None:
         yield f"cancelled {format_count(spec.cancel_after, 'step')} later"
+
+
+def _defines(name: str) -> Callable[[type[Any]], bool]:
+    return lambda adapter: bool(adapter.defines(name))
 
 
 LIFECYCLE = EngineCapability(
     methods=LifecycleMethods,
     renamed={"forked": "fork(prompt, samplings)"},
-    fields=(CancelFields,),
+    needs={"pause": ("resume",), "resume": ("pause",)},
+    fields=(CancelFields, PauseFields, RefusalFields),
+    draw=draw_pause_and_refusals,
     restrict=let_run,
     describe=describe,
-    observers=(Stages, Cancellations),
+    observers=(Stages, Refusals, Pauses, Cancellations),
+    conditions=(
+        MixCondition(
+            PAUSED_EARLY, "A request was paused before its first token.", _defines("pause")
+        ),
+        MixCondition(
+            PAUSED_LATER, "A request was paused after its first token.", _defines("pause")
+        ),
+        MixCondition(REFUSED, "A request that can never fit was refused.", _defines("refusals")),
+    ),
     refuse=(refuse_unknown_stages,),
 )

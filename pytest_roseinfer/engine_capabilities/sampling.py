@@ -89,6 +89,8 @@ class SamplingTraits(Traits):
     """True if requests may set ``min_p``."""
     presence_and_frequency: bool = False
     """True if requests may set ``presence_penalty`` and ``frequency_penalty``."""
+    max_seed: int = 2**31 - 1
+    """Largest seed that requests may have."""
 
 
 class SamplingMethods:
@@ -297,12 +299,20 @@ def draw_parameters(draw: st.DrawFn, max_tokens: int) -> dict[str, Any]:
 
 
 def draw_more(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
-    """Draw the parameters that only some engines support."""
+    """Draw large seeds, and the parameters that only some engines support."""
+    if spec.sampling.temperature and draw(st.sampled_from((False, False, False, True))):
+        spec = change(spec, seed=draw(st.sampled_from(_large_seeds(adapter.sampling.max_seed))))
     if adapter.sampling.min_p and 0 < spec.sampling.temperature < HOTTEST:
         spec = change(spec, min_p=draw(st.sampled_from((0.0, 0.05, 0.4))))
     if adapter.sampling.presence_and_frequency:
         spec = change(spec, **draw(st.sampled_from(_PENALTIES)))
     return spec
+
+
+def _large_seeds(max_seed: int) -> list[int]:
+    """Return seeds that differ from small ones in high bits alone, up to ``max_seed``."""
+    seeds = (32, 256 + 1, 2**16 + 2, 2**31 + 3, 2**32 + 1, 2**53 + 1)
+    return [*(seed for seed in seeds if seed < max_seed), max_seed]
 
 
 def restrict_to_greedy(adapter: type[Any], spec: Any) -> Any:

@@ -192,11 +192,19 @@ def settle_stop(
     expected: list[int],
     mix: Any,  # noqa: ARG001
 ) -> tuple[Any, list[int]]:
-    """Turn stop spans into strings from the text of the slow twin, and cut its tokens there."""
+    """Turn stop spans into strings from the text of the slow twin, and cut its tokens there.
+
+    For an adapter with the condition ``FLUSHED``, a request with a span of the end of the text gets
+    its tokens up to the first incomplete character.
+    """
     if spec.stop_spans and adapter.defines("pieces"):
         earlier_texts = None
-        if FLUSHED in adapter.conditions:
-            earlier_texts = [adapter.decode(expected[:end]) for end in range(1, len(expected))]
+        if FLUSHED in adapter.conditions and min(spec.stop_spans)[0] < 0:
+            texts = [adapter.decode(expected[:end]) for end in range(1, len(expected) + 1)]
+            ends = (at for at, text in enumerate(texts, 1) if text.endswith(INCOMPLETE))
+            if (end := next(ends, None)) is not None:
+                spec, expected = change(spec, max_new_tokens=end), expected[:end]
+                earlier_texts = texts[: end - 1]
         stops = stop_strings(spec, adapter.decode(expected), earlier_texts)
         spec, expected = change(spec, stop=stops), cut_tokens(expected, stops, adapter.decode)
     return change(spec, stop_spans=()), expected

@@ -100,7 +100,7 @@ class MixRun:
             self.fail(problem, kind="leaks")
         counts = _paths(self.adapter, self.mix)
         for observer in self.observers:
-            counts.update(observer.counts)
+            counts.update(+observer.counts)
         return counts
 
     def steps(self) -> Iterator[int]:
@@ -109,6 +109,7 @@ class MixRun:
         # A preempted request is recomputed, at worst once for each token of the others.
         tokens = sum(each.max_tokens for each in specs) * len(specs)
         late = self.adapter.extra_steps * len(specs)
+        late += sum(observer.added_steps() for observer in self.observers)
         max_steps = max(each.arrival for each in specs) + tokens + late + _SLACK
         for step in range(max_steps + 1):
             CURRENT_EXAMPLE.step_began_at = process_time()

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
-from pytest_roseinfer.engine_capabilities.capability import for_adapter, offered_capabilities
+from pytest_roseinfer.engine_capabilities.capability import (
+    change,
+    for_adapter,
+    offered_capabilities,
+)
 from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
 from pytest_roseinfer.engine_capabilities.sampling import HOTTEST, draw_parameters
+from pytest_roseinfer.engines.sensitivity import is_blind
 from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:
@@ -34,11 +39,16 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
 def draw_capability_fields(
     draw: st.DrawFn, adapter: type[EngineAdapter], spec: RequestSpec
 ) -> RequestSpec:
-    """Draw a request's optional parameters from the capabilities of an adapter class."""
+    """Draw a request's optional parameters from the capabilities of an adapter class.
+
+    Where tokens would show too little, each request gets logprobs, which show more.
+    """
     spec = for_adapter(adapter, spec)
     for capability in offered_capabilities(adapter):
         if capability.draw:
             spec = capability.draw(draw, adapter, spec)
+    if adapter.defines("logprobs") and is_blind(adapter):
+        spec = change(spec, logprobs=True)
     return for_adapter_only(adapter, spec)
 
 
@@ -216,8 +226,10 @@ def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> li
     specs = []
     for at in range(draw(st.integers(1, 2))):
         first = draw(st.sampled_from((False, False, True)))
+        # As the only token allowed, it ends the text for two reasons.
+        tokens = draw(st.sampled_from((1, new))) if first else new
         heat = HOTTEST if first else 3.0
-        sampling = Sampling(new, temperature=heat, seed=draw(st.integers(0, 20)))
+        sampling = Sampling(tokens, temperature=heat, seed=draw(st.integers(0, 20)))
         text = common_text(draw(short), vocabulary, at)
         specs.append(RequestSpec(text, sampling, ends_early=not first, ends_first=first))
     lasting = common_text(draw(short), vocabulary, len(specs))

@@ -185,7 +185,7 @@ class TargetVerdict:
         searched = target.searched and target.histories and not target.failed
         if not (searched and self.settings.require_paths):
             return []
-        return [
+        return [target.blindness] * bool(target.blindness) + [
             f"{row.kind} {row.name!r} was {self._describe_times(row)}: {self._remedy(row)}"
             f"{self._early()}{self._suggest_condition(row)}"
             for row in self.rows()

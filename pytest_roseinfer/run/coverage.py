@@ -142,6 +142,8 @@ class TargetCoverage:
     """Known findings that their own tests ran to the end without."""
     largest: dict[str, int] = field(default_factory=dict)
     """Most rows of a batch, tokens of a sequence and, for a cache, blocks of a table."""
+    blindness: str = ""
+    """Description of a model whose tokens hardly show wrong keys or positions; empty if they do."""
     large_cut_short: int = 0
     """Number of large histories or mixes that ended early because their time limit was over."""
 
@@ -270,6 +272,7 @@ class TargetCoverage:
             setattr(self, name, getattr(self, name) + other[name])
         self.known_missed = sorted({*self.known_missed, *other["known_missed"]})
         self.searched |= other["searched"]
+        self.blindness = self.blindness or other["blindness"]
         self.failing_tests = sorted({*self.failing_tests, *other["failing_tests"]})
         self.note_largest(other["largest"])
         for finding in other["findings"]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import RequestMix
 from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
+from pytest_roseinfer.engines.sensitivity import describe_blindness
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.coverage import Preludes
@@ -78,6 +79,7 @@ class EngineTests(ShippedTests):
         target.searched = True
         if kept := settings.current().kept_traces:
             replay_kept(self.adapter, kept)
+        target.blindness = describe_blindness(self.adapter)
         examples = round(settings.current().examples * _SHARE)
         since = Counter(target.counts)
         preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)

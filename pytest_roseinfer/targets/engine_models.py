@@ -33,6 +33,8 @@ LONG_POSITIONS = 1300
 
 ALIBI = "sloped bloom"
 """Model with ALiBi: a bias on scores that grows with the distance of query and key."""
+AS_INITIALISED = "llama as initialised"
+"""Model with the weights of transformers' initialisation, whose tokens hardly show an error."""
 _Shape = tuple[str, int, int, int]
 """Family, query heads, KV heads and head size."""
 _SHORT: dict[str, _Shape] = {
@@ -44,6 +46,7 @@ _SHORT: dict[str, _Shape] = {
     "llama 32:2": ("llama", 32, 2, 6),
     ALIBI: ("bloom", 8, 8, 6),  # with more heads, slopes are steeper
     "mixtral": ("mixtral", 4, 2, 6),
+    AS_INITIALISED: ("llama", 4, 2, 6),
 }
 LONG: dict[str, _Shape] = {
     "gpt2 1x16": ("gpt2", 1, 1, 16),
@@ -61,6 +64,8 @@ LONG: dict[str, _Shape] = {
 }
 HYBRID = "half windowed qwen3"
 """Model with one layer that attends to all tokens, and one to the last ``WINDOW``."""
+TWO_GROUPS = "twice windowed qwen3"
+"""Model with one layer that attends to all tokens, and two of one window, each in its own group."""
 SOFTCAP = "capped gemma2"
 ATTENTION_SINKS = "gpt-oss with sinks"
 """Model with attention sinks; here and in ``SOFTCAP`` too, every second layer has a window."""
@@ -69,6 +74,7 @@ _WINDOWED: dict[str, _Shape] = {
     HYBRID: ("qwen3", 4, 2, 6),
     SOFTCAP: ("gemma2", 4, 2, 6),
     ATTENTION_SINKS: ("gpt_oss", 4, 2, 6),
+    TWO_GROUPS: ("qwen3", 4, 2, 6),
 }
 _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
     # Default scores are scaled for heads of 256, and too small for the cap to have an effect.
@@ -109,7 +115,7 @@ def config(name: str) -> Any:
         family,
         hidden_size=24 if 24 % heads == 0 else 2 * heads,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=2 + (name == TWO_GROUPS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -124,12 +130,17 @@ _FELT_SINK = 8.0
 
 
 def network(name: str, device: str) -> Any:
-    """Build a model with fixed weights, which are so large that the argmax is never a tie."""
+    """Build a model with fixed weights, which are so large that the argmax is never a tie.
+
+    Only those of ``AS_INITIALISED`` are left as they are.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config(name)).eval().requires_grad_(False)
+        if name == AS_INITIALISED:
+            return model.to(device)
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(std=0.4 * min(1, 96 / weight.shape[-1]) ** 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,7 +23,7 @@ from pytest_roseinfer.targets.engine_models import (
     tokenizer,
 )
 from pytest_roseinfer.targets.roseinfer_manager import held_blocks
-from roseinfer import AttentionPath, EnginePath, SamplingParams
+from roseinfer import AttentionPath, EnginePath, RequestTooLarge, SamplingParams
 from roseinfer._plugin import SamplingBatch
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RECOMPUTED: [{"max_batch_size": 8}],
     EnginePath.FREED_OUT_OF_WINDOW: [
         {"model": name, "per_layer_kv": False, "prefix_cache": kept}
-        for name, kept in zip(shapes.WINDOWED, (True, True, False, False), strict=True)
+        for name, kept in zip(shapes.WINDOWED, (True, True, False, False, True), strict=True)
     ],
     EnginePath.FORKED: (),
     EnginePath.PADDED_LM_HEAD: [{"pad_head": True, "model": shapes.PADDED_VOCABULARY}],
@@ -290,12 +290,12 @@ class RoseinferEngine(EngineAdapter):
     never_idles = True
     eos_token = shapes.EOS_TOKEN
     fast_interpreter = True
-    sampling = SamplingTraits(min_p=True, presence_and_frequency=True)
+    sampling = SamplingTraits(min_p=True, presence_and_frequency=True, max_seed=2**63 - 1)
     prefix_reuse = PrefixReuseTraits(
         finds="full blocks", evicts="least recent", enabled_by={"prefix_cache": True}
     )
     paths = PATHS
-    conditions = ("ended_by_flushed_stop_string",)
+    conditions: ClassVar[Sequence[str]] = ("ended_by_flushed_stop_string",)
     option_choices = OPTION_CHOICES
     large_mix_tokens = shapes.LONG_POSITIONS
     sizes = SIZES
@@ -326,6 +326,23 @@ class RoseinferEngine(EngineAdapter):
 
     def cancel(self, request: Any) -> None:
         self.engine.cancel(request)
+
+    def pause(self, request: Any) -> None:
+        self.engine.pause(request)
+
+    def resume(self, request: Any) -> None:
+        self.engine.resume(request)
+
+    def refusals(
+        self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix
+    ) -> tuple[type[Exception], ...]:
+        name = mix.options["model"]
+        positions = shapes.LONG_POSITIONS if name in shapes.LONG else shapes.POSITIONS
+        new = min(sampling.max_new_tokens, positions - len(prompt))
+        blocks = -(-(len(prompt) + new - 1) // mix.block_size)
+        # Layers with windows do not hold all blocks at a time.
+        fits = name in shapes.WINDOWED or blocks <= -(-mix.cache_tokens // mix.block_size)
+        return () if new > 0 and fits else (RequestTooLarge,)
 
     def step(self) -> None:
         for update in self.engine.step():

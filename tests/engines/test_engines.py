@@ -33,7 +33,7 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from tests.project import Project
 
-SHORT_SEARCH = ("--roseinfer-examples=60", "--roseinfer-seed=2")
+SHORT_SEARCH = ("--roseinfer-examples=60", "--roseinfer-seed=1")
 WRONG_TOKEN = r"request \d, token \d: \d+; alone it gets \d+"
 REASONS = {
     ReturnsANeighboursToken: WRONG_TOKEN,

