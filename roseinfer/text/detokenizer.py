@@ -57,8 +57,9 @@ class WholeTextDetokenizer:
         return ""
 
     def flush(self) -> str:
-        """Return the whole text."""
-        return _decode_tokens(self._tokenizer, self._tokens)
+        """Return the whole text, once."""
+        tokens, self._tokens = self._tokens, []
+        return _decode_tokens(self._tokenizer, tokens) if tokens else ""
 
 
 class WindowDetokenizer:

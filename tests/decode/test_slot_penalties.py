@@ -43,6 +43,7 @@ def reference_completion(
     return session.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_sequences_are_penalized_for_their_own_tokens(device: str, kernels: bool) -> None:
     """The sequences start one after another, next to one without a penalty."""

@@ -17,6 +17,8 @@ from tests.engine.searched_mixes import search
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+pytestmark = pytest.mark.slow
+
 
 _SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.SOFTCAP)
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -75,7 +77,6 @@ def other_process(llm: LLM) -> int:
     return process.pid
 
 
-@pytest.mark.slow
 def test_completions_with_guides_match_one_process(llm: LLM) -> None:
     """Only the leader knows them, and sends the sampled tokens to the others."""
     params = [
@@ -121,7 +122,6 @@ def test_streams_end_when_a_rank_is_killed(llm: LLM) -> None:
         llm.generate(TEXTS, greedy(), progress=False)
 
 
-@pytest.mark.slow
 def test_idle_engine_detects_an_ended_rank(llm: LLM) -> None:
     served = AsyncLLM(llm)
 
@@ -149,7 +149,6 @@ follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-@pytest.mark.slow
 def test_failed_rank_reports_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
@@ -171,7 +170,6 @@ follower.run_follower(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -201,7 +199,6 @@ os._exit(9)
 """
 
 
-@pytest.mark.slow
 def test_ranks_end_with_a_killed_leader() -> None:
     process = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
     assert process.returncode == 9, process.stderr
@@ -226,7 +223,6 @@ del llm
 """
 
 
-@pytest.mark.slow
 def test_process_exits_after_dropping_its_ranks() -> None:
     """This needs a new process, since ``warm_process`` does not shut down its interpreter."""
     command = [sys.executable, "-c", _DROP_RANKS]
@@ -234,7 +230,6 @@ def test_process_exits_after_dropping_its_ranks() -> None:
     assert (process.returncode, process.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_torchrun_starts_the_ranks() -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]

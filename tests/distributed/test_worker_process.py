@@ -24,6 +24,8 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 _TOKENS = 72
 """Tokens of the smaller cache, which is too small for all requests."""
 _TOKEN_BYTES = 2 * 2 * 2 * 12 * 4
@@ -79,7 +81,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     process.wait(20)
 
 
-@pytest.mark.slow
 def test_number_of_blocks_fits_the_rank_with_less_memory(pair: Pair) -> None:
     kv = pair.sharded.engine.sequence_runner.kv
     assert kv.max_blocks_per_layer == _TOKENS // SIZES["block_size"] + 1  # one is scratch

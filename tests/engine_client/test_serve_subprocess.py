@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.server.serve_process import Serving
     from tests.server.served import Server
 
+pytestmark = pytest.mark.slow
+
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 MESSAGES = [{"role": "user", "content": "Say something"}]
 TOOL = {
@@ -92,7 +94,6 @@ def without_ids(answer: Any) -> Any:
     return round(answer, 3) if isinstance(answer, float) else answer
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("body", BODIES)
 def test_responses_match_those_of_one_process(
     subprocess_server: Serving, in_process_server: Server, body: str
@@ -169,7 +170,6 @@ def test_signals_to_the_process_group_do_not_end_the_engine(subprocess_server: S
     assert request(subprocess_server.port, "/v1/completions", {"prompt": "x"})[0] == 200
 
 
-@pytest.mark.slow
 def test_engine_ends_with_the_killed_command() -> None:
     with serving() as server, client_of(server) as client:
         stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
@@ -182,7 +182,6 @@ def test_engine_ends_with_the_killed_command() -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_error_of_the_engine_process_is_reported_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

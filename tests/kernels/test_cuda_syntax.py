@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     Errors = Callable[[str, Mapping[str, int], Path], str]
 
+pytestmark = pytest.mark.slow
+
 NAMES = source_names()
 KERNELS = [name for name in NAMES if name.endswith(".cu")]
 CHECKS = [
@@ -33,7 +35,6 @@ CHECKS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("errors", CHECKS)
 def test_each_file_alone_is_accepted(errors: Errors, tmp_path: Path) -> None:
     for name in NAMES:
@@ -48,7 +49,6 @@ def test_missing_sizes_are_named(errors: Errors, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_size_is_needed(name: str, tmp_path: Path) -> None:
     defines = defines_of(name)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from tests.python_process import ROOT
-
-if TYPE_CHECKING:
-    import pytest
 
 SESSION = """
     import contextlib
@@ -31,6 +28,7 @@ SESSION = """
 """
 
 
+@pytest.mark.slow
 def test_session_fails_if_a_test_catches_the_error(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +46,7 @@ def test_session_fails_if_a_test_catches_the_error(
     )
 
 
+@pytest.mark.slow
 def test_session_fails_if_a_kernel_is_not_launched(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

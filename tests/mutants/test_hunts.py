@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def small_job(mutant: Mutant | None, *tasks: Task, targets: Sequence[str] = (COMPACTED,)) -> Job:
     return Job(mutant, tuple(targets), tasks, examples=10, steps=6)
@@ -57,7 +59,6 @@ def one_bug_for_each_row() -> list[Mutant]:
 EIGHTHS = [0, *(pytest.param(eighth, marks=pytest.mark.slow) for eighth in range(1, 8))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("eighth", EIGHTHS)
 def test_bugs_of_every_known_row_are_found(eighth: int, capsys: pytest.CaptureFixture[str]) -> None:
     planted = {mutant.name for mutant in one_bug_for_each_row()}
@@ -97,7 +98,6 @@ class FinishedJobs:
         return [outcome for outcome in self.outcomes if outcome.mutant == name]
 
 
-@pytest.mark.slow
 def test_equivalent_change_survives(
     finished: FinishedJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +107,6 @@ def test_equivalent_change_survives(
     assert "SURVIVED: equivalent" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_unbroken_copy_has_no_failures(finished: FinishedJobs) -> None:
     outcomes = finished.of(None)
     assert tuple(outcome.kind for outcome in outcomes) == KINDS
@@ -116,7 +115,6 @@ def test_unbroken_copy_has_no_failures(finished: FinishedJobs) -> None:
     assert outcomes[1].operations >= outcomes[0].operations
 
 
-@pytest.mark.slow
 def test_crash_counts_as_found_and_the_next_seed_runs(finished: FinishedJobs) -> None:
     outcomes = finished.of(CRASH)
     assert [outcome.message for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2

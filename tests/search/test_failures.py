@@ -242,7 +242,7 @@ def test_old_trace_is_replayed(project: Project) -> None:
     """The trace was saved when all operations were in one file, and has every one of that time."""
     file = Path(__file__).parent / "traces" / "every_operation.json"
     steps = json.loads(file.read_text())["example"]["operations"]
-    newer = {"LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
+    newer = {"Cancel", "LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
     newer |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn"}
     operations = [
         kind for capability in KVCacheAdapter.capabilities for kind in capability.operations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kernels.cuda.streamed import GemmTiles
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 Programs = dict["GemmTiles", EmulatedProgram]
 
 
@@ -34,7 +34,6 @@ def nearly(got: Tensor, want: Tensor) -> bool:
     return off < (1e-5 if got.dtype is torch.float32 else 2e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 16, 29, 64])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
@@ -59,7 +58,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
@@ -67,6 +65,5 @@ def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     assert complaint("products", find, replace, tmp_path)
 
 
-@pytest.mark.slow
 def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
     assert not complaint("products", "", "", tmp_path)

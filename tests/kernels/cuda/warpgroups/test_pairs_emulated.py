@@ -13,7 +13,7 @@ from tests.kernels.cuda.whole_step.emulated import COMPILER, EMULATION, Emulated
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 Programs = dict[bool, EmulatedProgram]
 
 
@@ -23,7 +23,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return {gates: emulated(sizes, made("paired")) for gates, sizes in SMALL.items()}
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("pairs", [1, 2])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_products_of_many_rows(programs: Programs, kind: str, pairs: int) -> None:
@@ -85,7 +84,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""

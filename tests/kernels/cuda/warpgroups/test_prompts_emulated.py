@@ -13,7 +13,7 @@ from tests.kernels.cuda.whole_step.emulated import COMPILER
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 
 CASES = {
     "a prompt": Prompts([(0, 200)]),
@@ -27,7 +27,6 @@ CASES = {
 }
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("case", CASES)
 def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
     prompts = CASES[case]
@@ -107,7 +106,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
@@ -115,6 +113,5 @@ def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     assert complaint("prompts", find, replace, tmp_path)
 
 
-@pytest.mark.slow
 def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
     assert not complaint("prompts", "", "", tmp_path)

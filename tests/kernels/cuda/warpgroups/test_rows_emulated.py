@@ -15,7 +15,7 @@ from tests.kernels.cuda.whole_step.emulated import COMPILER
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 
 LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 300]
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -32,7 +32,6 @@ WAYS = [(4, 4), (3, 2), (4, 2), (1, 3), (2, 2)]
 TIGHT = [(64, 6, (4, 2)), (64, 8, (3, 2)), (64, 9, (1, 3)), (64, 15, (4, 2)), (128, 7, (2, 2))]
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("case", CASES)
 def test_attention_of_rows(case: str, tmp_path: Path) -> None:
     lengths, heads = CASES[case]
@@ -44,7 +43,6 @@ def test_attention_of_rows(case: str, tmp_path: Path) -> None:
         assert Rows(lengths, rotates=rotates, **heads).off(sizes, program) < TOLERANCE
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("dim", "group", "way"), TIGHT)
 def test_a_program_is_given_as_much_memory_as_it_takes(
     dim: int, group: int, way: tuple[int, int], tmp_path: Path
@@ -117,7 +115,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""

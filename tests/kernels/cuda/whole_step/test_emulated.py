@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.kernels.cuda.whole_step.small_models import Rig
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 TOKEN = 5
 MAX_LENGTH = 8192
 _NAN = 0x7FFF
@@ -106,7 +106,6 @@ def test_what_kin_have(tmp_path: Path, normed: bool) -> None:
     check(small_rig(sizes, 200, biased=True, times=0.5), EmulatedProgram(sizes, tmp_path))
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed", range(6))
 def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, seed: int) -> None:
     """Others give up waiting for a program that comes late, and the next launch is right."""

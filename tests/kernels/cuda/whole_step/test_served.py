@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.kernels.cuda.whole_step import StepSizes
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [7, 3, 90, 12, 5, 44, 2]
 PROGRAMS = 3
 ROOM = 130 << 10
@@ -67,7 +69,6 @@ def engine(**settings: Any) -> LLM:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which need not be emulated")
 def test_tokens_are_the_likeliest(emulated: list[EmulatedProgram]) -> None:
@@ -124,9 +125,7 @@ def _next_float(number: Tensor) -> None:
     number.view(torch.int16).add_(1)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
-@pytest.mark.sampled_cases
 @pytest.mark.parametrize("changed", ["nothing", "a logit", "a stored value"])
 def test_where_bits_are_those_of_a_batch_another_bit_is_refused(
     monkeypatch: pytest.MonkeyPatch, changed: str
