@@ -51,6 +51,7 @@ def test_cache_that_separates_branches_passes(cache: type[KVCacheAdapter]) -> No
     run_history(cache, CUT)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(3))
 def test_block_registered_under_the_parents_text_fails(seed_number: int) -> None:
     with pytest.raises(Divergence):

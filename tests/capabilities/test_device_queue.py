@@ -108,6 +108,7 @@ def test_history_without_device_steps_is_read_at_its_end(broken: type[KVCacheAda
         run_history(broken, History(CacheSpec(), steps))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)

@@ -130,6 +130,7 @@ def test_copy_with_room_is_accepted() -> None:
     run_history(CountsNoCopy, larger)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(3))
 def test_uncounted_copy_fails(seed_number: int) -> None:
     with pytest.raises(Divergence, match="pop from empty list"):

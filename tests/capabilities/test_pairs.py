@@ -114,6 +114,7 @@ def test_every_capability_is_paired() -> None:
     assert {pair for pair in PAIRS if offering(pair) is None} == REFUSED
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="-".join)
 def test_pair_of_capabilities_is_drawn_together(pair: tuple[str, str]) -> None:
     adapter = offering(pair)

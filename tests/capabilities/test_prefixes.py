@@ -65,6 +65,7 @@ def test_texts_are_equal_up_to_their_branch() -> None:
     assert texts.of(9, life=1) == 1
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     "cache",

@@ -55,6 +55,7 @@ def test_right_quantised_cache_passes(cache: type[KVCacheAdapter]) -> None:
         tests.test_fork_then_append_equals_copy_then_append()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", quantised_caches.BROKEN, ids=lambda cache: cache.__name__)
 def test_broken_quantised_cache_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:

@@ -39,6 +39,7 @@ def search(adapter: type[KVCacheAdapter], examples: int, seed_number: int) -> No
     conformance(adapter)().test_histories()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     ("adapter", "condition"),

@@ -112,6 +112,7 @@ REUSING_STEPS: tuple[Operation, ...] = (
 )
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "adapter",
     [

@@ -108,6 +108,7 @@ def test_right_row_wise_cache_passes() -> None:
     assert coverage.current().of(RowWise).counts["out_of_room_mid_batch"] >= 3
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize(

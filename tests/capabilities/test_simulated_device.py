@@ -134,6 +134,7 @@ def test_host_tensors_are_computed_at_once(queue: DeviceQueue) -> None:
     assert not queue.num_submitted
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", [TorchOnAQueue, GathersOnAnotherStream, StoredCache])
 def test_cache_that_waits_for_the_device_passes(cache: type[KVCacheAdapter]) -> None:
@@ -141,6 +142,7 @@ def test_cache_that_waits_for_the_device_passes(cache: type[KVCacheAdapter]) -> 
     assert coverage.current().of(cache).counts["calls_in_flight"] > 10
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_STORES], ids=lambda cache: cache.__name__)

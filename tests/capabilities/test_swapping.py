@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     "cache", [SwapCache, EagerSwapCache, SwapTextCache, UnsharedSwapCache, KeepsUntilNeeded]

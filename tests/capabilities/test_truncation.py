@@ -55,6 +55,7 @@ def short_run() -> Iterator[None]:
     coverage.set_current(previous_coverage)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(2))
 @pytest.mark.parametrize("adapter", BROKEN)
 def test_broken_truncating_cache_fails(adapter: type[KVCacheAdapter], seed_number: int) -> None:
@@ -64,6 +65,7 @@ def test_broken_truncating_cache_fails(adapter: type[KVCacheAdapter], seed_numbe
     assert any(isinstance(step, (Truncate, TruncateMany)) for step in steps)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("adapter", RIGHT)
 def test_right_truncating_cache_passes(adapter: type[KVCacheAdapter]) -> None:

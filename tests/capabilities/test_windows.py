@@ -63,6 +63,7 @@ def test_broken_windowed_cache_fails(adapter: type[KVCacheAdapter], seed_number:
         check_drawn_histories(adapter, 200, seed_number, partial(run_history, adapter))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("adapter", [*RIGHT, FixedWindowCache])
 def test_right_windowed_cache_passes(adapter: type[KVCacheAdapter]) -> None:

@@ -30,6 +30,7 @@ def test_step_sizes_cover_every_batch_with_little_padding(largest: int) -> None:
         assert size_of_step - size < 32
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_sequences_get_the_tokens_they_get_alone(device: str, family: str, kernels: bool) -> None:
@@ -129,6 +130,7 @@ def test_steps_are_launched_before_previous_ones_are_read(device: str) -> None:
     assert resident.sequence.token_ids + tokens == alone(device, PROMPTS[0], 7)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_step_of_padding_changes_no_block(device: str, kernels: bool, greedy: bool) -> None:

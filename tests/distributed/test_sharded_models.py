@@ -92,6 +92,7 @@ def test_completions_match_one_process(
         assert generate_tokens(sharded) == generate_tokens(alone)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("style", ["embedding_rowwise", "rowwise", "other version"])
 def test_tied_embedding_stays_whole_and_the_head_is_sharded(
     style: str, monkeypatch: pytest.MonkeyPatch

@@ -113,6 +113,7 @@ def run(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+@pytest.mark.sampled_cases
 @all_kinds
 def test_host_waits_only_for_the_step_before_the_previous(kind: str) -> None:
     expected = submit(plain := engine("cpu", run_ahead=0), KINDS[kind])

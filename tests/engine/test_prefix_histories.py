@@ -246,6 +246,7 @@ class Run:
             assert order == [each.prefix for each in self.naive.order]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("hashing", HASHES)
 @settings(max_examples=70, deadline=None, database=None)
 @given(shape=shapes, history=steps)

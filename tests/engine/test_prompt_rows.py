@@ -19,6 +19,7 @@ def with_rows(device: str, max_prompt_rows: int = 64, **more: Any) -> LLM:
     return small_llm(device, resident_decode=True, prompt_rows=max_prompt_rows, **more)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "config",
     [

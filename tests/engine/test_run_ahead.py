@@ -246,6 +246,7 @@ def test_cancelling_all_requests_frees_all_blocks(device: str) -> None:
 # ------------------------------------------------------------ residents and other requests
 
 
+@pytest.mark.sampled_cases
 @all_lags
 @pytest.mark.parametrize("counted", [True, False])
 def test_requests_in_slots_and_on_the_host_match_each_alone(

@@ -58,6 +58,7 @@ def expected(family: str, device: str, choice: str) -> list[RequestOutput]:
     return [plain.generate([each], CHOICES[choice], progress=False)[0] for each in PROMPTS]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("family", "seed"), [("gpt2", 3), ("gpt2", 9), ("gemma2", 1)])
 def test_request_leaving_its_slot_in_a_full_cache_gets_a_block(
     family: str, seed: int, device: str
@@ -213,6 +214,7 @@ def test_request_returns_to_a_slot_when_drafts_are_rejected(device: str) -> None
     assert llm.engine._runner._resident.slots.rows_in_use == 0
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("count", range(1, 12))
 def test_max_new_tokens_is_exact_with_drafts(device: str, count: int) -> None:
     prompt = [4, 4, 4, 4]

@@ -75,6 +75,7 @@ def test_outputs_match_those_of_an_llm(engine_driver: EngineDriver) -> None:
     engine_driver.run(await_idle(engine_driver))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("prompt", "params", "error"),
     [

@@ -93,6 +93,7 @@ def test_reported_rows_are_those_of_a_batch() -> None:
     assert TargetVerdict(current().of(Narrow)).sizes.startswith("largest: 8 rows, ")
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("rows", [8, 9, 20, 35])
 def test_bug_in_a_row_of_wide_batches_is_found(rows: int) -> None:
     with pytest.raises(MixDivergence) as caught:

@@ -79,6 +79,7 @@ def finished_texts(
     return [str(output.text) for output in outputs if output.finish_reason == "stop"]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("more", [0, 37])
 @pytest.mark.parametrize("build", [pieces_and_bytes, cut_characters])

@@ -143,6 +143,7 @@ def test_possible_batch_kinds_follow_from_the_adapter(
     assert {*coverage.possible_batches(adapter)} == all_kinds - impossible
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", [BranchingTextCache, SwapCache, PagedCache])
 def test_batch_histories_keep_to_the_limit_of_sequences(adapter: type[KVCacheAdapter]) -> None:
     most_sequences = 0
@@ -178,6 +179,7 @@ def test_each_batch_kind_is_drawn_often(adapter: type[KVCacheAdapter], seed: int
     assert {*batches} == {*coverage.possible_batches(adapter)}
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_check_of_only_the_first_and_last_row_is_found(seed: int) -> None:

@@ -78,6 +78,7 @@ def test_cache_with_few_shapes_passes() -> None:
     conformance(FewShapes)().test_histories()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("adapter", [CutsHeadsAt128, MasksPositions])

@@ -234,6 +234,7 @@ def measure_batch(device: str, policy: AppendPolicy, batch: int, kind: str) -> i
     return count_steps(append)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kind", ["fresh", "in_place", "uneven", "rollover", "copy_on_write"])
 @pytest.mark.parametrize(
     "policy",

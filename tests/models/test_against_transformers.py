@@ -103,6 +103,7 @@ def test_chunked_prefill_matches_transformers(device: str, family: str, chunk: i
     check_step(family, device, [session], logits)
 
 
+@pytest.mark.sampled_cases
 @all_families
 def test_chunked_prefill_with_decoding_sequences(device: str, family: str) -> None:
     engine = engine_for(family, device)
@@ -115,6 +116,7 @@ def test_chunked_prefill_with_decoding_sequences(device: str, family: str) -> No
     check_step(family, device, [late], logits[2:])
 
 
+@pytest.mark.sampled_cases
 @all_families
 def test_forks_diverge_independently(device: str, family: str) -> None:
     engine = engine_for(family, device)
@@ -130,6 +132,7 @@ def test_forks_diverge_independently(device: str, family: str) -> None:
     assert engine.kv.num_free_blocks(0) == engine.kv.max_blocks_per_layer - 1
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "policy",
     [

@@ -53,6 +53,7 @@ def llm(family: str, device: str, **config: Any) -> LLM:
     return LLM(model, device=device, dtype="bfloat16", kv_cache_tokens=2048, block_size=8, **config)
 
 
+@pytest.mark.sampled_cases
 @most_families
 def test_logits_are_as_accurate_as_transformers(device: str, family: str) -> None:
     sessions = llm(family, device).engine.sequence_runner

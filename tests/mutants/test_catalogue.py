@@ -24,6 +24,7 @@ APPLICABLE = {*map(str, range(1, 36)), *(f"S{row}" for row in range(1, 20))} - {
 """Rows of known bugs in parts that the engine or a small cache of the tests has."""
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "mutant",
     [each for each in CATALOGUE if each.module],

@@ -234,6 +234,7 @@ def test_kept_pages_never_change(block_size: int) -> None:
         _History(oracle, random.Random(seed), kept=kept).run()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("shared_pool", [False, True], ids=["own pools", "one pool"])
 @pytest.mark.parametrize("frees", [AT_ONCE, NEXT_TRY])
 @pytest.mark.parametrize("block_size", [1, 2, 4])

@@ -109,6 +109,7 @@ def test_forking_a_prompt_of_one_token_fails() -> None:
         run_forks(ForkingTransformersEngine, one_token)
 
 
+@pytest.mark.sampled_cases
 @only_documented_version
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
 def test_documented_script_prints_its_output(script: str, printed: str) -> None:

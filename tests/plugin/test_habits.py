@@ -92,6 +92,7 @@ def test_last_failed_and_one_test_id(broken_project: Project) -> None:
     run(one_id).assert_outcomes(failed=1)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("plugin", ["terminal", "skipping", "xdist", "hypothesispytest"])
 def test_other_plugins_may_be_off(list_cache_project: Project, plugin: str) -> None:
     arguments = [*SHORT_SEARCH, "-p", f"no:{plugin}", "-k", "histories or fork"]

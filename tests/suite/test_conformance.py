@@ -127,6 +127,7 @@ def test_attributes_of_the_shipped_tests_cannot_be_replaced(part: str) -> None:
         replace_tests(**{part: ListCache})
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "mark",
     [

@@ -218,6 +218,7 @@ BROKEN: list[tuple[type[KVCacheAdapter], str]] = [
 ]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "what"), BROKEN, ids=lambda value: getattr(value, "__name__", "")
 )

@@ -165,6 +165,7 @@ def test_where_a_block_begins_and_ends(device: str, block_size: int) -> None:
     check(Case(device, [0, block_size - 1, block_size], block_size=block_size))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_contexts_in_parts(
@@ -213,6 +214,7 @@ def test_padding_rows_touch_the_scratch_block_alone(device: str) -> None:
         assert_same_bits(cache[SCRATCH, :, 1:], was[SCRATCH, :, 1:], "the rest of scratch")
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block_size", [3, 16, 64])
 def test_windows(device: str, window: int, block_size: int) -> None:
@@ -221,6 +223,7 @@ def test_windows(device: str, window: int, block_size: int) -> None:
     check(Case(device, lengths, block_size=block_size, traits=["window"], window=window))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
 def test_layers_that_ask_for_more(

@@ -13,6 +13,7 @@ from roseinfer.kernels.triton.rope import rotate
 from roseinfer.layer_traits import LayerTraits, RotaryEmbedding
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "turn"),

@@ -137,6 +137,7 @@ class Layer:
         return out * self.weights.double().T[..., None]
 
 
+@pytest.mark.sampled_cases
 @all_dtypes
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k"),

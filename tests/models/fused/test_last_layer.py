@@ -28,6 +28,7 @@ def build(kin: str, device: str) -> tuple[Any, SequenceRunner]:
     return model, fused_runner(family_of(kin), device, model)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kin", KIN)
 def test_last_layer_computes_only_the_last_tokens(
     device: str, kin: str, monkeypatch: pytest.MonkeyPatch
