@@ -153,7 +153,7 @@ def needless_evictions(observation: Observation) -> Finding | None:
 def _split_released(
     observation: Observation,
 ) -> tuple[dict[int, ReleasedBlock], dict[int, ReleasedBlock]]:
-    """Return the blocks that a step evicted, and those that are still cached."""
+    """Split the released blocks into those that a step evicted and those still cached."""
     cached = observation.after.ledger(0).cached
     evicted, staying = dict[int, ReleasedBlock](), dict[int, ReleasedBlock]()
     for block, each in cached_blocks_note(observation).released.items():
@@ -165,7 +165,7 @@ def _split_released(
 
 
 def _count_choices(observation: Observation) -> int:
-    """Count the evicted blocks instead of which the cache might have evicted a cached one."""
+    """Count the evictions in which another cached block could have been evicted."""
     evicted_blocks, staying = _split_released(observation)
     return sum(
         any(evicted.evicts_before(stays) for stays in staying.values())

@@ -625,7 +625,7 @@ def _free_two_texts(writer: operation.Writer) -> int | None:
 
 
 def _prompt_beyond_capacity(writer: operation.Writer, seq: int) -> Prefill:
-    """Return the shortest prompt of whole blocks that is refused, whatever it reuses."""
+    """Return the shortest prompt of whole blocks that cannot fit, even if it reuses all blocks."""
     size, blocks = writer.oracle.block_size, 1
     while not writer.oracle.exceeds_capacity([(seq, blocks * size)]):
         blocks += 1

@@ -184,9 +184,9 @@ class CompletionMismatch(AdapterFinding):
 
 _MOST_PROMPTS = 8
 """Most prompts of one HTTP request."""
-_PROBE_TOKENS = 4
-"""A text of this part of a long text's tokens is served before a text that was left is looked for:
-each step gives both a token, so the long text would still be served."""
+_PROBE_DIVISOR = 4
+"""A long text has this many times the tokens of the probe: a text that is served after a client
+left. Each step of a server gives both a token, so the long one has not ended with the probe."""
 
 
 class ServedEngine(EngineAdapter):
@@ -315,7 +315,7 @@ class ServedEngine(EngineAdapter):
         """Raise if the server goes on with a text that was left."""
         if not (self._left and self.server.shows_usage):
             return
-        tokens = self.server.dialect.long_tokens // _PROBE_TOKENS
+        tokens = self.server.dialect.long_tokens // _PROBE_DIVISOR
         self._send([_text([0])], tokens, lasting=True).wait()
         if held := self.server.describe_requests():
             numbers = ", ".join(map(str, self._left.values()))

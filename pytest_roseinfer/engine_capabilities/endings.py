@@ -39,10 +39,10 @@ class EndingMethods:
     def finish_reason(self, request: Any) -> str:
         """Return the reason for the end of a finished request.
 
-        It is ``stop token`` for the end-of-sequence token, ``stop string``, ``length`` for the most
-        tokens that it may have, ``cancelled``, or ``error``, which is never right; ``stop`` stands
-        for the first two. With
-        ``eos_token``, the reason is also judged where that token is the last one allowed.
+        It is ``stop token`` for the end-of-sequence token, ``stop string``, ``length`` for the
+        limit of its tokens, ``cancelled``, or ``error``, which fails the test; ``stop`` may stand
+        for the first two. With ``eos_token``, the reason is also judged where that token is the
+        last one allowed.
         """
 
 
