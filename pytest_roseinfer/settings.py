@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SHIPPED_TARGETS = (
     # Longest first, so that two workers finish at about the same time.
@@ -42,15 +42,15 @@ class Profile(NamedTuple):
     """Histories per search."""
     steps: int
     """Maximum steps of one history."""
-    search_seconds: float = 0.0
-    """Seconds for all searches of one test; 0 means unlimited."""
+    further_seconds: float = math.inf
+    """Seconds of a test's further turns, for paths that its examples reached too rarely."""
 
 
 PROFILES = {
     # A few seconds, for the edit-test loop.
-    "dev": Profile(examples=100, steps=12, search_seconds=120.0),
+    "dev": Profile(examples=100, steps=12, further_seconds=120.0),
     # A minute or two: the bar for a change.
-    "ci": Profile(examples=500, steps=20, search_seconds=600.0),
+    "ci": Profile(examples=500, steps=20, further_seconds=600.0),
     # Hours: finds rare coincidences.
     "nightly": Profile(examples=10_000, steps=40),
 }
@@ -166,8 +166,10 @@ class Settings:
     steps: int = PROFILES["dev"].steps
     step_seconds: float = STEP_SECONDS
     """Processor seconds that a step may take; 0 means unlimited."""
-    search_seconds: float = PROFILES["dev"].search_seconds
+    search_seconds: float = 0.0
     """Seconds for all searches of one test; 0 means unlimited."""
+    further_seconds: float = PROFILES["dev"].further_seconds
+    """Seconds for the further turns of one test."""
     seed: int | None = None
     reuses_examples: bool = False
     """True if searches try failing examples of earlier runs first, from Hypothesis's database; with
@@ -200,6 +202,8 @@ class Settings:
     """True if the command line names the baseline file; a run that compares no step then fails."""
     update_costs: bool = False
     timing: Timing = field(default_factory=Timing)
+    announce: Callable[[str], object] = field(default=len, repr=False, compare=False)
+    """Function that prints a line during a test; the default prints nothing."""
 
     @property
     def kept_traces(self) -> list[Path]:
@@ -219,6 +223,10 @@ class Settings:
     def search_ends(self) -> float:
         """Return the deadline for the searches of a test that starts now, in ``monotonic`` time."""
         return monotonic() + self.search_seconds if self.search_seconds else math.inf
+
+    def further_ends(self, ends: float) -> float:
+        """Return the deadline for further turns that start now, at most ``ends``."""
+        return min(ends, monotonic() + self.further_seconds)
 
     @property
     def device(self) -> str:

@@ -433,16 +433,16 @@ def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: b
 def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
     """Look up every text, up to one token past the longest sequence, and up to a block boundary.
 
-    The longest sequence may have been truncated or freed since.
+    Once for the longest sequence of the present, and once for that of all steps so far.
     """
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
     if not (look.reads and texts):
         return {}
-    longest = max(map(oracle.length, oracle.sequences), default=0)
+    lengths = {max(map(oracle.length, oracle.sequences), default=0)}
     if cached_blocks := run.observer(CachedBlocks):
-        longest = max(longest, cached_blocks.longest)
-    counts = {longest + 1, -(-longest // size) * size or size}
+        lengths.add(max(*lengths, cached_blocks.longest))
+    counts = {end for each in lengths for end in (each + 1, -(-each // size) * size or size)}
 
     def find(text: TextSlice) -> int:
         pass_token_ids(adapter, [text], written=False)

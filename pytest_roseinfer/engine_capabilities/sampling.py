@@ -111,13 +111,14 @@ class SamplingMethods:
 
         It is optional only if ``sampling.greedy_only`` is True: then each token is the argmax of
         ``logits``. It gets no drawn ``stop``: the harness cuts its result after the token that
-        completes a stop string.
+        completes a stop string. The result may depend on the mix's switches, block size and device,
+        but not on its requests or their room: it is kept for other mixes, unless ``replays`` is
+        more than 1.
         """
         new: list[int] = []
         goes_on = sampling.ignore_eos
         while len(new) < sampling.max_new_tokens and (goes_on or self.eos_token not in new):
-            logits = self.logits([*prompt, *new], mix)
-            new.append(max(range(len(logits)), key=logits.__getitem__))
+            new.append(int(logits_of(self, [*prompt, *new], mix).argmax()))
         return new
 
     @optional
@@ -143,8 +144,9 @@ class SamplingMethods:
     def logits(self, tokens: Sequence[int], mix: Any) -> Sequence[float]:
         """Return the logits of the token after these, computed by the model alone.
 
-        Each token of a request must then be allowed by its parameters, as the harness's own
-        sampling code computes them.
+        They are kept for other mixes, as the result of ``generate_alone`` is. Each token of a
+        request must then be allowed by its parameters, as the harness's own sampling code computes
+        them.
         """
 
 

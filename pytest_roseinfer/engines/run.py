@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_roseinfer.capabilities.capability import select_parts
 from pytest_roseinfer.capabilities.return_values import (
@@ -28,7 +28,7 @@ from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.watchdog import CURRENT_EXAMPLE, AdapterFinding, StepHung, TargetGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter, RequestMix, RequestSpec
     from pytest_roseinfer.engine_capabilities.capability import EngineRun, MixObserver
@@ -244,7 +244,67 @@ def _make_adapter(kind: type[EngineAdapter]) -> EngineAdapter:
     for name, check in checks_of(kind).items():
         coverage.wrap_method(check, adapter, name)
     coverage.current().count_calls(adapter)
+    _keep_answers(adapter)  # after the count, which is of calls that compute
     return adapter
+
+
+# Answers of an engine's model, kept between mixes: many requests have contexts in common.
+
+
+_MAX_NUMBERS = 1 << 23
+"""Most numbers of all answers together: some 256 MiB, as lists of floats."""
+_NUMBERS_OF_A_KEY = 100
+"""Numbers that take as much memory as the arguments of an answer."""
+
+
+class Answers:
+    """Latest answers of one adapter class."""
+
+    def __init__(self, max_numbers: int = _MAX_NUMBERS) -> None:
+        self._answers: OrderedDict[Hashable, Sequence[float]] = OrderedDict()
+        self._numbers, self._max_numbers = 0, max_numbers
+
+    def get(self, key: Hashable, compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+        """Return the kept answer, or compute it."""
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
+        answer = self._answers[key] = compute()
+        self._numbers += len(answer) + _NUMBERS_OF_A_KEY
+        while self._numbers > self._max_numbers:
+            _, dropped = self._answers.popitem(last=False)
+            self._numbers -= len(dropped) + _NUMBERS_OF_A_KEY
+        return answer
+
+
+_answers: weakref.WeakKeyDictionary[type[Any], Answers] = weakref.WeakKeyDictionary()
+
+
+def _keep_answers(engine: EngineAdapter) -> None:
+    """Let an adapter compute each of its model's answers once, but for those of a server.
+
+    A server may answer differently each time, so each of its answers counts.
+    """
+    kind = type(engine)
+    if kind.replays > 1:
+        return
+    answers = _answers.setdefault(kind, Answers())
+
+    def kept(name: str, method: Callable[[], Any], tokens: Sequence[int], *others: Any) -> Any:
+        *parameters, mix = others
+        key = (name, tuple(tokens), *parameters, *_engine_key(mix))
+        return answers.get(key, lambda: method()(tokens, *others))
+
+    for name in ("logits", "generate_alone"):
+        coverage.wrap_method(partial(kept, name), engine, name)
+
+
+def _engine_key(mix: RequestMix) -> tuple[Hashable, ...]:
+    """Return what an answer may depend on: all of a mix but its requests and their room."""
+    return mix.block_size, mix.device, repr(sorted(mix.options.items()))
+
+
+# Whole mixes, and forks.
 
 
 def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -168,3 +169,18 @@ def write_steps(file: Path, steps: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(file)
+
+
+def terminal_of(config: pytest.Config) -> Callable[[str], None]:
+    """Return a function that prints a line during a test at once, past pytest's capture."""
+
+    def print_status(line: str) -> None:
+        reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        capture: Any = config.pluginmanager.getplugin("capturemanager")
+        if reporter is None:
+            return
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            reporter.write_line(line)
+            reporter.flush()
+
+    return print_status

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.gate import CannotCompare, read_steps, write_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    import pytest
 
     from pytest_roseinfer.gates.worker_process import Ready, Worker
 
@@ -103,8 +101,6 @@ _FIRST = 2.0
 """Seconds before the first line of progress."""
 _EVERY = 5.0
 """Minimum seconds between two lines."""
-_SOON = 10.0
-"""Seconds of a comparison whose end is not announced."""
 
 
 class Progress:
@@ -129,21 +125,6 @@ class Progress:
         if now >= self._next_note:
             self._say(f"{words()} ({now - self._begin:.0f} s)")
             self._next_note = now + _EVERY
-
-
-def terminal_of(config: pytest.Config) -> Callable[[str], None]:
-    """Return a function that prints a line during a test at once, past pytest's capture."""
-    reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-    capture: Any = config.pluginmanager.getplugin("capturemanager")
-
-    def print_status(line: str) -> None:
-        if reporter is None:
-            return
-        with capture.global_and_fixture_disabled() if capture else nullcontext():
-            reporter.write_line(line)
-            reporter.flush()
-
-    return print_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +324,10 @@ def compare(
     there, here = measuring.sides
     seconds = budget.spent
     return Comparison(there, here, tuple(ratios), interval, verdict, reason, seconds, missed)
+
+
+_SOON = 10.0
+"""Seconds of a comparison whose end is not announced."""
 
 
 def describe_duration(plan: Plan, series_seconds: float) -> str:

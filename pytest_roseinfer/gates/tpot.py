@@ -13,9 +13,9 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import paired_timing as absolute
-from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.gate import CannotCompare, terminal_of
 from pytest_roseinfer.gates.history import HistoryGate
-from pytest_roseinfer.gates.paired_timing import Plan, Progress, Verdict, compare, terminal_of
+from pytest_roseinfer.gates.paired_timing import Plan, Progress, Verdict, compare
 from pytest_roseinfer.gates.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.timing_report import TimedComparison, side_fields, verdict_fields
 from pytest_roseinfer.gates.worker_process import (

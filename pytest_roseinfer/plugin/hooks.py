@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         die_by_ctrl_c(config.workerinput)
     for line in markers.LINES:
         config.addinivalue_line("markers", line)
-    run_settings = options.read(config)
+    run_settings = replace(options.read(config), announce=gate.terminal_of(config))
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
     settings.set_current(run_settings)
     options.check_baselines(run_settings)

@@ -167,7 +167,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "search-seconds": (
         {"type": float, "metavar": "S"},
         "seconds after which a test stops searching, reports what it tried, and claims no "
-        "strength; the default is the profile's; 0 is unlimited",
+        "strength; 0, the default, is unlimited",
     ),
     "seed": (
         _NUMBER,
@@ -342,7 +342,8 @@ def _read(config: pytest.Config) -> Settings:
         examples=_number(config, "examples", at_least=1) or usual.examples,
         steps=_number(config, "steps", at_least=1) or usual.steps,
         step_seconds=step_seconds(config),
-        search_seconds=_seconds(config, "search-seconds", usual.search_seconds),
+        search_seconds=_seconds(config, "search-seconds", 0.0),
+        further_seconds=usual.further_seconds,
         seed=_seed(config),
         reuses_examples=_given_seed(config) is None,
         gpu=gpu,

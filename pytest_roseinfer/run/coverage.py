@@ -394,6 +394,43 @@ def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> Ite
             yield aim, str(turn), max(1, ends[1] - ends[0])
 
 
+_LONG = 60.0
+"""Seconds of a search whose length is announced."""
+_TRIED_SECONDS = 15.0
+"""Seconds of a search from which its length is told."""
+
+
+class SearchDuration:
+    """Announcement of how long a search will take, if that is long."""
+
+    def __init__(
+        self,
+        target: str,
+        examples: int,
+        noun: str,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``examples`` is the number of examples of the search; ``noun`` is what they are."""
+        self._target, self._noun = target, noun
+        self._examples, self._tried = examples, 0
+        self._clock, self._began = clock, clock()
+        self._announced = False
+
+    def note(self, examples: int) -> None:
+        """Count further examples as tried; announce the length once it can be told."""
+        self._tried += examples
+        elapsed = self._clock() - self._began
+        total = elapsed * self._examples / self._tried
+        if self._announced or elapsed < _TRIED_SECONDS or total < _LONG:
+            return
+        self._announced = True
+        settings.current().announce(
+            f"roseinfer: {self._target}: {self._tried} of {self._examples} {self._noun} took "
+            f"{elapsed:.0f} s, so all take about {total / 60:.0f} min; --roseinfer-examples N "
+            "tries fewer, and --roseinfer-search-seconds S sets a limit"
+        )
+
+
 def repeat_searches(
     missing_paths: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
 ) -> Iterator[_Turn]:

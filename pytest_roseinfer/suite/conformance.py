@@ -73,6 +73,8 @@ class ConformanceTests(ShippedTests):
         in_batches = round(run_settings.examples * _SHARE_IN_BATCHES)
         others = run_settings.examples - in_batches
         turns = [*coverage.split_examples(self.adapter, others, _EXAMPLES_OF_A_TURN)]
+        planned = in_batches + sum(number for *_, number in turns)
+        duration = coverage.SearchDuration(self.adapter.__name__, planned, "histories")
         for at, (aim, turn, num_examples) in enumerate(turns):
             if at == _TURNS_BEFORE_LARGE:
                 LargeHistories(self.adapter).run(ends)
@@ -80,12 +82,14 @@ class ConformanceTests(ShippedTests):
                 check, "run_history", num_examples, ends, aim, turn, preludes
             )
             target.add_examples(num_examples, num_skipped)
+            duration.note(num_examples)
         for num_examples in run_settings.part.share_of([in_batches] if in_batches else []):
             num_skipped = self._search(check, "run_history", num_examples, ends, in_batches=True)
             target.add_examples(num_examples, num_skipped)
         if len(turns) <= _TURNS_BEFORE_LARGE:
             LargeHistories(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
+        ends = run_settings.further_ends(ends)
         rounds = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
         for at, (aim, turn, num_examples) in enumerate(rounds):
             self._search(

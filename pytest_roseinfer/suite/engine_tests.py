@@ -84,16 +84,19 @@ class EngineTests(ShippedTests):
         since = Counter(target.counts)
         preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)
         ends = settings.current().search_ends()
-        for aim, turn, num_examples in coverage.split_examples(
-            self.adapter, examples, _EXAMPLES_OF_A_TURN
-        ):
+        turns = [*coverage.split_examples(self.adapter, examples, _EXAMPLES_OF_A_TURN)]
+        planned = sum(number for *_, number in turns)
+        duration = coverage.SearchDuration(self.adapter.__name__, planned, "mixes")
+        for aim, turn, num_examples in turns:
             num_skipped = self._search(
                 "run_mix", num_examples, aim, turn, ends=ends, preludes=preludes
             )
             target.add_examples(num_examples, num_skipped)
+            duration.note(num_examples)
         # After the drawn ones, which find most bugs with smaller examples.
         WideMixes(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
+        ends = settings.current().further_ends(ends)
         for aim, turn, num_examples in coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search("run_mix", num_examples, aim, turn, ends=ends, preludes=preludes)
             if self.adapter.defines("fork"):  # the path may need forks

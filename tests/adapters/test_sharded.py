@@ -36,12 +36,14 @@ class RoseinferRanks(ShardedAdapter):
     block_sizes = (4, 2)
 
 
-def search(adapter: type[KVCacheAdapter], examples: int, seed_number: int) -> None:
+def search(
+    adapter: type[KVCacheAdapter], examples: int, seed_number: int, device: str = "cpu"
+) -> None:
     @hypothesis_settings(
         max_examples=examples, database=None, phases=[Phase.generate], deadline=None
     )
     @seed(seed_number)
-    @given(histories(adapter))
+    @given(histories(adapter, device=device))
     def check(history: History) -> None:
         run_history(adapter, history)
 
@@ -56,8 +58,8 @@ def test_equal_ranks_pass(cache: type[KVCacheAdapter]) -> None:
     conformance(cache)().test_histories()
 
 
-def test_roseinfer_on_two_ranks_passes() -> None:
-    search(RoseinferRanks, 6, seed_number=1)
+def test_roseinfer_on_two_ranks_passes(device: str) -> None:
+    search(RoseinferRanks, 6, seed_number=1, device=device)
 
 
 @pytest.mark.parametrize("seed_number", range(3))

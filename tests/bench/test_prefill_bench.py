@@ -103,7 +103,8 @@ def test_unavailable_torch_attention_is_reported(
         ("cpu", False, "attention_reference"),
         (device, True, "attention_chunk_triton"),
     ):
+        refused = "torch_flash_attention" if where == "cuda" else "torch_attention"
         prefill = rig(where, "2x0+8:2/2x8")
         rows, reasons = time_prefill(prefill, 1, Speeds(1.0, 1.0), kernels=kernels)
         assert [row.path for row in rows] == [ours]
-        assert reasons == [("torch_attention of 2x0+8:2/2x8", "No available kernel")]
+        assert reasons == [(f"{refused} of 2x0+8:2/2x8", "No available kernel")]

@@ -70,9 +70,7 @@ def test_ini_options_have_the_same_effect(project: Project) -> None:
 
 
 def test_profile_sets_examples_steps_and_seconds(project: Project) -> None:
-    assert settings_in_project(project, "--roseinfer-profile=ci").startswith(
-        "ci 500 20 60.0 600.0 "
-    )
+    assert settings_in_project(project, "--roseinfer-profile=ci").startswith("ci 500 20 60.0 0.0 ")
 
 
 def test_seed_of_hypothesis_is_the_default_seed(project: Project) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -137,10 +138,14 @@ def test_ini_options_equal_command_line_options(recorded_options: Recorder) -> N
 def test_profiles_are_documented() -> None:
     documented = {name: tuple(numbers) for name, *numbers, _ in table("Profiles")}
     expected = {
-        name: (str(each.examples), str(each.steps), f"{each.search_seconds:g}")
+        name: (str(each.examples), str(each.steps), _describe_limit(each.further_seconds))
         for name, each in PROFILES.items()
     }
     assert documented == expected
+
+
+def _describe_limit(seconds: float) -> str:
+    return "unlimited" if seconds == math.inf else f"{seconds:g}"
 
 
 def test_markers_are_documented() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from roseinfer.server.connections import ConnectionLimits
 
-PATIENCE = 20
+PATIENCE = 120
 """Seconds after which a wait fails."""
 MODEL = "tiny"
 REQUIRED: dict[str, dict[str, Any]] = {

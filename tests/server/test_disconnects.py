@@ -31,7 +31,9 @@ def request_and_disconnect(server: Server, body: dict[str, Any], wait: float | N
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         else:
             end = time.monotonic() + PATIENCE
-            while not server.llm.engine.has_work and time.monotonic() < end:
+            engine = server.llm.engine
+            submitted = body.get("n", 1)
+            while engine.num_waiting + engine.num_running < submitted and time.monotonic() < end:
                 time.sleep(0.001)
             time.sleep(wait)
 

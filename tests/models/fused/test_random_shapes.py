@@ -46,4 +46,4 @@ def test_random_shapes_are_batch_invariant_as_claimed(device: str) -> None:
     for seed in range(6):
         results += random_shapes.run(seed, 2, device)
     assert any(each.claimed for each in results)
-    assert not [each.text for each in results if each.claimed and each.text]
+    assert not [each.summary for each in results if each.claimed and each.summary]
