@@ -183,13 +183,16 @@ class TritonKernel(Kernel):
     ) -> Any:
         """Launch with the values of all parameters, in their order."""
         device = values[0].get_device()
-        options = self._options(num_warps, device, pdl)
-        if device >= 0 and _is_elsewhere(device):
+        options, one_of_several = self._options(num_warps, device, pdl)
+        if one_of_several and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.jit[grid](*values, **options)
         return self.jit[grid](*values, **options)
 
-    def _launch_options(self, num_warps: int, device: int, pdl: bool) -> dict[str, Any]:
+    def _launch_options(
+        self, num_warps: int, device: int, pdl: bool
+    ) -> tuple[dict[str, Any], bool]:
+        """Return Triton's options, and True if the device is one of several GPUs."""
         options: dict[str, Any] = {"num_warps": num_warps}
         if not self._fp_fusion:
             options["enable_fp_fusion"] = False
@@ -197,7 +200,7 @@ class TritonKernel(Kernel):
             options["EARLY"] = early = pdl and device >= 0 and _supports_pdl(device)
             if early:
                 options["launch_pdl"] = True
-        return options
+        return options, device >= 0 and _num_gpus() > 1
 
     def with_fixed(self, num_warps: int = 4, **arguments: Any) -> FixedLaunch:
         """Return a launch with fixed arguments, the last ones, which has less host time."""
