@@ -135,10 +135,11 @@ def pytest_make_collect_report(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if settings.current().gpu and markers.is_shipped(metafunc.definition):
+    workers: int = getattr(metafunc.config, "workerinput", {}).get("workercount", 1)
+    if (settings.current().gpu or workers > 1) and markers.is_shipped(metafunc.definition):
         from pytest_roseinfer.plugin import shipped
 
-        shipped.split_into_parts(metafunc)
+        shipped.split_into_parts(metafunc, None if settings.current().gpu else workers)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -164,7 +165,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.clear()
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
-    elif hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
         from pytest_roseinfer.plugin import shipped
 
         shipped.interleave_long_tests(items)

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-# Splitting of long tests on a GPU, among several processes: a search there mostly waits for
-# compilers and for the GPU.
+# Splitting of long tests among processes. On a GPU there are parts even for one process, so that
+# the examples are the same with any number: a search there mostly waits for compilers.
 
 
 _PARAMETER = "roseinfer_part"
 
 
-def split_into_parts(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each part: ``test_histories[1of2]``."""
-    parts: list[Part] = metafunc.cls.parts(metafunc.definition.originalname)
+def split_into_parts(metafunc: pytest.Metafunc, workers: int | None = None) -> None:
+    """Make one test of each part, at most ``workers``: ``test_histories[1of2]``."""
+    parts: list[Part] = metafunc.cls.parts(metafunc.definition.originalname, workers)
     if len(parts) > 1:
         metafunc.fixturenames.append(_PARAMETER)  # tests do not take it as an argument
         metafunc.parametrize(_PARAMETER, parts, ids=str)

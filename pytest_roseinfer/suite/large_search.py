@@ -77,7 +77,9 @@ class LargeSearch(Generic[_Large]):
             raise
 
     def _in_turn(self, examples: Sequence[_Large]) -> Iterator[_Large]:
-        remaining_s = self.seconds
+        current = settings.current()
+        # Parts share the processors; on a GPU they mostly wait for compilers.
+        remaining_s = self.seconds if current.gpu else self.seconds / current.part.of
         for done, example in enumerate(examples):
             began = monotonic()
             self.ends = began + remaining_s * 2 / (len(examples) - done + 1)

@@ -42,11 +42,11 @@ class ShippedTests:
         return {name: test for name, test in vars(own_class).items() if name.startswith("test_")}
 
     @classmethod
-    def parts(cls, test: str) -> list[Part]:
+    def parts(cls, test: str, max_parts: int | None = None) -> list[Part]:
         """Split a test's searches, which aim at paths, into parts for several processes."""
         device = settings.current().device
         paths = sum(path.runs_on(device) for path in cls.adapter.paths.values())
-        number = max(1, min(paths, cls.max_parts.get(test, 1)))
+        number = max(1, min(paths, cls.max_parts.get(test, 1), max_parts or paths))
         return [Part(each, number) for each in range(1, number + 1)]
 
 

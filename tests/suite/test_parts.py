@@ -1,4 +1,4 @@
-"""Long tests in parts, as on a GPU: they cover all examples and are spread evenly."""
+"""Long tests in parts: they cover all examples and are spread evenly."""
 
 from __future__ import annotations
 
@@ -40,14 +40,26 @@ IN_PARTS = """
 
 
 @pytest.mark.slow
-def test_parts_of_a_test_cover_the_same_examples(project: Project) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=str)
+def test_parts_of_a_test_cover_the_same_examples(
+    project: Project, workers: tuple[str, ...]
+) -> None:
+    """Parts are made as on a GPU, and by workers."""
     project.copy_caches()
     project.write(test_cache=MANY_PATHS)
     single = project.pytest(*SEARCH)
-    project.write(conftest=IN_PARTS)
-    parts = project.pytest(*SEARCH)
+    if not workers:
+        project.write(conftest=IN_PARTS)
+    parts = project.pytest(*SEARCH, *workers)
     parts.assert_outcomes(passed=2)
-    parts.stdout.fnmatch_lines(["*::test_histories?1of2? PASSED*"])
+    for part in ("1of2", "2of2"):
+        parts.stdout.fnmatch_lines(
+            [
+                f"*PASSED*::test_histories?{part}?*"
+                if workers
+                else f"*::test_histories?{part}? PASSED*"
+            ]
+        )
     coverage_line = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
     lines = [[*filter(coverage_line.match, result.outlines)] for result in (single, parts)]
     assert lines[0] == lines[1] != []
