@@ -29,8 +29,10 @@ from roseinfer.sampling_params import SamplingParams
 from roseinfer.terminal import track_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
     from types import FrameType
+
+    from torch import Tensor
 
     from roseinfer.distributed.ranks import LeadingRank
     from roseinfer.engine.engine import Update
@@ -186,6 +188,20 @@ class LLM:
                     self._step()
         if request.error is not None:
             raise request.error
+
+    def update_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Replace weights, all of ``values`` or none, and forget all cached prefixes.
+
+        Names and shapes are those of the transformers model's parameters, as in a checkpoint.
+        Refused while a stream of this ``LLM`` is open.
+        """
+        with self.exclusive_use():
+            if self.ranks is not None:
+                raise BadArgument(
+                    "update_weights: the weights of several ranks are shards; make another LLM, or "
+                    "use one GPU"
+                )
+            self.engine.update_weights(values)
 
     @property
     def is_forked(self) -> bool:

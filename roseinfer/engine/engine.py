@@ -30,8 +30,10 @@ from roseinfer.errors import (
     DetokenizationFailed,
     NoDistribution,
     StepFailed,
+    TooBusy,
 )
 from roseinfer.guided.compiler import GuideCompiler
+from roseinfer.models.loading import replace_weights
 from roseinfer.paths import STEP_TOKEN_BOUNDS, EnginePath, Histogram
 from roseinfer.sampling_params import SamplingParams
 from roseinfer.text.completion_text import (
@@ -42,7 +44,9 @@ from roseinfer.text.completion_text import (
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from roseinfer.config import EngineConfig
     from roseinfer.engine.in_flight import PromptLogprobsInFlight, TokensInFlight
@@ -88,6 +92,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model, kv = loaded.model, loaded.kv
         self.config = config
+        self._weights = loaded.weights
         self.sequence_runner = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sequence_runner.path_counts
         """Number of times that each path of the engine and of its attention was taken."""
@@ -158,6 +163,21 @@ class Engine:
         steps free of calls to the histogram."""
         self._tokens = 0
         """Tokens of the current step."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run keep what they have stored."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def update_weights(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights by name, and forget the prefixes that others have computed."""
+        if self.has_work:
+            raise TooBusy(
+                f"{self.num_running + self.num_waiting} requests are unfinished, and their stored "
+                "keys and values are of the present weights: update these once all have ended"
+            )
+        replace_weights(self._weights, values)
+        self.reset_prefix_cache()
 
     @property
     def step_tokens(self) -> Histogram:

@@ -17,7 +17,13 @@ from roseinfer.attention.backend import find_backend
 from roseinfer.config import require_device, require_dtype
 from roseinfer.distributed.peer_memory import open_exchange
 from roseinfer.distributed.sharding import shard
-from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
+from roseinfer.errors import (
+    BadArgument,
+    ConfigError,
+    UnsupportedModel,
+    did_you_mean,
+    short_repr,
+)
 from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv.groups import group_layers_by_window
 from roseinfer.kv.manager import KVBlockManager
@@ -30,6 +36,8 @@ from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from roseinfer.config import EngineConfig
     from roseinfer.distributed.ranks import Ranks
 
@@ -54,8 +62,10 @@ class PaddedHead(torch.nn.Module):
         more = -self._outputs % _PADDED_MULTIPLE
         self._weight = pad(head.weight.detach(), (0, 0, 0, more))
         self._bias = None if head.bias is None else pad(head.bias.detach(), (0, more))
-        # An embedding that is tied to the head stays in the same memory.
+        # The head's parameters, and an embedding that is tied to it, stay in the same memory.
         head.weight.data = self._weight[: self._outputs]
+        if self._bias is not None:
+            head.bias.data = self._bias[: self._outputs]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -89,6 +99,8 @@ class LoadedModel:
     tokenizer: Any
     """Tokenizer; None for a checkpoint without one, whose prompts are token ids."""
     eos_token_ids: frozenset[int]
+    weights: Mapping[str, torch.nn.Parameter]
+    """Parameters of the transformers model by name; the memory that kernels read is theirs."""
 
 
 def load(
@@ -129,6 +141,7 @@ def load(
             "or a transformers model that is loaded already, or a function that makes one on a "
             "device"
         )
+    weights = dict(network.named_parameters(remove_duplicate=False))
     try:
         causal = _build_model(network, config, ranks)
     except UnsupportedModel as error:
@@ -138,9 +151,26 @@ def load(
             f"{type(network).__name__} has no language-model head: load the model by "
             "AutoModelForCausalLM"
         ) from error
-    return LoadedModel(
-        causal, _build_cache(causal, config), tokenizer, _eos_token_ids(network, tokenizer)
-    )
+    # Kernels may have replaced some, and a padded head has no parameters.
+    weights.update(network.named_parameters(remove_duplicate=False))
+    end_tokens = _eos_token_ids(network, tokenizer)
+    return LoadedModel(causal, _build_cache(causal, config), tokenizer, end_tokens, weights)
+
+
+def replace_weights(
+    weights: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy values into weights of these names: all of them, or none."""
+    for name, value in values.items():
+        if name not in weights:
+            raise BadArgument(f"the model has no weight {name!r}{did_you_mean(name, weights)}")
+        shape = list(weights[name].shape)
+        if not isinstance(value, torch.Tensor) or list(value.shape) != shape:
+            given = list(value.shape) if isinstance(value, torch.Tensor) else short_repr(value)
+            raise BadArgument(f"the weight {name!r} must be a tensor of shape {shape}, not {given}")
+    with torch.no_grad():
+        for name, value in values.items():
+            weights[name].copy_(value)
 
 
 def _check_device_support(config: EngineConfig, device: torch.device) -> None:

@@ -121,17 +121,17 @@ def join_weights(layers: Sequence[torch.nn.Linear]) -> Tensor:
 
 
 def join_biases(layers: Sequence[torch.nn.Linear]) -> Tensor | None:
-    """Concatenate the biases of the layers; None if no layer has any."""
+    """Concatenate the biases of the layers, which keep views of them; None if no layer has any."""
     if all(layer.bias is None for layer in layers):
         return None
-    return torch.cat(
-        [
-            layer.weight.new_zeros(layer.out_features)
-            if layer.bias is None
-            else layer.bias.detach()
-            for layer in layers
-        ]
-    )
+    joined = layers[0].weight.new_zeros(sum(layer.out_features for layer in layers))
+    begin = 0
+    for layer in layers:
+        if layer.bias is not None:
+            own = joined[begin : begin + layer.out_features]
+            layer.bias.data = own.copy_(layer.bias.detach())
+        begin += layer.out_features
+    return joined
 
 
 if TYPE_CHECKING:
