@@ -18,6 +18,7 @@ from pytest_roseinfer.capabilities.return_values import (
 )
 from pytest_roseinfer.engine_capabilities.capability import from_data
 from pytest_roseinfer.engine_capabilities.endings import EndingMethods
+from pytest_roseinfer.engine_capabilities.guides import GuidedFields, GuideFields, GuideMethods
 from pytest_roseinfer.engine_capabilities.lifecycle import (
     CancelFields,
     LifecycleMethods,
@@ -25,6 +26,7 @@ from pytest_roseinfer.engine_capabilities.lifecycle import (
     RefusalFields,
 )
 from pytest_roseinfer.engine_capabilities.logprobs import LogprobFields, LogprobMethods
+from pytest_roseinfer.engine_capabilities.long_contexts import LongContextMethods
 from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseMethods
 from pytest_roseinfer.engine_capabilities.sampling import (
     EarlyEndFields,
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling(StopFields, LogprobFields, SamplingFields):
+class Sampling(GuideFields, StopFields, LogprobFields, SamplingFields):
     """Parameters of a request, as ``submit`` gets them."""
 
 
 @dataclass(frozen=True)
-class RequestSpec(RefusalFields, PauseFields, CancelFields, StopSpanFields, EarlyEndFields):
+class RequestSpec(
+    GuidedFields, RefusalFields, PauseFields, CancelFields, StopSpanFields, EarlyEndFields
+):
     """A request as data: its prompt, parameters, arrival and cancellation."""
 
     sampling: Sampling = Sampling()
@@ -100,6 +104,8 @@ class EngineAdapter(
     EndingMethods,
     LifecycleMethods,
     PrefixReuseMethods,
+    LongContextMethods,
+    GuideMethods,
     Adapter,
 ):
     """Base class of the adapters of engines.

@@ -194,6 +194,9 @@ class EngineCapability(CapabilityBase):
     adjust: Callable[[Floats, Any, Sequence[int], int], Floats] | None = None
     """Function that adjusts logits before a token is chosen. It takes the logits, the parameters,
     the tokens so far, and the length of the prompt; it returns new logits."""
+    permit: Callable[[Any, Any, Sequence[int]], Sequence[int] | None] | None = None
+    """Function that returns the only tokens that may come next; None if any may. It takes the
+    adapter, the parameters, and the new tokens so far."""
     observers: Sequence[type[MixObserver]] = ()
     """Its kinds of observers; each mix has one of each kind that applies to the adapter."""
     conditions: Sequence[MixCondition] = ()

@@ -13,6 +13,7 @@ from pytest_roseinfer.engine_capabilities.capability import (
     MixCondition,
     MixObserver,
 )
+from pytest_roseinfer.engine_capabilities.guides import is_complete, takes_guides
 from pytest_roseinfer.engine_capabilities.text import FLUSHED, find_stop, is_certain
 from pytest_roseinfer.words import format_count
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
 
 STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED = "stop token", "stop string", "length", "cancelled"
+GUIDE = "guide"
 _STOP = "stop"
 """Reason of engines that do not tell stop tokens and stop strings apart."""
-REASONS = (_STOP, STOP_TOKEN, STOP_STRING, LENGTH, CANCELLED, "error")
+REASONS = (_STOP, STOP_TOKEN, STOP_STRING, GUIDE, LENGTH, CANCELLED, "error")
 
 
 def _is_reason(value: Any) -> bool:
@@ -39,10 +41,10 @@ class EndingMethods:
     def finish_reason(self, request: Any) -> str:
         """Return the reason for the end of a finished request.
 
-        It is ``stop token`` for the end-of-sequence token, ``stop string``, ``length`` for the
-        limit of its tokens, ``cancelled``, or ``error``, which fails the test; ``stop`` may stand
-        for the first two. With ``eos_token``, the reason is also judged where that token is the
-        last one allowed.
+        It is ``stop token`` for the end-of-sequence token, ``stop string``, ``guide`` for one that
+        is complete, ``length`` for the limit of its tokens, ``cancelled``, or ``error``, which
+        fails the test; ``stop`` may stand for the first three. With ``eos_token``, the reason is
+        also judged where that token is the last one allowed.
         """
 
 
@@ -70,6 +72,9 @@ def ending_of(adapter: Any, spec: Any, tokens: Sequence[int]) -> Ending:
         detail = f"by its stop string {text[span[0] : span[1]]!r}"
         return Ending(STOP_STRING, frozenset({_STOP, STOP_STRING} | uncertain), detail)
     at_limit = len(tokens) >= sampling.max_new_tokens
+    if is_complete(adapter, spec, tokens):
+        reasons = {_STOP, STOP_TOKEN, GUIDE} | ({LENGTH} if at_limit else set())
+        return Ending(GUIDE, frozenset(reasons), "as its guide is complete")
     ends = not sampling.ignore_eos and bool(tokens)
     by_token = ends and (tokens[-1] == adapter.eos_token or not at_limit)
     unknown = ends and at_limit and adapter.eos_token is None and adapter.defines("generate_alone")
@@ -152,17 +157,24 @@ def _can_cancel(adapter: type[Any]) -> bool:
     return bool(adapter.defines("cancel"))
 
 
+def _is_never_required(_: type[Any]) -> bool:
+    return False
+
+
 def _conditions() -> list[MixCondition]:
     kinds = (
         (STOP_TOKEN, "the end-of-sequence token", _has_stop_token),
         (STOP_STRING, "a stop string", _has_text),
+        (GUIDE, "its guide was complete", takes_guides),
         (LENGTH, "the most tokens that it may have", None),
     )
     conditions = []
     for reason, noun, required in kinds:
         first, later = _condition(reason, 1), _condition(reason, 2)
+        # A guide of one token is rare.
+        required_first = _is_never_required if reason == GUIDE else required
         conditions += [
-            MixCondition(first, f"The first token of a request ended it: {noun}.", required),
+            MixCondition(first, f"The first token of a request ended it: {noun}.", required_first),
             MixCondition(later, f"A later token of a request ended it: {noun}.", required),
         ]
     before, later = _condition(CANCELLED, 0), _condition(CANCELLED, 1)
@@ -178,7 +190,7 @@ def _conditions() -> list[MixCondition]:
             FLUSHED,
             "The last of a request's tokens left an incomplete character, which completed a stop "
             "string.",
-            lambda _: False,
+            _is_never_required,
         ),
         MixCondition(before, "A request was cancelled before its first token.", _can_cancel),
         MixCondition(later, "A request was cancelled after its first token.", _can_cancel),

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -92,7 +93,7 @@ class LifecycleMethods:
     def pause(self, request: Any) -> None:
         """Pause an unfinished request: it gets no more tokens until it is resumed.
 
-        Tokens in flight may still come, in at most ``extra_steps`` steps.
+        Tokens in flight may still come: those of at most ``extra_steps`` steps, at any time.
         """
 
     @optional
@@ -277,6 +278,8 @@ class Pauses(MixObserver):
     def __init__(self, run: EngineRun) -> None:
         super().__init__(run)
         self._step = 0
+        self._late: Counter[int] = Counter()
+        """Number of steps that generated tokens of each request during its pause."""
 
     def act(self, step: int) -> str:
         self._step, adapter = step, self.run.adapter
@@ -296,10 +299,12 @@ class Pauses(MixObserver):
         return ""
 
     def judge(self, served: ServedRequest) -> str:
-        if not (served.paused and served.new_tokens):
+        steps = self._step - served.spec.arrival - (served.spec.pause_after or 0)
+        # Tokens that are seen right after its pause were generated before.
+        if not (served.paused and served.new_tokens and steps):
             return ""
-        steps = self._step - served.spec.arrival - served.spec.pause_after
-        if steps <= self.run.adapter.extra_steps:
+        self._late[served.number] += 1
+        if self._late[served.number] <= self.run.adapter.extra_steps:
             return ""
         return f"{served.name} has been paused for {format_count(steps, 'step')} and got a token"
 
@@ -351,9 +356,15 @@ class Refusals(MixObserver):
 
 
 def draw_pause_and_refusals(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
-    """Draw the pause of a request, and the refusals before it."""
-    if adapter.defines("pause") and draw(st.sampled_from((False,) * 7 + (True,))):
-        after, steps = draw(st.sampled_from((0, 1, 2, 3, 5))), draw(st.sampled_from((1, 2, 5)))
+    """Draw the pause of a request, and the refusals before it.
+
+    A request with prompt logprobs is often paused, since it may then restart within its prompt.
+    """
+    in_prompt = getattr(spec.sampling, "prompt_logprobs", False)
+    goes_on = (False,) * (1 if in_prompt else 7)
+    if adapter.defines("pause") and draw(st.sampled_from((*goes_on, True))):
+        after = draw(st.sampled_from((1, 2, 1, 3) if in_prompt else (0, 1, 2, 3, 5)))
+        steps = draw(st.sampled_from((1, 2, 5)))
         spec = change(spec, pause_after=after, pause_steps=steps)
     if adapter.defines("refusals") and draw(st.sampled_from((False,) * 7 + (True,))):
         spec = change(spec, refused_before=draw(st.sampled_from((1, 1, 2, 30))))

@@ -17,6 +17,7 @@ from pytest_roseinfer.capabilities.return_values import (
 )
 from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
+    MixCondition,
     MixObserver,
     SamplingCore,
     change,
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     import numpy as np
     from hypothesis import strategies as st
 
-    from pytest_roseinfer.engine_capabilities.capability import Floats, ServedRequest
+    from pytest_roseinfer.engine_capabilities.capability import (
+        EngineRun,
+        Floats,
+        ServedRequest,
+    )
 else:
     from pytest_roseinfer.capabilities import numpy as np
     from pytest_roseinfer.capabilities import strategies as st
@@ -84,18 +89,40 @@ class LogprobMethods:
     def prompt_logprobs(self, request: Any) -> Sequence[float | None]:
         """Return the log-probability of each token of the prompt, None for the first.
 
-        It is called if the request has ``prompt_logprobs``.
+        It is called if the request has ``prompt_logprobs``, at its first token and at its end.
         """
 
 
 _SUM_ERROR = 1e-5
 """Largest error of log-probabilities in float32."""
+_FEW_TOKENS = 4
+IN_CHUNKS, RESTARTED = "prompt_logprobs_in_chunks", "prompt_logprobs_restarted"
+RESTARTED_LATER = "prompt_logprobs_restarted_later"
 
 
 class Logprobs(MixObserver):
     """Judge of logprobs, which must be those of the model's logits before any sampling."""
 
     any_of = ("logprobs", "prompt_logprobs")
+
+    def __init__(self, run: EngineRun) -> None:
+        super().__init__(run)
+        self._stages: dict[int, str] = {}
+        """Stage of each request with prompt logprobs after the latest step, by its number."""
+        self._judged: dict[int, bool] = {}
+        """Requests whose prompt logprobs were judged, by number: True if that was at their end."""
+
+    def note(self, served: ServedRequest) -> None:
+        adapter, number = self.run.adapter, served.number
+        if not (adapter.defines("stage") and self._wants(served, "prompt_logprobs")):
+            return
+        ended = served.finished or adapter.is_finished(served.request)
+        stage = "" if ended else adapter.stage(served.request)
+        before = self._stages.get(number)
+        self._stages[number] = stage
+        self.counts[IN_CHUNKS] += before != stage == "prefilling" and not served.tokens
+        if before == "preempted" != stage and not served.cancelled:
+            self.counts[RESTARTED_LATER if served.num_tokens_before else RESTARTED] += 1
 
     def judge(self, served: ServedRequest) -> str:
         logprobs = self._of_tokens(served, "logprobs")
@@ -113,15 +140,17 @@ class Logprobs(MixObserver):
                 wrong = wrong or self._wrong_top(text[:place], top[at], num_top)
             if wrong:
                 return f"{served.name}, token {at}: {wrong}"
-        if (
-            served.tokens
-            and not served.num_tokens_before
-            and self._wants(served, "prompt_logprobs")
-        ):
-            logprobs = self.run.adapter.prompt_logprobs(served.request)
-            if wrong := self._wrong_prompt(served.spec.prompt, logprobs):
-                return f"{served.name}: {wrong}"
-        return ""
+        return self._judge_prompt(served)
+
+    def _judge_prompt(self, served: ServedRequest) -> str:
+        """Judge prompt logprobs at the first token, and again at the end: none may change."""
+        is_due = served.tokens and self._judged.get(served.number) is not served.finished
+        if not is_due or served.cancelled or not self._wants(served, "prompt_logprobs"):
+            return ""
+        self._judged[served.number] = served.finished
+        logprobs = self.run.adapter.prompt_logprobs(served.request)
+        wrong = self._wrong_prompt(served.spec.prompt, logprobs)
+        return wrong and f"{served.name}: {wrong}"
 
     def _wants(self, served: ServedRequest, name: str) -> bool:
         return self.run.adapter.defines(name) and bool(getattr(served.spec.sampling, name))
@@ -187,7 +216,9 @@ def draw_logprobs(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
     if values.get("logprobs") and adapter.defines("top_logprobs"):
         values["top_logprobs"] = draw(st.sampled_from((0, 1, 4, 20)))
     if adapter.defines("prompt_logprobs"):
-        values["prompt_logprobs"] = draw(st.sampled_from((False,) * 7 + (True,)))
+        # A prompt of a few tokens is hardly ever computed in chunks.
+        rarely = (False,) * (3 if len(spec.prompt) > _FEW_TOKENS else 7)
+        values["prompt_logprobs"] = draw(st.sampled_from((*rarely, True)))
     return change(spec, **values)
 
 
@@ -202,6 +233,10 @@ def describe(spec: Any) -> Iterator[str]:
         yield "with prompt logprobs"
 
 
+def _shows_restarts(adapter: type[Any]) -> bool:
+    return bool(adapter.defines("prompt_logprobs") and adapter.defines("stage"))
+
+
 LOGPROBS = EngineCapability(
     methods=LogprobMethods,
     needs={
@@ -213,4 +248,17 @@ LOGPROBS = EngineCapability(
     draw=draw_logprobs,
     describe=describe,
     observers=(Logprobs,),
+    conditions=(
+        MixCondition(
+            IN_CHUNKS,
+            "A step stored a part of a prompt whose logprobs were requested.",
+            _shows_restarts,
+        ),
+        MixCondition(
+            RESTARTED,
+            "A request with prompt logprobs was preempted and restarted before its first token.",
+            _shows_restarts,
+        ),
+        MixCondition(RESTARTED_LATER, "The same, after its first token.", _shows_restarts),
+    ),
 )

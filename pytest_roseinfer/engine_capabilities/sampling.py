@@ -182,7 +182,8 @@ def may_be_chosen(
     close to a bound may lie on either side of it. Each of several tied tokens may be chosen.
     """
     scaled = _scaled(logits, sampling, tokens, prompted)
-    return _sampled_tokens(scaled, sampling, room=2 * rounding * float(np.abs(scaled).max()))
+    largest = float(np.abs(scaled[np.isfinite(scaled)]).max())
+    return _sampled_tokens(scaled, sampling, room=2 * rounding * largest)
 
 
 def _scaled(logits: Floats, sampling: Any, tokens: Sequence[int], prompted: int) -> Floats:
@@ -244,6 +245,21 @@ def logits_of(adapter: Any, tokens: Sequence[int], mix: Any) -> Floats:
     return floats(adapter.logits(tokens, mix))
 
 
+def permitted_logits(
+    adapter: Any, sampling: Any, tokens: Sequence[int], prompted: int, mix: Any
+) -> Floats:
+    """Return the logits of the token after these, -infinity for one that a capability excludes."""
+    logits = logits_of(adapter, tokens, mix)
+    for capability in capabilities_of_fields(type(sampling)):
+        permit = capability.permit
+        permitted = permit(adapter, sampling, tokens[prompted:]) if permit else None
+        if permitted:
+            excluded = np.ones(len(logits), dtype=np.bool_)
+            excluded[[*permitted]] = False
+            logits = np.where(excluded, -np.inf, logits)
+    return logits
+
+
 class ChosenTokens(MixObserver):
     """Judge of tokens, which the parameters of their request must allow."""
 
@@ -253,8 +269,8 @@ class ChosenTokens(MixObserver):
         prompt, sampling = served.spec.prompt, served.spec.sampling
         for at in served.new_tokens:
             before, token = [*prompt, *served.tokens[:at]], served.tokens[at]
-            logits = logits_of(self.run.adapter, before, self.run.mix)
-            rounding = self.run.adapter.rounding
+            adapter, rounding = self.run.adapter, self.run.adapter.rounding
+            logits = permitted_logits(adapter, sampling, before, len(prompt), self.run.mix)
             allowed = may_be_chosen(logits, sampling, before, len(prompt), rounding)
             if not (0 <= token < len(allowed) and allowed[token]):
                 choices = np.flatnonzero(allowed).tolist()

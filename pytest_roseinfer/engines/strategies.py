@@ -13,7 +13,9 @@ from pytest_roseinfer.engine_capabilities.capability import (
     for_adapter,
     offered_capabilities,
 )
+from pytest_roseinfer.engine_capabilities.guides import draw_guides
 from pytest_roseinfer.engine_capabilities.lifecycle import draw_cancel_after
+from pytest_roseinfer.engine_capabilities.long_contexts import draw_long_length, draw_long_path
 from pytest_roseinfer.engine_capabilities.sampling import HOTTEST, draw_parameters
 from pytest_roseinfer.engines.sensitivity import is_blind
 from pytest_roseinfer.histories.strategies import switches
@@ -117,14 +119,17 @@ def request_mixes(
     - in two, requests end early while another one waits;
     - one is a relay, one repeats prompts after their ends, and one is arbitrary.
 
-    With ``aim``, the engine has the switches that the path needs. With ``preludes``, two in three
-    mixes are one of them with one more request.
+    With ``aim``, the engine has the switches that the path needs; half of the mixes then exceed its
+    limit in ``long_contexts``, if it has one. With ``preludes``, two in three mixes are one of them
+    with one more request.
     """
     new = min(max_steps, adapter.max_tokens // 3)
     longest = adapter.max_tokens - new
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     if prelude := draw(begins):
         return _with_one_more(draw, adapter, prelude, longest, new)
+    if path := draw_long_path(draw, adapter, aim, device):
+        return _with_long_context(draw, adapter, path, new, device)
     kind = draw(st.sampled_from(_KINDS))
     if kind == "continued":
         specs = _continued(draw, adapter.vocabulary, longest, new)
@@ -137,6 +142,7 @@ def request_mixes(
     else:
         specs = _crowd(draw, adapter.vocabulary, longest, new, kind)
     specs = [draw_capability_fields(draw, adapter, each) for each in specs]
+    specs = draw_guides(draw, adapter, specs)
     larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
     roomy = kind == "ended" and larger
     block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))
@@ -164,6 +170,24 @@ def _with_one_more(
     room = max(mix.cache_tokens, spec.max_tokens)
     # A prelude may be such an extended mix itself.
     return replace(mix, requests=(*mix.requests[:_MAX_REQUESTS], spec), cache_tokens=room)
+
+
+def _with_long_context(
+    draw: st.DrawFn, adapter: type[EngineAdapter], path: str, new: int, device: str
+) -> RequestMix:
+    """Draw a request with a long context for a path, and a short one that decodes with it."""
+    lengths = (draw_long_length(draw, adapter, path), draw(st.integers(1, adapter.max_tokens // 4)))
+    specs = []
+    for at, length in enumerate(lengths):
+        heat = draw(st.sampled_from((0.0, 3.0)))
+        sampling = Sampling(min(new, 3), temperature=heat, seed=at, ignore_eos=True)
+        spec = RequestSpec(common_text(length, adapter.vocabulary, at), sampling)
+        spec = draw_capability_fields(draw, adapter, spec)
+        # Each token of a prompt with logprobs takes a forward pass of the slow twin.
+        specs.append(change(spec, prompt_logprobs=False))
+    block_size = draw(st.sampled_from(adapter.block_sizes))
+    room = sum(each.max_tokens + block_size for each in specs)
+    return RequestMix(tuple(specs), block_size, room, device, draw(switches(adapter, path)))
 
 
 def _crowd(

@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 
 VOCABULARY = 32
 EOS_TOKEN = 5
-POSITIONS = 48
+MAX_TOKENS = 48
+"""Most tokens of a usual request, so that the slow twin's outputs are computed quickly."""
+POSITIONS = 160
+"""Positions of a model: enough for a few contexts that kernels split into parts."""
 PADDED_VOCABULARY = "odd llama"
 """Model with one token more than the others, so that its LM head is padded."""
+PART_TOKENS = 128
+"""Tokens of the first parts into which kernels split a context."""
 LONG_POSITIONS = 1300
 
 ALIBI = "sloped bloom"

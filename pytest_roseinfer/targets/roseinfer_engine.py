@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
@@ -23,11 +24,13 @@ from pytest_roseinfer.targets.engine_models import (
     tokenizer,
 )
 from pytest_roseinfer.targets.roseinfer_manager import held_blocks
-from roseinfer import AttentionPath, EnginePath, RequestTooLarge, SamplingParams
+from roseinfer import AttentionPath, EnginePath, Guide, RequestTooLarge, SamplingParams
 from roseinfer._plugin import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 _ALONE = "transformers"
 """The slow twin: the model's own attention, without a cache, batches, or roseinfer's code."""
 _IN_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": 3}
+_LONGER_THAN_A_WINDOW = 8
+_IN_LONG_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": _LONGER_THAN_A_WINDOW}
 _KERNELS = {"paged_attention": True}
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 _RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
@@ -63,7 +68,11 @@ def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, 
 
 _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
-    EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.RUN_AHEAD: [
+        {**_RESIDENT, "run_ahead": 2},
+        {**_REUSED_AT_ONCE, "run_ahead": 3},
+        {**_REUSED_AT_ONCE, **_IN_LONG_CHUNKS, "run_ahead": 3, "model": shapes.TWO_GROUPS},
+    ],
     EnginePath.BATCHED: (),
     EnginePath.MIXED: (),
     EnginePath.CHUNKED: [_IN_CHUNKS],
@@ -71,8 +80,13 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
     EnginePath.RECOMPUTED: [{"max_batch_size": 8}],
     EnginePath.FREED_OUT_OF_WINDOW: [
-        {"model": name, "per_layer_kv": False, "prefix_cache": kept}
-        for name, kept in zip(shapes.WINDOWED, (True, True, False, False, True), strict=True)
+        {"model": name, "per_layer_kv": False, "prefix_cache": kept, "prefill_max_tokens": most}
+        for name, kept, most in zip(
+            shapes.WINDOWED,
+            (True, True, False, False, True),
+            (100, _LONGER_THAN_A_WINDOW, 100, _LONGER_THAN_A_WINDOW, _LONGER_THAN_A_WINDOW),
+            strict=True,
+        )
     ],
     EnginePath.FORKED: (),
     EnginePath.PADDED_LM_HEAD: [{"pad_head": True, "model": shapes.PADDED_VOCABULARY}],
@@ -88,6 +102,7 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
     EnginePath.PROMPTS_AS_ROWS: [_PROMPTS_AS_ROWS, {**_PROMPTS_AS_ROWS, **_HYBRID}],
     EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.GUIDED: [_RESIDENT, _REUSED_AT_ONCE],
     EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
@@ -96,12 +111,11 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
 }
 """Settings of the mixes that aim at each path.
 
-Only ``COMPILED``, ``GUIDED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing.
-Compiling takes seconds for each model of each mix, so no switch here enables it;
-``tests/models/test_compiling.py`` compares it with its twin. No request here has a guide:
-``tests/guided`` compares those with their output alone. No model here is wide enough for a step in
-one kernel: ``tests/kernels/cuda/whole_step`` compares that with several kernels. Streamed and
-paired GEMMs have no switch, nor have ``AttentionPath.PREFILL_CUDA`` and
+Only ``COMPILED``, ``STREAMING_GEMM``, ``PAIRED_GEMM`` and ``MEGAKERNEL`` are missing. Compiling
+takes seconds for each model of each mix, so no switch here enables it;
+``tests/models/test_compiling.py`` compares it with its twin. No model here is wide enough for a
+step in one kernel: ``tests/kernels/cuda/whole_step`` compares that with several kernels. Streamed
+and paired GEMMs have no switch, nor have ``AttentionPath.PREFILL_CUDA`` and
 ``APPEND_AND_ATTEND_CUDA``, whose contexts or batches are larger than any here:
 ``tests/kernels/cuda/warpgroups`` compares them with the kernels that they replace."""
 _FIRST = (
@@ -140,6 +154,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS],
     EnginePath.PROMPTS_AS_ROWS: _with_values("prompt_rows", 5, 30, 64, **_RESIDENT),
     EnginePath.LOGPROBS: _DECODES_RESIDENT,
+    EnginePath.GUIDED: _DECODES_RESIDENT,
     EnginePath.PENALTIES: _DECODES_RESIDENT,
     EnginePath.FUSED: [{"fused_model": True}],
     EnginePath.FUSED_ARGMAX: [_RESIDENT_KERNELS],
@@ -232,7 +247,54 @@ SIZES: Mapping[str, Sequence[Any]] = {
 
 
 def params(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(**asdict(sampling))
+    guide = None if sampling.guide is None else Guide(grammar=sampling.guide)
+    return SamplingParams(**{**asdict(sampling), "guide": guide})
+
+
+# Guides: the allowed tokens at each place of a completion, as in "6-9 12-20".
+#
+# They need no tokenizer and no grammar; ``tests/guided`` tests those. A matcher here stands in for
+# the compiled one of the same guide.
+
+
+GUIDES = (
+    "6-12",
+    "20-31 1-4 8-19 20-31",
+    "6-19 8-31 1-4 6-12 20-31 8-19 1-4 8-31 6-12",
+    " ".join(["8-19"] * 20),
+)
+"""Guides of one place, of a few, and of more than a request may have tokens."""
+
+
+class PlaceMatcher:
+    """State of one completion in a guide: the number of its tokens."""
+
+    may_end = has_failed = False
+    failure = "every place has tokens"
+
+    def __init__(self, guide: str) -> None:
+        self._places = [_token_range(place) for place in guide.split()]
+        self._at = 0
+
+    @property
+    def allowed(self) -> range:
+        return self._places[self._at] if self._at < len(self._places) else range(0)
+
+    def fill_bitmask(self, row: npt.NDArray[np.uint32]) -> None:
+        """Set the bits of the tokens allowed next, in words of 32, and clear all others."""
+        row[:] = 0
+        for token in self.allowed:
+            row[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept_token(self, token: int) -> bool:  # noqa: ARG002
+        """Advance by a token, and return True if none may follow it."""
+        self._at += 1
+        return not self.allowed
+
+
+def _token_range(place: str) -> range:
+    first, last = map(int, place.split("-"))
+    return range(first, last + 1)
 
 
 def fork(runner: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
@@ -278,6 +340,8 @@ def _choose(
     return chosen
 
 
+_WINDOW_EDGE = "window_edge_in_chunk"
+"""Condition: a later chunk of a prompt was longer than its model's window."""
 _cached_network = lru_cache(maxsize=16)(models.network)
 
 
@@ -285,7 +349,7 @@ class RoseinferEngine(EngineAdapter):
     """Adapter of ``LLM``, driven step by step on a cache full of NaN."""
 
     vocabulary = shapes.VOCABULARY
-    max_tokens = shapes.POSITIONS
+    max_tokens = shapes.MAX_TOKENS
     extra_steps = max(RUN_AHEAD)
     never_idles = True
     eos_token = shapes.EOS_TOKEN
@@ -295,7 +359,20 @@ class RoseinferEngine(EngineAdapter):
         finds="full blocks", evicts="least recent", enabled_by={"prefix_cache": True}
     )
     paths = PATHS
-    conditions: ClassVar[Sequence[str]] = ("ended_by_flushed_stop_string",)
+    long_contexts: ClassVar[Mapping[str, int]] = {
+        path.value: shapes.PART_TOKENS
+        for path in (
+            AttentionPath.CHUNK_TRITON,
+            AttentionPath.DECODE_TRITON,
+            AttentionPath.APPEND_AND_ATTEND,
+        )
+    }
+    guides = GUIDES
+    conditions: ClassVar[Sequence[str]] = (
+        "ended_by_flushed_stop_string",
+        "ended_by_guide_at_first_token",
+        _WINDOW_EDGE,
+    )
     option_choices = OPTION_CHOICES
     large_mix_tokens = shapes.LONG_POSITIONS
     sizes = SIZES
@@ -308,6 +385,10 @@ class RoseinferEngine(EngineAdapter):
         model = options.pop("model")
         self._tokenizer = tokenizer(byte_level="gpt2" in model)
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._window_edges = 0
+        self._requests: list[Any] = []
+        """Requests of a model with windows."""
+        self._has_windows = model in shapes.WINDOWED
         self.llm = LLM(
             _cached_network(model, mix.device),
             tokenizer=self._tokenizer,
@@ -322,7 +403,10 @@ class RoseinferEngine(EngineAdapter):
             cache.fill_(float("nan"))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        return self.engine.submit(prompt, params(sampling))
+        matcher: Any = None if sampling.guide is None else PlaceMatcher(sampling.guide)
+        request = self.engine.submit(prompt, params(sampling), guide=matcher)
+        self._requests += [request] * self._has_windows
+        return request
 
     def cancel(self, request: Any) -> None:
         self.engine.cancel(request)
@@ -345,8 +429,12 @@ class RoseinferEngine(EngineAdapter):
         return () if new > 0 and fits else (RequestTooLarge,)
 
     def step(self) -> None:
+        before = [(each.sequence.num_stored, each.times_preempted) for each in self._requests]
         for update in self.engine.step():
             self._texts[update.request.id].append(update.text)
+        for request, (begin, starts) in zip(self._requests, before, strict=True):
+            is_later = begin > 0 and request.times_preempted == starts
+            self._window_edges += is_later and request.sequence.num_stored > begin + shapes.WINDOW
 
     def tokens(self, request: Any) -> list[int]:
         return list(request.token_ids)
@@ -363,12 +451,17 @@ class RoseinferEngine(EngineAdapter):
         return held_blocks(self.engine.sequence_runner.kv)
 
     def path_counts(self) -> Mapping[str, int]:
-        return {str(name): count for name, count in self.engine.path_counts.items()}
+        counts = {str(name): count for name, count in self.engine.path_counts.items()}
+        return {**counts, _WINDOW_EDGE: self._window_edges}
 
     def generate_alone(
         self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix
     ) -> list[int]:
         return list(generate_alone(mix.options["model"], mix.device, tuple(prompt), sampling))
+
+    def allowed_tokens(self, guide: str, tokens: Sequence[int]) -> Sequence[int]:
+        places = guide.split()
+        return [*_token_range(places[len(tokens)])] if len(tokens) < len(places) else []
 
     def fork(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         return fork(self.engine.sequence_runner, prompt, samplings)

@@ -32,7 +32,7 @@ class TransformersEngine(EngineAdapter):
     """Continuous batching of transformers."""
 
     vocabulary = shapes.VOCABULARY
-    max_tokens = shapes.POSITIONS
+    max_tokens = shapes.MAX_TOKENS
     eos_token = shapes.EOS_TOKEN
     sampling = SamplingTraits(greedy_only=True)
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)

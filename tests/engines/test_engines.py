@@ -201,6 +201,29 @@ def test_failing_mix_is_reported_once_and_replayed_until_fixed(
     assert (fixed.stdout, fixed.stderr) == ("it passed: nothing differed\n", "")
 
 
+@pytest.mark.parametrize("adapter", [LosesTheLastToken, ForksShareTheirDraws])
+def test_kept_failure_of_an_engine_is_replayed_until_fixed(
+    engines: Project, adapter: type[EngineAdapter]
+) -> None:
+    """A kept mix fails a run that draws hardly any other, until the engine is right."""
+    engines.write(test_it=file_testing(adapter))
+    found = engines.pytest(*SHORT_SEARCH, "--roseinfer-keep")
+    (kept,) = (engines.path / "roseinfer-kept").glob("*.json")
+    found.stdout.fnmatch_lines([f"*kept as roseinfer-kept/{kept.name}: every run replays it*"])
+    one_mix = ("--roseinfer-examples=1", "--roseinfer-required-paths=off", "-k", "requests_get")
+    again = engines.pytest(*one_mix)
+    assert again.ret == pytest.ExitCode.TESTS_FAILED
+    again.stdout.fnmatch_lines([f"*It is a kept failure: roseinfer-kept/{kept.name} replays*"])
+
+    right = ToyForks if adapter.defines("fork") else ToyAdapter
+    old, new = (f"{each.__module__}:{each.__qualname__}" for each in (adapter, right))
+    text = kept.read_text().replace("broken_engines.py", "toy_engine.py").replace(old, new)
+    assert f'"adapter": "{new}"' in text
+    kept.write_text(text)
+    engines.write(test_it=file_testing(right))
+    assert engines.pytest(*one_mix).ret == pytest.ExitCode.OK
+
+
 def test_invalid_path_is_named_with_its_remedy() -> None:
     adapter = type("Mine", (ToyAdapter,), {"paths": {"fast": "slow"}})
     with pytest.raises(TypeError, match=re.escape("Mine.paths['fast'] is 'slow'")):
