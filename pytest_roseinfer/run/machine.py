@@ -89,7 +89,7 @@ class HistoryRunner(CacheRun):
         for number, operation in enumerate(operations, 1):
             self.step_number, self.last = number, number == len(operations)
             step = operation.fill_in_numbers(self.oracle)
-            if step.possible(self.oracle) or not self.oracle.finds_blocks:
+            if step.possible(self.oracle) or not self.oracle.uncertain_room:
                 yield step
 
     def _step(self, step: Operation) -> Counter[str]:
