@@ -319,7 +319,7 @@ def _lengths(writer: operation.Writer) -> tuple[int, int]:
 
 _SHARERS = 4
 """Number of sequences of the prelude that share blocks."""
-_FILLING_WRITES = 4
+_FILLING_WRITES = 6
 """Most writes that take the blocks that are not to be free."""
 
 
@@ -374,21 +374,21 @@ def _fill_up(writer: operation.Writer, free: int) -> None:
     With windows, a longer sequence may take a block in one group only.
     """
     oracle, can = writer.oracle, writer.adapter.abilities
-    size, filler = oracle.block_size, None
+    size, fillers = oracle.block_size, list[int]()
     for _ in range(_FILLING_WRITES):
         counts = [blocks * size for blocks in range(1, oracle.pages_free() + 1)]
         steps: list[operation.Operation] = []
         if len(oracle.sequences) < operation.MAX_SEQUENCES:
             (seq,) = writer.fresh(1)
             steps += (Prefill(seq, count) for count in counts)
-        if filler is not None and AppendMany.needs <= can:
-            steps += (AppendMany((filler,), (count,)) for count in counts)
+        if AppendMany.needs <= can:
+            steps += (AppendMany((seq,), (count,)) for seq in fillers for count in counts)
         left = {step: oracle.pages_free_after(*step.rows()[0]) for step in steps}
         enough = [step for step, blocks in left.items() if free <= blocks < oracle.pages_free()]
         if not enough:
             return
         step = min(enough, key=lambda each: left[each])
-        ((filler, _),) = step.rows()
+        fillers += step.new_seqs()
         writer.take(step)
 
 
