@@ -16,7 +16,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.capability import RankPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
@@ -84,6 +84,12 @@ class ShardedAdapter(KVCacheAdapter):
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:
         return cls.of.can_truncate(cls.share(spec), stored, length)
+
+    @classmethod
+    def checkpoints(
+        cls, spec: CacheSpec, recorded: Sequence[int], begin: int, end: int
+    ) -> Iterable[int]:
+        return cls.of.checkpoints(cls.share(spec), recorded, begin, end)
 
     def shards(self) -> Sequence[KVCacheAdapter]:
         return self.caches

@@ -3,8 +3,8 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pytest_roseinfer.capabilities import return_values
 from pytest_roseinfer.capabilities.cache_data import Ledger
@@ -25,11 +25,11 @@ from pytest_roseinfer.capabilities.observation import (
     location_of_block,
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
-from pytest_roseinfer.oracle.pages import NEXT_TRY
+from pytest_roseinfer.oracle.pages import NEXT_TRY, State
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 
 class BlockTableMethods:
     """Adapter methods that show the cache's bookkeeping."""
+
+    lookahead_blocks: ClassVar[int] = 0
+    """Most blocks at the end of a table that hold no token yet, as for drafts or reserved output.
+    No other table names them, no lookup finds them, and they become free with the sequence's other
+    blocks. A step may be refused if fewer blocks are free than its tokens need, and so many more
+    for each of its sequences. Needs ``table`` and ``ledger``."""
 
     @optional
     def table(self, seq: int, layer: int) -> Sequence[int | None]:
@@ -116,7 +122,7 @@ def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
         table = tables[seq]
         if finding := wrong_length(observation, seq, layer):
             return finding
-        for at, (block, page) in enumerate(zip(table, pages, strict=True)):
+        for at, (block, page) in enumerate(zip(table, pages, strict=False)):
             if block is None or at < observation.oracle.count_out_of_window(seq, layer):
                 continue
             if block_of.setdefault(id(page), block) != block:
@@ -138,16 +144,94 @@ def _wrong_sharing(observation: Observation, layer: int) -> Finding | None:
 
 
 def wrong_length(observation: Observation, seq: int, layer: int) -> Finding | None:
-    """Find a table with more or fewer blocks than the tokens of its sequence need."""
+    """Find a table with more or fewer blocks than its sequence may have."""
     table, pages = observation.after.tables_of(layer)[seq], observation.oracle.sequences[seq]
-    if len(table) == len(pages):
+    lookahead = observation.declared.lookahead_blocks
+    if len(pages) <= len(table) <= len(pages) + lookahead:
         return None
+    more = f" to {len(pages) + lookahead}" if lookahead else ""
     return Finding(
         f"layer {layer}: sequence {seq} has {len(table)} blocks for "
-        f"{observation.oracle.length(seq)} tokens; {len(pages)} are right",
+        f"{observation.oracle.length(seq)} tokens; {len(pages)}{more} are right",
         Location(layer, {seq: None}),
         kind="length of a table",
     )
+
+
+# Look-ahead blocks
+
+
+@dataclass(slots=True)
+class Lookahead(State):
+    """Blocks at the ends of tables that hold no token yet."""
+
+    enabled_by: ClassVar = "lookahead_blocks"
+    uncertain_room: ClassVar = True
+
+    max_blocks: int = 0
+    """Value of ``BlockTableMethods.lookahead_blocks``."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Number of such blocks that each sequence has, in the layer where it has most."""
+
+    @classmethod
+    def of(cls, adapter: Any, spec: Any) -> Lookahead:  # noqa: ARG003
+        return cls(adapter.lookahead_blocks)
+
+    def on_release(self, seq: int) -> None:
+        self.held.pop(seq, None)
+
+    def blocks_to_spare(self, seqs: Collection[int]) -> int:
+        return sum(self.held.values()) + self.max_blocks * len(seqs)
+
+
+@invariant(rank=21, needs=("ledger", "table"))
+def lookahead(observation: Observation) -> Finding | None:
+    """Look-ahead blocks must belong to one sequence alone."""
+    if not observation.declared.lookahead_blocks:
+        return None
+    for layer in range(observation.spec.num_layers):
+        owners = observation.after.owners(layer)
+        for seq, pages in observation.oracle.sequences.items():
+            for block in observation.after.tables_of(layer)[seq][len(pages) :]:
+                if block is None or owners[block] == 1:
+                    continue
+                location = location_of_block(observation, layer, block)
+                problem = f"is a look-ahead block of sequence {seq}{_describe_holders(location)}"
+                return Finding(f"layer {layer}: block {block} is shared, and {problem}", location)
+    return None
+
+
+class LookaheadBlocks(Observer):
+    """Observer that records in the oracle which look-ahead blocks a cache took."""
+
+    any_of = ("table",)
+
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        if state := observation.oracle.state(Lookahead):
+            pages = observation.oracle.sequences
+            tables = [
+                observation.after.tables_of(layer) for layer in range(observation.spec.num_layers)
+            ]
+            state.held = {
+                seq: max(len(each[seq]) for each in tables) - len(pages[seq]) for seq in pages
+            }
+        return {}
+
+
+def refuse_lookahead(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for look-ahead blocks that cannot be judged."""
+    name, blocks = f"{adapter.__name__}.lookahead_blocks", adapter.lookahead_blocks
+    if type(blocks) is not int or blocks < 0:
+        raise TypeError(f"{name} is {blocks!r}: write a number of blocks, 0 for none")
+    if not blocks:
+        return
+    if lacking := {"table", "ledger"} - adapter.abilities:
+        raise TypeError(f"{name} is {blocks}: define {' and '.join(sorted(lacking))} too")
+    if not adapter.atomic_batches or adapter.windows.groups:
+        other = "windows" if adapter.windows.groups else "atomic_batches = False"
+        raise TypeError(
+            f"{name} is {blocks}, which cannot be judged with {other} yet: leave out one of them"
+        )
 
 
 @invariant(rank=32)
@@ -231,8 +315,10 @@ class FreeBlocks(Observer):
         """True if the ledgers show the cache's own count, which is compared after each step."""
 
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
+        state = self.run.oracle.state(Lookahead)
+        lookahead_blocks = sum(state.held.values()) if state else 0
         self._counts = [
-            _FreeCounts(layer, self.run.oracle.free_in(layer), len(ledger.free))
+            _FreeCounts(layer, self.run.oracle.free_in(layer) - lookahead_blocks, len(ledger.free))
             for layer, ledger in enumerate(self.run.snapshot.ledgers)
             if isinstance(ledger, Ledger)
         ]
@@ -275,7 +361,10 @@ BLOCK_TABLES = Capability(
     needs={"ledger": ("table",)},
     invariants=(
         ownership,
+        lookahead,
         refusals,
     ),
-    observers=(FreeBlocks,),
+    states=(Lookahead,),
+    refuse=(refuse_lookahead,),
+    observers=(FreeBlocks, LookaheadBlocks),
 )

@@ -250,7 +250,8 @@ class CachedBlocks(Observer):
         self.longest = max([self.longest, *lengths])
         self._needed = None
         if self._judges_need and (rows := step.rows()):
-            self._needed = self.oracle.pages_needed(rows)
+            lookahead_blocks = self.run.declared.lookahead_blocks * len(rows)
+            self._needed = self.oracle.pages_needed(rows) + lookahead_blocks
             ledger = self.run.snapshot.ledger(0)
             self._spare = len({*ledger.free} - {*ledger.cached})
         return {}

@@ -128,7 +128,8 @@ def _wrong_conditions(observation: Observation) -> Iterator[str]:
     A sequence may have one block list for several layers, or one for each.
     """
     names, ran = observation.declared.row_conditions, observation.step_counts
-    met = observation.notes.get(RowConditions) or Counter[str]()
+    refused = not (observation.outcome.fits or observation.outcome.written)
+    met = (not refused and observation.notes.get(RowConditions)) or Counter[str]()
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, observation.spec.num_layers + 1)
     right = [{own_name: met[name] * times for name, own_name in names.items()} for times in lists]
@@ -281,11 +282,19 @@ class HarnessConditions(Observer):
 
     any_of = conditions = HARNESS_CONDITIONS
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._met: Counter[str] = Counter()
+
     def before(self, step: Operation) -> Mapping[str, int]:
-        met = harness_conditions_met(self.run.oracle, step)
-        return {
-            name: met[name] for name in HARNESS_CONDITIONS if name in self.run.declared.conditions
-        }
+        self._met = harness_conditions_met(self.run.oracle, step)
+        return {}
+
+    def after(self, observation: Observation) -> Mapping[str, int]:
+        """Return the counts; of a refused step, those of running out of room alone."""
+        stored = observation.outcome.fits or observation.outcome.written
+        names = HARNESS_CONDITIONS if stored else ("out_of_room_mid_batch",)
+        return {name: self._met[name] for name in names if name in self.run.declared.conditions}
 
 
 def _show_counts(run: Run, look: SnapshotScope) -> Mapping[str, Any]:  # noqa: ARG001

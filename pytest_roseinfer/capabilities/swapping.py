@@ -83,7 +83,7 @@ class Swapped(State):
     """Tokens of each sequence, as it must read back after the swap-in."""
 
     @classmethod
-    def of(cls, adapter: Any) -> Swapped:
+    def of(cls, adapter: Any, spec: Any) -> Swapped:  # noqa: ARG003
         return cls(adapter.swap_out_holds, bool(adapter.swap_shared_errors))
 
     @property

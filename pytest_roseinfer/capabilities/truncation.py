@@ -3,8 +3,9 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.capability import (
@@ -12,21 +13,24 @@ from pytest_roseinfer.capabilities.capability import (
     Prelude,
     RankPolicy,
     Traits,
+    Walk,
     optional,
 )
 from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import AppendMany, Prefill
+from pytest_roseinfer.oracle.pages import State
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 
 @dataclass(frozen=True)
 class TruncationTraits(Traits):
-    """Copies of shared blocks at truncation, and errors of refused truncations."""
+    """Copies of shared blocks, possible lengths, and errors of truncations that are refused."""
 
     copies: bool = False
     """True if ``truncate`` copies the kept part of a shared block at once; False if the block stays
@@ -34,14 +38,17 @@ class TruncationTraits(Traits):
     truncation frees make room for the copy, and for those of later rows."""
     errors: tuple[type[BaseException], ...] = ()
     """Errors of ``truncate``: it raises one of them, and changes nothing, if ``can_truncate``
-    returns False."""
+    returns False, or if the sequence has no checkpoint at the length."""
+    lengths: Literal["any", "checkpoints"] = "any"
+    """Lengths that a sequence can be truncated to: ``"any"``, or those of its ``"checkpoints"``,
+    which its writes record; 0 and its full length always."""
 
 
 class TruncationMethods:
     """Adapter methods for truncation."""
 
     truncation: ClassVar[TruncationTraits] = TruncationTraits()
-    """Copies of shared blocks at truncation, and errors of refused truncations."""
+    """Copies of shared blocks, possible lengths, and errors of truncations that are refused."""
 
     @optional
     def truncate(self, seq: int, length: int) -> None:
@@ -62,6 +69,80 @@ class TruncationMethods:
         The result may depend only on these arguments.
         """
         return True
+
+    @classmethod
+    def checkpoints(
+        cls,
+        spec: CacheSpec,  # noqa: ARG003
+        recorded: Sequence[int],
+        begin: int,  # noqa: ARG003
+        end: int,
+    ) -> Iterable[int]:
+        """Return the lengths at which a sequence has checkpoints after a write of one call.
+
+        The write extends it from ``begin`` tokens to ``end``; those ``recorded`` before are listed
+        in ascending order. A fork begins with the checkpoints of its parent, a truncation drops
+        those of the tokens that it cuts off, and a preempted sequence loses all.
+        """
+        return (*recorded, end)
+
+
+@dataclass(slots=True)
+class Checkpoints(State):
+    """Lengths that sequences can be truncated to, for caches that record some while they write."""
+
+    required_attributes: ClassVar = {"truncation.lengths": "checkpoints"}
+
+    record: Callable[[Sequence[int], int, int], Iterable[int]]
+    """Function of the recorded lengths and of a write's first and last length, which returns the
+    lengths that are recorded after it."""
+    recorded: dict[int, set[int]] = field(default_factory=dict)
+    """Lengths of the checkpoints of each sequence."""
+    ever: set[int] = field(default_factory=set)
+    """Lengths of all checkpoints so far, some of which a careless cache may mistake for present
+    ones of another sequence."""
+
+    @classmethod
+    def of(cls, adapter: Any, spec: Any) -> Checkpoints:
+        return cls(partial(adapter.checkpoints, spec))
+
+    def on_write(self, seq: int, begin: int, end: int) -> None:
+        earlier = sorted(self.recorded.get(seq, ()))
+        self.recorded[seq] = {*self.record(earlier, begin, end)}
+        self.ever |= self.recorded[seq]
+
+    def on_fork(self, parent: int, child: int, shared: int) -> None:  # noqa: ARG002
+        self.recorded[child] = {*self.recorded.get(parent, ())}
+
+    def on_cut(self, seq: int, length: int) -> None:
+        self.recorded[seq] = {each for each in self.recorded.get(seq, ()) if each <= length}
+
+    def on_release(self, seq: int) -> None:
+        self.recorded.pop(seq, None)
+
+    def allows_truncation(self, seq: int, length: int) -> bool:
+        return length in self.recorded.get(seq, ())
+
+    def lengths_to_try(self, seq: int) -> Collection[int]:  # noqa: ARG002
+        return self.ever
+
+
+def refuse_checkpoints(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a cache whose checkpoints cannot be judged."""
+    if adapter.truncation.lengths != "checkpoints":
+        return
+    trait = f"{adapter.__name__}.truncation.lengths is 'checkpoints'"
+    if not adapter.abilities & (Truncate.needs | TruncateMany.needs):
+        raise TypeError(f"{trait}: define truncate or truncate_many")
+    if not adapter.truncation.errors:
+        raise TypeError(f"{trait}: list the errors of other lengths in truncation.errors")
+    for method in ("use_tokens", "swap_out"):
+        if method in adapter.abilities:
+            raise TypeError(f"{trait}, which cannot be judged with {method} yet: leave out one")
+    if "fork" in adapter.abilities and "prefill" not in adapter.abilities:
+        raise TypeError(
+            f"{trait}: define prefill, since forks are compared with copies that are one write"
+        )
 
 
 class _Truncation(operation.Operation):
@@ -182,12 +263,63 @@ class TruncateMany(_Truncation):
             yield operation.DrawOption(112, 2, draw_step)
 
 
-# Prelude
+# Preludes
+
+
+def cut_to_checkpoints(writer: operation.Writer) -> None:
+    """Open with a cut to a length that is a checkpoint of other tokens; or add no steps.
+
+    They are tokens that were cut off before, those of a fork, or those of a freed sequence of the
+    same name. Random steps rarely write past such a length at once.
+    """
+    adapter, needed = writer.adapter, Truncate.needs | Prefill.needs | AppendMany.needs
+    if adapter.truncation.lengths == "any" or not needed <= adapter.abilities:
+        return
+    ways = {_cut_twice: Truncate.needs, _cut_forks: Fork.needs, _cut_next_of_name: Free.needs}
+    able = [way for way, needs in ways.items() if needs <= adapter.abilities]
+    if writer.between(0, 1):
+        operation.add_while_fitting(writer, writer.pick(able)(writer))
+
+
+def _cut_twice(writer: operation.Writer) -> Iterator[operation.Operation]:
+    (seq,) = writer.fresh(1)
+    length, more = _lengths(writer)
+    yield Prefill(seq, length, writer.layout())
+    yield AppendMany((seq,), (more,), writer.layout())
+    yield Truncate(seq, length)
+    yield AppendMany((seq,), (more + 1,), writer.layout())
+    yield Truncate(seq, length + more)
+
+
+def _cut_forks(writer: operation.Writer) -> Iterator[operation.Operation]:
+    (parent,) = writer.fresh(1)
+    length, more = _lengths(writer)
+    yield Prefill(parent, length, writer.layout())
+    yield Fork(parent, *writer.fresh(1))
+    shorter, longer = writer.shuffle(tuple(writer.live))
+    yield AppendMany((shorter,), (more,), writer.layout())
+    yield AppendMany((longer,), (more + 1,), writer.layout())
+    yield Truncate(longer, length + more)
+
+
+def _cut_next_of_name(writer: operation.Writer) -> Iterator[operation.Operation]:
+    (seq,) = writer.fresh(1)
+    length, more = _lengths(writer)
+    yield Prefill(seq, length, writer.layout())
+    yield Free(seq)
+    yield Prefill(seq, length + more, writer.layout())
+    yield Truncate(seq, length)
+
+
+def _lengths(writer: operation.Writer) -> tuple[int, int]:
+    """Draw the tokens of a first write, and those of a second one; some end a block."""
+    size = writer.oracle.block_size
+    return writer.pick((size, 1, size + 1)), writer.pick((size, 1, 2))
 
 
 _SHARERS = 4
 """Number of sequences of the prelude that share blocks."""
-_FILLING_WRITES = 4
+_FILLING_WRITES = 6
 """Most writes that take the blocks that are not to be free."""
 
 
@@ -202,15 +334,15 @@ def cut_with_little_room(writer: operation.Writer) -> None:
     can_share = adapter.fork_shares != "nothing" and adapter.prefixes.shares == "exact"
     needed = Fork.needs | Truncate.needs | Prefill.needs
     num_groups = len(writer.oracle.windows.groups)
-    if size == 1 or not can_share or not needed <= adapter.abilities:
+    if size == 1 or not can_share or not needed <= adapter.abilities or writer.live:
         return
-    if writer.between(0, 4 if num_groups == 1 else 2):
+    if writer.between(0, 4 if num_groups == 1 else 1):
         return
     operation.add_while_fitting(writer, _share_two_prompts(writer))
     if len(writer.live) < _SHARERS:
         return
     first, third, second, _ = writer.live
-    _fill_up(writer, writer.pick((0, 0, 1, 2) if num_groups == 1 else (1, 1, 2, 0)))
+    _fill_up(writer, writer.pick((0, 0, 1, 2) if num_groups == 1 else (1, 1, 2)))
     frees = [(first, size), (second, size), (third, size - 1)]
     copies = [(first, 2 * size - 1), (third, size - 1)]
     if num_groups == 1:
@@ -242,33 +374,44 @@ def _fill_up(writer: operation.Writer, free: int) -> None:
     With windows, a longer sequence may take a block in one group only.
     """
     oracle, can = writer.oracle, writer.adapter.abilities
-    size, filler = oracle.block_size, None
+    size, fillers = oracle.block_size, list[int]()
     for _ in range(_FILLING_WRITES):
         counts = [blocks * size for blocks in range(1, oracle.pages_free() + 1)]
         steps: list[operation.Operation] = []
         if len(oracle.sequences) < operation.MAX_SEQUENCES:
             (seq,) = writer.fresh(1)
             steps += (Prefill(seq, count) for count in counts)
-        if filler is not None and AppendMany.needs <= can:
-            steps += (AppendMany((filler,), (count,)) for count in counts)
+        if AppendMany.needs <= can:
+            steps += (AppendMany((seq,), (count,)) for seq in fillers for count in counts)
         left = {step: oracle.pages_free_after(*step.rows()[0]) for step in steps}
         enough = [step for step, blocks in left.items() if free <= blocks < oracle.pages_free()]
         if not enough:
             return
         step = min(enough, key=lambda each: left[each])
-        ((filler, _),) = step.rows()
+        fillers += step.new_seqs()
         writer.take(step)
+
+
+def _walk(at: Walk) -> Iterator[operation.Operation]:
+    for seq in at.filled:
+        last = at.oracle.length(seq) - 1
+        yield from (Truncate(seq, each) for each in {last, *at.oracle.lengths_to_try(seq)})
 
 
 TRUNCATION = Capability(
     methods=TruncationMethods,
-    preludes=(Prelude(("truncate", "truncate_many"), 5, cut_with_little_room),),
+    preludes=(
+        Prelude(("truncate",), 4, cut_to_checkpoints),
+        Prelude(("truncate", "truncate_many"), 5, cut_with_little_room),
+    ),
     renamed={
         "trimmable": "can_truncate(spec, stored, length)",
         "truncate_copies": "truncation = TruncationTraits(copies=...)",
         "untrimmable_errors": "truncation = TruncationTraits(errors=...)",
     },
-    walk=lambda at: [Truncate(seq, at.oracle.length(seq) - 1) for seq in at.filled],
+    walk=_walk,
+    states=(Checkpoints,),
+    refuse=(refuse_checkpoints,),
     sharded={"truncate": RankPolicy.SAME, "truncate_many": RankPolicy.SAME},
     operations=(
         Truncate,

@@ -120,7 +120,7 @@ def _spec(
         num_heads=min(adapter.head_counts),
         head_dim=min(heads),
         block_size=size,
-        num_blocks=pools * _max_blocks(size, steps),
+        num_blocks=pools * _max_blocks(size, steps, adapter.lookahead_blocks),
         dtype=adapter.dtypes[0],
         device=device,
         options=options,
@@ -128,7 +128,7 @@ def _spec(
     )
 
 
-def _max_blocks(size: int, steps: Sequence[Operation]) -> int:
+def _max_blocks(size: int, steps: Sequence[Operation], lookahead_blocks: int) -> int:
     """Count the blocks that steps need if none is shared or freed."""
     lengths: dict[int, int] = {}
     for step in steps:
@@ -136,7 +136,7 @@ def _max_blocks(size: int, steps: Sequence[Operation]) -> int:
             lengths[step.child] = lengths.get(step.parent, 0)
         for seq, count in step.rows():
             lengths[seq] = lengths.get(seq, 0) + count
-    return sum(length // size + 2 for length in lengths.values())
+    return sum(length // size + 2 + lookahead_blocks for length in lengths.values())
 
 
 def _texts(adapter: type[KVCacheAdapter], size: int) -> tuple[Branch, ...]:

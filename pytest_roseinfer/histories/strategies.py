@@ -7,7 +7,7 @@ are never drawn but encoded (see ``payload``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -138,6 +138,8 @@ _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
 """Blocks per layer of caches with texts: few, so that cached blocks are soon evicted."""
 _POOLS_OF_BATCHES = (24, 32, 20)
 """Blocks per layer for batches of several sequences, two of them long."""
+_SEQUENCES_WITH_LOOKAHEAD = 3
+"""Sequences for whose look-ahead blocks most caches have room beyond the blocks drawn."""
 _BLOCKS_OF_BATCHES = (2, 3, 4, 5, 8)
 """Block sizes that sequences fill after a few tokens."""
 
@@ -342,6 +344,8 @@ class _Writer:
         return self.draw(boundary_lengths(size, stored=stored, free=free, windows=windows))
 
     def length(self, seq: int) -> int:
+        if (lengths := self.oracle.lengths_to_try(seq)) and self.between(0, 2):
+            return self.pick(lengths)
         return self.draw(boundary_cuts(self.oracle.block_size, self.oracle.length(seq)))
 
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -495,6 +499,8 @@ def _draw_spec(
             pools=pools,
         )
     )
+    if more := adapter.lookahead_blocks * _SEQUENCES_WITH_LOOKAHEAD:
+        spec = replace(spec, num_blocks=spec.num_blocks + draw(st.sampled_from((more, 0))))
     if groups := adapter.windows.groups:
         layers = max(spec.num_layers, min(2, groups))
         sizes = adapter.windows.sizes

@@ -9,10 +9,10 @@ encodes the text and the position instead, so that equal prefixes have equal tok
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytest_roseinfer.oracle.pages import (
@@ -50,6 +50,13 @@ class Shape(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def windows(self) -> Sequence[int | None]: ...
+
+
+class Step(Protocol):
+    """The part of an operation that the oracle needs to judge its room."""
+
+    def fits(self, oracle: Any, /) -> bool: ...
+    def changed_seqs(self) -> list[int]: ...
 
 
 def always(stored: int, length: int) -> bool:  # noqa: ARG001
@@ -94,15 +101,8 @@ class Oracle:
     @classmethod
     def of(cls, adapter: Any, spec: Shape, branches: tuple[Branch, ...] = ()) -> Self:
         """Make an oracle for an empty cache of this shape, with the adapter's declarations."""
-        kinds = [
-            kind
-            for kind in chain.from_iterable(each.states for each in adapter.capabilities)
-            if (not kind.any_of or adapter.abilities.intersection(kind.any_of))
-            and all(
-                attrgetter(name)(adapter) == value
-                for name, value in kind.required_attributes.items()
-            )
-        ]
+        every = chain.from_iterable(each.states for each in adapter.capabilities)
+        kinds = [kind for kind in every if kind.applies_to(adapter)]
         shared = adapter.windows.pools == "shared"
         return cls(
             spec.block_size,
@@ -114,7 +114,7 @@ class Oracle:
             adapter.prefixes.shares == "equal prefixes",
             adapter.atomic_batches,
             windows=Windows(spec.windows, shared, adapter.windows.frees),
-            states={kind: kind.of(adapter) for kind in kinds},
+            states={kind: kind.of(adapter, spec) for kind in kinds},
         )
 
     def __post_init__(self) -> None:
@@ -289,6 +289,27 @@ class Oracle:
         blocks = self.block_counts()
         return all(blocks.append(*row) for row in rows)
 
+    def takes_blocks(self, step: Step) -> bool:
+        """Return True if a step would not fit if no block were free."""
+        return not step.fits(self._with_capacity(self.capacity - self.pages_free()))
+
+    def fits_to_spare(self, step: Step) -> bool:
+        """Return True if a step fits with all blocks that states may set aside for other use."""
+        seqs = {*step.changed_seqs()}
+        spared = sum(state.blocks_to_spare(seqs) for state in self.states.values())
+        return not spared or step.fits(self._with_capacity(self.capacity - spared))
+
+    def _with_capacity(self, capacity: int) -> Self:
+        """Return a copy with the same sequences in another number of blocks."""
+        other = copy(self)
+        other.capacity = capacity
+        return other
+
+    @property
+    def uncertain_room(self) -> bool:
+        """True if a step may find more or less room than is counted here."""
+        return self.finds_blocks or any(state.uncertain_room for state in self.states.values())
+
     def exceeds_capacity(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Return True if these rows have no room even where all equal blocks are shared.
 
@@ -350,8 +371,11 @@ class Oracle:
             self._slide(seq)
         for seq, count in rows:
             pages = self.sequences.setdefault(seq, [])
+            begin = self.length(seq)
             for _ in range(count):
                 self._append_token(seq, pages, next(coming))
+            for state in self.states.values():
+                state.on_write(seq, begin, begin + count)
         self.slide_written(rows)
 
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
@@ -445,7 +469,16 @@ class Oracle:
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
     def allows_truncation(self, seq: int, length: int) -> bool:
-        return self.can_truncate(self.length(seq), length)
+        stored = self.length(seq)
+        return self.can_truncate(stored, length) and (
+            length in (0, stored)
+            or all(state.allows_truncation(seq, length) for state in self.states.values())
+        )
+
+    def lengths_to_try(self, seq: int) -> list[int]:
+        """List lengths to which truncations of a sequence are worth a try; often none."""
+        every = (state.lengths_to_try(seq) for state in self.states.values())
+        return sorted({*chain.from_iterable(every)} & {*range(1, self.length(seq))})
 
     def truncations_fit(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Return True if there is room for all copies of truncating these rows in order.
@@ -476,6 +509,8 @@ class Oracle:
             page.holders -= 1
         del pages[num_pages:]
         self._cut_states(seq, num_pages)
+        for state in self.states.values():
+            state.on_cut(seq, length)
         self.windows.on_truncate(seq, num_pages)
         self.truncated_on_last[seq] += self.length(seq) - length
         if self.truncated_on_last[seq] and (self.truncate_copies or self._owns_last(seq)):

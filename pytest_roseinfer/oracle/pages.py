@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -77,11 +78,14 @@ class Page:
 
 
 def share_as(sequences: Mapping[int, list[Page]], tables: Mapping[int, Table]) -> None:
-    """Replace pages in place, so that they are shared as a cache shares blocks."""
+    """Replace pages in place, so that they are shared as a cache shares blocks.
+
+    Blocks after a sequence's last page hold no token yet.
+    """
     shared: dict[int | None, Page] = {}
     for seq, blocks in tables.items():
         pages = sequences[seq]
-        for at, block in enumerate(blocks):
+        for at, block in enumerate(blocks[: len(pages)]):
             page = Page(pages[at].tokens, 0, pages[at].removed_tokens)
             pages[at] = shared.setdefault(block, page)
             pages[at].holders += 1
@@ -114,12 +118,26 @@ class State:
     """Methods of an adapter; any one of them enables the state."""
     required_attributes: ClassVar[Mapping[str, Any]] = {}
     """Values of adapter attributes; together they enable the state."""
+    enabled_by: ClassVar[str] = ""
+    """Adapter attribute that must not be 0, False or empty; empty for none."""
+    uncertain_room: ClassVar[bool] = False
+    """True if a step may find less room than the oracle counts."""
     pending_seqs: Collection[int] = ()
     """Names reserved for sequences that have not begun."""
 
     @classmethod
-    def of(cls, adapter: Any) -> Self:  # noqa: ARG003
-        """Make the state for an empty cache, with the adapter's declarations."""
+    def applies_to(cls, adapter: Any) -> bool:
+        """Return True for an adapter whose methods and attributes enable the state."""
+        if cls.any_of and not adapter.abilities.intersection(cls.any_of):
+            return False
+        if cls.enabled_by and not attrgetter(cls.enabled_by)(adapter):
+            return False
+        values = cls.required_attributes.items()
+        return all(attrgetter(name)(adapter) == value for name, value in values)
+
+    @classmethod
+    def of(cls, adapter: Any, spec: Any) -> Self:  # noqa: ARG003
+        """Make the state for an empty cache of this spec, with the adapter's declarations."""
         return cls()
 
     @property
@@ -136,11 +154,17 @@ class State:
         """Count the last tokens of a sequence that are not written yet."""
         return 0
 
+    def on_write(self, seq: int, begin: int, end: int) -> None:
+        """Handle a write of one call that extends a sequence from ``begin`` tokens to ``end``."""
+
     def on_fork(self, parent: int, child: int, shared: int) -> None:
         """Handle the start of a fork, whose first ``shared`` pages are shared."""
 
     def on_truncate(self, seq: int, pages: int) -> None:
         """Handle a truncation of a sequence to its first ``pages`` pages."""
+
+    def on_cut(self, seq: int, length: int) -> None:
+        """Handle a truncation of a sequence to its first ``length`` tokens."""
 
     def on_release(self, seq: int) -> None:
         """Handle the release of all pages of a sequence."""
@@ -151,6 +175,18 @@ class State:
     def keeps(self, seq: int, at: int) -> bool:  # noqa: ARG002
         """Return True for a page that is never changed: a write to it makes a copy."""
         return False
+
+    def blocks_to_spare(self, seqs: Collection[int]) -> int:  # noqa: ARG002
+        """Count the blocks that must be free beyond a step's need, so that it is not refused."""
+        return 0
+
+    def allows_truncation(self, seq: int, length: int) -> bool:  # noqa: ARG002
+        """Return False for a length above 0 that a longer sequence cannot be truncated to."""
+        return True
+
+    def lengths_to_try(self, seq: int) -> Collection[int]:  # noqa: ARG002
+        """Return lengths to which truncations of a sequence are worth a try."""
+        return ()
 
 
 # Sliding windows and counts of blocks

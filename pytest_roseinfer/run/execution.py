@@ -49,6 +49,8 @@ class Execution:
     fits: bool = field(init=False)
     may_fit: bool = field(init=False)
     """True if shared blocks may make room for a step that does not fit the oracle."""
+    may_refuse: bool = field(init=False)
+    """True if look-ahead blocks may leave no room for a step that fits the oracle."""
 
     def __post_init__(self) -> None:
         step, oracle = self.step, self.run.oracle
@@ -62,6 +64,11 @@ class Execution:
             and step.may_find_blocks()
             and not oracle.exceeds_capacity(step.rows())
         )
+        self.may_refuse = (
+            self.fits
+            and not oracle.fits_to_spare(step)
+            and (bool(step.rows() or step.new_seqs()) or oracle.takes_blocks(step))
+        )
 
     def do(self) -> Outcome:
         """Execute the step; fail if the cache wrongly refuses or accepts it."""
@@ -70,12 +77,14 @@ class Execution:
         stored, note = None, ""
         if admitted:
             stored = self.written if self.fits else admitted.written(oracle)
-            admitted.change(oracle)
+            if not self.may_refuse:
+                admitted.change(oracle)
         inputs = self._hand_over(self.written) if self.written else None
         try:
             answer = self._drive()
         except errors as error:
             note = self._refusal_reason(error)
+            stored = None if self.may_refuse else stored
         except InvalidReturnValue:
             raise
         except Exception as error:
@@ -99,6 +108,9 @@ class Execution:
     def _refusal_reason(self, error: BaseException) -> str:
         """Return the reason why the step had to be refused; fail if it fits."""
         run, admitted = self.run, self.admitted_part
+        if self.may_refuse:
+            self.fits = False
+            return "refused: no room for look-ahead blocks"
         if self.fits:
             problem = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
             problem += "".join(each.explain_refusal() for each in run.observers.values())
@@ -110,7 +122,9 @@ class Execution:
 
     def _on_error(self, error: Exception, errors: tuple[type[BaseException], ...]) -> None:
         expected = f"one of {self.refusal.errors} ({' or '.join(each.__name__ for each in errors)})"
-        if self.fits:
+        if self.may_refuse:
+            hint = f"{self._room}; if it finds no room for look-ahead blocks, raise {expected}"
+        elif self.fits:
             hint = self._room
         elif self.may_fit:
             hint = f"{self._room}; if it fits only with blocks that are reused, raise {expected}"
@@ -126,7 +140,7 @@ class Execution:
         if not self.fits and not self.may_fit:
             problem = f"accepted a {self._name} that {self.refusal.problem}"
             run.fail(Finding(problem, kind="accepted"))
-        if not self.fits:
+        if not self.fits or self.may_refuse:
             step.change(run.oracle)
             self.fits, stored = True, self.written
         if wrong := step.settle(run.oracle, answer):

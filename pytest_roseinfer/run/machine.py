@@ -89,7 +89,7 @@ class HistoryRunner(CacheRun):
         for number, operation in enumerate(operations, 1):
             self.step_number, self.last = number, number == len(operations)
             step = operation.fill_in_numbers(self.oracle)
-            if step.possible(self.oracle) or not self.oracle.finds_blocks:
+            if step.possible(self.oracle) or not self.oracle.uncertain_room:
                 yield step
 
     def _step(self, step: Operation) -> Counter[str]:
@@ -116,10 +116,15 @@ class HistoryRunner(CacheRun):
             if met := observer.after(observation):
                 counted.update(met)
         for inquiry in self.inquiries:
-            is_due = self.last or len(self.completed_steps) % inquiry.every == 0
-            if is_due and self.cache_under_test.device.idle:
+            if self._is_due(inquiry) and self.cache_under_test.device.idle:
                 counted.update(self._inquire(inquiry))
         return +counted
+
+    def _is_due(self, inquiry: Inquiry) -> bool:
+        """Return True after every few steps and after the last, but not twice within those few."""
+        steps_left = self.history.size - self.step_number
+        regular = len(self.completed_steps) % inquiry.every == 0
+        return self.last or (regular and steps_left >= inquiry.every)
 
     def _inquire(self, inquiry: Inquiry) -> Mapping[str, int]:
         if not (answers := inquiry.ask(self)):

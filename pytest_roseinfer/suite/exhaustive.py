@@ -108,7 +108,7 @@ def empty_histories(
         num_heads=min(adapter.head_counts),
         head_dim=min(adapter.head_dims),
         block_size=BLOCK_SIZE if BLOCK_SIZE in sizes else min(sizes),
-        num_blocks=BLOCKS,
+        num_blocks=BLOCKS + SEQUENCES * adapter.lookahead_blocks,
         dtype=adapter.dtypes[0],
         options={**usual, **(options or {})},
     )

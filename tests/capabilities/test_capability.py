@@ -77,7 +77,7 @@ class Pinned(State):
     pins: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, adapter: type[PinningCache]) -> Pinned:
+    def of(cls, adapter: type[PinningCache], spec: object) -> Pinned:  # noqa: ARG003
         return cls(adapter.pins.covers)
 
     @property

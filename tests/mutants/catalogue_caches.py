@@ -29,6 +29,16 @@ _WITHOUT_ROW = {
     "CountsABlockOfTwoAsFree",
     "MissesABlockOfTwo",
     "ChecksGroupByGroup",
+    "TruncatesWithoutACheckpoint",
+    "ForksWithoutCheckpoints",
+    "SharesCheckpointsWithForks",
+    "KeepsCheckpointsOfCutTokens",
+    "KeepsCheckpointsOfTheName",
+    "LeaksLookaheadBlocks",
+    "SharesLookaheadBlocks",
+    "LooksAheadTooFar",
+    "KeepsTheBlocksOfAllDrafts",
+    "RegistersLookaheadBlocks",
 }
 """Bugs that stand for no reported one."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_roseinfer import Ledger, PrefixTraits
-from pytest_roseinfer.capabilities.block_tables import ownership
+from pytest_roseinfer.capabilities.block_tables import lookahead, ownership
 from pytest_roseinfer.capabilities.cached_blocks import (
     CachedBlocks,
     CachedBlocksNote,
@@ -42,6 +42,15 @@ def swapping(blocks_in_use: int | None) -> Observation:
     state.stages[5], state.tokens[5] = Stage.SWAPPED_OUT, [1, 2, 3]
     preempted(observation.oracle)[6] = [4]
     return observation
+
+
+def looking_ahead(*blocks: int) -> Observation:
+    """Return an observation in which sequence 1 has these blocks after its last one."""
+    observation = after(tables={(0, 0): [0, 2], (1, 0): [1, *blocks]})
+    held = {0: 1, 1: 1, 2: 1, **{block: 1 + (block == 2) for block in blocks}}
+    free = sorted({*range(4)} - {*held})
+    snapshot = replace(observation.after, ledgers=[Ledger(held, free, 4)])
+    return replace(observation, after=snapshot, declared=declaring(lookahead_blocks=1))
 
 
 def with_free_count(num_free: int) -> Observation:
@@ -103,7 +112,10 @@ RIGHT: Right = {
         observed(),
         with_free_count(1),
         with_shared_block([token_of(0, 0), token_of(0, 1)]),
+        looking_ahead(3),
+        looking_ahead(),
     ],
+    lookahead: [observed(), looking_ahead(3), looking_ahead()],
     swap_space: [swapping(2), swapping(0), swapping(None), observed()],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     needless_evictions: [
@@ -195,6 +207,12 @@ WRONG: Wrong = [
         ownership,
         after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
         "sequence 0 has 1 blocks for 3 tokens; 2 are right",
+    ),
+    (ownership, looking_ahead(3, 2), "sequence 1 has 3 blocks for 1 tokens; 1 to 2 are right"),
+    (
+        lookahead,
+        looking_ahead(2),
+        "layer 0: block 2 is shared, and is a look-ahead block of sequence 1 (sequences 0, 1)",
     ),
     (
         ownership,
