@@ -1,4 +1,4 @@
-"""Bugs in the ends of requests, their refusals and pauses, and in what of a prompt is found."""
+"""Bugs in the ends of requests, their refusals, pauses and restarts, and in prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tests.mutants.mutant import ENGINE, Mutant
 _ENGINE = "roseinfer.engine.engine"
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _REQUEST = "roseinfer.engine.request"
+_IN_FLIGHT = "roseinfer.engine.in_flight"
 _TEXT = "roseinfer.text.completion_text"
 _SCHEDULER = "roseinfer.engine.scheduler"
 _SAMPLING = "roseinfer.sampling"
@@ -155,6 +156,45 @@ MUTANTS = (
         ]
         """,
     ),
+    _mutant(
+        "prompt-logprobs-of-later-chunks-shifted",
+        "Prompt logprobs of chunks after the first are those of the tokens one position earlier.",
+        _IN_FLIGHT,
+        "launch_prompt_logprobs",
+        "tokens += sequence.token_ids[begin:end]",
+        "tokens += sequence.token_ids[begin - (begin > 1) : end - (begin > 1)]",
+    ),
+    _mutant(
+        "prompt-logprobs-kept-twice",
+        "A restarted prompt gets its logprobs once more, after those from before its preemption.",
+        _IN_FLIGHT,
+        "PromptLogprobsInFlight.collect",
+        "request.prompt_logprobs[begin:end] = islice(values, end - begin)",
+        "request.prompt_logprobs += islice(values, end - begin)",
+    ),
+    _mutant(
+        "prompt-logprobs-not-resumed",
+        "A prompt that is preempted before its end never gets the rest of its logprobs.",
+        _REQUEST,
+        "Request.needs_prompt_logprobs",
+        "return self.params.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length",
+        """
+        missing = len(self.prompt_logprobs) < self.prompt_length
+        return self.params.prompt_logprobs and missing and not self.times_preempted
+        """,
+    ),
+    _mutant(
+        "prompt-logprobs-begun-again",
+        "A preempted request begins its prompt logprobs again, after those that it has.",
+        _SCHEDULER,
+        "Scheduler._preempt",
+        "request.times_preempted += 1",
+        """
+        request.times_preempted += 1
+        if request.params.prompt_logprobs:
+            request.prompt_logprobs.append(None)
+        """,
+    ),
     Mutant(
         "positions-off-by-one-in-small-weights",
         "Chunks after the first have positions one too low, in a model as it was initialised.",
@@ -162,6 +202,31 @@ MUTANTS = (
         "SequenceRunner._batch_of",
         "positions += range(end - count, end)",
         "positions += range(end - count - (end > count), end - (end > count))",
+        targets=(_INITIALISED,),
+    ),
+    Mutant(
+        "positions-off-by-one-after-a-restart",
+        "A restarted request is computed at positions one too low, in a model as it was "
+        "initialised.",
+        _RUNNER,
+        "StepRunner._launch_forward_pass",
+        "logits = self._sequence_runner.forward(spans)",
+        """
+        from unittest.mock import patch
+
+        batch_of = self._sequence_runner._batch_of
+        restarted = [False] * len(decoding)
+        restarted += [request.times_preempted > 0 for request, _ in chunks]
+
+        def shifted(spans):
+            batch, tokens, positions, rows = batch_of(spans)
+            lowered = [low for span, low in zip(spans, restarted) for _ in span.tokens]
+            positions = [max(0, at - low) for at, low in zip(positions, lowered)]
+            return batch, tokens, positions, rows
+
+        with patch.object(self._sequence_runner, "_batch_of", shifted):
+            logits = self._sequence_runner.forward(spans)
+        """,
         targets=(_INITIALISED,),
     ),
 )

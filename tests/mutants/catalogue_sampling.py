@@ -102,6 +102,38 @@ MUTANTS = (
         "tokens = session.token_ids",
     ),
     _mutant(
+        "guide-advanced-again-by-a-preemption",
+        "A preemption advances a request's guide by its newest token once more.",
+        "roseinfer.engine.scheduler",
+        "Scheduler._preempt",
+        "request.times_preempted += 1",
+        """
+        request.times_preempted += 1
+        if request.guide is not None and request.num_generated:
+            request.guide.accept_token(request.sequence.token_ids[-1])
+        """,
+    ),
+    _mutant(
+        "mask-of-another-row",
+        "The masks of guides are in the opposite order of their rows.",
+        "roseinfer.engine.runner",
+        "TokenSampler._token_bitmask",
+        "return self._token_bitmasks.write([request.guide for request in requests])",
+        "return self._token_bitmasks.write([request.guide for request in reversed(requests)])",
+    ),
+    _mutant(
+        "masks-in-the-order-of-requests",
+        "In a resident step, the mask of a guide is in the row of its turn, not of its slot.",
+        "roseinfer.decode.step",
+        "ResidentDecode.launch",
+        "self.steps.guides.upload({each.slot: each.guide for each in residents if each.guide})",
+        """
+        self.steps.guides.upload(
+            {row: each.guide for row, each in enumerate(residents) if each.guide}
+        )
+        """,
+    ),
+    _mutant(
         "continues-after-a-stop-string",
         "A request continues after its stop string.",
         _ENGINE,

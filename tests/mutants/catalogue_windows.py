@@ -156,6 +156,92 @@ MUTANTS = (
         "first = tl.maximum(length - WINDOW, 0) if WINDOW else 0",
     ),
     _of_attention(
+        "groups-found-by-their-window",
+        "A layer reads the blocks of the first group with its window, though it is in another one.",
+        _REFERENCE,
+        "ReferenceAttention.store_and_attend",
+        "lists = [lists_of_row[kv.group_of(layer)] for lists_of_row in block_lists]",
+        """
+        group, windows = kv.group_of(layer), [each.window for each in kv.groups]
+        if windows[group] is not None:
+            group = windows.index(windows[group])
+        lists = [lists_of_row[group] for lists_of_row in block_lists]
+        """,
+    ),
+    _of_attention(
+        "window-a-token-wide-in-later-chunks",
+        "In later chunks of a prompt, attention without kernels sees one token before the window.",
+        _REFERENCE,
+        "attend",
+        "at = torch.arange(context - tokens, context, device=query.device)[None]",
+        """
+        from dataclasses import replace
+
+        at = torch.arange(context - tokens, context, device=query.device)[None]
+        if traits.window is not None and context > tokens > 1:
+            traits = replace(traits, window=traits.window + 1)
+        """,
+    ),
+    _of_attention(
+        "window-a-token-wide-in-chunks",
+        "The kernel of chunks sees one token before the window.",
+        _CHUNK,
+        "_chunk_kernel",
+        "seen = seen & (distance < WINDOW)",
+        "seen = seen & (distance <= WINDOW)",
+    ),
+    _of_attention(
+        "last-part-dropped-in-chunks",
+        "The kernel of chunks drops the tokens of a context after its 128th.",
+        _CHUNK,
+        "_chunk_kernel",
+        """
+        all_top, all_total, all_sums = merge_softmax(
+            all_top, all_total, all_sums, top, row_weight_sum(total), sums
+        )
+        tl.store(
+            out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
+            (all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,
+        )
+        """,
+        """
+        if part == 0:
+            all_top, all_total, all_sums = merge_softmax(
+                all_top, all_total, all_sums, top, row_weight_sum(total), sums
+            )
+        tl.store(
+            out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
+            (all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,
+        )
+        """,
+    ),
+    _of_attention(
+        "first-part-dropped-in-decode",
+        "The kernel of single tokens drops the first 128 tokens of a longer context.",
+        _DECODE,
+        "_decode_kernel",
+        """
+        if SPLITS == 1:
+            all_top, all_total, all_sums = merge_softmax(
+                all_top, all_total, all_sums, top, row_weight_sum(total), sums
+            )
+        else:
+            store_partial(
+                partial, weights_max, weights_sum, row + 1 + part - first_part, top,
+                row_weight_sum(total), sums, real & (part + 0 * members < last_part),
+                d_inside, D,
+            )
+        """,
+        """
+        if SPLITS > 1:
+            store_partial(
+                partial, weights_max, weights_sum, row + 1 + part - first_part, top,
+                row_weight_sum(total), sums, real & (part + 0 * members < last_part),
+                d_inside, D,
+            )
+        """,
+    ),
+    _of_attention(
         "sinks-ignored-by-storing-kernels",
         "Kernels that store the new token ignore attention sinks.",
         _DECODE,

@@ -76,7 +76,7 @@ def files_entered(test: Callable[[], None]) -> list[str]:
     [
         (Negates, "test_histories", 16),
         (NegatesTexts, "test_histories", 25),
-        (ReturnsANeighboursToken, "test_requests_get_what_they_get_alone", 20),
+        (ReturnsANeighboursToken, "test_requests_get_what_they_get_alone", 23),
     ],
     ids=["cache", "cache with prefixes", "engine"],
 )
