@@ -19,6 +19,7 @@ from pytest_roseinfer.capabilities.prefixes import PrefixMethods
 from pytest_roseinfer.capabilities.quantisation import QuantisationMethods
 from pytest_roseinfer.capabilities.reading import ReadingMethods
 from pytest_roseinfer.capabilities.shards import ShardMethods
+from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
 from pytest_roseinfer.capabilities.swapping import SwappingMethods
 from pytest_roseinfer.capabilities.switches import SwitchMethods
@@ -48,6 +49,7 @@ class KVCacheAdapter(
     PrefixMethods,
     PreemptionMethods,
     SwappingMethods,
+    StateMethods,
     WindowMethods,
     QueueMethods,
     QuantisationMethods,

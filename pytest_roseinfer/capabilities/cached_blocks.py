@@ -318,6 +318,8 @@ class CachedBlocks(Observer):
     def block_tokens_after(self, after: Snapshot) -> dict[int, BlockTokens]:
         """Return the tokens of blocks after the present step, by the first layer of each group."""
         contents: dict[int, BlockTokens] = {}
+        if not {"table", "ledger"} <= self.run.features:
+            return contents
         for layer in self.oracle.windows.groups:
             tables, before = after.tables_of(layer), self.contents.get(layer, {})
             # A block that now belongs to another group is no longer kept for this one.

@@ -49,6 +49,8 @@ class Snapshot:
     ``matches``."""
     arena: Pair | None = None
     scales: Pair | None = None
+    states: Mapping[int, torch.Tensor | Exception] = field(default_factory=dict)
+    """State of each sequence, ``[layers, heads, head_dim]``."""
     counts: Counter[str] = field(default_factory=Counter)
     """Runs of each path and times each condition was met, since ``make``."""
     _of_layers: dict[int, Mapping[int, list[int | None]]] = field(

@@ -672,7 +672,9 @@ def _store_text_twice(
 
 
 def _open(writer: operation.Writer) -> None:
-    """Open with one of four preludes that reuse a text."""
+    """Open with one of four preludes that reuse a text, unless another one has begun sequences."""
+    if writer.live:
+        return
     if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
         truncate_shared_block(writer)
     elif can_check_eviction_order(writer) and writer.between(0, 1):

@@ -421,7 +421,8 @@ def histories(
     oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
-    if has_texts and adapter.prefixes.shares == "equal prefixes":
+    looks_up = "look_up" in adapter.abilities
+    if has_texts and (looks_up or adapter.prefixes.shares == "equal prefixes"):
         in_parts = adapter.prefixes.granularity == "token"
         writer.prefix_candidates = PrefixCandidates(
             oracle, least=1 if in_parts else spec.block_size

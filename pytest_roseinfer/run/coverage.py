@@ -304,6 +304,7 @@ class Coverage:
                     *["block_left_window"] * _has_windows(adapter),
                     *["prefix_hit"] * finds_prefixes(adapter),
                     *["eviction_choice"] * chooses_evictions(adapter),
+                    *["state_reused"] * ({"use_states", "begin_with"} <= offered),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                     *(required_conditions(adapter) if engine else ()),
                 ],

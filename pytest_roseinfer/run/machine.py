@@ -86,10 +86,11 @@ class HistoryRunner(CacheRun):
     def _possible_operations(self) -> Iterator[Operation]:
         """Yield the possible steps, with numbers that depend on the prefixes reused in this run."""
         operations = self.history.operations
+        uncertain = self.oracle.uncertain_room or "begin_with" in self.features
         for number, operation in enumerate(operations, 1):
             self.step_number, self.last = number, number == len(operations)
             step = operation.fill_in_numbers(self.oracle)
-            if step.possible(self.oracle) or not self.oracle.uncertain_room:
+            if step.possible(self.oracle) or not uncertain:
                 yield step
 
     def _step(self, step: Operation) -> Counter[str]:
