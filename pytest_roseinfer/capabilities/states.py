@@ -110,7 +110,7 @@ class StateNumbers:
         return state == prefix
 
 
-def _tokens_of(states: Iterable[int]) -> list[int]:
+def state_tokens(states: Iterable[int]) -> list[int]:
     """Return the tokens by which the payload encodes states."""
     return [token_of(_STATES, each % POSITIONS, each // POSITIONS) for each in states]
 
@@ -146,7 +146,7 @@ class States(Observer):
 
     def before_call(self, step: Operation, text_slices: Sequence[TextSlice]) -> None:  # noqa: ARG002
         if self._next:
-            states, _ = self.run.payload.all_layers(_tokens_of(self._next))
+            states, _ = self.run.payload.all_layers(state_tokens(self._next))
             self.run.cache_under_test.device.hand_over(states)
             self.run.adapter.use_states(states)
             self._given = states
@@ -176,7 +176,7 @@ def states(observation: Observation) -> Finding | None:
             return Finding(problem, Location(0, {seq: None}), actual, kind=kind)
         numbers: StateNumbers = observation.notes[States]
         right = numbers.after(observation.oracle.tokens(seq))
-        expected, _ = observation.payload.all_layers(_tokens_of([right]))
+        expected, _ = observation.payload.all_layers(state_tokens([right]))
         if not same_bits(expected[:, 0], actual):
             return _difference(observation, seq, right, expected[:, 0], actual)
     return None
@@ -207,7 +207,7 @@ def _describe_state(
     numbers: StateNumbers = observation.notes[States]
     known = range(1, len(numbers.prefixes))
     for other in dict.fromkeys((layer, *range(observation.spec.num_layers))):
-        coded, _ = observation.payload.all_layers(_tokens_of(known), slice(other, other + 1))
+        coded, _ = observation.payload.all_layers(state_tokens(known), slice(other, other + 1))
         same = (as_bits(coded[0]) == as_bits(actual)).flatten(1).all(1).nonzero().flatten().tolist()
         if same:
             found = _describe_known(observation, seq, right, known[same[0]])

@@ -12,6 +12,7 @@ from pytest_roseinfer.capabilities.attention import attention, attention_by_form
 from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import unwritten_positions
 from pytest_roseinfer.capabilities.reading import read_back, read_parts
+from pytest_roseinfer.capabilities.states import StateNumbers, States, state_tokens, states
 from pytest_roseinfer.capabilities.storage import arena
 from pytest_roseinfer.capabilities.swapping import Stage, swap_state
 from pytest_roseinfer.capabilities.writes import AppendPadded
@@ -44,6 +45,15 @@ def reading(found: Any) -> Observation:
 
 def reading_first(found: Any) -> Observation:
     return after(first_reads={(0, 0, 2): found})
+
+
+def with_state(length: int, error: Exception | None = None) -> Observation:
+    """Return an observation in which sequence 0 has the state after its first tokens."""
+    numbers, oracle = StateNumbers(), observed().oracle
+    number = numbers.after_each(oracle.tokens(0))[length - 1]
+    keys, _ = PAYLOAD.all_layers(state_tokens([number]))
+    observation = after(states={0: error or keys[:, 0]})
+    return replace(observation, notes={**observation.notes, States: numbers})
 
 
 def one_slot_late() -> Observation:
@@ -113,8 +123,16 @@ RIGHT: Right = {
         replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),
     ],
     attention: [attending()],
+    states: [with_state(3)],
 }
 WRONG: Wrong = [
+    (
+        states,
+        with_state(2),
+        "sequence 0, layer 0: expected the state after all of its 3 tokens, found that after the "
+        "first 2",
+    ),
+    (states, with_state(3, KeyError(1)), "peek_state(0) raised KeyError: 1"),
     (
         read_parts,
         reading_first(KeyError(1)),
