@@ -35,6 +35,7 @@ _NEAR_TIE_GAP = 0.25
 
 In bfloat16, between two logits of about 12, another batch changed the gap by 0.19.
 """
+_INCOMPLETE_CHARACTER = "\ufffd"
 _MOST = 400
 """Maximum characters of a text in a message; a longer one is cut around the difference."""
 _COUNTED = ("prompt_tokens", "completion_tokens")
@@ -90,13 +91,24 @@ def _choice_mismatch(actual: Choice, expected: Choice) -> str:
     return ""
 
 
-def _mismatch_at_end(stream: CompletionStream, alone: CompletionStream) -> str:
-    """Describe the mismatch of a stream that has ended; a lasting text is longer than alone."""
+def equal_parts(stream: CompletionStream, alone: CompletionStream) -> tuple[str, Choice]:
+    """Return the part of a stream's text that must equal its request's text alone, and the latter.
+
+    A lasting text is longer, and completes a last character of which the other has some bytes.
+    """
     right = alone.choices[0]
+    if not stream.lasting:
+        return stream.text, right
+    right = replace(right, text=right.text.rstrip(_INCOMPLETE_CHARACTER))
+    return stream.text[: len(right.text)], right
+
+
+def _mismatch_at_end(stream: CompletionStream, alone: CompletionStream) -> str:
+    """Describe the mismatch of a stream that has ended."""
     if not stream.lasting or stream.error:
         return find_mismatch(stream, alone)
-    same_part = stream.text[: len(right.text)]
-    return _choice_mismatch(replace(right, text=same_part), right)
+    text, right = equal_parts(stream, alone)
+    return _choice_mismatch(replace(right, text=text), right)
 
 
 def remove_echoes(stream: CompletionStream) -> str:
@@ -295,8 +307,7 @@ class ServedEngine(EngineAdapter):
                 self._fail(f"{requests}, {once}, {mismatch}")
         self._cold = []
         for stream, (number, reference) in self._open.items():
-            has_ended, right = stream.has_ended, reference.choices[0]
-            text = stream.text[: len(right.text)] if stream.lasting else stream.text
+            has_ended, (text, right) = stream.has_ended, equal_parts(stream, reference)
             if not has_ended and diverges(text, right):
                 stream.wait()
             if stream.has_ended and (mismatch := _mismatch_at_end(stream, reference)):

@@ -19,6 +19,7 @@ from pytest_roseinfer.endpoint.served_engine import (
     CompletionMismatch,
     ServedEngine,
     _text,
+    equal_parts,
     find_mismatch,
 )
 from pytest_roseinfer.endpoint.server import Choice, CompletionStream, ServerError
@@ -116,6 +117,15 @@ def test_differing_texts_are_shown_with_their_position() -> None:
     assert message == (
         "differs at character 4 from what it gets alone: got 'owl bat'; alone it gets 'owl cat'"
     )
+
+
+def test_lasting_text_completes_the_last_character_of_the_text_alone() -> None:
+    """A tokenizer of bytes may split a character between two tokens."""
+    lasting, alone = _ended_stream("owl \u02be bat"), _ended_stream("owl \ufffd")
+    lasting.lasting = True
+    assert equal_parts(lasting, alone) == ("owl ", replace(alone.choices[0], text="owl "))
+    lasting.lasting = False
+    assert find_mismatch(lasting, alone).startswith("differs at character 4 ")
 
 
 def test_long_text_is_shown_around_the_difference() -> None:
