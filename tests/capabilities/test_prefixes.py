@@ -94,7 +94,7 @@ def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
 )
 @pytest.mark.parametrize("seed_number", range(3))
 def test_broken_prefix_reuse_fails(broken: type[KVCacheAdapter], seed_number: int) -> None:
-    @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)
+    @hypothesis_settings(max_examples=1000, database=None, phases=[Phase.generate], deadline=None)
     @seed(seed_number)
     @given(histories(broken))
     def check(history: History) -> None:

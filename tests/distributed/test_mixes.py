@@ -27,6 +27,7 @@ class SharedEngine(roseinfer_engine.RoseinferEngine):
     """The engine on two ranks, with models that can be sharded."""
 
     paths: ClassVar[Mapping[str, Any]] = {}  # these would require models that cannot be sharded
+    long_contexts: ClassVar[Mapping[str, int]] = {}
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **roseinfer_engine.RoseinferEngine.option_choices,
         "model": _SHARED,

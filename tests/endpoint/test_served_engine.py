@@ -72,8 +72,9 @@ MESSAGES = {
     "echo_another_prompt": "in one HTTP request, choice 1 echoes '.*'; its prompt is '.*'",
     "lose_a_top_logprob": "its logprobs have lists of different lengths: ",
     "lose_a_token_with_logprobs": r"has logprobs of the tokens \[.*\]; alone of \[",
+    "use_other_parameters": f"{_OTHER_TEXT}|have not ended after",
 }
-"""Messages about bugs that do not exchange texts."""
+"""Messages about bugs that do not only exchange texts."""
 
 
 @pytest.mark.sampled_cases
