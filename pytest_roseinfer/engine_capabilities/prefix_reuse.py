@@ -12,11 +12,14 @@ from pytest_roseinfer.engine_capabilities.capability import (
     EngineCapability,
     MixCondition,
     MixObserver,
+    change,
 )
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from hypothesis import strategies as st
 
     from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
 
@@ -34,6 +37,9 @@ class PrefixReuseTraits(Traits):
     others are found again."""
     enabled_by: dict[str, Any] = field(default_factory=dict)
     """Values of switches without which nothing is promised."""
+    same_bits: bool = False
+    """True if a prompt that is found gives the same logprobs, bit for bit, as one that is computed,
+    whatever else is in the batch. Needs ``logprobs``, which each request then gets."""
 
 
 class PrefixReuseMethods:
@@ -55,6 +61,8 @@ class PrefixReuseMethods:
 
 FOUND = "prompt_found_again"
 FOUND_AFTER_EVICTION = "prompt_found_after_eviction"
+HIT, HIT_BEHIND_ANOTHER = "prompt_hit", "prompt_hit_behind_another"
+COLD_STARTS, BITS_COMPARED = "cold_starts_of_one_prompt", "prompt_hit_compared_with_computed"
 _SPARE = 8
 """Divisor of the cache's blocks: one in this many may be evicted early."""
 
@@ -71,8 +79,12 @@ class _Use:
     """Number of cached tokens after the latest step."""
     may_be_restarted: bool = False
     """True once it may have started before the latest step."""
+    is_hit: bool = False
+    """True if it began with tokens that another request had stored."""
     text: Sequence[int] = ()
     """Its prompt and tokens; those of a cancelled request stay, which an engine may drop."""
+    logprobs: Sequence[float] = ()
+    """Logprobs of its tokens, where they are to be the same bits for each request of its prompt."""
 
 
 class PrefixReuse(MixObserver):
@@ -91,7 +103,10 @@ class PrefixReuse(MixObserver):
         return ""
 
     def note(self, served: ServedRequest) -> None:
-        use = self._uses.setdefault(served.number, _Use(self._step))
+        if served.number not in self._uses:
+            self._uses[served.number] = _Use(self._step)
+            self._count_cold_start(served)
+        use = self._uses[served.number]
         text = [*served.spec.prompt, *served.tokens]
         use.text = max(use.text, text, key=len)
         if not served.finished:
@@ -103,10 +118,68 @@ class PrefixReuse(MixObserver):
         if use.ended is None:
             first = bool(served.tokens) and not served.num_tokens_before
             problem = self._too_many(served, use) or (self._too_few(served, use) if first else "")
+            if use.cached and not (use.is_hit or use.may_be_restarted):
+                use.is_hit = True
+                self._count_hit(served, use)
             use.may_be_restarted = use.may_be_restarted or self._has_begun(served, use)
         if served.finished and use.ended is None:
             use.ended = self._step
+            problem = problem or self._other_bits(served, use)
         return problem
+
+    def _count_cold_start(self, served: ServedRequest) -> None:
+        """Count two requests of one step that share a block, which no earlier one has."""
+        size = self.run.mix.block_size
+        of_one_step = [
+            self._uses[other.number].submitted == self._step
+            for other in self._others(served)
+            if _shared(served.spec.prompt, self._uses[other.number].text or other.spec.prompt)
+            >= size
+        ]
+        self.counts[COLD_STARTS] += len(of_one_step) == 1 and of_one_step[0]
+
+    def _others(self, served: ServedRequest) -> list[ServedRequest]:
+        known = (each for each in self.run.served if each.number in self._uses)
+        return [each for each in known if each is not served]
+
+    def _count_hit(self, served: ServedRequest, use: _Use) -> None:
+        """Count a hit, and one behind another text: that of a request which came in between."""
+        self.counts[HIT] += 1
+        prompt, others = served.spec.prompt, self._others(served)
+        uses = [(self._uses[each.number], _shared(prompt, each.spec.prompt)) for each in others]
+        ends = [one.ended for one, shared in uses if one.ended is not None and shared >= use.cached]
+        self.counts[HIT_BEHIND_ANOTHER] += any(
+            min(ends, default=use.submitted) < one.submitted < use.submitted
+            for one, shared in uses
+            if shared < use.cached
+        )
+
+    def _other_bits(self, served: ServedRequest, use: _Use) -> str:
+        """Compare the logprobs of a hit and of requests that computed the same prompt."""
+        adapter = self.run.adapter
+        wanted = getattr(served.spec.sampling, "logprobs", False)
+        if not (adapter.prefix_reuse.same_bits and wanted) or served.cancelled:
+            return ""
+        use.logprobs = [*adapter.logprobs(served.request)]
+        for other in self._others(served):
+            of_other = self._uses[other.number]
+            if other.spec.prompt != served.spec.prompt or not of_other.logprobs:
+                continue
+            if bool(use.cached) == bool(of_other.cached):
+                continue
+            self.counts[BITS_COMPARED] += 1
+            same = _shared(served.tokens, other.tokens)
+            for at, (one, two) in enumerate(
+                zip(use.logprobs[:same], of_other.logprobs, strict=False)
+            ):
+                if one != two:
+                    own, others = ("found", "computed") if use.cached else ("computed", "found")
+                    return (
+                        f"{served.name}, whose prompt was {own}, has logprob {one!r} of token "
+                        f"{at}; request {other.number}, whose equal prompt was {others}, has "
+                        f"{two!r}: they must be the same bits"
+                    )
+        return ""
 
     def _has_begun(self, served: ServedRequest, use: _Use) -> bool:
         """Return True unless it is known to have been waiting until now."""
@@ -193,10 +266,52 @@ def _evicts_least_recent(adapter: type[Any]) -> bool:
     return _finds_full_blocks(adapter) and adapter.prefix_reuse.evicts == "least recent"
 
 
+def _shows_hits(adapter: type[Any]) -> bool:
+    return bool(adapter.defines("cached_tokens"))
+
+
+def _promises_bits(adapter: type[Any]) -> bool:
+    return _shows_hits(adapter) and bool(adapter.prefix_reuse.same_bits)
+
+
+def draw_logprobs(_: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
+    """Let each request have logprobs where hits are compared by them."""
+    return change(spec, logprobs=True) if _promises_bits(adapter) else spec
+
+
+def refuse_bits_without_logprobs(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a promise about logprobs that an adapter does not show."""
+    missing = [name for name in ("cached_tokens", "logprobs") if not adapter.defines(name)]
+    if adapter.prefix_reuse.same_bits and missing:
+        raise TypeError(
+            f"{adapter.__name__}.prefix_reuse.same_bits is True, which cannot be judged without "
+            f"{' and '.join(missing)}: define {'it' if len(missing) == 1 else 'them'}"
+        )
+
+
 PREFIX_REUSE = EngineCapability(
     methods=PrefixReuseMethods,
+    draw=draw_logprobs,
     observers=(PrefixReuse,),
+    refuse=(refuse_bits_without_logprobs,),
     conditions=(
+        MixCondition(HIT, "A prompt began with tokens that another request stored.", _shows_hits),
+        MixCondition(
+            HIT_BEHIND_ANOTHER,
+            "The same, where a request with another text came in between.",
+            _shows_hits,
+        ),
+        MixCondition(
+            COLD_STARTS,
+            "Two requests of one step shared a block that no earlier request had.",
+            _shows_hits,
+        ),
+        MixCondition(
+            BITS_COMPARED,
+            "The logprobs of a prompt that was found were compared with those of the same prompt, "
+            "which was computed.",
+            _promises_bits,
+        ),
         MixCondition(
             FOUND,
             "A prompt shared full blocks with a text that had ended and that must still be stored.",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer import EngineAdapter, PrefixReuseTraits, RequestMix, Sampling, run_mix
+from pytest_roseinfer import (
+    EngineAdapter,
+    PrefixReuseTraits,
+    RequestMix,
+    Sampling,
+    conformance,
+    run_mix,
+    settings,
+)
+from pytest_roseinfer.engine_capabilities.capability import required_conditions
+from tests.engine_capabilities.engines.drawing_engine import DrawingEngine, DrawnRequest
 from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
 
@@ -130,3 +141,87 @@ def test_any_eviction_is_right_without_a_promise() -> None:
         type("Forgets", (ForgetsEnds,), {"prefix_reuse": AnyOrder.prefix_reuse}),
         in_turn(PROMPT[:6], PROMPT[:6], room=64),
     )
+
+
+def test_hits_are_counted_and_those_behind_another_text() -> None:
+    for requests, behind in ((AGAIN, 0), (LATER, 1)):
+        counts = run_mix(Caching, requests)
+        assert (counts["prompt_hit"], counts["prompt_hit_behind_another"]) == (1, behind)
+    other_first = in_turn(OTHER, PROMPT, PROMPT, room=64)
+    assert not run_mix(Caching, other_first)["prompt_hit_behind_another"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arrivals", "cold_starts"),
+    [
+        ((PROMPT, PROMPT), (0, 0), 1),
+        ((PROMPT, PROMPT, PROMPT), (0, 0, 0), 1),
+        ((PROMPT, PROMPT), (0, 1), 0),
+        ((PROMPT, PROMPT, PROMPT), (0, 1, 1), 0),
+        ((PROMPT, OTHER), (0, 0), 0),
+        ((PROMPT[:3], PROMPT[:3]), (0, 0), 0),
+    ],
+)
+def test_cold_starts_of_one_prompt_are_counted(
+    prompts: tuple[tuple[int, ...], ...], arrivals: tuple[int, ...], cold_starts: int
+) -> None:
+    specs = [
+        request_spec(*prompt, sampling=ONE, arrival=arrival)
+        for prompt, arrival in zip(prompts, arrivals, strict=True)
+    ]
+    counts = run_mix(Caching, mix(*specs, room=64, batch_size=3))
+    assert counts["cold_starts_of_one_prompt"] == cold_starts
+
+
+def test_engine_that_shows_cached_tokens_must_have_hits() -> None:
+    required = {"prompt_hit", "prompt_hit_behind_another", "cold_starts_of_one_prompt"}
+    assert required <= {*required_conditions(Caching)}
+    assert required.isdisjoint(required_conditions(ToyAdapter))
+
+
+class SameBits(DrawingEngine):
+    """Finds the prompts of earlier requests, and promises the bits of a computed one."""
+
+    prefix_reuse = PrefixReuseTraits(same_bits=True)
+    option_choices: ClassVar = {"batch": (1,)}
+
+    def make(self, mix: RequestMix) -> None:
+        super().make(mix)
+        self.cached: dict[DrawnRequest, int] = {}
+
+    def submit(self, prompt: Any, sampling: Any) -> DrawnRequest:
+        found = any(each.prompt == [*prompt] and each.ended for each in self.requests)
+        request = super().submit(prompt, sampling)
+        self.cached[request] = (len(prompt) - 1) * found
+        return request
+
+    def cached_tokens(self, request: Any) -> int:
+        return self.cached[request]
+
+    def logprobs(self, request: Any) -> list[float]:
+        return list(request.logprobs)
+
+
+class OtherBits(SameBits):
+    def logprobs(self, request: Any) -> list[float]:
+        first, *others = super().logprobs(request) or [0.0]
+        off = math.nextafter(first, 0.0) if self.cached[request] else first
+        return [off, *others][: len(request.tokens)]
+
+
+def test_bits_of_a_hit_are_compared_with_those_of_a_computed_prompt() -> None:
+    settings.set_current(settings.Settings(examples=30, seed=1))
+    conformance(SameBits)().test_requests_get_what_they_get_alone()
+    sampling = Sampling(2, ignore_eos=True, logprobs=True)
+    specs = [request_spec(1, 2, 3, sampling=sampling, arrival=3 * at) for at in range(3)]
+    requests = RequestMix(tuple(specs), options={"batch": 1})
+    assert run_mix(SameBits, requests)["prompt_hit_compared_with_computed"] == 2
+    message = reason(OtherBits, requests)
+    assert message.startswith("request 1, whose prompt was found, has logprob -")
+    assert "request 0, whose equal prompt was computed, has -" in message
+
+
+def test_bits_cannot_be_compared_without_logprobs() -> None:
+    promise = {"prefix_reuse": PrefixReuseTraits(same_bits=True)}
+    with pytest.raises(TypeError, match="cannot be judged without logprobs: define it"):
+        conformance(type("Mine", (Caching,), promise))
