@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, takewhile
@@ -17,7 +18,12 @@ from pytest_roseinfer.endpoint.server import (
     ServerError,
     ServerGone,
 )
-from pytest_roseinfer.engine_capabilities.capability import mix_conditions
+from pytest_roseinfer.engine_capabilities.capability import (
+    EngineCapability,
+    MixCondition,
+    MixObserver,
+    mix_conditions,
+)
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.run.watchdog import AdapterFinding
 from pytest_roseinfer.words import format_count
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
+    from pytest_roseinfer.engine_capabilities.capability import ServedRequest
 
 # Comparison of a stream with the reference: the completion of the same request alone.
 
@@ -201,7 +208,46 @@ _PROBE_DIVISOR = 4
 left. Each step of a server gives both a token, so the long one has not ended with the probe."""
 
 
-class ServedEngine(EngineAdapter):
+_SERVED_FROM_CACHE = "prompt_served_from_cache"
+
+
+def _looks_up_prompts(_: type[Any]) -> bool:
+    endpoint = settings.current().endpoint
+    with suppress(ServerError):
+        return endpoint is not None and _server(endpoint).looks_up_prompts
+    return False
+
+
+class _ServedCacheMethods:
+    """Mixin without methods, for what a server's metrics show of its prefix cache."""
+
+
+class _ServedFromCache(MixObserver):
+    """Counter of the prompt tokens that the server found in its prefix cache during a mix."""
+
+    def judge(self, served: ServedRequest) -> str:
+        if served.finished:
+            adapter = self.run.adapter
+            found = adapter.server.count_cached_tokens() - adapter.cached_before
+            self.counts[_SERVED_FROM_CACHE] = found
+        return ""
+
+
+_SERVED_CACHE = EngineCapability(
+    methods=_ServedCacheMethods,
+    observers=(_ServedFromCache,),
+    conditions=(
+        MixCondition(
+            _SERVED_FROM_CACHE,
+            "The server found tokens of a prompt in its prefix cache, by its metrics.",
+            _looks_up_prompts,
+            conclusive_examples=20,
+        ),
+    ),
+)
+
+
+class ServedEngine(_ServedCacheMethods, EngineAdapter):
     """Adapter of a server: prompts are words, and characters of completions stand for tokens.
 
     A mix is served twice: first all requests at once, while the server may have none of their
@@ -240,6 +286,8 @@ class ServedEngine(EngineAdapter):
                 "no server to test; name it with --roseinfer-endpoint http://127.0.0.1:8000"
             )
         self.server = _server(endpoint)
+        self.cached_before = self.server.count_cached_tokens()
+        """Tokens that the server had found in its prefix cache before this mix."""
         self._news = threading.Condition()
         self._num_seen = self._num_arrived = 0
         numbers = range(mix.size)

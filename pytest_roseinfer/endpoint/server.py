@@ -18,7 +18,7 @@ from pytest_roseinfer.run.watchdog import TargetGoneError
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pytest_roseinfer.settings import Endpoint
 
@@ -33,6 +33,8 @@ _METRICS_SETTLE = 0.25
 """Seconds for a server to remove a request that has ended from its metrics."""
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _HELD = (*_REQUESTS, "vllm:kv_cache_usage_perc")
+_LOOKED_UP, _FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+"""Tokens of prompts that were looked up in the prefix cache, and those that were found there."""
 
 
 class ServerError(Exception):
@@ -107,7 +109,7 @@ class Server:
         self._was_reachable = False
         self.model = endpoint.model or self._first_model()
         self.dialect = self._dialect()
-        self._idle = self._read_usage_metrics()
+        self._idle = self._read_metrics(_HELD)
         self.dialect = self._with_several_prompts(self.dialect)
         self.dialect = self._with_long_texts(self.dialect)
         self._was_reachable = True
@@ -156,7 +158,7 @@ class Server:
         """Describe the metrics that exceed their idle values; wait ``settles`` seconds for none."""
         ends = time.monotonic() + settles
         while True:
-            now = self._read_usage_metrics() or {}  # also raises if the server is gone
+            now = self._read_metrics(_HELD) or {}  # also raises if the server is gone
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
                 for name, was in (self._idle or {}).items()
@@ -283,8 +285,17 @@ class Server:
         stream.wait()
         return None if stream.error else stream
 
-    def _read_usage_metrics(self) -> dict[str, float] | None:
-        """Return the metrics of held resources; None for a server without them."""
+    @property
+    def looks_up_prompts(self) -> bool:
+        """True if the server shows in metrics that it looks prompts up in a prefix cache."""
+        return bool((self._read_metrics((_LOOKED_UP,)) or {}).get(_LOOKED_UP))
+
+    def count_cached_tokens(self) -> int:
+        """Return the number of prompt tokens that the server has found in its prefix cache."""
+        return int((self._read_metrics((_FOUND,)) or {}).get(_FOUND, 0))
+
+    def _read_metrics(self, names: Collection[str]) -> dict[str, float] | None:
+        """Return the sum of each of these metrics; None for a server without them."""
         try:
             with self._request("GET", "/metrics", _SETTLES) as response:
                 lines = response.read().decode(errors="replace").splitlines()
@@ -296,7 +307,7 @@ class Server:
         for line in lines:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
-            if name in _HELD:
+            if name in names:
                 with suppress(ValueError):
                     metrics[name] = metrics.get(name, 0.0) + float(value)
         return metrics or None

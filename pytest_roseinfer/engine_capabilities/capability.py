@@ -173,6 +173,9 @@ class MixCondition:
     required: Callable[[type[Any]], bool] | None = None
     """Function that returns True if the searches of an adapter class must meet it; None if those of
     every engine must. An adapter may also name it in ``conditions``."""
+    conclusive_examples: int | None = None
+    """Mixes without it that make it count as never met, where hardly any mix is without it; None
+    for as many as for other conditions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +239,12 @@ def required_conditions(adapter: type[Any]) -> list[str]:
         and each.name not in adapter.conditions
         and (each.required is None or each.required(adapter))
     ]
+
+
+def conclusive_examples(adapter: type[Any]) -> dict[str, int]:
+    """Return the mixes that are enough to call a condition never met, where they are few."""
+    every = (each for capability in adapter.capabilities for each in capability.conditions)
+    return {each.name: each.conclusive_examples for each in every if each.conclusive_examples}
 
 
 def capabilities_of_fields(kind: type) -> list[EngineCapability]:

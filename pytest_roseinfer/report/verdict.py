@@ -203,7 +203,7 @@ class TargetVerdict:
             return f"reached {format_count(row.times, 'time')}{by}, of {required} required"
         if large := self.target.large_counts[row.name]:
             return f"reached by {self._large} alone, {format_count(large, 'time')}"
-        enough = coverage.CONCLUSIVE_EXAMPLES
+        enough = self.target.conclusive(row.name)
         return f"not reached by {self._tries(row.name)}, too few for a verdict ({enough})"
 
     def _remedy(self, row: CoverageRow) -> str:

@@ -25,7 +25,7 @@ from pytest_roseinfer.capabilities.writes import (
     ONE_POSITION,
     SHARED_TWICE,
 )
-from pytest_roseinfer.engine_capabilities.capability import required_conditions
+from pytest_roseinfer.engine_capabilities.capability import conclusive_examples, required_conditions
 from pytest_roseinfer.findings.timeline import add
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class TargetCoverage:
     """Number of checks of each invariant."""
     batches: Counter[str] = field(default_factory=Counter)
     """Number of batches of each kind that this cache can have, in drawn histories."""
+    conclusive_examples: dict[str, int] = field(default_factory=dict)
+    """As ``CONCLUSIVE_EXAMPLES``, for the conditions that fewer examples are enough for."""
     histories: int = 0
     seconds: float = 0.0
     """Seconds that its searches took, summed over workers."""
@@ -234,12 +236,18 @@ class TargetCoverage:
 
     def _goes_on(self, name: str) -> bool:
         """Return True if a path or condition needs more than its first further turns."""
-        to_a_fact = _MAX_TRIES_PER_EXAMPLE * settings.current().examples >= CONCLUSIVE_EXAMPLES
+        most = _MAX_TRIES_PER_EXAMPLE * settings.current().examples
+        to_a_fact = most >= self.conclusive(name)
         return bool(self.counts[name]) or (to_a_fact and self.is_inconclusive(name))
 
     def is_inconclusive(self, name: str) -> bool:
         """Return True if too few examples were eligible for the verdict "never reached"."""
-        return self.eligible_examples[name] < CONCLUSIVE_EXAMPLES and not self.large_counts[name]
+        enough = self.eligible_examples[name] >= self.conclusive(name)
+        return not (enough or self.large_counts[name])
+
+    def conclusive(self, name: str) -> int:
+        """Return the number of eligible examples that are enough for the verdict."""
+        return self.conclusive_examples.get(name, CONCLUSIVE_EXAMPLES)
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, with counters as plain dicts, which workers can send."""
@@ -271,6 +279,7 @@ class TargetCoverage:
         ):
             setattr(self, name, getattr(self, name) + other[name])
         self.known_missed = sorted({*self.known_missed, *other["known_missed"]})
+        self.conclusive_examples |= other["conclusive_examples"]
         self.searched |= other["searched"]
         self.blindness = self.blindness or other["blindness"]
         self.failing_tests = sorted({*self.failing_tests, *other["failing_tests"]})
@@ -314,6 +323,7 @@ class Coverage:
                 [name for name, path in adapter.paths.items() if path.settings_to_draw],
                 self._method_calls[name],
                 batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),
+                conclusive_examples=conclusive_examples(adapter) if engine else {},
             )
         return self._targets[name]
 

@@ -16,6 +16,7 @@ from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.options import endpoint_of, require_server
 from pytest_roseinfer.report.verdict import describe_strength
 from pytest_roseinfer.settings import POLITE_RATE, PROFILES, RATE, Endpoint, Settings
+from roseinfer.engine.prefix_cache import PrefixCache
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -235,6 +236,20 @@ def test_reports_name_the_server_and_no_strength(
     assert server_name in page
     assert "planted bugs" not in page
     assert "Triton" not in result.stdout.str().split("environment")[0]
+
+
+@pytest.mark.slow
+def test_server_whose_prefix_cache_finds_nothing_fails(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixCache, "_longest_complete_prefix", lambda *_: [])
+    with running() as server:
+        result = pytester.runpytest_subprocess(
+            *("--pyargs", "pytest_roseinfer.suite", "--roseinfer-examples=3"),
+            *("-p", "no:cacheprovider", "--roseinfer-endpoint", server.url),
+        )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*prompt_served_from_cache*"])
 
 
 @pytest.mark.parametrize("profile", ["dev", "ci"])

@@ -211,7 +211,8 @@ class OtherBits(SameBits):
 
 def test_bits_of_a_hit_are_compared_with_those_of_a_computed_prompt() -> None:
     settings.set_current(settings.Settings(examples=30, seed=1))
-    conformance(SameBits)().test_requests_get_what_they_get_alone()
+    tests: Any = conformance(SameBits)()
+    tests.test_requests_get_what_they_get_alone()
     sampling = Sampling(2, ignore_eos=True, logprobs=True)
     specs = [request_spec(1, 2, 3, sampling=sampling, arrival=3 * at) for at in range(3)]
     requests = RequestMix(tuple(specs), options={"batch": 1})
