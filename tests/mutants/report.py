@@ -50,7 +50,7 @@ def table(results: Sequence[Result]) -> str:
 
 def listing(results: Sequence[Result]) -> str:
     """Return a list entry for each bug: what is wrong, and its figures."""
-    return "".join(f"{bug(result.mutant)}\n  {_figures(result)}\n" for result in results)
+    return "".join(f"{bug(result.mutant)}\n{_figures(result)}\n" for result in results)
 
 
 def bug(mutant: Mutant) -> str:
@@ -69,7 +69,8 @@ def _figures(result: Result) -> str:
         "by example": result.killed_by_examples,
         "row": ", ".join(map(str, result.mutant.rows)),
     }
-    return "; ".join(figures + [f"{name} {value}" for name, value in optional.items() if value])
+    figures += [f"{name} {value}" for name, value in optional.items() if value]
+    return fill("; ".join(figures), 120, initial_indent="  ", subsequent_indent="  ")
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
