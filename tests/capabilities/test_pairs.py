@@ -58,6 +58,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "swapping": [methods("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")],
     "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
     "states": [methods("use_states", "peek_state")],
+    "epochs": [{**BOOKS, **methods("reset", "use_tokens")}],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
