@@ -175,7 +175,9 @@ def reset_between(writer: operation.Writer) -> None:
 
 def _reset_between(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, can, adapter = writer.oracle.block_size, writer.adapter.abilities, writer.adapter
-    length = writer.pick((size, size, 2 * size - 1)) + adapter.prefixes.recomputed_tokens
+    recomputed = adapter.prefixes.recomputed_tokens
+    whole, more = size + recomputed, 2 * size - 1 + recomputed
+    length = writer.pick((whole, whole, more, max(1, size - 1)))
     if Reserve.needs <= can and not adapter.reset_errors and not writer.between(0, 3):
         yield Reserve(writer.fresh(1), (length,), writer.layout())
         yield Reset()
