@@ -46,6 +46,7 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "reset_of_stored_text": {"reset", *_FINDS_TEXTS},
     "text_after_reset": {"reset", *_FINDS_TEXTS},
     "reset_after_look_up": {"reset", "look_up", *_FINDS_TEXTS},
+    "block_stored_again": {"events", "prefill", "free"},
 }
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3

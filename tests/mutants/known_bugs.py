@@ -90,4 +90,8 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "keys and values are kept over a change of weights; a reset that only logs",
     ),
     "T13": ("vllm-omni #6442", "sleep drops the data and keeps the hashes"),
+    "T30": (
+        "vllm #55092; llm-d-kv-cache #593",
+        'a "removed" event while a copy lives; "cleared" ignored',
+    ),
 }
