@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import RequestSpec as RequestSpec
     from pytest_roseinfer.adapters.engine import Sampling as Sampling
     from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
+    from pytest_roseinfer.capabilities.cache_data import AllBlocksCleared as AllBlocksCleared
     from pytest_roseinfer.capabilities.cache_data import BadCall as BadCall
+    from pytest_roseinfer.capabilities.cache_data import BlockRemoved as BlockRemoved
+    from pytest_roseinfer.capabilities.cache_data import BlockStored as BlockStored
     from pytest_roseinfer.capabilities.cache_data import CacheFull as CacheFull
     from pytest_roseinfer.capabilities.cache_data import CacheSpec as CacheSpec
     from pytest_roseinfer.capabilities.cache_data import FastPath as FastPath
@@ -72,7 +75,10 @@ _NAMES = {
     ),
     "adapters.sharded": ("ShardedAdapter",),
     "capabilities.cache_data": (
+        "AllBlocksCleared",
         "BadCall",
+        "BlockRemoved",
+        "BlockStored",
         "CacheFull",
         "CacheSpec",
         "FastPath",

@@ -12,6 +12,8 @@ from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
 from pytest_roseinfer.capabilities.device_queue import QueueMethods
+from pytest_roseinfer.capabilities.epochs import EpochMethods
+from pytest_roseinfer.capabilities.events import EventMethods
 from pytest_roseinfer.capabilities.forks import ForkMethods
 from pytest_roseinfer.capabilities.freeing import FreeingMethods
 from pytest_roseinfer.capabilities.preemption import PreemptionMethods
@@ -51,6 +53,8 @@ class KVCacheAdapter(
     SwappingMethods,
     StateMethods,
     WindowMethods,
+    EpochMethods,
+    EventMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle, product
@@ -54,6 +54,35 @@ class Ledger:
     """Blocks of swap space in use; None if not shown."""
     num_free: int | None = None
     """The cache's own count of free blocks, kept apart from ``free``; None if it has no count."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Event: lookups find these full blocks, which follow each other, from now on."""
+
+    block_hashes: Sequence[Hashable]
+    """Hash of each block, which no other prefix has."""
+    parent_block_hash: Hashable | None
+    """Hash of the block before the first one; None at the beginning of a text."""
+    token_ids: Sequence[int]
+    """Token ids of all these blocks."""
+    namespace: int = 0
+    """Namespace, as in ``use_namespaces``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Event: lookups find these blocks no more."""
+
+    block_hashes: Sequence[Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Event: lookups find none of the blocks that were stored before."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,9 @@ class Fork(operation.Operation):
     def copies_blocks(self, oracle: operation.Oracle) -> bool:
         return oracle.fork_shares != "blocks"
 
-    def without_sharing(self, oracle: operation.Oracle) -> Copy:
+    def without_sharing(self, oracle: operation.Oracle) -> operation.Operation:
+        if oracle.mixes_epochs(self.parent):  # a copy would write its older tokens anew
+            return self
         return Copy(self.parent, self.child, oracle.length(self.parent))
 
     @classmethod

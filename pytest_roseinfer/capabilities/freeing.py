@@ -38,7 +38,7 @@ class Free(operation.Operation):
         return f"free sequence {self.seq}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return self.seq in oracle.named
+        return self.seq in oracle.absent or self.seq in oracle.usable
 
     def changed_seqs(self) -> list[int]:
         return [self.seq]

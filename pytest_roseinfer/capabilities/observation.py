@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, Ledger
+    from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, Event, Ledger
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.capabilities.payload import HeadMismatch, Payload
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -51,6 +51,8 @@ class Snapshot:
     scales: Pair | None = None
     states: Mapping[int, torch.Tensor | Exception] = field(default_factory=dict)
     """State of each sequence, ``[layers, heads, head_dim]``."""
+    events: Sequence[Event] | Exception = ()
+    """Events since the latest snapshot that has any."""
     counts: Counter[str] = field(default_factory=Counter)
     """Runs of each path and times each condition was met, since ``make``."""
     _of_layers: dict[int, Mapping[int, list[int | None]]] = field(

@@ -203,8 +203,6 @@ class Operation:
     """True if the device must finish after it, since the whole cache is read then."""
     needs_tokens: ClassVar[bool] = False
     """True if each sequence that it uses must have at least one token."""
-    ends_reservations: ClassVar[bool] = False
-    """True if its sequences have reserved tokens that are not written."""
     least: ClassVar[int] = 1
     """Smallest number that its fields may hold, except those in ``NAMING``."""
 
@@ -237,15 +235,15 @@ class Operation:
         return oracle.fits(self.rows())
 
     def possible(self, oracle: Oracle) -> bool:
-        """Return True if its sequences exist and its new names are unused.
+        """Return True if its sequences exist and are usable, and its new names are unused.
 
-        In a drawn history that can be False only after the cache had no room where the drawing
-        had, as with a cache that shares by prefix.
+        In a drawn history that can be False only after the cache had room where the drawing had
+        none, or the reverse, as with a cache that shares by prefix.
         """
-        others = {*oracle.absent, *oracle.pending_seqs}
-        if not others.isdisjoint([*self.changed_seqs(), *self.uses()]):
+        names = {*oracle.named, *oracle.pending_seqs}
+        if not names.isdisjoint(self.new_seqs()):
             return False
-        if not (others | oracle.sequences.keys()).isdisjoint(self.new_seqs()):
+        if not (names - {*oracle.usable}).isdisjoint([*self.changed_seqs(), *self.uses()]):
             return False
         there = {seq for seq in oracle.sequences if oracle.length(seq) or not self.needs_tokens}
         return there.issuperset(self.uses())

@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from pytest_roseinfer.oracle.pages import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
+from pytest_roseinfer.oracle.pages import PADDING_SEQUENCE, POSITIONS, text_place, token_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -448,8 +448,8 @@ def describe_token(token: int) -> str:
     seq, position, life = token_parts(token)
     if seq == PADDING_SEQUENCE:
         return f"padding row {position}"
-    if seq >= TEXTS:
-        within = f" in namespace {life}" if life else ""
-        return f"text {seq - TEXTS}{within}, token {position}"
+    if place := text_place(token):
+        within = f" in {place.space}" if place.space else ""
+        return f"text {place.text}{within}, token {position}"
     rewrites = f" (life {life + 1}: it was freed or cut before)" if life else ""
     return f"sequence {seq}{rewrites}, token {position}"

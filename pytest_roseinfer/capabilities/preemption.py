@@ -77,7 +77,8 @@ class Preempt(operation.Operation):
         return [self.seq]
 
     def change(self, oracle: operation.Oracle) -> None:
-        preempted(oracle)[self.seq] = oracle.tokens(self.seq)
+        tokens = oracle.tokens(self.seq)
+        preempted(oracle)[self.seq] = oracle.tokens_written_again(self.seq, tokens)
         oracle.release_pages(self.seq)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:

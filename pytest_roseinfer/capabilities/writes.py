@@ -333,7 +333,6 @@ class Cancel(operation.Operation):
     seq: int
 
     needs = frozenset({"reserve", "fill", "free"})
-    ends_reservations = True
 
     def describe(self) -> str:
         return f"cancel sequence {self.seq}, whose reserved tokens are not written"

@@ -340,7 +340,7 @@ class Oracle:
     def _text_token(self, text: int, position: int) -> int:
         assert self.texts
         owner, namespace = self.texts.owner(text, position), self.texts.namespace(text)
-        return text_token(owner, position, namespace)
+        return text_token(owner, position, namespace, self.texts.epoch_of(text))
 
     def text_of(self, seq: int) -> int:
         """Return the text of a sequence, which may not have begun yet."""
@@ -363,6 +363,26 @@ class Oracle:
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
         return [self._text_token(text, at) for at in range(count)]
+
+    def begin_epoch(self, stored: Mapping[int, int]) -> None:
+        """Give all tokens that are written from now on other keys and values.
+
+        ``stored`` has the number of tokens of each sequence that keeps those that it has.
+        """
+        if self.texts:
+            lengths = stored.items()
+            self.texts.begin_epoch({seq: (self.text_of(seq), length) for seq, length in lengths})
+
+    def mixes_epochs(self, seq: int) -> bool:
+        """Return True if a sequence has tokens of an earlier epoch."""
+        return self.texts is not None and self.texts.mixes_epochs(self.text_of(seq))
+
+    def tokens_written_again(self, seq: int, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens of a sequence as they are if all of them are written again."""
+        if not self.texts:
+            return list(tokens)
+        self.texts.write_again(seq, self.text_of(seq))
+        return self.text_tokens(self.text_of(seq), len(tokens))
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         """Append tokens to several sequences; a row is a sequence and its number of tokens."""

@@ -20,6 +20,10 @@ PADDING_SEQUENCE = 1 << 15
 """Name for the tokens of padding rows."""
 TEXTS = PADDING_SEQUENCE + 1
 """Name of the first text; the others follow."""
+NAMESPACES = 1 << 8
+"""Number of namespaces of texts."""
+EPOCHS = 1 << 8
+"""Number of epochs of texts."""
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
@@ -32,9 +36,27 @@ def padding_token(row: int) -> int:
     return token_of(PADDING_SEQUENCE, row)
 
 
-def text_token(text: int, position: int, namespace: int = 0) -> int:
+def text_token(text: int, position: int, namespace: int = 0, epoch: int = 0) -> int:
     """Return the token at a position of a text."""
-    return token_of(TEXTS + text, position, namespace)
+    return token_of(TEXTS + text, position, epoch * NAMESPACES + namespace)
+
+
+class TextPlace(NamedTuple):
+    """The place of a token in a text."""
+
+    text: int
+    position: int
+    namespace: int
+    epoch: int
+    """Epoch in which it was written, plus a multiple of ``EPOCHS`` if it follows older tokens."""
+
+    @property
+    def space(self) -> str:
+        """Its namespace and epoch in words; empty if both are the first."""
+        older, epoch = divmod(self.epoch, EPOCHS)
+        words = [f"namespace {self.namespace}"] * bool(self.namespace)
+        words += [f"epoch {epoch}" + " after older tokens" * bool(older)] * bool(self.epoch)
+        return ", ".join(words)
 
 
 def token_parts(token: int) -> tuple[int, int, int]:
@@ -46,16 +68,19 @@ def token_parts(token: int) -> tuple[int, int, int]:
 
 def token_label(token: int) -> str:
     """Return a short label of a token, such as "0.3" for position 3 of sequence 0."""
+    if place := text_place(token):
+        return f"t{place.text}{f'({place.space})' * bool(place.space)}.{place.position}"
     seq, position, life = token_parts(token)
-    if seq >= TEXTS:
-        return f"t{seq - TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
     return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
 
 
-def text_place(token: int) -> tuple[int, int, int] | None:
-    """Return the text, position and namespace of a token; None if it belongs to no text."""
+def text_place(token: int) -> TextPlace | None:
+    """Return the place of a token in its text; None if it belongs to no text."""
     seq, position, life = token_parts(token)
-    return (seq - TEXTS, position, life) if seq >= TEXTS else None
+    if seq < TEXTS:
+        return None
+    epoch, namespace = divmod(life, NAMESPACES)
+    return TextPlace(seq - TEXTS, position, namespace, epoch)
 
 
 Table = Sequence[int | None]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_roseinfer.oracle.pages import text_place
+from pytest_roseinfer.oracle.pages import EPOCHS, text_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.oracle.pages import TextPlace
 
 Branch = tuple[int, int] | tuple[int, int, int]
 """The parent of a text, the length of the prefix that it shares with it, and its namespace.
@@ -50,12 +52,20 @@ class Texts:
     _namespaces: list[int] = field(init=False)
     _forked: dict[int, int] = field(default_factory=dict, init=False)
     """Texts of the sequences that began as forks."""
+    epoch: int = field(default=0, init=False)
+    """Number of times that equal token ids have got other keys and values."""
+    _epochs: list[int | None] = field(init=False)
+    """Epoch of each text, as in ``TextPlace``; None for the present one, whichever that is."""
+    _mixtures: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    """Epoch of texts with tokens of several epochs, by their epoch before the latest one, and the
+    number of tokens from before it."""
 
     def __post_init__(self) -> None:
         self._branches = [(parent, length) for parent, length, *_ in self.initial_branches]
         self._namespaces = [
             namespace for _, _, namespace, *_ in ((*b, 0) for b in self.initial_branches)
         ]
+        self._epochs = [None] * len(self._branches)
 
     def of(self, seq: int, life: int) -> int:
         """Return the text of a sequence whose name had ``life`` earlier sequences."""
@@ -63,13 +73,44 @@ class Texts:
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """Give the sequence ``child`` a new text that branches off the text ``parent``."""
+        self._branch_off(parent, child, length, self._epochs[parent])
+
+    def _branch_off(self, parent: int, child: int, length: int, epoch: int | None) -> None:
         self._forked[child] = len(self._branches)
         self._branches.append((parent, length))
         self._namespaces.append(self.namespace(parent))
+        self._epochs.append(epoch)
 
     def forget(self, seq: int) -> None:
         """Forget the text of a sequence that began as a fork."""
         self._forked.pop(seq, None)
+
+    def begin_epoch(self, stored: Mapping[int, tuple[int, int]]) -> None:
+        """Begin an epoch: from now on, equal token ids have other keys and values.
+
+        ``stored`` has the text of each sequence that keeps its tokens, and their number. Its later
+        tokens depend on them: they equal those of a sequence that keeps equal ones, and no others.
+        """
+        mixtures = {seq: (self.epoch_of(text), length) for seq, (text, length) in stored.items()}
+        self.epoch += 1
+        for seq, mixture in mixtures.items():
+            number = len(self._mixtures) + 1
+            epoch = self._mixtures.setdefault(mixture, number * EPOCHS + self.epoch)
+            self._branch_off(stored[seq][0], seq, WHOLE, epoch)
+
+    def write_again(self, seq: int, text: int) -> None:
+        """Give a sequence the same text in the present epoch, if its text has older tokens."""
+        if self._epochs[text] is not None:
+            self._branch_off(text, seq, WHOLE, None)
+
+    def mixes_epochs(self, text: int) -> bool:
+        """Return True if a text has tokens from several epochs."""
+        return self._epochs[text] is not None
+
+    def epoch_of(self, text: int) -> int:
+        """Return the epoch of the next token of a text, as in ``TextPlace``."""
+        epoch = self._epochs[text]
+        return self.epoch if epoch is None else epoch
 
     def owner(self, text: int, position: int) -> int:
         """Return the text nearest to the root that equals this one up to and including a position.
@@ -106,10 +147,16 @@ class Texts:
 class _TextToken(NamedTuple):
     """A token of a text, and its token id."""
 
-    text: int
-    position: int
-    namespace: int
+    place: TextPlace
     token_id: int
+
+    @property
+    def text(self) -> int:
+        return self.place.text
+
+    @property
+    def position(self) -> int:
+        return self.place.position
 
 
 def explain_equal_token(texts: Texts, want: int, got: int, wrote: Mapping[int, int]) -> str:
@@ -149,7 +196,7 @@ def explain_equal_block(
 
 def _text_tokens(texts: Texts, tokens: Sequence[int]) -> list[_TextToken]:
     places = [text_place(token) for token in tokens]
-    return [_TextToken(*place, texts.token(*place[:2])) for place in places if place]
+    return [_TextToken(place, texts.token(*place[:2])) for place in places if place]
 
 
 def _describe_prefix_difference(texts: Texts, one: _TextToken, other: _TextToken) -> str:
@@ -163,7 +210,9 @@ def _describe_prefix_difference(texts: Texts, one: _TextToken, other: _TextToken
                 f"after prefixes that first differ at token {at}, which is {ids[0]} in text "
                 f"{one.text} and {ids[1]} in text {other.text}"
             )
-    return f"in namespaces {one.namespace} and {other.namespace}"
+    if one.place.namespace == other.place.namespace:
+        return f"in {one.place.space or 'epoch 0'} and in {other.place.space or 'epoch 0'}"
+    return f"in namespaces {one.place.namespace} and {other.place.namespace}"
 
 
 def _describe_first_writer(wrote: Mapping[int, int], token: int) -> str:

@@ -38,7 +38,16 @@ if TYPE_CHECKING:
     from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
-_REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
+_FINDS_TEXTS = {"match_prefix", "prefill"}
+_REQUIRED_WITH: Mapping[str, set[str]] = {
+    "state_reused": {"use_states", "begin_with"},
+    "hash_collision": {"use_hash"},
+    "calls_in_flight": {"use_queue"},
+    "reset_of_stored_text": {"reset", *_FINDS_TEXTS},
+    "text_after_reset": {"reset", *_FINDS_TEXTS},
+    "reset_after_look_up": {"reset", "look_up", *_FINDS_TEXTS},
+    "block_stored_again": {"events", "prefill", "free"},
+}
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3
 """Times that a path or condition must be reached: a single time may be luck."""
@@ -313,8 +322,7 @@ class Coverage:
                     *["block_left_window"] * _has_windows(adapter),
                     *["prefix_hit"] * finds_prefixes(adapter),
                     *["eviction_choice"] * chooses_evictions(adapter),
-                    *["state_reused"] * ({"use_states", "begin_with"} <= offered),
-                    *(met for met, by in _REQUIRED_WITH.items() if by in offered),
+                    *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
                     *(required_conditions(adapter) if engine else ()),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

@@ -313,7 +313,7 @@ def keep_valid_steps(adapter: type[KVCacheAdapter], history: History) -> History
     valid_steps: list[Operation] = []
     for each in history.operations:
         step = each.fill_in_numbers(oracle)
-        if not _can_be_done(step, oracle):
+        if not step.possible(oracle):
             continue
         fits = step.fits(oracle) or not step.allowed(oracle)
         if not (fits or shows_room):
@@ -329,12 +329,6 @@ def keep_valid_steps(adapter: type[KVCacheAdapter], history: History) -> History
 
 def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
     return Oracle.of(adapter, history.spec, history.texts)
-
-
-def _can_be_done(step: Operation, oracle: Oracle) -> bool:
-    unwritten = oracle.sequences.keys() - {*oracle.usable} - oracle.absent.keys()
-    spared = step.ends_reservations or unwritten.isdisjoint([*step.changed_seqs(), *step.uses()])
-    return spared and step.possible(oracle)
 
 
 def _with(history: History, steps: Iterable[Operation]) -> History:

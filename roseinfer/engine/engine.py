@@ -165,9 +165,12 @@ class Engine:
         """Tokens of the current step."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Requests that run keep what they have stored."""
+        """Forget all cached prefixes.
+
+        Requests that run keep what they have stored, and none of it is cached later.
+        """
         if self.prefixes is not None:
-            self.prefixes.clear()
+            self.prefixes.reset()
 
     def update_weights(self, values: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by name, and forget the prefixes that others have computed."""

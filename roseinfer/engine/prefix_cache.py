@@ -55,6 +55,10 @@ class PrefixEntry:
         return self.parent is parent and self.tokens == tokens
 
 
+def _new_root() -> PrefixEntry:
+    return PrefixEntry(None, (), 0, 0, [])
+
+
 class _OutOfWindowBlock(NamedTuple):
     """An entry's block in one group that only the cache holds, out of its holders' windows."""
 
@@ -89,7 +93,7 @@ class PrefixCache:
     def __init__(self, kv: KVBlockManager) -> None:
         self.kv = kv
         self.num_evictions = 0
-        self._root = PrefixEntry(None, (), 0, 0, [])
+        self._root = _new_root()
         self._entries: dict[tuple[int, int], PrefixEntry] = {}
         self._windowed = [at for at, group in enumerate(kv.groups) if group.window is not None]
         self._entry_of_block: dict[int, PrefixEntry] = {}
@@ -217,6 +221,12 @@ class PrefixCache:
         """Remove all entries. Blocks in use stay with their sequences."""
         for entry in list(self._root.children):
             self._remove_subtree(entry)
+
+    def reset(self) -> None:
+        """Remove all entries, and never cache blocks of the sequences that run now."""
+        self.clear()
+        self._root.cached = False  # those that have cached no block hold it
+        self._root = _new_root()
 
     def _full_blocks(self, tokens: Sequence[int], max_tokens: int) -> list[PrefixEntry]:
         size = self.kv.block_size

@@ -58,6 +58,8 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "swapping": [methods("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")],
     "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
     "states": [methods("use_states", "peek_state")],
+    "epochs": [{**BOOKS, **methods("reset", "use_tokens")}],
+    "events": [methods("events", "match_prefix", "use_tokens")],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -67,7 +69,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 """Definitions by which a cache offers a capability: the usual ones, and others for pairs in which
 those are refused."""
-REFUSED = {("swapping", "windows"), ("windows", "quantisation")}
+REFUSED = {("swapping", "windows"), ("windows", "events"), ("windows", "quantisation")}
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {
     "prefixes": lambda history: history.texts,

@@ -36,6 +36,7 @@ from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.capabilities.caches import broken_text_caches, merging_caches, reserving_caches
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache, FindsWhatWasCut
 from tests.capabilities.caches.merging_caches import MergesLater
@@ -52,6 +53,8 @@ from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
     import torch
+
+    from pytest_roseinfer.capabilities.operation import Operation
 
 
 def test_texts_are_equal_up_to_their_branch() -> None:
@@ -111,6 +114,18 @@ def test_cancelled_prompt_is_neither_filled_nor_found() -> None:
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     with pytest.raises(Divergence, match="only 0 of them may be found now"):
         run_history(reserving_caches.KeepsTheTextOfCancelled, history)
+
+
+@pytest.mark.parametrize("step", [Append((2,)), Append((0, 2)), Free(2)])
+def test_step_with_a_sequence_that_is_reserved_after_all_is_left_out(step: Operation) -> None:
+    """Sequences of equal texts share a block, so there is room that the drawing did not count."""
+    steps = Append((0, 1)), Append((0, 1)), Reserve((2,), (1,)), step
+    history = History(CacheSpec(block_size=2, num_blocks=2), steps, texts=((0, 0),))
+    drawing = Oracle.of(ReservingCache, history.spec, history.texts)
+    assert [each.apply(drawing) for each in steps[:3]] == [True, True, False]
+    machine = HistoryRunner(ReservingCache, history)
+    machine.run()
+    assert machine.completed_steps == [*steps[:3]]
 
 
 def test_reservation_of_several_sequences_cannot_be_cancelled() -> None:

@@ -366,6 +366,22 @@ def test_clear_keeps_blocks_of_sequences(simulation: PrefixCacheSimulation) -> N
     simulation.finish()
 
 
+@pytest.mark.parametrize("stored", [3, 4, 6])
+def test_blocks_of_running_sequences_are_not_cached_after_a_reset(
+    simulation: PrefixCacheSimulation, stored: int
+) -> None:
+    sequence = simulation.start([*range(9)])
+    simulation.grow(sequence, stored)
+    simulation.cache.reset()
+    simulation.grow(sequence, 9 - stored)
+    simulation.release(sequence)
+    simulation.check()
+    assert not simulation.entries
+    simulation.keep(*range(9))
+    assert simulation.hit(*range(9)) == 8
+    simulation.finish()
+
+
 def test_evictions_are_counted(simulation: PrefixCacheSimulation) -> None:
     simulation.keep(1, 2, 3, 4, 5, 6)
     simulation.evict(1)

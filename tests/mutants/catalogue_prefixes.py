@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import HASHED, PREFIXED, Mutant
+from tests.mutants.mutant import HASHED, PREFIXED, RESET_PREFIXES, Mutant
 
 _PREFIXES = "roseinfer.engine.prefix_cache"
 
@@ -71,5 +71,18 @@ MUTANTS = (
         "missing = blocks - self._kv.num_free_blocks(0)",
         "missing = blocks",
         targets=(PREFIXED,),
+    ),
+    Mutant(
+        "running-sequences-cached-after-a-reset",
+        "A reset removes all entries, and sequences that run cache their blocks of before later.",
+        _PREFIXES,
+        "PrefixCache.reset",
+        """
+        self._root.cached = False
+        self._root = _new_root()
+        """,
+        "",
+        rows=("T12",),
+        targets=(RESET_PREFIXES,),
     ),
 )

@@ -1,7 +1,8 @@
 """Bugs of real paged KV caches that planted bugs stand for.
 
 Rows with a plain number are of the first list of known bugs, rows with an S of that of the last
-year. Bugs in parts that neither the engine nor a small cache of the tests has are left out.
+year, and rows with a T of that of the last months. Bugs in parts that neither the engine nor a
+small cache of the tests has are left out.
 """
 
 from __future__ import annotations
@@ -83,5 +84,14 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "S19": (
         "open fix in a small engine",
         "of two equal texts, the duplicate's blocks are freed under one of them",
+    ),
+    "T12": (
+        "lmdeploy #4917; NeMo-RL #4018; vllm-omni #6739",
+        "keys and values are kept over a change of weights; a reset that only logs",
+    ),
+    "T13": ("vllm-omni #6442", "sleep drops the data and keeps the hashes"),
+    "T30": (
+        "vllm #55092; llm-d-kv-cache #593",
+        'a "removed" event while a copy lives; "cleared" ignored',
     ),
 }

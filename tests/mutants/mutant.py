@@ -19,6 +19,7 @@ COMPACTED = "tests.mutants.kernel_caches:CompactedKernels"
 PREFIXED = "tests.mutants.prefix_cached_manager:PrefixCachedManager"
 HASHED = "tests.mutants.prefix_cached_manager:HashedPrefixes"
 WINDOWED_PREFIXES = "tests.mutants.prefix_cached_manager:WindowedPrefixes"
+RESET_PREFIXES = "tests.mutants.prefix_cached_manager:ResetPrefixes"
 ENGINE = _TARGETS + "roseinfer_engine:RoseinferEngine"
 MANAGERS = (GROUPED, PER_LAYER)
 

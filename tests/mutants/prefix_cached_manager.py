@@ -306,3 +306,10 @@ class HashedPrefixes(PrefixCachedManager):
 
     def hashing(self) -> AbstractContextManager[object]:
         return patch.object(prefix_cache, "chain_hash", lambda *chain: self.hashed(chain))
+
+
+class ResetPrefixes(PrefixCachedManager):
+    """Cache that is reset while sequences go on, as by ``Engine.reset_prefix_cache``."""
+
+    def reset(self) -> None:
+        self.prefix_cache.reset()

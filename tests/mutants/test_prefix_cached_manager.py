@@ -19,6 +19,7 @@ from pytest_roseinfer.oracle.texts import WHOLE
 from tests.mutants.prefix_cached_manager import (
     HashedPrefixes,
     PrefixCachedManager,
+    ResetPrefixes,
     WindowedPrefixes,
 )
 
@@ -35,7 +36,9 @@ def run_steps(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
     return dict(run_history(PrefixCachedManager, History(spec, steps, texts=TEXTS)))
 
 
-@pytest.mark.parametrize("cache", [PrefixCachedManager, HashedPrefixes, WindowedPrefixes])
+@pytest.mark.parametrize(
+    "cache", [PrefixCachedManager, HashedPrefixes, WindowedPrefixes, ResetPrefixes]
+)
 def test_histories_are_right(cache: type[PrefixCachedManager]) -> None:
     @hypothesis_settings(max_examples=20, database=None, phases=[Phase.generate], deadline=None)
     @seed(1)

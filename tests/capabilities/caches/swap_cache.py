@@ -186,6 +186,8 @@ class SwapTextCache(TextCache):
         for block in table:
             if not self.holders[block]:
                 self.block_of.pop(self.key_of.pop(block, None), None)
+                self.unused.remove(block)
+                self.unused.insert(0, block)  # evicted first, as nothing can find it
 
     def swap_in(self, seq: int) -> object:
         token_ids = self.swapped_out[seq][0]

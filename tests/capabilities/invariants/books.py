@@ -14,7 +14,8 @@ from pytest_roseinfer.capabilities.cached_blocks import (
     evictions,
     needless_evictions,
 )
-from pytest_roseinfer.capabilities.observation import Observation, Snapshot
+from pytest_roseinfer.capabilities.epochs import Reset, refused_resets
+from pytest_roseinfer.capabilities.observation import Observation, Outcome, Snapshot
 from pytest_roseinfer.capabilities.preemption import preempted
 from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import separate_containers
@@ -102,6 +103,17 @@ def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | N
     )
 
 
+def resetting(found_after: int, *, fits: bool = False) -> Observation:
+    """Return an observation of a reset, after which so many of two found tokens are found."""
+    return replace(
+        observed(),
+        operation=Reset(),
+        before=Snapshot(matches={(0, 3): 2}),
+        outcome=Outcome(fits),
+        after=Snapshot(matches={(0, 3): found_after, (0, 4): 2}),
+    )
+
+
 OTHER_TOKENS, SAME_OWNER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
 SHARED = {(0, 0): [0, 2], (1, 0): [0]}
 ONE_LIST = [0]
@@ -139,6 +151,12 @@ RIGHT: Right = {
         observed(),
         after(containers={0: 1, 1: 0}),
         after(containers={0: [0, 2], 1: [0, 2]}),
+    ],
+    refused_resets: [
+        observed(),
+        resetting(2),
+        resetting(0, fits=True),
+        replace(resetting(0), operation=observed().operation),
     ],
 }
 WRONG: Wrong = [
@@ -251,5 +269,10 @@ WRONG: Wrong = [
         separate_containers,
         after(containers={0: 1, 1: KeyError(1)}),
         "container(1) raised KeyError: 1",
+    ),
+    (
+        refused_resets,
+        resetting(0),
+        "a refused reset changed the result of match_prefix() for text 0, 3 tokens long, from 2 to",
     ),
 ]

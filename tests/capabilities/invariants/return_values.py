@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer import BadCall, Ledger, Oracle, PrefixTraits
+from pytest_roseinfer import BadCall, BlockRemoved, BlockStored, Ledger, Oracle, PrefixTraits
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
 from pytest_roseinfer.capabilities.block_tables import refusals
 from pytest_roseinfer.capabilities.cached_blocks import CachedBlocks, CachedBlocksNote
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
+from pytest_roseinfer.capabilities.events import EventReplay, Events, events
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
 from pytest_roseinfer.capabilities.prefixes import lookups
 from pytest_roseinfer.capabilities.writes import Append
@@ -27,6 +28,9 @@ from tests.capabilities.invariants.observations import (
     declaring,
     observed,
 )
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.capabilities.cache_data import Event
 
 
 def refusing(**shown: Any) -> Observation:
@@ -69,6 +73,18 @@ def looking_up(
     )
 
 
+def reading(observation: Observation, *sent: Event) -> Observation:
+    """Return an observation of a lookup after these events."""
+    return replace(
+        observation,
+        after=replace(observation.after, events=sent),
+        notes={Events: EventReplay(SPEC.block_size).after(sent)},
+    )
+
+
+FIRST = BlockStored(["a"], None, [1, 1])
+
+
 def calling(
     raised: BaseException | None, *errors: type[BaseException], **shown: Any
 ) -> Observation:
@@ -101,6 +117,14 @@ RIGHT: Right = {
         looking_up(0, 2, recomputed_tokens=1),
     ],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
+    events: [
+        reading(looking_up(2), FIRST),
+        reading(looking_up(2), FIRST, FIRST),
+        reading(looking_up(3, granularity="token"), FIRST),
+        reading(looking_up(0, 2, recomputed_tokens=1), FIRST),
+        reading(looking_up(0, collided=True), FIRST),
+        reading(looking_up(KeyError(3))),
+    ],
 }
 WRONG: Wrong = [
     (
@@ -156,6 +180,37 @@ WRONG: Wrong = [
     ),
     (bad_calls, calling(None, KeyError), "a bad call went through; it must raise KeyError"),
     (bad_calls, calling(ValueError("x"), KeyError), "a bad call raised ValueError: x"),
+    (
+        events,
+        reading(looking_up(2)),
+        "by its events, the cache stores 0 tokens of text 0, and match_prefix() finds 2",
+    ),
+    (
+        events,
+        reading(looking_up(2, collided=True), FIRST, BlockRemoved(["a"])),
+        "stores 0 tokens of text 0, and match_prefix() finds 2 in whole blocks; the first block",
+    ),
+    (
+        events,
+        reading(looking_up(0), FIRST),
+        "stores 2 tokens of text 0, and match_prefix() finds 0 in whole blocks; the first block",
+    ),
+    (
+        events,
+        reading(looking_up(0), BlockStored(["a"], None, [1])),
+        "BlockStored, returned by events(): it has 1 token id for 1 block of 2",
+    ),
+    (
+        events,
+        reading(looking_up(2), FIRST, BlockStored(["a"], "b", [1, 1], 1)),
+        "block 'a' comes after block 'b' in namespace 1, with token ids [1, 1], and is stored "
+        "already: it came first, with token ids [1, 1]",
+    ),
+    (
+        events,
+        after(events=KeyError(3)),
+        "events() raised KeyError: 3",
+    ),
     (bad_calls, calling(None, **CHANGED), "a bad call changed the books"),
     (bad_calls, calling(None, arena=LATER), "changed what is stored in K"),
 ]
