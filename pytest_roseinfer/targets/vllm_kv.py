@@ -27,8 +27,14 @@ def vllm_part(name: str) -> Any:
     return import_part("vllm", name, _INSTALL)
 
 
+class BlocksInUse(Exception):
+    """Refusal of a reset while requests hold blocks."""
+
+
 class VllmAdapter(BlockManagerAdapter):
     """Adapter with full attention in all layers."""
+
+    reset_errors = (BlocksInUse,)
 
     prefixes = BlockManagerAdapter.prefixes.but(evicts="least recent")
     spare_blocks: ClassVar[int] = 1  # block 0 replaces blocks that were given back
@@ -89,6 +95,10 @@ class VllmAdapter(BlockManagerAdapter):
     def release(self, seq: int) -> None:
         self.manager.free(self.requests[seq])
         self.requests[seq].num_computed_tokens = 0
+
+    def reset(self) -> None:
+        if not self.manager.reset_prefix_cache():
+            raise BlocksInUse
 
     def match_prefix(self, token_ids: Sequence[int]) -> int:
         return int(self.manager.get_computed_blocks(self._request(token_ids, self.namespace(0)))[1])

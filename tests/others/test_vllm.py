@@ -68,6 +68,13 @@ def test_block_manager_conforms(adapter: type[KVCacheAdapter]) -> None:
             id="first blocks of a sequence are evicted before its last",
         ),
         pytest.param(
+            VllmAdapter,
+            "block_pool:BlockPool",
+            "reset_prefix_cache",
+            lambda _: lambda pool: pool.get_num_free_blocks() + 1 == pool.num_gpu_blocks,
+            id="reset leaves what was stored to be found",
+        ),
+        pytest.param(
             WindowsVllmAdapter,
             WINDOWS,
             "_contiguous_blocks_for_hit",
