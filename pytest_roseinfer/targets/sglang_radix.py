@@ -70,7 +70,7 @@ def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
         allocator = sgl.TokenToKVPoolAllocator(size, **pool)
     else:
         allocator = sgl.PagedTokenToKVPoolAllocator(size, page, **pool)
-    return allocator, sgl.ReqToTokenPool(128, size + page, spec.device, enable_memory_saver=False)
+    return allocator, sgl.ReqToTokenPool(256, size + page, spec.device, enable_memory_saver=False)
 
 
 def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
@@ -155,9 +155,14 @@ def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
     )
 
 
+class StillRunning(Exception):
+    """Refusal of a flush while requests run."""
+
+
 class SglangAdapter(KVCacheAdapter):
     """SGLang's radix cache and its pools."""
 
+    reset_errors = (StillRunning,)
     prefixes = PrefixTraits(shares="equal prefixes", recomputed_tokens=1, finds="some")
     option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
         "tree_core_backend": ("rust", "python")
@@ -225,6 +230,14 @@ class SglangAdapter(KVCacheAdapter):
 
     def preempt(self, seq: int) -> None:
         retract(self.sgl, self.tree, self.requests[seq])
+
+    def reset(self) -> None:
+        """Flush the cache, as its scheduler does where no request runs."""
+        if any(request.kv.holds_kv for request in self.requests.values()):
+            raise StillRunning
+        self.tree.reset()
+        self.rows.clear()
+        self.allocator.clear()
 
     def match_prefix(self, token_ids: Sequence[int]) -> int:
         key = self.sgl.RadixKey(array("q", token_ids[:-1]), self.extra_keys[0])
