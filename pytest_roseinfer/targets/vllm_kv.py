@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
+from pytest_roseinfer.capabilities.cache_data import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheFull,
+    CacheSpec,
+    Ledger,
+)
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
 from pytest_roseinfer.targets.partial_import import import_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.capabilities.cache_data import Event
 
 _INSTALL = "run python -m tests.others.fetch vllm in a clone of roseinfer, or install vllm"
 _ENDLESS = 1 << 20
@@ -54,6 +63,7 @@ class VllmAdapter(BlockManagerAdapter):
             max_model_len=_ENDLESS,
             scheduler_block_size=spec.block_size,
             hash_block_size=spec.block_size,
+            enable_kv_cache_events="events" in self.abilities,
             use_eagle=spec.options.get("eagle", False),
         )
         self.requests: dict[int, Any] = {}
@@ -122,6 +132,34 @@ def _layers(spec: CacheSpec, window: int | None) -> Any:
     if window is None:
         return interface.FullAttentionSpec(**names)
     return interface.SlidingWindowSpec(**names, sliding_window=window)
+
+
+class EventsVllmAdapter(VllmAdapter):
+    """Adapter that also reads vLLM's events of stored and removed blocks."""
+
+    def manage(self, spec: CacheSpec) -> None:
+        super().manage(spec)
+        self.namespace_of: dict[Any, int] = {}
+        """Namespace of each block by its hash, as the events show it."""
+
+    def events(self) -> list[Event]:
+        return [self._translated(each) for each in self.manager.take_events()]
+
+    def _translated(self, event: Any) -> Event:
+        """Return an event of vLLM, which names the salt at the first block of a text only."""
+        kinds = vllm_part("distributed.kv_events")
+        if isinstance(event, kinds.AllBlocksCleared):
+            return AllBlocksCleared()
+        if isinstance(event, kinds.BlockRemoved):
+            return BlockRemoved(event.block_hashes)
+        parent = event.parent_block_hash
+        if parent is None:
+            ((salt,), *_) = event.extra_keys
+            namespace = int(salt)
+        else:
+            namespace = self.namespace_of[parent]
+        self.namespace_of |= dict.fromkeys(event.block_hashes, namespace)
+        return BlockStored(event.block_hashes, parent, event.token_ids, namespace)
 
 
 # Windows: the layers of each window are a group.

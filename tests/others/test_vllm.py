@@ -10,7 +10,11 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
 from pytest_roseinfer.targets import partial_import
-from pytest_roseinfer.targets.vllm_kv import VllmAdapter, WindowsVllmAdapter
+from pytest_roseinfer.targets.vllm_kv import (
+    EventsVllmAdapter,
+    VllmAdapter,
+    WindowsVllmAdapter,
+)
 from tests.histories.drawn_histories import check_drawn_histories
 from tests.others.fetch import FOLDER
 from tests.others.planted import plant
@@ -100,6 +104,12 @@ def test_planted_bug_is_found(
     plant(monkeypatch, "vllm", f"v1.core.{where}", name, bug)
     with pytest.raises(Divergence):
         check_drawn_histories(adapter, 500, 1, partial(run_history, adapter))
+
+
+@needs_vllm
+def test_removed_event_of_a_block_with_a_copy_is_found() -> None:
+    with pytest.raises(Divergence, match=r"by its events, the cache stores \d+ tokens .* finds"):
+        check_drawn_histories(EventsVllmAdapter, 500, 1, partial(run_history, EventsVllmAdapter))
 
 
 def test_missing_package_error_says_how_to_install_it(
