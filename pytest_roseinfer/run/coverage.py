@@ -38,7 +38,16 @@ if TYPE_CHECKING:
     from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
-_REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
+_REQUIRED_WITH = {
+    "hash_collision": "use_hash",
+    "calls_in_flight": "use_queue",
+    "block_loaded": "load_prefix",
+    "load_failed": "load_prefix",
+    "load_in_part": "load_prefix",
+    "block_left_under_store": "load_prefix",
+    "restarted_warm": "restart_tiers",
+    "restarted_empty": "restart_tiers",
+}
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3
 """Times that a path or condition must be reached: a single time may be luck."""

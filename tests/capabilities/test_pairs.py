@@ -35,6 +35,11 @@ BOOKS = methods("table", "ledger")
 EQUAL = PrefixTraits(shares="equal prefixes")
 SOME_TEXTS = {**BOOKS, **methods("use_tokens", "match_prefix"), "prefixes": EQUAL.but(finds="some")}
 WINDOWS = {"windows": WindowTraits(groups=2)}
+TIERS = {
+    **SOME_TEXTS,
+    **methods("look_up", "begin_with", "match_tiers", "load_prefix", "transfers_in_flight"),
+    **methods("end_transfer", "restart_tiers"),
+}
 OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "block_tables": [BOOKS],
     "reading": [methods("gather")],
@@ -58,6 +63,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "swapping": [methods("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")],
     "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
     "states": [methods("use_states", "peek_state")],
+    "tiers": [TIERS],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -67,7 +73,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 """Definitions by which a cache offers a capability: the usual ones, and others for pairs in which
 those are refused."""
-REFUSED = {("swapping", "windows"), ("windows", "quantisation")}
+REFUSED = {("swapping", "windows"), ("windows", "quantisation"), ("tiers", "windows")}
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {
     "prefixes": lambda history: history.texts,
