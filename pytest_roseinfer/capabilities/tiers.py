@@ -734,13 +734,13 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
     if other is None:
         (other,) = writer.fresh(1)
     other_text = writer.oracle.text_of(other)
-    yield from _end_stores(writer, writer.pick((blocks, blocks, blocks, blocks, 0)))
+    yield from _end_stores(writer, writer.pick((*[blocks] * 7, 0)))
     yield Free(first)
     yield from _evict(writer, other)
     yield from _end_stores(writer, blocks)
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
-        yield RestartTiers(writer.pick((True, True, False)))
-        if writer.between(0, 2):
+        yield RestartTiers(writer.pick((True, True, True, False)))
+        if writer.between(0, 1):
             yield from _evict(writer, writer.name_with_prefix(1, other_text), full=True)
     for _ in range(2):
         yield from _load(writer, text, other_text, tokens)
@@ -748,7 +748,7 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
 
 def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Operation]:
     """Yield the ends of stores, which most often succeed."""
-    name = writer.pick((DONE,) * 7 + (TWICE, FAILED, PART, FULL))
+    name = writer.pick((DONE,) * 12 + (TWICE, FAILED, PART, FULL))
     for _ in range(count):
         yield EndTransfer(0, name, 1)
 
@@ -756,13 +756,15 @@ def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Oper
 def _evict(
     writer: operation.Writer, seq: int, loading: int = 0, *, full: bool = False
 ) -> Iterator[operation.Operation]:
-    """Yield steps that take all free blocks, for a new sequence and maybe others, and free them.
+    """Yield steps that take free blocks, for a new sequence and maybe others, and free them.
 
-    ``loading`` is the number of blocks of a load, which the drawing does not know to be taken. With
-    ``full``, all blocks are full, and so are stored.
+    They take all, or leave one, so that the first block of an earlier text may stay. ``loading`` is
+    the number of blocks of a load, which the drawing does not know to be taken. With ``full``, all
+    blocks are full, and so are stored.
     """
     oracle = writer.oracle
-    size, free, before = oracle.block_size, oracle.pages_free() - loading, {*oracle.sequences}
+    size, before = oracle.block_size, {*oracle.sequences}
+    free = oracle.pages_free() - loading - writer.pick((0, 0, 1))
     if free <= 0:
         return
     few = min(free, operation.MAX_SEQUENCES - len(before)) - 1

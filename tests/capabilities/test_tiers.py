@@ -39,7 +39,7 @@ from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run import coverage
-from tests.capabilities.caches.broken_tiers import BROKEN, CountsAFailedLoad
+from tests.capabilities.caches.broken_tier_caches import BROKEN, CountsAFailedLoad
 from tests.capabilities.caches.text_cache import TextCache
 from tests.capabilities.caches.tier_cache import (
     RIGHT,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "tests.capabilities.caches"
 _FOLDER = Path(__file__).parents[1] / "capabilities" / "caches"
-_ROWS = re.compile(r"(S?\d+(?:, S?\d+)*)[:,] ")
+_ROWS = re.compile(r"([ST]?\d+(?:, [ST]?\d+)*)[:,] ")
 _WITHOUT_ROW = {
     "RevivesWithoutItsKey",
     "HandsBackAFullHandle",
