@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import FastPath as FastPath
     from pytest_roseinfer.capabilities.cache_data import Ledger as Ledger
     from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
+    from pytest_roseinfer.capabilities.cache_data import Transfer as Transfer
+    from pytest_roseinfer.capabilities.cache_data import TransferResult as TransferResult
     from pytest_roseinfer.capabilities.prefixes import PrefixTraits as PrefixTraits
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
+    from pytest_roseinfer.capabilities.tiers import TierTraits as TierTraits
     from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
     from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
     from pytest_roseinfer.engine_capabilities.prefix_reuse import (
@@ -84,9 +87,12 @@ _NAMES = {
         "FastPath",
         "Ledger",
         "Tolerance",
+        "Transfer",
+        "TransferResult",
     ),
     "capabilities.prefixes": ("PrefixTraits",),
     "capabilities.simulated_device": ("DeviceQueue",),
+    "capabilities.tiers": ("TierTraits",),
     "capabilities.truncation": ("TruncationTraits",),
     "capabilities.windows": ("WindowTraits",),
     "engine_capabilities.prefix_reuse": ("PrefixReuseTraits",),

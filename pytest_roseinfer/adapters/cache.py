@@ -25,6 +25,7 @@ from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
 from pytest_roseinfer.capabilities.swapping import SwappingMethods
 from pytest_roseinfer.capabilities.switches import SwitchMethods
+from pytest_roseinfer.capabilities.tiers import TierMethods
 from pytest_roseinfer.capabilities.truncation import TruncationMethods
 from pytest_roseinfer.capabilities.windows import WindowMethods
 from pytest_roseinfer.capabilities.writes import WriteMethods
@@ -52,6 +53,7 @@ class KVCacheAdapter(
     PreemptionMethods,
     SwappingMethods,
     StateMethods,
+    TierMethods,
     WindowMethods,
     EpochMethods,
     EventMethods,

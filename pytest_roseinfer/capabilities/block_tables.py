@@ -71,8 +71,13 @@ def _wrong_books(observation: Observation, layer: int) -> Finding | None:
     owners = observation.after.owners(*observation.oracle.pool_of(layer))
     ledger = observation.after.ledger(layer)
     refcounts = {block: count for block, count in ledger.refcounts.items() if count}
-    if refcounts != dict(owners):
-        first = min(block for block, _ in refcounts.items() ^ owners.items())
+    in_flight = observation.after.blocks_in_flight  # a transfer may hold its blocks
+    if wrong := [
+        block
+        for block in refcounts.keys() | owners.keys()
+        if not 0 <= refcounts.get(block, 0) - owners[block] <= in_flight[block]
+    ]:
+        first = min(wrong)
         location = location_of_block(observation, layer, first)
         times = format_count(owners[first], "time")
         counts = f"refcount {refcounts.get(first, 0)}, and tables name it {times}"
@@ -82,16 +87,17 @@ def _wrong_books(observation: Observation, layer: int) -> Finding | None:
         twice = max(ledger.free, key=list(ledger.free).count)
         problem = f"layer {layer}: the free list names a block twice: {ledger.free}"
         return Finding(problem, location_of_block(observation, layer, twice), kind="free twice")
-    if both := set(ledger.free) & set(owners):
+    held = {*owners, *refcounts}
+    if both := set(ledger.free) & held:
         location = location_of_block(observation, layer, min(both))
         return Finding(
             f"layer {layer}: block {location.block} is free, and held{_describe_holders(location)}",
             location,
             kind="free and held",
         )
-    if len(ledger.free) + len(owners) != ledger.total:
+    if len(ledger.free) + len(held) != ledger.total:
         return Finding(
-            f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
+            f"layer {layer}: {len(ledger.free)} free + {len(held)} held blocks are not "
             f"the {ledger.total} there are",
             kind="total",
         )
@@ -167,6 +173,7 @@ class Lookahead(State):
 
     enabled_by: ClassVar = "lookahead_blocks"
     uncertain_room: ClassVar = True
+    spared_blocks: ClassVar = "look-ahead blocks"
 
     max_blocks: int = 0
     """Value of ``BlockTableMethods.lookahead_blocks``."""
@@ -315,10 +322,10 @@ class FreeBlocks(Observer):
         """True if the ledgers show the cache's own count, which is compared after each step."""
 
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
-        state = self.run.oracle.state(Lookahead)
-        lookahead_blocks = sum(state.held.values()) if state else 0
+        oracle = self.run.oracle
+        spared = oracle.blocks_to_spare()
         self._counts = [
-            _FreeCounts(layer, self.run.oracle.free_in(layer) - lookahead_blocks, len(ledger.free))
+            _FreeCounts(layer, oracle.free_in(layer) - spared, len(ledger.free))
             for layer, ledger in enumerate(self.run.snapshot.ledgers)
             if isinstance(ledger, Ledger)
         ]

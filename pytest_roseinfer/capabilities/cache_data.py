@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from pytest_roseinfer.capabilities import torch
 
@@ -83,6 +83,42 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy of blocks from one tier of a cache to another, which is in flight."""
+
+    id: int | str
+    """Number or name that no other transfer has while this one is in flight."""
+    kind: Literal["load", "store", "move"]
+    """Direction: ``"load"`` into the first tier, ``"store"`` out of it, or ``"move"`` between other
+    tiers."""
+    blocks: Sequence[int] = ()
+    """Blocks of the first tier that it reads or writes, in the order of their tokens."""
+    seq: int | None = None
+    """Sequence that a load is for; None for a store or a move."""
+    moved: int = 0
+    """Number of blocks of a move."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) or self.moved
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """The result of a transfer, which the adapter brings about."""
+
+    arrived: int
+    """First blocks that are copied; the data of the others is lost."""
+    reported: int
+    """First blocks that are reported to the cache as copied: all of them if it succeeds, none if it
+    fails."""
+    reports: int = 1
+    """Times that the result is reported."""
+    full: bool = False
+    """True if it fails because the tier that it writes to has no space."""
 
 
 @dataclass(frozen=True, slots=True)

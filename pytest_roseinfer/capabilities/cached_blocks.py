@@ -325,6 +325,10 @@ class CachedBlocks(Observer):
             # A block that now belongs to another group is no longer kept for this one.
             others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
             cached = {*after.ledger(layer).cached} - {*others}
+            if after.blocks_in_flight:
+                cached |= after.blocks_of_stores - after.owners(layer).keys()
+                under_loads = after.blocks_in_flight.keys() - after.blocks_of_stores
+                before = {each: before[each] for each in before.keys() - under_loads}
             contents[layer] = read_block_tokens(
                 self.oracle, tables, cached, before, self.tables.get(layer, {})
             )

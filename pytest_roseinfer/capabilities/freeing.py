@@ -48,6 +48,7 @@ class Free(operation.Operation):
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
         cache.swap_handles.pop(self.seq, None)
+        cache.loads.pop(self.seq, None)
         cache.adapter.free(self.seq)
 
     @classmethod

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, Event, Ledger
+    from pytest_roseinfer.capabilities.cache_data import (
+        BadCall,
+        CacheSpec,
+        Event,
+        Ledger,
+        Transfer,
+    )
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.capabilities.payload import HeadMismatch, Payload
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -44,9 +50,17 @@ class Snapshot:
     """Tables and ledgers of each rank."""
     matches: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
     """Number of tokens that a lookup found, by text and number of tokens looked up."""
+    tier_matches: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
+    """Number of tokens that a lookup found in all tiers, by the keys of ``matches``."""
     collided: frozenset[tuple[int, int]] = frozenset()
     """Lookups that may have missed a block because of a hash collision, by the keys of
     ``matches``."""
+    transfers: Sequence[Transfer] | Exception = ()
+    """Transfers in flight between tiers."""
+    blocks_in_flight: Counter[int] = field(default_factory=Counter)
+    """Number of transfers in flight that hold each block."""
+    blocks_of_stores: frozenset[int] = frozenset()
+    """Blocks that stores in flight hold, which keep their contents until the store ends."""
     arena: Pair | None = None
     scales: Pair | None = None
     states: Mapping[int, torch.Tensor | Exception] = field(default_factory=dict)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_roseinfer.capabilities.cache_data import Transfer
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
     from pytest_roseinfer.oracle.texts import TextSlice as TextSlice
 
@@ -89,6 +90,8 @@ class CacheUnderTest:
     """Return values of ``look_up``, by the sequence that is to begin with them."""
     swap_handles: dict[int, object] = field(default_factory=dict)
     """Handles that the cache returned, by the sequence that is being swapped out or in."""
+    loads: dict[int, Transfer] = field(default_factory=dict)
+    """Loads in flight, by the sequence that waits for them."""
     text_slices: list[TextSlice] = field(default_factory=list)
     """Texts of the rows of the present step; empty if sequences have no texts."""
     device: Device = field(default_factory=lambda: Device())

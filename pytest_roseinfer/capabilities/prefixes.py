@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zlib import crc32
@@ -262,7 +263,7 @@ def lookups(observation: Observation) -> Finding | None:
         lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(hit, Exception):
             return Finding(f"{lookup} raised {describe_error(hit)}", cause=hit)
-        max_hit = _stored(observation, text, count)
+        max_hit = count_stored(observation, text, count)
         if hit > max_hit:
             problem = f"{lookup} found {hit}, and only {max_hit} of them may be found now"
             return Finding(problem + _describe_false_hit(observation, text, max_hit))
@@ -295,8 +296,13 @@ def _describe_false_hit(observation: Observation, text: int, stored: int) -> str
     return next(filter(None, every), "")
 
 
-def _stored(observation: Observation, text: int, count: int) -> int:
-    """Count the first tokens of a text that are stored and that a lookup may find."""
+def count_stored(
+    observation: Observation, text: int, count: int, below: frozenset[tuple[int, ...]] = frozenset()
+) -> int:
+    """Count the first tokens of a text that are stored and that a lookup may find.
+
+    The blocks of ``below`` are stored in other tiers.
+    """
     size = observation.spec.block_size
     requested = observation.oracle.text_tokens(
         text, count - observation.declared.prefixes.recomputed_tokens
@@ -304,7 +310,7 @@ def _stored(observation: Observation, text: int, count: int) -> int:
     blocks = [tuple(requested[at : at + size]) for at in range(0, len(requested), size)]
     full = len(requested) // size
     while full and not all(
-        _holds(observation, layer, blocks[:full])
+        _holds(observation, layer, blocks[:full], below)
         for layer in cached_blocks_note(observation).contents
     ):
         full -= 1
@@ -319,14 +325,18 @@ def _stored(observation: Observation, text: int, count: int) -> int:
     return stored
 
 
-def _holds(observation: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> bool:
+def _holds(
+    observation: Observation,
+    layer: int,
+    blocks: Sequence[tuple[int, ...]],
+    below: frozenset[tuple[int, ...]],
+) -> bool:
     """Return True if a layer stores all blocks within the window of a sequence of these blocks."""
     size = observation.spec.block_size
     window = observation.spec.windows[layer] if observation.spec.windows else None
     live = blocks[first_live(window, len(blocks) * size) // size :]
-    return {
-        tuple(stored) for stored in cached_blocks_note(observation).contents[layer].values()
-    }.issuperset(live)
+    contents = cached_blocks_note(observation).contents[layer].values()
+    return below.union(map(tuple, contents)).issuperset(live)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -430,10 +440,11 @@ def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: b
         adapter.use_tokens([each.tokens for each in text_slices])
 
 
-def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
+def look_up_all(run: Run, look: SnapshotScope, method: str) -> Mapping[str, Any]:
     """Look up every text, up to one token past the longest sequence, and up to a block boundary.
 
-    Once for the longest sequence of the present, and once for that of all steps so far.
+    Once for the longest sequence of the present, and once for that of all steps so far, by
+    ``match_prefix`` or another method that counts the first tokens of a text.
     """
     adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
@@ -446,9 +457,8 @@ def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
 
     def find(text: TextSlice) -> int:
         pass_token_ids(adapter, [text], written=False)
-        return return_values.count(
-            f"match_prefix({list(text.tokens)})", adapter.match_prefix(text.tokens)
-        )
+        found = getattr(adapter, method)(text.tokens)
+        return return_values.count(f"{method}({list(text.tokens)})", found)
 
     matches: dict[tuple[int, int], int | Exception] = {}
     collided = set()
@@ -458,7 +468,8 @@ def _look_up_all(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
             hit = matches[key] = call_or_error(find, texts.text_slice(text, 0, count))
         if hashes and isinstance(hit, int) and hashes.may_miss(hit // size):
             collided.add(key)
-    return {"matches": matches, "collided": frozenset(collided)}
+    field_name = "matches" if method == "match_prefix" else "tier_matches"
+    return {field_name: matches, "collided": frozenset(collided)}
 
 
 def refuse_sharing(adapter: type[Any]) -> None:
@@ -726,5 +737,5 @@ PREFIXES = Capability(
     ),
     refuse=(refuse_sharing,),
     observers=(TokenIdFeed, Collisions, CachedBlocks, SharedByPrefix),
-    views=(View(("match_prefix",), _look_up_all),),
+    views=(View(("match_prefix",), partial(look_up_all, method="match_prefix")),),
 )

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeGuard, TypeVar
 
-from pytest_roseinfer.capabilities.cache_data import Ledger
+from pytest_roseinfer.capabilities.cache_data import Ledger, Transfer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +106,16 @@ def ledger(call: str, value: Any) -> Ledger:
                 "blocks"
             )
     return value
+
+
+def transfers(value: Any) -> list[Transfer]:
+    """Return transfers as a list; raise ``InvalidReturnValue`` for anything else."""
+    listed = isinstance(value, Collection) and all(isinstance(each, Transfer) for each in value)
+    if not (listed and all(are_numbers(each.blocks) for each in value)):
+        raise_invalid("transfers_in_flight()", value, "a list of Transfer, with block numbers")
+    if len({each.id for each in value}) < len(value):
+        raise_invalid("transfers_in_flight()", value, "transfers of different ids")
+    return list(value)
 
 
 def pair(call: str, value: Any) -> Pair:

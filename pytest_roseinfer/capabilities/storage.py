@@ -128,6 +128,7 @@ def _expected_arena(observation: Observation) -> Pair | None:
         free_to_change = (
             newly_allocated_blocks(observation, layer) - opened
             | _swapping_in_blocks(observation, layer)
+            | observation.before.blocks_in_flight.keys()
             | _out_of_windows(observation, layer)
         )
         if observation.payload.rounds_blocks:
@@ -229,7 +230,8 @@ class Storage(Observer):
             return
         for layer in {layer for _, layer in before.tables or ()}:
             cached = {*after.ledger(layer).cached} if after.ledgers else set[int]()
-            for block in before.owners(layer).keys() - after.owners(layer).keys() - cached:
+            kept = cached | after.blocks_in_flight.keys()
+            for block in before.owners(layer).keys() - after.owners(layer).keys() - kept:
                 for part in (*self._live(), *(after.arena or ()), *(after.scales or ())):
                     poison(part[layer, block], Poison.FREED)
 

@@ -98,16 +98,18 @@ def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def text_branches(draw: st.DrawFn, *, block_size: int, max_texts: int = 4) -> tuple[Branch, ...]:
+def text_branches(
+    draw: st.DrawFn, *, block_size: int, max_texts: int = 4, apart: bool = False
+) -> tuple[Branch, ...]:
     """Draw texts with shared prefixes that end at or near a block boundary or inside a block.
 
-    Some texts are equal.
+    Some texts are equal. With ``apart``, the second one shares nothing with the first.
     """
     edges = {block_size, 2 * block_size}
     inside = block_size + block_size // 2
     lengths = sorted({WHOLE, 0, 1, inside, *(edge + more for edge in edges for more in (-1, 0, 1))})
-    branches: list[Branch] = [(0, 0)]
-    for text in range(1, draw(st.integers(1, max_texts))):
+    branches: list[Branch] = [(0, 0)] * (1 + apart)
+    for text in range(len(branches), draw(st.integers(len(branches), max_texts))):
         length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
         branches.append((draw(st.integers(0, text - 1)), length))
     return tuple(branches)
@@ -415,7 +417,8 @@ def histories(
         spec, texts = prelude.spec, prelude.texts
     else:
         spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
-        texts = draw(text_branches(block_size=spec.block_size)) if has_texts else ()
+        apart = "load_prefix" in adapter.abilities  # to evict one text for another
+        texts = draw(text_branches(block_size=spec.block_size, apart=apart)) if has_texts else ()
         if "use_namespaces" in adapter.abilities:
             texts = duplicate_in_namespaces(texts)
     oracle = Oracle.of(adapter, spec, texts)

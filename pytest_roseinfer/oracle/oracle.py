@@ -31,7 +31,7 @@ from pytest_roseinfer.oracle.pages import (
 from pytest_roseinfer.oracle.texts import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Self
 
     from pytest_roseinfer.oracle.pages import Table, Window
@@ -295,9 +295,16 @@ class Oracle:
 
     def fits_to_spare(self, step: Step) -> bool:
         """Return True if a step fits with all blocks that states may set aside for other use."""
-        seqs = {*step.changed_seqs()}
-        spared = sum(state.blocks_to_spare(seqs) for state in self.states.values())
+        spared = self.blocks_to_spare({*step.changed_seqs()})
         return not spared or step.fits(self._with_capacity(self.capacity - spared))
+
+    def blocks_to_spare(self, seqs: Collection[int] = ()) -> int:
+        """Count the blocks that states may set aside for other use, in a step of ``seqs``."""
+        return sum(state.blocks_to_spare(seqs) for state in self.states.values())
+
+    def describe_spared_blocks(self) -> str:
+        """Describe the blocks that states may set aside for other use."""
+        return " or ".join(filter(None, (state.spared_blocks for state in self.states.values())))
 
     def _with_capacity(self, capacity: int) -> Self:
         """Return a copy with the same sequences in another number of blocks."""
@@ -535,6 +542,17 @@ class Oracle:
         self.truncated_on_last[seq] += self.length(seq) - length
         if self.truncated_on_last[seq] and (self.truncate_copies or self._owns_last(seq)):
             self._make_last_writable(seq)
+
+    def drop_unwritten(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence; the others were never written."""
+        pages = self.sequences[seq]
+        num_pages = -(-length // self.block_size)
+        for page in pages[num_pages:]:
+            page.holders -= 1
+        del pages[num_pages:]
+        if within := length % self.block_size:
+            pages[-1] = Page(pages[-1].tokens[:within], pages[-1].holders)
+        self._cut_states(seq, num_pages)
 
     def free(self, seq: int) -> None:
         """Remove a sequence, and release its pages."""

@@ -147,6 +147,8 @@ class State:
     """Adapter attribute that must not be 0, False or empty; empty for none."""
     uncertain_room: ClassVar[bool] = False
     """True if a step may find less room than the oracle counts."""
+    spared_blocks: ClassVar[str] = ""
+    """Description of the blocks that ``blocks_to_spare`` counts."""
     pending_seqs: Collection[int] = ()
     """Names reserved for sequences that have not begun."""
 

@@ -50,7 +50,7 @@ class Execution:
     may_fit: bool = field(init=False)
     """True if shared blocks may make room for a step that does not fit the oracle."""
     may_refuse: bool = field(init=False)
-    """True if look-ahead blocks may leave no room for a step that fits the oracle."""
+    """True if blocks for other use may leave no room for a step that fits the oracle."""
 
     def __post_init__(self) -> None:
         step, oracle = self.step, self.run.oracle
@@ -110,7 +110,7 @@ class Execution:
         run, admitted = self.run, self.admitted_part
         if self.may_refuse:
             self.fits = False
-            return "refused: no room for look-ahead blocks"
+            return f"refused: no room for {run.oracle.describe_spared_blocks()}"
         if self.fits:
             problem = f"refused a {self._name} that fits{self._room}: {describe_error(error)}"
             problem += "".join(each.explain_refusal() for each in run.observers.values())
@@ -123,7 +123,8 @@ class Execution:
     def _on_error(self, error: Exception, errors: tuple[type[BaseException], ...]) -> None:
         expected = f"one of {self.refusal.errors} ({' or '.join(each.__name__ for each in errors)})"
         if self.may_refuse:
-            hint = f"{self._room}; if it finds no room for look-ahead blocks, raise {expected}"
+            spared = self.run.oracle.describe_spared_blocks()
+            hint = f"{self._room}; if it finds no room for {spared}, raise {expected}"
         elif self.fits:
             hint = self._room
         elif self.may_fit:

@@ -35,6 +35,11 @@ BOOKS = methods("table", "ledger")
 EQUAL = PrefixTraits(shares="equal prefixes")
 SOME_TEXTS = {**BOOKS, **methods("use_tokens", "match_prefix"), "prefixes": EQUAL.but(finds="some")}
 WINDOWS = {"windows": WindowTraits(groups=2)}
+TIERS = {
+    **SOME_TEXTS,
+    **methods("look_up", "begin_with", "match_tiers", "load_prefix", "transfers_in_flight"),
+    **methods("end_transfer", "restart_tiers"),
+}
 OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "block_tables": [BOOKS],
     "reading": [methods("gather")],
@@ -60,6 +65,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "states": [methods("use_states", "peek_state")],
     "epochs": [{**BOOKS, **methods("reset", "use_tokens")}],
     "events": [methods("events", "match_prefix", "use_tokens")],
+    "tiers": [TIERS],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -69,7 +75,12 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 """Definitions by which a cache offers a capability: the usual ones, and others for pairs in which
 those are refused."""
-REFUSED = {("swapping", "windows"), ("windows", "events"), ("windows", "quantisation")}
+REFUSED = {
+    ("swapping", "windows"),
+    ("windows", "events"),
+    ("windows", "quantisation"),
+    ("tiers", "windows"),
+}
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {
     "prefixes": lambda history: history.texts,

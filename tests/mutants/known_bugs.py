@@ -90,6 +90,16 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "keys and values are kept over a change of weights; a reset that only logs",
     ),
     "T13": ("vllm-omni #6442", "sleep drops the data and keeps the hashes"),
+    "T14": (
+        "dynamo #15079; LMCache #4991",
+        "a failed load is counted as loaded, or a failed store stays visible",
+    ),
+    "T15": ("dynamo #8419", "blocks are loaded into the tail instead of the prefix"),
+    "T16": ("LMCache #4492", "a restart with a warm store finds other blocks"),
+    "T17": ("LMCache #4385", "a tier returns another request's data"),
+    "T18": ("vllm #46951, #48596", "a block is reused under a pending store"),
+    "T19": ("vllm #49250", "a rejected load recovers to a wrong text"),
+    "T26": ("local-inference-lab/vllm #480", "blocks are found after everything was evicted"),
     "T30": (
         "vllm #55092; llm-d-kv-cache #593",
         'a "removed" event while a copy lives; "cleared" ignored',

@@ -244,6 +244,7 @@ def test_old_trace_is_replayed(project: Project) -> None:
     steps = json.loads(file.read_text())["example"]["operations"]
     newer = {"Cancel", "LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
     newer |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn"}
+    newer |= {"LoadPrefix", "EndLoad", "EndTransfer", "RestartTiers"}
     operations = [
         kind for capability in KVCacheAdapter.capabilities for kind in capability.operations
     ]

@@ -6,7 +6,16 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer import BadCall, BlockRemoved, BlockStored, Ledger, Oracle, PrefixTraits
+from pytest_roseinfer import (
+    BadCall,
+    BlockRemoved,
+    BlockStored,
+    Ledger,
+    Oracle,
+    PrefixTraits,
+    TierTraits,
+    Transfer,
+)
 from pytest_roseinfer.capabilities.bad_calls import bad_calls
 from pytest_roseinfer.capabilities.block_tables import refusals
 from pytest_roseinfer.capabilities.cached_blocks import CachedBlocks, CachedBlocksNote
@@ -14,6 +23,13 @@ from pytest_roseinfer.capabilities.counting import counts, own_conditions
 from pytest_roseinfer.capabilities.events import EventReplay, Events, events
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
 from pytest_roseinfer.capabilities.prefixes import lookups
+from pytest_roseinfer.capabilities.tiers import (
+    TierBooks,
+    TierContents,
+    TierNote,
+    blocks_in_flight,
+    tier_lookups,
+)
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.pages import token_of
 from tests.capabilities.invariants.observations import (
@@ -85,6 +101,45 @@ def reading(observation: Observation, *sent: Event) -> Observation:
 FIRST = BlockStored(["a"], None, [1, 1])
 
 
+def looking_up_tiers(found: Any, *, stored: bool = False, collided: bool = False) -> Observation:
+    """Return an observation of a lookup in all tiers, of four tokens of text 0.
+
+    The first two are in block 0, the others may be in a lower tier, or must be if ``stored``.
+    """
+    observation = looking_up(2, 4, collided=collided)
+    tokens = observation.oracle.text_tokens(0, 4)
+    block = frozenset({tuple(tokens[2:])})
+    note = TierNote(TierBooks(block, block if stored else frozenset()), {}, {})
+    return replace(
+        observation,
+        after=replace(observation.after, tier_matches={(0, 4): found}),
+        notes={**observation.notes, TierContents: note},
+    )
+
+
+def moving(
+    *transfers: Transfer,
+    before: tuple[int, ...] | None = None,
+    awaiting: int | None = None,
+    error: Exception | None = None,
+    **traits: bool,
+) -> Observation:
+    """Return an observation with transfers in flight, which began with ``before`` in block 0."""
+    tokens = tuple(observed().oracle.tokens(0))
+    contents = frozenset({before or tokens[:2]})
+    in_flight = {each.id: [contents] * len(each.blocks) for each in transfers}
+    awaited = {} if awaiting is None else {each.id: awaiting for each in transfers}
+    note = TierNote(TierBooks(in_flight=in_flight), {0: tokens[:2], 2: tokens[2:]}, awaited)
+    return replace(
+        after(transfers=error or transfers),
+        notes={TierContents: note},
+        declared=declaring(tiers=TierTraits(**traits)),
+    )
+
+
+OTHER = (token_of(3, 0), token_of(3, 1))
+
+
 def calling(
     raised: BaseException | None, *errors: type[BaseException], **shown: Any
 ) -> Observation:
@@ -108,6 +163,20 @@ RIGHT: Right = {
         replace(counting(fast=4, fresh=2, full=1), declared=declaring(paths={})),
     ],
     own_conditions: [observed()],
+    tier_lookups: [
+        looking_up_tiers(2),
+        looking_up_tiers(4),
+        looking_up_tiers(4, stored=True),
+        looking_up_tiers(0, stored=True, collided=True),
+    ],
+    blocks_in_flight: [
+        moving(),
+        moving(Transfer(0, "store", (0,))),
+        moving(Transfer(0, "store", (0,)), before=OTHER, holds_blocks=False),
+        moving(Transfer(0, "load", (2,), 0), awaiting=0),
+        moving(Transfer(0, "load", (3,), 5)),
+        moving(Transfer(0, "move", moved=1)),
+    ],
     lookups: [
         looking_up(2),
         looking_up(0, finds="some"),
@@ -127,6 +196,29 @@ RIGHT: Right = {
     ],
 }
 WRONG: Wrong = [
+    (
+        tier_lookups,
+        looking_up_tiers(KeyError(3)),
+        "match_tiers() of text 0, 4 tokens long, raised KeyError: 3",
+    ),
+    (tier_lookups, looking_up_tiers(6), "found 6, and only 4 of them are stored in any tier"),
+    (tier_lookups, looking_up_tiers(0), "found 0, and 2 of them are stored"),
+    (tier_lookups, looking_up_tiers(2, stored=True), "found 2, and 4 of them are stored"),
+    (
+        blocks_in_flight,
+        moving(error=KeyError(3)),
+        "transfers_in_flight() raised KeyError: 3",
+    ),
+    (
+        blocks_in_flight,
+        moving(Transfer(0, "store", (0,)), before=OTHER),
+        "block 0 was written again, and store 0 of it is in flight",
+    ),
+    (
+        blocks_in_flight,
+        moving(Transfer("a", "load", (2,), 1), awaiting=1),
+        "block 2 of sequence 0 is written by load 'a', in flight",
+    ),
     (
         lookups,
         looking_up(KeyError(3)),
