@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
     from pytest_roseinfer.capabilities.prefixes import PrefixTraits as PrefixTraits
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
+    from pytest_roseinfer.capabilities.text_keys import KeyPart as KeyPart
     from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
     from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
     from pytest_roseinfer.engine_capabilities.prefix_reuse import (
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
     from pytest_roseinfer.histories.history import History as History
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
+    from pytest_roseinfer.oracle.texts import KeySpan as KeySpan
+    from pytest_roseinfer.oracle.texts import TextKey as TextKey
     from pytest_roseinfer.run.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
     from pytest_roseinfer.targets.block_manager import BlockManagerAdapter as BlockManagerAdapter
@@ -81,6 +84,7 @@ _NAMES = {
     ),
     "capabilities.prefixes": ("PrefixTraits",),
     "capabilities.simulated_device": ("DeviceQueue",),
+    "capabilities.text_keys": ("KeyPart",),
     "capabilities.truncation": ("TruncationTraits",),
     "capabilities.windows": ("WindowTraits",),
     "engine_capabilities.prefix_reuse": ("PrefixReuseTraits",),
@@ -93,6 +97,10 @@ _NAMES = {
     "findings.divergence": ("Divergence",),
     "histories.history": ("History",),
     "oracle.oracle": ("Oracle",),
+    "oracle.texts": (
+        "KeySpan",
+        "TextKey",
+    ),
     "run.machine": ("run_history",),
     "suite.conformance": ("conformance",),
     "targets.block_manager": ("BlockManagerAdapter",),

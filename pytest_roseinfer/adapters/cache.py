@@ -24,6 +24,7 @@ from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
 from pytest_roseinfer.capabilities.swapping import SwappingMethods
 from pytest_roseinfer.capabilities.switches import SwitchMethods
+from pytest_roseinfer.capabilities.text_keys import TextKeyMethods
 from pytest_roseinfer.capabilities.truncation import TruncationMethods
 from pytest_roseinfer.capabilities.windows import WindowMethods
 from pytest_roseinfer.capabilities.writes import WriteMethods
@@ -53,6 +54,7 @@ class KVCacheAdapter(
     StateMethods,
     WindowMethods,
     EpochMethods,
+    TextKeyMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,
