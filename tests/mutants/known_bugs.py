@@ -85,6 +85,15 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "open fix in a small engine",
         "of two equal texts, the duplicate's blocks are freed under one of them",
     ),
+    "T8": (
+        "vllm #56655, #44250, #42125",
+        "a key without its embeddings mask or its adapter; an adapter reloaded under its name",
+    ),
+    "T9": ("sglang #24638", "a user's own key that spells the adapter's namespace"),
+    "T10": (
+        "sglang #38362; lmdeploy #4930; vllm #51640",
+        "a store's key without cache dtype, weights or salt",
+    ),
     "T12": (
         "lmdeploy #4917; NeMo-RL #4018; vllm-omni #6739",
         "keys and values are kept over a change of weights; a reset that only logs",
