@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import TransferResult as TransferResult
     from pytest_roseinfer.capabilities.prefixes import PrefixTraits as PrefixTraits
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
+    from pytest_roseinfer.capabilities.text_keys import KeyPart as KeyPart
     from pytest_roseinfer.capabilities.tiers import TierTraits as TierTraits
     from pytest_roseinfer.capabilities.truncation import TruncationTraits as TruncationTraits
     from pytest_roseinfer.capabilities.windows import WindowTraits as WindowTraits
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
     from pytest_roseinfer.histories.history import History as History
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
+    from pytest_roseinfer.oracle.texts import KeySpan as KeySpan
+    from pytest_roseinfer.oracle.texts import TextKey as TextKey
     from pytest_roseinfer.run.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
     from pytest_roseinfer.targets.block_manager import BlockManagerAdapter as BlockManagerAdapter
@@ -92,6 +95,7 @@ _NAMES = {
     ),
     "capabilities.prefixes": ("PrefixTraits",),
     "capabilities.simulated_device": ("DeviceQueue",),
+    "capabilities.text_keys": ("KeyPart",),
     "capabilities.tiers": ("TierTraits",),
     "capabilities.truncation": ("TruncationTraits",),
     "capabilities.windows": ("WindowTraits",),
@@ -105,6 +109,10 @@ _NAMES = {
     "findings.divergence": ("Divergence",),
     "histories.history": ("History",),
     "oracle.oracle": ("Oracle",),
+    "oracle.texts": (
+        "KeySpan",
+        "TextKey",
+    ),
     "run.machine": ("run_history",),
     "suite.conformance": ("conformance",),
     "targets.block_manager": ("BlockManagerAdapter",),

@@ -25,6 +25,7 @@ from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
 from pytest_roseinfer.capabilities.swapping import SwappingMethods
 from pytest_roseinfer.capabilities.switches import SwitchMethods
+from pytest_roseinfer.capabilities.text_keys import TextKeyMethods
 from pytest_roseinfer.capabilities.tiers import TierMethods
 from pytest_roseinfer.capabilities.truncation import TruncationMethods
 from pytest_roseinfer.capabilities.windows import WindowMethods
@@ -56,6 +57,7 @@ class KVCacheAdapter(
     TierMethods,
     WindowMethods,
     EpochMethods,
+    TextKeyMethods,
     EventMethods,
     QueueMethods,
     QuantisationMethods,

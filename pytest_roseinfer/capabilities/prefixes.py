@@ -42,7 +42,7 @@ from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.capabilities.truncation import Truncate
 from pytest_roseinfer.capabilities.writes import Append, Prefill, begin_sequence, draw_long_writes
 from pytest_roseinfer.oracle.pages import State, first_live
-from pytest_roseinfer.oracle.texts import explain_equal_block
+from pytest_roseinfer.oracle.texts import TextKey, explain_equal_block
 from pytest_roseinfer.words import format_count
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ class BeginWith(operation.Operation):
 def lookups(observation: Observation) -> Finding | None:
     """A lookup must find the stored tokens of a text, and no others."""
     for (text, count), hit in observation.after.matches.items():
-        namespace = observation.oracle.texts.namespace(text) if observation.oracle.texts else 0
-        within = f" (namespace {namespace})" if namespace else ""
+        within = _describe_key(observation, text)
         lookup = f"match_prefix() of text {text}{within}, {count} tokens long,"
         if isinstance(hit, Exception):
             return Finding(f"{lookup} raised {describe_error(hit)}", cause=hit)
@@ -279,6 +278,13 @@ def lookups(observation: Observation) -> Finding | None:
         ):
             return Finding(f"{lookup} found {hit}, which are no whole blocks")
     return None
+
+
+def _describe_key(observation: Observation, text: int) -> str:
+    """Describe the key of a text, in brackets; empty for the first namespace."""
+    key = observation.oracle.texts.key(text) if observation.oracle.texts else 0
+    words = key.describe() if isinstance(key, TextKey) else f"namespace {key}" * bool(key)
+    return f" ({words})" * bool(words)
 
 
 def _describe_false_hit(observation: Observation, text: int, stored: int) -> str:
@@ -370,7 +376,7 @@ class LookupHashes:
 
 
 class TokenIdFeed(Observer):
-    """Feeder of token ids and namespaces, right before a write."""
+    """Feeder of token ids and keys of texts, right before a write."""
 
     any_of = ("use_tokens", "use_namespaces")
 
@@ -433,7 +439,9 @@ class Collisions(Observer):
 
 
 def pass_token_ids(adapter: Any, text_slices: Sequence[TextSlice], *, written: bool) -> None:
-    """Pass the texts of the rows of a write, or the namespace of a lookup, to a cache."""
+    """Pass the texts of the rows of a write, or the key of a lookup, to a cache."""
+    if "use_text_keys" in adapter.abilities:
+        adapter.use_text_keys([each.key for each in text_slices])
     if "use_namespaces" in adapter.abilities:
         adapter.use_namespaces([each.namespace for each in text_slices])
     if written and "use_tokens" in adapter.abilities:

@@ -10,7 +10,13 @@ import pytest_roseinfer.adapters.cache  # noqa: F401 - registers all shipped ope
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.operation import Operation
 from pytest_roseinfer.capabilities.switches import SetOptions
-from pytest_roseinfer.oracle.texts import WHOLE, Branch
+from pytest_roseinfer.oracle.texts import (
+    WHOLE,
+    Branch,
+    TextKey,
+    branch_from_json,
+    branch_to_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -60,14 +66,8 @@ class History:
             f"{step.describe()}{results.get(at, '')}" for at, step in enumerate(self.operations, 1)
         ]
         texts = [
-            (
-                f"text {text} shares its first {length} tokens with text {parent}"
-                if length < WHOLE
-                else f"text {text} is equal to text {parent}"
-            )
-            + "".join(f", but has namespace {namespace}" for namespace in namespaces)
-            for text, (parent, length, *namespaces) in enumerate(self.texts)
-            if parent != text
+            *(f"text 0 has {_describe_key(key)}" for _, _, *keys in self.texts[:1] for key in keys),
+            *map(self._describe_text, range(1, len(self.texts))),
         ]
         if len(self.texts) == 1:
             texts.append("all sequences have the same text, whose token ids are all 1")
@@ -83,11 +83,21 @@ class History:
             texts.append(f"sequence n is gathered after {when}")
         return "\n".join([f"a cache with {shape}", *texts, *_numbered(steps)])
 
+    def _describe_text(self, text: int) -> str:
+        """Describe the token ids and the key of a text other than the first."""
+        parent, length, *keys = self.texts[text]
+        shared = (
+            f"text {text} shares its first {length} tokens with text {parent}"
+            if length < WHOLE
+            else f"text {text} is equal to text {parent}"
+        )
+        return shared + "".join(f", but has {_describe_key(key)}" for key in keys)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "spec": asdict(self.spec),
             "finite": self.finite,
-            "texts": self.texts,
+            "texts": [*map(branch_to_json, self.texts)],
             "gathers_every": self.gathers_every,
             "operations": [step.to_json() for step in self.operations],
         }
@@ -99,9 +109,13 @@ class History:
             CacheSpec(**{**data["spec"], "windows": windows}),
             tuple(map(Operation.from_json, data["operations"])),
             data["finite"],
-            tuple(map(tuple, data.get("texts", ()))),
+            tuple(branch_from_json(*branch) for branch in data.get("texts", ())),
             data.get("gathers_every", 1),
         )
+
+
+def _describe_key(key: TextKey | int) -> str:
+    return key.describe() if isinstance(key, TextKey) else f"namespace {key}"
 
 
 def _numbered(steps: Sequence[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pytest_roseinfer.capabilities.capability import Large
 from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.text_keys import keys_by_part
 from pytest_roseinfer.capabilities.writes import (
     ONE_BY_ONE,
     Append,
@@ -16,7 +17,7 @@ from pytest_roseinfer.capabilities.writes import (
     written,
 )
 from pytest_roseinfer.histories.history import History
-from pytest_roseinfer.oracle.texts import duplicate_in_namespaces
+from pytest_roseinfer.oracle.texts import duplicate_in_namespaces, repeat_with_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -140,8 +141,14 @@ def _max_blocks(size: int, steps: Sequence[Operation], lookahead_blocks: int) ->
 
 
 def _texts(adapter: type[KVCacheAdapter], size: int) -> tuple[Branch, ...]:
-    """Return three texts, two of them with a common prefix; none without ``use_tokens``."""
+    """Return three texts, two of them with a common prefix; none without ``use_tokens``.
+
+    A cache with namespaces gets each text in two, and one with parts of keys gets it with two keys.
+    """
     if "use_tokens" not in adapter.abilities:
         return ()
     texts = ((0, 0), (0, size + 1), (0, 0))
+    if adapter.key_parts:
+        usual, *_, other = keys_by_part(adapter.key_parts, size - 1, 2 * size)
+        return repeat_with_keys(texts, (usual, other))
     return duplicate_in_namespaces(texts) if "use_namespaces" in adapter.abilities else texts

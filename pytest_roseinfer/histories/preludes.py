@@ -178,9 +178,11 @@ class PrefixCandidates:
         again = max(common.values(), default=0)
         if again < self.least:
             return 0
-        space, own_text = self.texts.namespace, self.oracle.text_of(seq)
+        space, own_text, last = self.texts.namespace, self.oracle.text_of(seq), self.least - 1
         within = any(
-            common[text] >= self.least for text in common if space(text) == space(own_text)
+            common[text] >= self.least
+            for text in common
+            if space(text, last) == space(own_text, last)
         )
         return (_MATCHING_WEIGHT if within else 1) * (
             _DIVERGING_WEIGHT if self._diverges_inside(seq) else 1

@@ -19,13 +19,14 @@ from pytest_roseinfer.capabilities.cache_data import Bounds, CacheSpec, choose_s
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
+from pytest_roseinfer.histories.keyed_texts import text_keys
 from pytest_roseinfer.histories.preludes import (
     PrefixCandidates,
     append_in_batches,
     end_absences,
 )
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.oracle.texts import WHOLE, duplicate_in_namespaces
+from pytest_roseinfer.oracle.texts import WHOLE, duplicate_in_namespaces, repeat_with_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,9 +98,14 @@ def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
 # Texts
 
 
+_MAX_TEXTS = 4
+_MAX_KEYED_TEXTS = 2
+"""Most texts before each is repeated with up to five keys."""
+
+
 @st.composite
 def text_branches(
-    draw: st.DrawFn, *, block_size: int, max_texts: int = 4, apart: bool = False
+    draw: st.DrawFn, *, block_size: int, max_texts: int = _MAX_TEXTS, apart: bool = False
 ) -> tuple[Branch, ...]:
     """Draw texts with shared prefixes that end at or near a block boundary or inside a block.
 
@@ -418,9 +424,14 @@ def histories(
     else:
         spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
         apart = "load_prefix" in adapter.abilities  # to evict one text for another
-        texts = draw(text_branches(block_size=spec.block_size, apart=apart)) if has_texts else ()
+        most = _MAX_KEYED_TEXTS if adapter.key_parts else _MAX_TEXTS
+        branches = text_branches(block_size=spec.block_size, max_texts=most, apart=apart)
+        texts = draw(branches) if has_texts else ()
         if "use_namespaces" in adapter.abilities:
             texts = duplicate_in_namespaces(texts)
+        elif adapter.key_parts:
+            keys = draw(text_keys(adapter.key_parts, block_size=spec.block_size))
+            texts = repeat_with_keys(texts, keys)
     oracle = Oracle.of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)

@@ -346,7 +346,7 @@ class Oracle:
 
     def _text_token(self, text: int, position: int) -> int:
         assert self.texts
-        owner, namespace = self.texts.owner(text, position), self.texts.namespace(text)
+        owner, namespace = self.texts.owner(text, position), self.texts.namespace(text, position)
         return text_token(owner, position, namespace, self.texts.epoch_of(text))
 
     def text_of(self, seq: int) -> int:

@@ -6,21 +6,101 @@ that equality of two prefixes is known without a comparison.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.oracle.pages import EPOCHS, text_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pytest_roseinfer.oracle.pages import TextPlace
 
-Branch = tuple[int, int] | tuple[int, int, int]
-"""The parent of a text, the length of the prefix that it shares with it, and its namespace.
+# Keys of texts
 
-The first text is its own parent. The namespace is 0 if it is left out. Texts in two namespaces
-may have equal token ids, but different keys and values.
+
+KeyValue = str | int | None
+"""Value of a part of a key; None for a request without that part."""
+
+
+class KeySpan(NamedTuple):
+    """A part of a text's key that applies to some consecutive tokens, such as an image.
+
+    Their token ids are placeholders, which are equal whatever the value is.
+    """
+
+    part: str
+    begin: int
+    """Position of its first token."""
+    end: int
+    """Position after its last token."""
+    value: KeyValue
+
+
+class KeyDifference(NamedTuple):
+    """A part in which two keys differ."""
+
+    part: str
+    position: int
+    """Position of the first token that it changes."""
+    values: tuple[KeyValue, KeyValue]
+
+    def __str__(self) -> str:
+        place = f" at token {self.position}" if self.position else ""
+        return f"{self.part}{place}: {self.values[0]!r} and {self.values[1]!r}"
+
+
+@dataclass(frozen=True)
+class TextKey:
+    """Named parts of a text in addition to its token ids, such as an adapter and a salt.
+
+    Two texts of equal token ids have different keys and values from the first token on to which a
+    part applies that differs.
+    """
+
+    parts: Mapping[str, KeyValue] = field(default_factory=dict)
+    """Values that apply to the whole text, by the name of the part."""
+    spans: Sequence[KeySpan] = ()
+    """Parts that apply to some tokens, in the order of their positions."""
+
+    def up_to(self, end: int) -> TextKey:
+        """Return the key of the first ``end`` tokens, with the spans that begin there."""
+        return replace(self, spans=tuple(each for each in self.spans if each.begin < end))
+
+    def describe(self) -> str:
+        """Describe the parts that it has, as in "adapter 'a', salt 'b'"."""
+        words = [f"{name} {value!r}" for name, value in self.parts.items() if value is not None]
+        words += [
+            f"{span.part} {span.value!r} at tokens {span.begin} to {span.end - 1}"
+            for span in self.spans
+        ]
+        return ", ".join(words) or "no key"
+
+    def differences(self, other: TextKey) -> list[KeyDifference]:
+        """List the parts in which it differs from another key, in the order of their positions."""
+        wholes, others = self._values(), other._values()
+        names = dict.fromkeys(chain(wholes, others))
+        pairs = {name: (wholes.get(name), others.get(name)) for name in names}
+        differ = [KeyDifference(*name, pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+        return sorted(differ, key=lambda each: each.position)
+
+    def _values(self) -> dict[tuple[str, int], KeyValue]:
+        """Return the values by part and position of the first token to which they apply."""
+        spans = {(span.part, span.begin): span.value for span in self.spans}
+        return {(name, 0): value for name, value in self.parts.items()} | spans
+
+
+# Texts
+
+
+Branch = tuple[int, int] | tuple[int, int, int] | tuple[int, int, TextKey]
+"""The parent of a text, the length of the prefix that it shares with it, and its key.
+
+The first text is its own parent. A key may be a number, the namespace of a cache without parts of
+keys; it is 0 if it is left out. Texts with different keys may have equal token ids, but they have
+different keys and values.
 """
 WHOLE = 1 << 16
 """Length of a shared prefix that makes two texts equal: more tokens than any sequence has."""
@@ -33,6 +113,9 @@ class TextSlice(NamedTuple):
 
     tokens: list[int]
     namespace: int
+    """Namespace of its first token."""
+    key: TextKey | None = None
+    """Key of the text up to the end of the row; None for a cache without parts of keys."""
 
 
 def duplicate_in_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
@@ -43,13 +126,50 @@ def duplicate_in_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     return tuple(both)
 
 
+def repeat_with_keys(branches: tuple[Branch, ...], keys: Sequence[TextKey]) -> tuple[Branch, ...]:
+    """Replace each text by texts of equal token ids, one with each key.
+
+    A text that branches off within a span does so after it, since the token ids there are equal.
+    """
+    every: list[Branch] = []
+    for text, (parent, length, *_) in enumerate(branches):
+        every.append((len(keys) * parent, _after_spans(length, keys), keys[0]))
+        every += [(len(keys) * text, WHOLE, key) for key in keys[1:]]
+    return tuple(every)
+
+
+def _after_spans(position: int, keys: Iterable[TextKey]) -> int:
+    """Return the first position from ``position`` on that lies in no span."""
+    for span in sorted(chain.from_iterable(key.spans for key in keys), key=lambda each: each.begin):
+        if span.begin <= position < span.end:
+            position = span.end
+    return position
+
+
+def branch_from_json(parent: int, length: int, *key: Any) -> Branch:
+    """Return the branch that ``branch_to_json`` has encoded."""
+    if key and isinstance(key[0], Mapping):
+        spans = tuple(KeySpan(*span) for span in key[0]["spans"])
+        return parent, length, TextKey(key[0]["parts"], spans)
+    return (parent, length, *key)
+
+
+def branch_to_json(branch: Branch) -> list[Any]:
+    return [asdict(each) if isinstance(each, TextKey) else each for each in branch]
+
+
 @dataclass(slots=True)
 class Texts:
     """The texts of one history, and the branches that forks add to them."""
 
     initial_branches: tuple[Branch, ...]
     _branches: list[tuple[int, int]] = field(init=False)
-    _namespaces: list[int] = field(init=False)
+    _keys: list[TextKey | int] = field(init=False)
+    """Key of each text, as in ``Branch``."""
+    _namespaces: list[Sequence[tuple[int, int]]] = field(init=False)
+    """Namespaces of each text, and the first position of each, the last one first."""
+    _keys_of_namespaces: list[TextKey] = field(default_factory=list, init=False)
+    """Key of the tokens in each namespace; empty for a cache without parts of keys."""
     _forked: dict[int, int] = field(default_factory=dict, init=False)
     """Texts of the sequences that began as forks."""
     epoch: int = field(default=0, init=False)
@@ -62,23 +182,47 @@ class Texts:
 
     def __post_init__(self) -> None:
         self._branches = [(parent, length) for parent, length, *_ in self.initial_branches]
-        self._namespaces = [
-            namespace for _, _, namespace, *_ in ((*b, 0) for b in self.initial_branches)
-        ]
+        self._keys = [[*key, 0][0] for _, _, *key in self.initial_branches]
+        self._namespaces = [*map(self._number, self._keys)]
         self._epochs = [None] * len(self._branches)
+
+    def _number(self, key: TextKey | int) -> Sequence[tuple[int, int]]:
+        """Return the namespaces of a text: one up to its first span, and one from each span on."""
+        if not isinstance(key, TextKey):
+            return [(0, key)]
+        numbers = []
+        for spans in range(len(key.spans) + 1):
+            begun = replace(key, spans=key.spans[:spans])
+            known = (
+                number
+                for number, other in enumerate(self._keys_of_namespaces)
+                if not begun.differences(other)
+            )
+            number = next(known, len(self._keys_of_namespaces))
+            if number == len(self._keys_of_namespaces):
+                self._keys_of_namespaces.append(begun)
+            numbers.append((begun.spans[-1].begin if spans else 0, number))
+        return numbers[::-1]
 
     def of(self, seq: int, life: int) -> int:
         """Return the text of a sequence whose name had ``life`` earlier sequences."""
         return self._forked.get(seq, (seq + life) % len(self.initial_branches))
 
     def fork(self, parent: int, child: int, length: int) -> None:
-        """Give the sequence ``child`` a new text that branches off the text ``parent``."""
+        """Give the sequence ``child`` a new text that branches off the text ``parent``.
+
+        Within a span, it does so after it.
+        """
+        key = self._keys[parent]
+        if isinstance(key, TextKey):
+            length = _after_spans(length, [key])
         self._branch_off(parent, child, length, self._epochs[parent])
 
     def _branch_off(self, parent: int, child: int, length: int, epoch: int | None) -> None:
         self._forked[child] = len(self._branches)
         self._branches.append((parent, length))
-        self._namespaces.append(self.namespace(parent))
+        self._keys.append(self._keys[parent])
+        self._namespaces.append(self._namespaces[parent])
         self._epochs.append(epoch)
 
     def forget(self, seq: int) -> None:
@@ -123,8 +267,19 @@ class Texts:
             parent, length = self._branches[text]
         return text
 
-    def namespace(self, text: int) -> int:
-        return self._namespaces[text]
+    def namespace(self, text: int, position: int = 0) -> int:
+        """Return the number of the key of a token, equal for equal keys up to its position."""
+        return next(number for begin, number in self._namespaces[text] if begin <= position)
+
+    def key(self, text: int) -> TextKey | int:
+        """Return the key of a text, as in ``Branch``."""
+        return self._keys[text]
+
+    def key_differences(self, one: int, other: int) -> list[KeyDifference]:
+        """List the parts in which the keys of two namespaces differ."""
+        if not self._keys_of_namespaces:
+            return []
+        return self._keys_of_namespaces[one].differences(self._keys_of_namespaces[other])
 
     def text_slice(self, text: int, begin: int, end: int) -> TextSlice:
         """Return the token ids of a text from ``begin`` to ``end``.
@@ -133,7 +288,9 @@ class Texts:
         equal token ids occur after different prefixes, and at different positions.
         """
         tokens = [self.token(self.owner(text, at), at) for at in range(begin, end)]
-        return TextSlice(tokens, self.namespace(text))
+        key = self._keys[text]
+        up_to_end = key.up_to(end) if isinstance(key, TextKey) else None
+        return TextSlice(tokens, self.namespace(text), up_to_end)
 
     def token(self, owner: int, position: int) -> int:
         """Return the token id of a text at a position that it owns."""
@@ -212,6 +369,8 @@ def _describe_prefix_difference(texts: Texts, one: _TextToken, other: _TextToken
             )
     if one.place.namespace == other.place.namespace:
         return f"in {one.place.space or 'epoch 0'} and in {other.place.space or 'epoch 0'}"
+    if differ := texts.key_differences(one.place.namespace, other.place.namespace):
+        return f"in texts that differ in their {', and in their '.join(map(str, differ))}"
     return f"in namespaces {one.place.namespace} and {other.place.namespace}"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.capability import counted_conditions
+from pytest_roseinfer.capabilities.text_keys import TEXTS_DIFFER_IN
 from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import PROFILES
@@ -225,6 +226,7 @@ class TargetVerdict:
         counted = counted_conditions(KVCacheAdapter)
         unknown = self.target.kind == "cache" and row.kind == "condition"
         unknown = unknown and row.name not in counted
+        unknown = unknown and not row.name.startswith(TEXTS_DIFFER_IN)
         return did_you_mean(row.name, counted) if unknown and not row.times else ""
 
     @property

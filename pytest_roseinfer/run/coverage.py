@@ -17,6 +17,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
+from pytest_roseinfer.capabilities.text_keys import key_conditions
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
@@ -53,6 +54,7 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "block_left_under_store": {"load_prefix"},
     "restarted_warm": {"restart_tiers"},
     "restarted_empty": {"restart_tiers"},
+    "lookup_missed_by_key": {"use_text_keys", *_FINDS_TEXTS},
 }
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3
@@ -84,6 +86,12 @@ def chooses_evictions(adapter: type[Adapter]) -> bool:
     if not issubclass(adapter, KVCacheAdapter) or adapter.prefixes.evicts == "any":
         return False
     return adapter.prefixes.shares == "equal prefixes" and {"prefill", "free"} <= adapter.abilities
+
+
+def _requires_keys(adapter: type[Adapter]) -> list[str]:
+    """Return the conditions required for each part of a cache's keys."""
+    finds_texts = issubclass(adapter, KVCacheAdapter) and adapter.abilities >= _FINDS_TEXTS
+    return key_conditions(adapter) if finds_texts else []
 
 
 def _has_windows(adapter: type[Adapter]) -> bool:
@@ -329,6 +337,7 @@ class Coverage:
                     *["prefix_hit"] * finds_prefixes(adapter),
                     *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
+                    *_requires_keys(adapter),
                     *(required_conditions(adapter) if engine else ()),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

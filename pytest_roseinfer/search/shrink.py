@@ -15,6 +15,7 @@ from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.operation import MAX_SEQUENCES, NAMING, Write
 from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.text_keys import simpler_keys
 from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
 from pytest_roseinfer.engine_capabilities.capability import RequestCore, change, plain
 from pytest_roseinfer.findings.divergence import Difference
@@ -211,6 +212,8 @@ def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[
     if history.gathers_every > 1:
         yield replace(history, gathers_every=1)
     yield from (replace(history, texts=history.texts[:few]) for few in range(1, len(history.texts)))
+    for texts in simpler_keys(adapter.key_parts, history.texts):
+        yield replace(history, texts=texts)
     yield from (_with_spec(history, **layers) for layers in _fewer_layers(spec))
     yield from (_with_spec(history, windows=windows) for windows in _smaller_windows(adapter, spec))
     for name, sizes in _shapes(adapter).items():

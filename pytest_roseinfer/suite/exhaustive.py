@@ -17,10 +17,11 @@ from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.capability import Walk
 from pytest_roseinfer.capabilities.prefixes import pending_prefixes
+from pytest_roseinfer.capabilities.text_keys import keys_by_part
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
-from pytest_roseinfer.oracle.texts import WHOLE
+from pytest_roseinfer.oracle.texts import WHOLE, repeat_with_keys
 from pytest_roseinfer.run.machine import HistoryRunner
 
 if TYPE_CHECKING:
@@ -40,12 +41,21 @@ SEQUENCES = 2
 
 
 def every_texts(adapter: type[KVCacheAdapter]) -> list[tuple[Branch, ...]]:
-    """List the texts of two sequences: equal ones, or different after one or a few tokens."""
+    """List the texts of two sequences: equal ones, or different after one or a few tokens.
+
+    If a cache has parts of keys, two texts of equal token ids differ in each of these.
+    """
     if "use_tokens" not in adapter.abilities:
         return [()]
     parting: list[tuple[Branch, ...]] = [((0, 0), (0, length)) for length in (2, 1, 3)]
     apart: list[tuple[Branch, ...]] = [((0, 0), (0, WHOLE, 1))]
-    return [((0, 0),), *(apart if "use_namespaces" in adapter.abilities else ()), *parting]
+    if adapter.key_parts:
+        usual, *others = keys_by_part(adapter.key_parts, BLOCK_SIZE - 1, BLOCK_SIZE + 1)
+        apart = [repeat_with_keys(((0, 0),), (usual, other)) for other in others]
+        parting = [repeat_with_keys(texts, (usual,)) for texts in parting]
+    elif "use_namespaces" not in adapter.abilities:
+        apart = []
+    return [parting[0][:1], *apart, *parting]
 
 
 def every_step(adapter: type[KVCacheAdapter], oracle: Oracle) -> list[Operation]:

@@ -69,7 +69,7 @@ def test_misspelt_required_method_is_not_reported_as_missing() -> None:
     "name",
     [
         "blocks",
-        "reset",
+        "clear",
         "appended",
         "truncated",
         "rows",

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
-from pytest_roseinfer import FastPath, KVCacheAdapter, PrefixTraits, Tolerance, WindowTraits
+from pytest_roseinfer import (
+    FastPath,
+    KeyPart,
+    KVCacheAdapter,
+    PrefixTraits,
+    TextKey,
+    Tolerance,
+    WindowTraits,
+)
 from pytest_roseinfer.adapters.validation import refuse_mistakes
 from pytest_roseinfer.histories.strategies import histories
 
@@ -34,6 +42,7 @@ def methods(*names: str) -> dict[str, Any]:
 BOOKS = methods("table", "ledger")
 EQUAL = PrefixTraits(shares="equal prefixes")
 SOME_TEXTS = {**BOOKS, **methods("use_tokens", "match_prefix"), "prefixes": EQUAL.but(finds="some")}
+SALT = (KeyPart("salt"),)
 WINDOWS = {"windows": WindowTraits(groups=2)}
 TIERS = {
     **SOME_TEXTS,
@@ -66,6 +75,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "epochs": [{**BOOKS, **methods("reset", "use_tokens")}],
     "events": [methods("events", "match_prefix", "use_tokens")],
     "tiers": [TIERS],
+    "text_keys": [{**BOOKS, **methods("use_text_keys", "use_tokens"), "key_parts": SALT}],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -86,6 +96,7 @@ SIGNS: Mapping[str, Callable[[History], object]] = {
     "prefixes": lambda history: history.texts,
     "windows": lambda history: history.spec.windows,
     "quantisation": lambda history: history.spec.dtype == "int8",
+    "text_keys": lambda history: isinstance(history.texts[0][-1], TextKey),
 }
 """Signs in a history of capabilities that have no steps of their own."""
 

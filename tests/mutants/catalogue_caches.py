@@ -39,6 +39,11 @@ _WITHOUT_ROW = {
     "LooksAheadTooFar",
     "KeepsTheBlocksOfAllDrafts",
     "RegistersLookaheadBlocks",
+    "SharesTheStateOfAFork",
+    "UpdatesACheckpointInPlace",
+    "KeepsTheStateOnResume",
+    "MixesLayersOfACheckpoint",
+    "KeepsOldStatesOfANewText",
 }
 """Bugs that stand for no reported one."""
 

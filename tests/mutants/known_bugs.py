@@ -85,6 +85,28 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "open fix in a small engine",
         "of two equal texts, the duplicate's blocks are freed under one of them",
     ),
+    "T1": (
+        "sglang #31833, #37836",
+        "states are indexed by request in a grid that is flat, so that later rows get others'",
+    ),
+    "T2": (
+        "sglang #39342",
+        "a mixed batch skips the checkpoint of a state, which is stored anyway",
+    ),
+    "T3": ("sglang #34760", "a state is ahead of its node in the tree, whose pages are wider"),
+    "T4": (
+        "vllm #53919, #53505",
+        "accepted counts are read after rows were permuted; a state is copied back too far",
+    ),
+    "T8": (
+        "vllm #56655, #44250, #42125",
+        "a key without its embeddings mask or its adapter; an adapter reloaded under its name",
+    ),
+    "T9": ("sglang #24638", "a user's own key that spells the adapter's namespace"),
+    "T10": (
+        "sglang #38362; lmdeploy #4930; vllm #51640",
+        "a store's key without cache dtype, weights or salt",
+    ),
     "T12": (
         "lmdeploy #4917; NeMo-RL #4018; vllm-omni #6739",
         "keys and values are kept over a change of weights; a reset that only logs",

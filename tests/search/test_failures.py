@@ -243,7 +243,7 @@ def test_old_trace_is_replayed(project: Project) -> None:
     file = Path(__file__).parent / "traces" / "every_operation.json"
     steps = json.loads(file.read_text())["example"]["operations"]
     newer = {"Cancel", "LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
-    newer |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn"}
+    newer |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn", "Reset"}
     newer |= {"LoadPrefix", "EndLoad", "EndTransfer", "RestartTiers"}
     operations = [
         kind for capability in KVCacheAdapter.capabilities for kind in capability.operations

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class GivesAllRowsTheFirstState(StateCache):
-    """Indexes states by request in a grid without requests: all rows get the first one's."""
+    """T1: indexes states by request in a grid without requests: all rows get the first one's."""
 
     def update_state(self, seq: int, first: int, token: int, count: int) -> None:
         super().update_state(seq, 0 if count == 1 else first, token, count)
 
 
 class SkipsTheCheckpointOfALongRow(StateCache):
-    """Keeps a checkpoint within a row of several tokens, with the state from before the row."""
+    """T2: keeps a checkpoint within a row of several tokens, with the state from before the row."""
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
@@ -36,7 +36,7 @@ class SkipsTheCheckpointOfALongRow(StateCache):
 
 
 class KeepsTheStateAheadOfItsNode(StateCache):
-    """Keeps a checkpoint of the tokens so far with the state after the whole row."""
+    """T3: keeps a checkpoint of the tokens so far with the state after the whole row."""
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
@@ -50,7 +50,7 @@ class KeepsTheStateAheadOfItsNode(StateCache):
 
 
 class ReadsTheCountOfAnotherRow(StateCache):
-    """Reads the numbers of accepted tokens after the rows were permuted."""
+    """T4: reads the numbers of accepted tokens after the rows were permuted."""
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
@@ -127,7 +127,7 @@ class KeepsOldStatesOfANewText(StateCache):
 
 
 class ForgetsTheStateOnACut(StateCache):
-    """Cuts a sequence to no tokens by its length alone, so that its state goes on."""
+    """S12: cuts a sequence to no tokens by its length alone, so that its state goes on."""
 
     def truncate(self, seq: int, length: int) -> None:
         stored = self.stored[seq]

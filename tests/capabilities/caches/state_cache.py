@@ -71,7 +71,7 @@ class StateCache(KVCacheAdapter):
             for token, new in enumerate(ids):
                 self.write(seq, new, key[:, at + token], value[:, at + token])
                 self.update_state(seq, at, token, count)
-                if self.is_checkpoint(seq, token, count):
+                if self.is_kept(seq, token, count):
                     self.keep(seq)
             at += count
 
@@ -87,7 +87,7 @@ class StateCache(KVCacheAdapter):
         """Store the state after a token of a row whose first token of the write is ``first``."""
         self.stored[seq].state = self.new_states[:, first + token].clone()
 
-    def is_checkpoint(self, seq: int, token: int, count: int) -> bool:  # noqa: ARG002
+    def is_kept(self, seq: int, token: int, count: int) -> bool:  # noqa: ARG002
         return len(self.stored[seq].ids) % EVERY == 0
 
     def keep(self, seq: int) -> None:
