@@ -171,7 +171,7 @@ def events(observation: Observation) -> Finding | None:
         if isinstance(hit, Exception) or not texts:
             continue
         usable = texts.text_slice(text, 0, count - observation.declared.prefixes.recomputed_tokens)
-        known, found = replay.match_prefix(*usable), hit // size * size
+        known, found = replay.match_prefix(usable.tokens, usable.namespace), hit // size * size
         if known < found or (known > found and (text, count) not in observation.after.collided):
             begin = min(known, found)
             within = f" (namespace {usable.namespace})" if usable.namespace else ""
@@ -206,13 +206,16 @@ def _is_event(event: Any) -> bool:
     return isinstance(event, AllBlocksCleared)
 
 
-def refuse_windows(adapter: type[Any]) -> None:
-    """Raise ``TypeError`` for a cache with windows, whose groups may have different blocks."""
-    if "events" in adapter.abilities and adapter.windows.groups:
-        raise TypeError(
-            f"{adapter.__name__} defines events, which cannot be judged with windows yet: leave "
-            "out one of them"
-        )
+def refuse_unknown_contents(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a cache whose events do not tell which texts a block is of."""
+    if "events" not in adapter.abilities:
+        return
+    for other, offered in (("windows", adapter.windows.groups), ("key_parts", adapter.key_parts)):
+        if offered:
+            raise TypeError(
+                f"{adapter.__name__} defines events, which cannot be judged with {other} yet: "
+                "leave out one of them"
+            )
 
 
 # Prelude
@@ -248,7 +251,7 @@ def _evict_and_store_again(writer: Writer) -> Iterator[Operation]:
 EVENTS = Capability(
     methods=EventMethods,
     needs={"events": ("match_prefix", "use_tokens")},
-    refuse=(refuse_windows,),
+    refuse=(refuse_unknown_contents,),
     preludes=(Prelude(("events",), 9, evict_and_store_again),),
     observers=(Events,),
     views=(View(("events",), _show_events),),

@@ -23,6 +23,7 @@ from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.oracle.texts import WHOLE
 from tests.capabilities.caches.event_caches import BROKEN, EventCache, SendsRemovedWhileACopyLives
+from tests.capabilities.caches.keyed_caches import KeyedCache
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.capabilities.caches.text_cache import TextCache
 from tests.capabilities.caches.windowed_text_cache import WindowedTextCache
@@ -153,11 +154,17 @@ class EventsWithWindows(WindowedTextCache):
         return []
 
 
+class EventsWithKeys(KeyedCache):
+    def events(self) -> list[Event]:
+        return []
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
         (EventsWithoutTexts, "defines events and must then define match_prefix"),
         (EventsWithWindows, "defines events, which cannot be judged with windows yet"),
+        (EventsWithKeys, "defines events, which cannot be judged with key_parts yet"),
     ],
 )
 def test_events_that_cannot_be_judged_are_refused(

@@ -88,6 +88,7 @@ those are refused."""
 REFUSED = {
     ("swapping", "windows"),
     ("windows", "events"),
+    ("text_keys", "events"),
     ("windows", "quantisation"),
     ("tiers", "windows"),
 }
