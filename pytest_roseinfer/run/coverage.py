@@ -90,8 +90,9 @@ def chooses_evictions(adapter: type[Adapter]) -> bool:
 
 def _requires_keys(adapter: type[Adapter]) -> list[str]:
     """Return the conditions required for each part of a cache's keys."""
-    finds_texts = issubclass(adapter, KVCacheAdapter) and adapter.abilities >= _FINDS_TEXTS
-    return key_conditions(adapter) if finds_texts else []
+    if not (issubclass(adapter, KVCacheAdapter) and adapter.key_parts):
+        return []
+    return key_conditions(adapter) if adapter.abilities >= _FINDS_TEXTS else []
 
 
 def _has_windows(adapter: type[Adapter]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import (
     AllBlocksCleared,
     BlockRemoved,
@@ -20,6 +21,7 @@ from pytest_roseinfer.capabilities.cache_data import (
     CacheSpec,
     Ledger,
 )
+from pytest_roseinfer.capabilities.text_keys import KeyPart
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
 from pytest_roseinfer.targets.partial_import import import_part
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import Event
+    from pytest_roseinfer.oracle.texts import TextKey
 
 _INSTALL = "run python -m tests.others.fetch vllm in a clone of roseinfer, or install vllm"
 _ENDLESS = 1 << 20
@@ -82,12 +85,16 @@ class VllmAdapter(BlockManagerAdapter):
         self.requests[seq] = request
         return int(count)
 
-    def _request(self, token_ids: Sequence[int], namespace: int) -> Any:
-        name, salt = str(next(self.numbers)), str(namespace)
-        params = self.sampling, None  # None: no pooling
+    def _request(self, token_ids: Sequence[int], namespace: Any) -> Any:
+        name, params = str(next(self.numbers)), (self.sampling, None)  # None: no pooling
+        key = self.key_arguments(namespace)
         return vllm_part("v1.request").Request(
-            name, list(token_ids), *params, cache_salt=salt, block_hasher=self.hasher
+            name, list(token_ids), *params, **key, block_hasher=self.hasher
         )
+
+    def key_arguments(self, namespace: Any) -> dict[str, Any]:
+        """Return the arguments of a request that are part of its keys."""
+        return {"cache_salt": str(namespace)}
 
     def extend(self, seq: int, token: int) -> None:
         request = self.requests[seq]
@@ -160,6 +167,50 @@ class EventsVllmAdapter(VllmAdapter):
             namespace = self.namespace_of[parent]
         self.namespace_of |= dict.fromkeys(event.block_hashes, namespace)
         return BlockStored(event.block_hashes, parent, event.token_ids, namespace)
+
+
+class KeyedVllmAdapter(VllmAdapter):
+    """Adapter of requests with LoRA adapters, salts and images."""
+
+    key_parts = (
+        KeyPart("adapter"),
+        KeyPart("path", of="adapter"),
+        KeyPart("salt", values=(None, "a", "b", "ab", "adapter")),  # vLLM refuses an empty one
+        KeyPart("image", spans=True),
+    )
+    use_namespaces = KVCacheAdapter.use_namespaces  # not offered: salts are parts of keys
+
+    def use_text_keys(self, keys: Sequence[TextKey]) -> None:
+        self.row_keys = keys
+
+    def namespace(self, row: int) -> Any:
+        return self.row_keys[row]
+
+    def key_arguments(self, namespace: TextKey) -> dict[str, Any]:
+        parts, lora = namespace.parts, None
+        if (name := parts["adapter"]) is not None:
+            path = f"path {parts['path']!r}"
+            lora = vllm_part("lora.request").LoRARequest(name, 1, path)
+        images = self._images(namespace)
+        return {"cache_salt": parts["salt"], "lora_request": lora, "mm_features": images}
+
+    def _images(self, key: TextKey) -> list[Any]:
+        inputs = vllm_part("multimodal.inputs")
+        return [
+            inputs.MultiModalFeatureSpec(
+                None,
+                "image",
+                image.value,
+                inputs.PlaceholderRange(image.begin, image.end - image.begin),
+            )
+            for image in key.spans
+        ]
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        for row, seq in enumerate(seqs):
+            if seq in self.stored_tokens:
+                self.requests[seq].mm_features = self._images(self.row_keys[row])
+        super().append(seqs, key, value)
 
 
 # Windows: the layers of each window are a group.

@@ -39,6 +39,7 @@ from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.run import coverage
+from tests.capabilities.caches import broken_tier_caches
 from tests.capabilities.caches.broken_tier_caches import BROKEN, CountsAFailedLoad
 from tests.capabilities.caches.text_cache import TextCache
 from tests.capabilities.caches.tier_cache import (
@@ -91,9 +92,21 @@ def search(cache: type[KVCacheAdapter], seed_number: int, examples: int) -> None
     check()
 
 
+RARE = (
+    broken_tier_caches.StoresAPartAsTheWhole,
+    broken_tier_caches.ReusesASlotBeingRead,
+    broken_tier_caches.TrustsWhatArrives,
+)
+"""Caches whose faults hundreds of histories do not show."""
+
+
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(3))
-@pytest.mark.parametrize("cache", BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize(
+    "cache",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in RARE)) for each in BROKEN],
+    ids=lambda cache: cache.__name__,
+)
 def test_cache_with_broken_tiers_fails(cache: type[KVCacheAdapter], seed_number: int) -> None:
     with pytest.raises(Divergence):
         search(cache, seed_number, examples=1000)

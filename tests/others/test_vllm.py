@@ -10,8 +10,10 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
 from pytest_roseinfer.targets import partial_import
+from pytest_roseinfer.targets.partial_import import import_part
 from pytest_roseinfer.targets.vllm_kv import (
     EventsVllmAdapter,
+    KeyedVllmAdapter,
     VllmAdapter,
     WindowsVllmAdapter,
 )
@@ -38,7 +40,7 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("adapter", [VllmAdapter, WindowsVllmAdapter])
+@pytest.mark.parametrize("adapter", [VllmAdapter, KeyedVllmAdapter, WindowsVllmAdapter])
 def test_block_manager_conforms(adapter: type[KVCacheAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
@@ -104,6 +106,33 @@ def test_planted_bug_is_found(
     plant(monkeypatch, "vllm", f"v1.core.{where}", name, bug)
     with pytest.raises(Divergence):
         check_drawn_histories(adapter, 500, 1, partial(run_history, adapter))
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("part", "bug", "name"),
+    [
+        ("lora", lambda _: [], "adapter"),
+        (
+            "lora",
+            lambda request: [each[:2] for each in right_lora_keys(request)],
+            "path",
+        ),
+        ("mm", lambda *place: ([], place[-1]), "image"),
+    ],
+)
+def test_part_left_out_of_a_key_is_found(
+    monkeypatch: pytest.MonkeyPatch, part: str, bug: Any, name: str
+) -> None:
+    keys = import_part("vllm", "v1.core.kv_cache_utils", "")
+    monkeypatch.setattr(keys, f"_gen_{part}_extra_hash_keys", bug)
+    with pytest.raises(Divergence, match=f"their {name}"):
+        check_drawn_histories(KeyedVllmAdapter, 500, 1, partial(run_history, KeyedVllmAdapter))
+
+
+def right_lora_keys(request: Any) -> list[tuple[str, ...]]:
+    lora = request.lora_request
+    return [("lora", lora.lora_name, lora.lora_path)] if lora else []
 
 
 @needs_vllm
