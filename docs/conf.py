@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
 ]
 # Types in public signatures that are not public themselves: aliases, and arguments that only the
 # package itself passes.
-_PRIVATE = "Adapter Finding LeadingRank Prompt Request Snapshot StagedIndices Update"
+_PRIVATE = "Adapter Finding KeyValue LeadingRank Prompt Request Snapshot StagedIndices Update"
 nitpick_ignore = [("py:class", name) for name in _PRIVATE.split()] + [
     ("py:class", f"pytest_roseinfer.{name}")
     for name in (
