@@ -156,7 +156,7 @@ class Resets(Observer):
 
 
 def _found_texts(snapshot: Snapshot) -> set[int]:
-    """Return the texts of which lookups find tokens."""
+    """Return the texts that lookups find, at least in part."""
     return {text for (text, _), hit in snapshot.matches.items() if isinstance(hit, int) and hit > 0}
 
 

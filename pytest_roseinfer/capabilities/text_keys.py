@@ -94,7 +94,7 @@ def keys_by_part(parts: Sequence[KeyPart], begin: int, end: int) -> list[TextKey
 
 
 def simpler_keys(parts: Sequence[KeyPart], texts: Sequence[Branch]) -> Iterator[tuple[Branch, ...]]:
-    """Yield texts none of whose keys has a certain span, or all of which have a usual part."""
+    """Yield the texts without one of their spans, or with the usual value of one part in all."""
     keys = [key for *_, key in texts if isinstance(key, TextKey)]
     simplified = []
     for place in dict.fromkeys((span.part, span.begin) for key in keys for span in key.spans):

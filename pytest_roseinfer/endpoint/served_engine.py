@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, RequestSpec, Sampling
-    from pytest_roseinfer.engine_capabilities.capability import ServedRequest
+    from pytest_roseinfer.engine_capabilities.capability import EngineRun, ServedRequest
 
 # Comparison of a stream with the reference: the completion of the same request alone.
 
@@ -99,9 +99,9 @@ def _choice_mismatch(actual: Choice, expected: Choice) -> str:
 
 
 def equal_parts(stream: CompletionStream, alone: CompletionStream) -> tuple[str, Choice]:
-    """Return the part of a stream's text that must equal its request's text alone, and the latter.
+    """Return the text of a stream and that of its request alone, as far as they must be equal.
 
-    A lasting text is longer, and completes a last character of which the other has some bytes.
+    A lasting text is longer, and completes a last character that the other may have in part.
     """
     right = alone.choices[0]
     if not stream.lasting:
@@ -225,8 +225,14 @@ class _ServedCacheMethods:
 class _ServedFromCache(MixObserver):
     """Counter of the prompt tokens that the server found in its prefix cache during a mix."""
 
+    def __init__(self, run: EngineRun) -> None:
+        super().__init__(run)
+        self._ended: set[int] = set()
+        """Numbers of the requests that have ended; each reads the metrics once."""
+
     def judge(self, served: ServedRequest) -> str:
-        if served.finished:
+        if served.finished and served.number not in self._ended:
+            self._ended.add(served.number)
             adapter = self.run.adapter
             found = adapter.server.count_cached_tokens() - adapter.cached_before
             self.counts[_SERVED_FROM_CACHE] = found
