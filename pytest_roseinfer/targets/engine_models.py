@@ -165,13 +165,33 @@ def _eager_network(name: str, device: str) -> Any:
     return model
 
 
-@lru_cache(maxsize=1 << 15)
+_MAX_CONTEXTS = 1 << 15
+_known_logits: dict[tuple[str, str, tuple[int, ...]], Floats] = {}
+"""Logits of the next token, by model, device and context."""
+
+
 def logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
-    """Compute the logits of the next token from all tokens, without a cache."""
+    """Return the logits of the next token, computed from all tokens without a cache."""
+    _compute_logits(name, device, [tokens])
+    return _known_logits[name, device, tokens]
+
+
+def _compute_logits(name: str, device: str, contexts: Sequence[tuple[int, ...]]) -> None:
+    """Compute those logits that are not known yet, of all contexts and their beginnings."""
+    if len(_known_logits) > _MAX_CONTEXTS:
+        _known_logits.clear()
+    new = [each for each in dict.fromkeys(contexts) if (name, device, each) not in _known_logits]
+    if not new:
+        return
     # Small models run on the CPU, because processes that share a GPU wait for each other.
-    device = device if name in LONG else "cpu"
-    output = _eager_network(name, device)(torch.tensor([tokens], device=device), use_cache=False)
-    return np.asarray(output.logits[0, -1].double().cpu())
+    model = _eager_network(name, device if name in LONG else "cpu")
+    longest = max(map(len, new))
+    # Padding comes last, where no token attends to it.
+    padded = torch.tensor([[*each, *[0] * (longest - len(each))] for each in new])
+    output = model(padded.to(model.device), use_cache=False)
+    for tokens, rows in zip(new, output.logits.double().cpu().numpy(), strict=True):
+        for end in range(1, len(tokens) + 1):
+            _known_logits.setdefault((name, device, tokens[:end]), rows[end - 1])
 
 
 # Small tokenizers for the models.
@@ -245,12 +265,40 @@ def generate_alone(
     name: str, device: str, prompt: tuple[int, ...], sampling: Sampling
 ) -> tuple[int, ...]:
     """Generate tokens, each computed from all previous ones."""
-    tokens = list(prompt)
-    positions = LONG_POSITIONS if name in OF_MANY_SHAPES else POSITIONS
-    while len(tokens) < positions and is_unfinished(tokens, len(prompt), sampling):
-        row = logits(name, device, tuple(tokens))
-        tokens.append(draw(row, sampling, tokens, len(prompt)))
+    (tokens,) = _generate(name, device, [(prompt, sampling)])
     return tuple(tokens[len(prompt) :])
+
+
+def compute_logits_of(mix: RequestMix) -> None:
+    """Compute all logits that ``generate_alone`` needs for a mix of short requests.
+
+    One call of the model has a row per request, which takes about as long as a call for one.
+    """
+    if mix.options["model"] not in LONG:
+        requests = [(each.prompt, each.sampling) for each in mix.requests]
+        _generate(mix.options["model"], mix.device, requests)
+
+
+def _generate(
+    name: str, device: str, requests: Sequence[tuple[tuple[int, ...], Sampling]]
+) -> list[list[int]]:
+    """Return the prompts with the tokens that each gets alone."""
+    positions = LONG_POSITIONS if name in OF_MANY_SHAPES else POSITIONS
+    texts = [list(prompt) for prompt, _ in requests]
+
+    def is_open(tokens: list[int], prompted: int, sampling: Sampling) -> bool:
+        return len(tokens) < positions and is_unfinished(tokens, prompted, sampling)
+
+    going = [
+        (tokens, len(prompt), sampling)
+        for tokens, (prompt, sampling) in zip(texts, requests, strict=True)
+    ]
+    while going := [each for each in going if is_open(*each)]:
+        _compute_logits(name, device, [tuple(tokens) for tokens, *_ in going])
+        for tokens, prompted, sampling in going:
+            row = logits(name, device, tuple(tokens))
+            tokens.append(draw(row, sampling, tokens, prompted))
+    return texts
 
 
 def is_unfinished(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:

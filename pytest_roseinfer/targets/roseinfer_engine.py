@@ -380,6 +380,7 @@ class RoseinferEngine(EngineAdapter):
     def make(self, mix: RequestMix) -> None:
         from roseinfer import LLM  # imports transformers, which takes seconds
 
+        models.compute_logits_of(mix)
         options = dict(mix.options)
         options["resident_decode"] &= not options["per_layer_kv"]
         model = options.pop("model")
