@@ -1,6 +1,6 @@
 """The marker ``slow``, for tests that the README's test command leaves out by ``-m "not slow"``.
 
-Some tests have many similar cases: three quarters of these are marked here.
+Some tests have many similar cases: seven of eight are marked here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import pytest
 
 _T = TypeVar("_T")
-_ONE_OF = 4
+_ONE_OF = 8
 MARKERS = (
     "slow: takes many seconds, or is one of many similar cases",
-    "sampled_cases: three quarters of its cases are marked slow",
+    "sampled_cases: seven of eight cases are marked slow",
 )
 
 
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark all but a quarter of similar cases as slow."""
+    """Mark all but one of eight similar cases as slow."""
     cases_by_test: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled_cases"):

@@ -167,6 +167,7 @@ def test_broken_cache_with_checkpoints_fails(
         check_drawn_histories(adapter, 3000, seed_number, partial(run_history, adapter))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", RIGHT)
 def test_right_cache_with_checkpoints_passes(adapter: type[KVCacheAdapter]) -> None:
     check_drawn_histories(adapter, 25, 1, partial(run_history, adapter))

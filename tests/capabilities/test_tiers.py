@@ -112,6 +112,7 @@ def test_cache_with_broken_tiers_fails(cache: type[KVCacheAdapter], seed_number:
         search(cache, seed_number, examples=1000)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("cache", RIGHT, ids=lambda cache: cache.__name__)
 def test_cache_with_right_tiers_passes(cache: type[KVCacheAdapter]) -> None:
     search(cache, 1, examples=60)

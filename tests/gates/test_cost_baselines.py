@@ -70,6 +70,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("text", BROKEN)
 def test_broken_file_fails_the_test_and_is_not_overwritten(
     gated_project: Project, text: str

@@ -90,6 +90,7 @@ def test_deep_guides_are_rejected_with_short_reasons(device: str) -> None:
         assert len(str(output.error)) < 600
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("guide", "message"), UNCOMPILABLE, ids=str)
 def test_uncompilable_guide_fails_only_its_request(device: str, guide: Guide, message: str) -> None:
     llm = engine(device)

@@ -49,6 +49,7 @@ def with_weights(name: str, values: Mapping[str, torch.Tensor], device: str) -> 
     return model
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("config", [{}, {"fused_model": True}, {"pad_head": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_new_weights_serve_as_in_a_new_llm(name: str, config: dict[str, bool], device: str) -> None:
