@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
@@ -20,12 +22,14 @@ from pytest_roseinfer.capabilities.prefixes import pending_prefixes
 from pytest_roseinfer.capabilities.text_keys import keys_by_part
 from pytest_roseinfer.capabilities.windows import with_windows
 from pytest_roseinfer.findings.divergence import Divergence
+from pytest_roseinfer.findings.known import describe_entry, digest_of, read_known
 from pytest_roseinfer.histories.history import GATHERS_EVERY, History
 from pytest_roseinfer.oracle.texts import WHOLE, repeat_with_keys
+from pytest_roseinfer.run.coverage import name_of
 from pytest_roseinfer.run.machine import HistoryRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -106,6 +110,8 @@ class WalkCounts:
     histories: int = 0
     states: set[int] = field(default_factory=set)
     """Hashes of expected contents and of shared blocks."""
+    known: Counter[str] = field(default_factory=Counter)
+    """Histories that showed each known finding, by its digest."""
 
 
 def empty_histories(
@@ -129,27 +135,38 @@ def empty_histories(
 
 
 def walk(
-    adapter: type[KVCacheAdapter], history: History, max_steps: int, walked: WalkCounts
+    adapter: type[KVCacheAdapter],
+    history: History,
+    max_steps: int,
+    walked: WalkCounts,
+    known: Collection[str] = (),
 ) -> Iterator[History]:
     """Run a history and all its continuations, each on a cache of its own.
 
     Yield the histories of ``max_steps`` steps, so that the walk can continue from them. Bad calls
     are made when a state is reached for the first time. A wrong cache raises ``Divergence`` after
-    the first step that shows the error.
+    the first step that shows the error; where that is one of the ``known`` findings, it is counted,
+    and the history is not continued.
     """
     machine = HistoryRunner(adapter, history, attends=False)
-    machine.run_steps()
     walked.histories += 1
-    state = _state(machine.oracle)
-    if state not in walked.states:
-        walked.states.add(state)
-        HistoryRunner(adapter, history, attends=False).run()
+    try:
+        machine.run_steps()
+        state = _state(machine.oracle)
+        if state not in walked.states:
+            walked.states.add(state)
+            HistoryRunner(adapter, history, attends=False).run()
+    except Divergence as wrong:
+        if (digest := digest_of(name_of(adapter), wrong)) not in known:
+            raise
+        walked.known[digest] += 1
+        return
     if history.size == max_steps:
         yield history
         return
     for step in every_step(adapter, machine.oracle):
         longer = replace(history, operations=(*history.operations, step))
-        yield from walk(adapter, longer, max_steps, walked)
+        yield from walk(adapter, longer, max_steps, walked, known)
 
 
 def _state(oracle: Oracle) -> int:
@@ -184,11 +201,12 @@ class Result:
 
     walked: WalkCounts = field(default_factory=WalkCounts)
     wrong: str = ""
-    """Message of the first divergence, with its picture; empty without one."""
+    """Message of the first divergence, with its picture and digest; empty without one."""
 
     def add(self, other: Result) -> None:
         self.walked.histories += other.walked.histories
         self.walked.states |= other.walked.states
+        self.walked.known += other.walked.known
         self.wrong = self.wrong or other.wrong
 
 
@@ -201,6 +219,8 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
         flush=True,
     )
     settings.choose_kernel_runtime()
+    file = Path(settings.current().known_file)
+    findings = read_known(file) if file.exists() else {}
     for name in named:
         _cache(name)
     spawn = get_context("spawn")  # a forked torch may hang
@@ -208,31 +228,43 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
     for name, options in named.items():
         print(f"{name}: begun", file=sys.stderr, flush=True)
         began = time.monotonic()
+        known = {digest for digest, each in findings.items() if each.target == name}
         with ProcessPoolExecutor(_PROCESSES, mp_context=spawn) as pool:
-            result = every_history(name, options, steps, pool)
+            result = every_history(name, options, steps, pool, known)
         took = time.monotonic() - began
         counts = f"{result.walked.histories} histories, {len(result.walked.states)} states"
         if result.wrong:
             status = 1
             print(f"{name}: wrong, found by {counts} ({took:.0f} s)\n\n{result.wrong}")
         else:
-            print(f"{name}: {counts}, all equal ({took:.0f} s)", flush=True)
+            met = "".join(
+                f"\n  {times} of them: {findings[digest]}"
+                for digest, times in result.walked.known.items()
+            )
+            but = ", all equal but for known findings" if met else ", all equal"
+            print(f"{name}: {counts}{but} ({took:.0f} s){met}", flush=True)
     return status
 
 
-def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Executor) -> Result:
+def every_history(
+    name: str,
+    options: Mapping[str, Any],
+    steps: int,
+    pool: Executor,
+    known: Collection[str] = (),
+) -> Result:
     """Walk one cache in a pool, which is shut down at the first wrong history."""
     adapter = _cache(name)
     result = Result()
     parts: list[History] = []
     for history in empty_histories(adapter, options):
-        result.add(_walk_group(adapter, history, min(steps, _DIVIDED_AT), parts))
+        result.add(_walk_group(adapter, history, min(steps, _DIVIDED_AT), parts, known))
     if steps <= _DIVIDED_AT or result.wrong:
         return result
     # Processes run the histories they start from again, which must not count twice.
     result.walked.histories -= len(parts)
     last_line = time.monotonic()
-    walked = pool.map(partial(_walk_on, name, steps), map(History.to_json, parts))
+    walked = pool.map(partial(_walk_on, name, steps, known), map(History.to_json, parts))
     for done, part in enumerate(walked, 1):
         result.add(part)
         if time.monotonic() - last_line >= _SAID_EVERY:
@@ -245,18 +277,24 @@ def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Execu
     return result
 
 
-def _walk_on(name: str, steps: int, beginning: Mapping[str, Any]) -> Result:
-    return _walk_group(_cache(name), History.from_json(beginning), steps, [])
+def _walk_on(name: str, steps: int, known: Collection[str], beginning: Mapping[str, Any]) -> Result:
+    return _walk_group(_cache(name), History.from_json(beginning), steps, [], known)
 
 
 def _walk_group(
-    adapter: type[KVCacheAdapter], history: History, steps: int, longest: list[History]
+    adapter: type[KVCacheAdapter],
+    history: History,
+    steps: int,
+    longest: list[History],
+    known: Collection[str],
 ) -> Result:
     result = Result()
     try:
-        longest += walk(adapter, history, steps, result.walked)
+        longest += walk(adapter, history, steps, result.walked, known)
     except Divergence as wrong:
-        result.wrong = str(wrong)
+        name = name_of(adapter)
+        entry = describe_entry(digest_of(name, wrong), name, "test_histories")
+        result.wrong = f"{wrong}\n\n{entry}"
     return result
 
 

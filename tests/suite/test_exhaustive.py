@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
@@ -202,6 +205,31 @@ def test_walk_reports_the_number_of_histories(
     output = capsys.readouterr().out
     assert output.startswith("every history of up to 2 steps, on 3 blocks of 2 tokens and 2 sequen")
     assert message in output
+
+
+def test_known_finding_does_not_end_the_walk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One defect of this cache shows in two ways, and a walk names the first that is not known."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exhaustive, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    name = "tests.capabilities.caches.broken_text_caches:KeysByABareHash"
+    known = Path("roseinfer-known.toml")
+    for _ in range(2):
+        assert exhaustive.run([name], steps=2) == 1
+        *_, entry = capsys.readouterr().out.partition("has an entry in roseinfer-known.toml:")
+        entry = dedent(entry.strip("\n")).replace('reason = ""', 'reason = "a bare hash"')
+        with known.open("a", encoding="utf-8") as file:
+            file.write(f"{entry}\n")
+    assert exhaustive.run([name], steps=2) == 0
+    line, *met = capsys.readouterr().out.splitlines()[1:]
+    assert re.fullmatch(rf"{name}: \d+ histories, .*, all equal but for known findings .*", line)
+    assert len(met) == 2
+    for each in met:
+        assert re.fullmatch(r"  [1-9]\d* of them: known finding [0-9a-f]{10}: a bare hash", each)
+    others = known.read_text(encoding="utf-8").replace("KeysByABareHash", "RevivesWithoutItsKey")
+    known.write_text(others, encoding="utf-8")
+    assert exhaustive.run([name], steps=2) == 1
 
 
 def test_verify_walks_the_named_targets(monkeypatch: pytest.MonkeyPatch) -> None:
