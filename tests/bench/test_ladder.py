@@ -55,6 +55,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_every_rung_has_a_row(report: dict[str, Any]) -> None:
     rows = report["tables"]["rungs"]
     assert [row["rung"] for row in rows] == NAMES

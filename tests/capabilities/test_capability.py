@@ -230,6 +230,7 @@ class PinsAPartialBlock(PinningCache):
     pins = PinTraits(covers="full blocks")
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", [PinningCache, PinningFullBlocks])
 @pytest.mark.usefixtures("short_run")
 def test_right_cache_with_pins_passes_and_meets_their_condition(

@@ -308,6 +308,7 @@ def test_lookups_are_as_long_as_the_longest_sequence_was() -> None:
         run_history(FindsWhatWasCut, history)
 
 
+@pytest.mark.slow
 def test_histories_evict_one_of_two_cached_blocks() -> None:
     """Only such histories show which block a cache evicts first."""
     pattern = ("Prefill", "Prefill", "Free", "Free", "Prefill")

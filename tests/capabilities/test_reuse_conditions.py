@@ -83,6 +83,7 @@ def test_reused_lists_of_the_managers_are_counted(kind: type[KVCacheAdapter]) ->
     assert counts["list_used_again"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_new_lists_are_not_counted_as_reused() -> None:
     class MakesNewLists(ReusesLists):

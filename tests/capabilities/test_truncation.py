@@ -133,6 +133,7 @@ def test_histories_cut_with_little_room() -> None:
     assert cuts[0, False]
 
 
+@pytest.mark.slow
 def test_histories_cut_with_room_for_one_group_of_two() -> None:
     assert cuts_of_the_prelude(CopyingCache, groups=2)[1, False] > 2
 

@@ -77,6 +77,7 @@ def test_right_windowed_cache_passes(adapter: type[KVCacheAdapter]) -> None:
     assert (row.name, row.verdict) == ("block_left_window", "met")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_cache_with_prefix_reuse_in_every_window_passes() -> None:
     tests = conformance(WindowedTextCache)()

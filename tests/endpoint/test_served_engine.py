@@ -227,6 +227,7 @@ def test_completion_that_ends_after_the_last_step_is_checked(cold: bool) -> None
         engine.find_leaks()
 
 
+@pytest.mark.slow
 def test_saved_script_uses_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:
     settings.set_current(replace(settings.current(), endpoint=replace(endpoint, key="secret")))
     two_tokens = Sampling(max_new_tokens=2)

@@ -84,6 +84,7 @@ def failures(project: Project) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_right_engine_passes_on_all_its_paths(engines: Project) -> None:
     engines.write(test_toy=file_testing(ToyAdapter, ToyForks))
     result = engines.pytest("-v", "-W", "error", "-rs", *SHORT_SEARCH)
@@ -169,6 +170,7 @@ def test_missing_methods_of_an_adapter_are_named() -> None:
         conformance(WithoutMethods)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [(LosesTheLastToken, "request "), (ForksShareTheirDraws, "fork ")],  # run_mix and run_forks
@@ -201,6 +203,7 @@ def test_failing_mix_is_reported_once_and_replayed_until_fixed(
     assert (fixed.stdout, fixed.stderr) == ("it passed: nothing differed\n", "")
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", [LosesTheLastToken, ForksShareTheirDraws])
 def test_kept_failure_of_an_engine_is_replayed_until_fixed(
     engines: Project, adapter: type[EngineAdapter]

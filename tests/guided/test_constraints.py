@@ -23,6 +23,7 @@ from tests.guided.constraints import (
 
 
 # 210 completions in all. Slots are slow on a CPU.
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("setting", "each"), [("no slots", 35), ("batch of two", 2)])
 def test_stopped_completions_match_their_guide(device: str, setting: str, each: int) -> None:
     rng = random.Random(1)
@@ -95,6 +96,7 @@ def test_fused_argmax_respects_token_masks(device: str) -> None:
     assert counts[EnginePath.FUSED_ARGMAX] >= counts[EnginePath.GUIDED] > 0
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("resident", [False, True])
 def test_requests_with_guides_are_not_drafted(device: str, resident: bool) -> None:
     """They are not, however repetitive; other requests in their steps are."""

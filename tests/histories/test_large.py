@@ -162,6 +162,7 @@ def test_bug_of_long_tables_contexts_or_many_rows_is_found(
         search(adapter)
 
 
+@pytest.mark.slow
 def test_large_histories_of_a_slow_cache_are_cut_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

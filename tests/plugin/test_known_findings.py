@@ -131,6 +131,7 @@ def test_search_that_ends_early_is_no_unexpected_pass(known_project: Project) ->
     assert "XPASS" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_one_defect_may_have_several_digests(known_project: Project) -> None:
     """Entries with one reason and link are one defect, which need not show in all of its ways."""
     file = known_project.path / "roseinfer-known.toml"
@@ -138,6 +139,7 @@ def test_one_defect_may_have_several_digests(known_project: Project) -> None:
     known_project.pytest(*SHORT_SEARCH).assert_outcomes(xfailed=3, skipped=2)
 
 
+@pytest.mark.slow
 def test_replay_of_a_known_finding(known_project: Project) -> None:
     trace = str(next((known_project.path / ".roseinfer").glob("*.json")))
     replay = ["--roseinfer-replay", trace, "--roseinfer-target", "test_my_cache:ListCache"]
@@ -152,6 +154,7 @@ def test_replay_of_a_known_finding(known_project: Project) -> None:
     result.stdout.fnmatch_lines(["it passed*", f"XPASS: {reason}"])
 
 
+@pytest.mark.slow
 def test_runxfail_reports_known_findings_as_failures(known_project: Project) -> None:
     result = known_project.pytest(*SHORT_SEARCH, "--runxfail", "-k", "histories")
     result.assert_outcomes(failed=1, deselected=4)

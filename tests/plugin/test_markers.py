@@ -88,6 +88,7 @@ def test_invalid_argument_of_a_marker_is_a_usage_error(project: Project, mark: s
     result.stderr.fnmatch_lines([f"ERROR: test_marked.py::test_marked: {MISTAKES[mark]}"])
 
 
+@pytest.mark.slow
 def test_invalid_argument_is_a_usage_error_with_gpus_and_workers(project: Project) -> None:
     for options in (project.pretend_gpus(count=1), ["-n", "2"]):
         result = run(project, "roseinfer_gpu(count=2)", *options)

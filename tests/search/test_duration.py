@@ -34,6 +34,7 @@ def test_long_search_says_once_how_long_it_takes(
     assert printed == lines
 
 
+@pytest.mark.slow
 def test_line_reaches_the_terminal_past_the_capture(project: Project) -> None:
     project.copy_caches()
     project.write(

@@ -182,6 +182,7 @@ def test_saved_failure_is_replayed_until_fixed(project: Project) -> None:
     assert "it was recorded with: peek: sequence 0, " in replay(project, pytest.ExitCode.OK)
 
 
+@pytest.mark.slow
 def test_saved_failure_is_replayed_from_a_folder_named_like_a_package(project: Project) -> None:
     """With importlib, a test file may be in a folder named like an installed package."""
     fail_in_test_file(project, "email", "importlib")

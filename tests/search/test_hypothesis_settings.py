@@ -141,6 +141,7 @@ def test_derandomized_profile_fixes_the_seed(
     assert (seed == "0") == (how != "ci")
 
 
+@pytest.mark.slow
 def test_statistics_of_hypothesis_list_the_searches(project: Project) -> None:
     project.write(test_my_cache=list_cache())
     result = project.pytest(*FEW, "--hypothesis-show-statistics")

@@ -113,6 +113,7 @@ def test_path_unreached_by_enough_histories_is_a_failure(project: Project) -> No
     )
 
 
+@pytest.mark.slow
 def test_unrequired_paths_cause_no_additional_rounds(project: Project) -> None:
     result = late_cache(project, first=30, options=("--roseinfer-required-paths=off",))
     assert result.ret == pytest.ExitCode.OK

@@ -87,6 +87,7 @@ TEXTS = st.text(max_size=40) | st.text(
 )
 
 
+@pytest.mark.slow
 @without_deadline
 @given(TEXTS)
 def test_text_streamed_by_bytes_is_unchanged(text: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 
+@pytest.mark.slow
 def test_timing_example_of_the_how_to_runs(timed_project: Project) -> None:
     page = (ROOT / "docs" / "how-to" / "decode-steps.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_engine/speed.py.*?)```", page, re.DOTALL)

@@ -95,6 +95,7 @@ def test_tripwire_fails_beyond_the_baseline_of_the_gpu(gpu_project: Project) -> 
     result.stdout.fnmatch_lines(["*a step on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
 
 
+@pytest.mark.slow
 def test_tripwire_times_a_growing_step_equally_after_a_comparison(gpu_project: Project) -> None:
     """The time of a growing step depends on the number of steps measured before."""
     growing = GPU_ENGINE.format(microseconds='(1000 + 10 * counts["steps"])')
@@ -108,6 +109,7 @@ def test_tripwire_times_a_growing_step_equally_after_a_comparison(gpu_project: P
     result.stdout.fnmatch_lines(["test_speed.py::test_decode: within its baseline in *tpot.json"])
 
 
+@pytest.mark.slow
 def test_tripwire_fails_without_a_time_of_the_gpu(gpu_project: Project) -> None:
     gpu_project.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
     result = gpu_project.pytest("--roseinfer-gpu", BASELINE)
@@ -122,6 +124,7 @@ def test_tripwire_that_compares_nothing_fails_the_run(gpu_project: Project) -> N
     result.stdout.fnmatch_lines(["FAILED: --roseinfer-tpot: no test of this run compared *"])
 
 
+@pytest.mark.slow
 def test_gpu_is_timed_by_events_with_one_synchronisation_per_turn(gpu_project: Project) -> None:
     write_reference(gpu_project, 1)
     gpu_project.write(**{"before/engine": GPU_ENGINE.format(microseconds=500)})
