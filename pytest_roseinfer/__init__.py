@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import Sampling as Sampling
     from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
     from pytest_roseinfer.capabilities.cache_data import AllBlocksCleared as AllBlocksCleared
+    from pytest_roseinfer.capabilities.cache_data import AuxiliaryVector as AuxiliaryVector
     from pytest_roseinfer.capabilities.cache_data import BadCall as BadCall
     from pytest_roseinfer.capabilities.cache_data import BlockRemoved as BlockRemoved
     from pytest_roseinfer.capabilities.cache_data import BlockStored as BlockStored
@@ -82,6 +83,7 @@ _NAMES = {
     "adapters.sharded": ("ShardedAdapter",),
     "capabilities.cache_data": (
         "AllBlocksCleared",
+        "AuxiliaryVector",
         "BadCall",
         "BlockRemoved",
         "BlockStored",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.capabilities.attention import AttentionMethods
+from pytest_roseinfer.capabilities.auxiliary_vectors import AuxiliaryVectorMethods
 from pytest_roseinfer.capabilities.bad_calls import BadCallMethods
 from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
@@ -54,6 +55,7 @@ class KVCacheAdapter(
     PreemptionMethods,
     SwappingMethods,
     StateMethods,
+    AuxiliaryVectorMethods,
     TierMethods,
     WindowMethods,
     EpochMethods,

@@ -233,6 +233,20 @@ class Tolerance:
     """Dtype of the tensors that the cache receives and returns."""
 
 
+@dataclass(frozen=True, slots=True)
+class AuxiliaryVector:
+    """A vector that each layer stores of a token in addition to its keys and values."""
+
+    width: int
+    """Number of elements."""
+    dtype: str | None = None
+    """Name of the torch dtype, such as ``"uint8"`` for bytes that pack codes and scales; None for
+    that of the keys that are written."""
+    of_greatest: float = 0.0
+    """Largest error, as a fraction of the vector's largest magnitude, for a cache that quantises
+    it; 0 if it must read back bit for bit."""
+
+
 def is_dtype(value: object) -> bool:
     """Return True for the name of a floating-point dtype of torch."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else None

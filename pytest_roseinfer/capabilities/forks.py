@@ -74,6 +74,8 @@ class Copy(operation.Write):
             return
         for at in range(self.count):
             token = slice(at, at + 1)
+            for pass_part in cache.pass_parts:
+                pass_part(token)
             cache.adapter.append([self.child], cache.key[:, token], cache.value[:, token])
 
 

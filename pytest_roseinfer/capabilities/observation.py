@@ -65,6 +65,10 @@ class Snapshot:
     scales: Pair | None = None
     states: Mapping[int, torch.Tensor | Exception] = field(default_factory=dict)
     """State of each sequence, ``[layers, heads, head_dim]``."""
+    auxiliary_vectors: Mapping[tuple[int, int, int], Mapping[str, torch.Tensor] | Exception] = (
+        field(default_factory=dict)
+    )
+    """Auxiliary vectors, ``[tokens, width]`` for each name, by rank, sequence and layer."""
     events: Sequence[Event] | Exception = ()
     """Events since the latest snapshot that has any."""
     counts: Counter[str] = field(default_factory=Counter)

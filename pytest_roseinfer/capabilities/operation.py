@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.capabilities.payload import Poison, poison_of
+from pytest_roseinfer.capabilities.payload import Poison, poison
 from pytest_roseinfer.capabilities.return_values import InvalidReturnValue
 from pytest_roseinfer.oracle.pages import Written as Written
 
@@ -62,7 +62,7 @@ class Device:
 
     def overwrite(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor that was handed over, after all calls in flight."""
-        tensor.copy_(poison_of(tensor.dtype, Poison.INPUT))
+        poison(tensor, Poison.INPUT)
 
 
 class OpenReservation(NamedTuple):
@@ -98,6 +98,29 @@ class CacheUnderTest:
     key: Any = None
     value: Any = None
     """Keys and values that the present step writes, ``[layers, tokens, heads, head_dim]``."""
+    other_inputs: list[torch.Tensor] = field(default_factory=list)
+    """Tensors in addition to keys and values that the cache got for the present step."""
+    pass_parts: list[Callable[[slice], None]] = field(default_factory=list)
+    """Functions that each pass some tokens of ``other_inputs``, for a write in several calls."""
+
+    def pass_input(
+        self, tensors: Iterable[torch.Tensor], pass_part: Callable[[slice], None]
+    ) -> None:
+        """Pass tensors to the cache that the present step also writes.
+
+        ``pass_part`` calls the cache's method with the tensors of some tokens.
+        """
+        for tensor in tensors:
+            self.device.hand_over(tensor)
+            self.other_inputs.append(tensor)
+        self.pass_parts.append(pass_part)
+        pass_part(slice(None))
+
+    def overwrite_inputs(self) -> None:
+        """Overwrite the tensors that the cache got for the present step, in case it keeps them."""
+        for tensor in (self.key, self.value, *self.other_inputs):
+            self.device.overwrite(tensor)
+        self.other_inputs, self.pass_parts = [], []
 
 
 def call_or_error(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:

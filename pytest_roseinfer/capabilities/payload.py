@@ -207,7 +207,7 @@ class HeadPosition(NamedTuple):
         return "another head's" * (self.head != other.head)
 
 
-def _kind_of_bits(row: torch.Tensor) -> str:
+def kind_of_bits(row: torch.Tensor) -> str:
     """Return the kind of bits that are no token's."""
     if not as_bits(row).any():
         return "zeros"
@@ -216,7 +216,7 @@ def _kind_of_bits(row: torch.Tensor) -> str:
 
 def rounded_to(exact: torch.Tensor, actual: torch.Tensor) -> str:
     """Return the dtype that a row was rounded to; empty if rounding does not explain it."""
-    for name in _NARROWER:
+    for name in _NARROWER if exact.is_floating_point() else ():
         narrow = getattr(torch, name)
         if narrow != exact.dtype and same_bits(exact.to(narrow).to(exact.dtype), actual):
             return name
@@ -260,6 +260,8 @@ class Payload:
     """True for numbers of moderate size; False for any bit pattern, with NaNs and infinities."""
     tolerance: Tolerance | None = None
     """Tolerance of a quantised cache, whose numbers are always of moderate size; None if exact."""
+    stream: int = 0
+    """Number of the encoding: 0 for keys and values. Encodings of other numbers have other bits."""
     _known_tokens: torch.Tensor | None = field(default=None, init=False, repr=False)
     """Tokens encoded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
@@ -315,7 +317,7 @@ class Payload:
         def scrambled(numbers: Sequence[int], inner: torch.Tensor | int) -> torch.Tensor:
             number = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1, 1)
             code = ((number * 64 + layer) * 2 + kind) * 65536 + inner
-            code = (code + 1) * _ODD
+            code = (code + 1) * _ODD + self.stream * _MIX
             return ((code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX) >> 24
 
         if self.tolerance:
@@ -324,7 +326,7 @@ class Payload:
             values = coarse(scrambled(tokens, inner), by_token, by_page, self.tolerance.over)
             return values.to(self.dtype)
         bits = scrambled(tokens, inner).to(_integer(self.dtype.itemsize))
-        if self.finite:
+        if self.finite and self.dtype.is_floating_point:
             low, high = _exponent_bits(self.dtype)
             bits = (bits & ~high) | low
         return bits.view(self.dtype)
@@ -347,14 +349,14 @@ class Payload:
         known_tokens: Sequence[int],
     ) -> HeadMismatch:
         """Describe two rows ``[head_dim]`` in words, as ``known_tokens`` tokens if possible."""
-        place = self._find_position(expected_row, layer, head, known_tokens)
-        other = self._find_position(actual_row, layer, head, known_tokens)
+        place = self.find_position(expected_row, layer, head, known_tokens)
+        other = self.find_position(actual_row, layer, head, known_tokens)
         here = layer, head, kind
         actual = (
-            other.describe(here) if other else self._describe_unknown_row(actual_row, expected_row)
+            other.describe(here) if other else self.describe_unknown_row(actual_row, expected_row)
         )
         likely_cause = place.likely_cause(other) if place and other else ""
-        expected = place.describe(here) if place else self._describe_unknown_row(expected_row)
+        expected = place.describe(here) if place else self.describe_unknown_row(expected_row)
         return HeadMismatch(
             head,
             kind,
@@ -362,11 +364,11 @@ class Payload:
             actual,
             other.token if other else None,
             likely_cause,
-            "token" if other else _kind_of_bits(actual_row),
+            "token" if other else kind_of_bits(actual_row),
             place.token if place else None,
         )
 
-    def _describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
+    def describe_unknown_row(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
         """Describe a row that matches no token, and how it differs from the ``right`` row."""
         if row.dtype != self.dtype:
             return f"the codes {row.tolist()[:4]}..."
@@ -384,7 +386,9 @@ class Payload:
         wrong = (as_bits(row) != as_bits(right)).nonzero().flatten().tolist()
         if not self.tolerance and row[wrong].isnan().all() and right[wrong].isnan().all():
             return f"that but for the bits of NaN in elements {_format_numbers(wrong)}{_NOT_KEPT}"
-        if not right.isfinite().all():
+        if not right.double().isfinite().all():
+            return bits_of_none
+        if not row.dtype.is_floating_point:
             return bits_of_none
         off = f"up to {(row.double() - right.double()).abs().max():.3g} off"
         if self.tolerance:
@@ -392,16 +396,16 @@ class Payload:
             off += f" where {least} of the greatest of its {self.tolerance.over} is allowed"
         if self.tolerance and (times := times_as_large(right, row)):
             return f"{times:.4g} times that, {off}"
-        if not row.isfinite().all():
+        if not row.double().isfinite().all():
             off = "in part not finite"
         if rounded := rounded_to(right, row):
             return f"that rounded to {rounded}, {off}"
         if not self.tolerance and len(wrong) < len(row):
-            difference = self._describe_unknown_row(row[wrong])
+            difference = self.describe_unknown_row(row[wrong])
             return f"that but for elements {_format_numbers(wrong)}: {difference}"
         return f"{bits_of_none}, {off}"
 
-    def _find_position(
+    def find_position(
         self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
     ) -> HeadPosition | None:
         """Find the place where a row of bits belongs, first in the given layer and head."""

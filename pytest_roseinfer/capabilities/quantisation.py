@@ -23,7 +23,7 @@ from pytest_roseinfer.capabilities.observation import (
     location_of_block,
 )
 from pytest_roseinfer.capabilities.payload import as_bits
-from pytest_roseinfer.capabilities.storage import newly_allocated_blocks
+from pytest_roseinfer.capabilities.storage import newly_allocated_blocks, swapping_in_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,6 +121,7 @@ def _allow(observation: Observation, layer: int, wrong: torch.Tensor) -> None:
         wrong[[block for block in range(len(wrong)) if block not in {*was} & {*is_now}]] = False
         return
     free_to_change = newly_allocated_blocks(observation, layer)
+    free_to_change |= swapping_in_blocks(observation, layer)
     if observation.operation and observation.operation.padding():
         free_to_change |= observation.scratch_blocks
     wrong[list(free_to_change)] = False

@@ -129,8 +129,6 @@ class States(Observer):
         self.numbers = StateNumbers()
         self._next: list[int] = []
         """States of the tokens of the present step."""
-        self._given: torch.Tensor | None = None
-        """Tensor that the cache got for the present step."""
 
     def before(self, step: Operation) -> Mapping[str, int]:
         oracle, self._next = self.run.oracle, []
@@ -147,15 +145,8 @@ class States(Observer):
     def before_call(self, step: Operation, text_slices: Sequence[TextSlice]) -> None:  # noqa: ARG002
         if self._next:
             states, _ = self.run.payload.all_layers(state_tokens(self._next))
-            self.run.cache_under_test.device.hand_over(states)
-            self.run.adapter.use_states(states)
-            self._given = states
-
-    def overwrite_input(self) -> None:
-        """Overwrite the tensor that the cache got, in case it keeps that."""
-        if self._given is not None:
-            self.run.cache_under_test.device.overwrite(self._given)
-            self._given = None
+            use = self.run.adapter.use_states
+            self.run.cache_under_test.pass_input([states], lambda part: use(states[:, part]))
 
     def after(self, observation: Observation) -> Mapping[str, int]:
         step = observation.operation
@@ -234,8 +225,6 @@ def _describe_known(observation: Observation, seq: int, right: int, state: int) 
 
 
 def _show_states(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
-    if feeder := run.observer(States):
-        feeder.overwrite_input()
     if not (look.reads and run.cache_under_test.device.idle):
         return {}
     oracle = run.oracle

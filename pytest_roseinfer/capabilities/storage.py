@@ -101,7 +101,7 @@ def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]
     return places
 
 
-def _swapping_in_blocks(observation: Observation, layer: int) -> set[int]:
+def swapping_in_blocks(observation: Observation, layer: int) -> set[int]:
     """Return the blocks of sequences that are being swapped in, which may change at any time."""
     swapping_in = observation.oracle.hidden
     if observation.operation:
@@ -127,7 +127,7 @@ def _expected_arena(observation: Observation) -> Pair | None:
         opened = {block for block, at in slots if at == 0}
         free_to_change = (
             newly_allocated_blocks(observation, layer) - opened
-            | _swapping_in_blocks(observation, layer)
+            | swapping_in_blocks(observation, layer)
             | observation.before.blocks_in_flight.keys()
             | _out_of_windows(observation, layer)
         )

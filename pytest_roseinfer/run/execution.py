@@ -178,8 +178,7 @@ class Execution:
             if changed:
                 problem = f"the write changed its input {' and '.join(changed)}"
                 self.run.fail(Finding(problem, kind="changed inputs"))
-        driven.device.overwrite(driven.key)
-        driven.device.overwrite(driven.value)
+        driven.overwrite_inputs()
 
 
 # Bad calls after a history

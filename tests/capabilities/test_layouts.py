@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pytest_roseinfer import Divergence, History, conformance, run_history, settings
 from pytest_roseinfer.capabilities.payload import VIEWS, lay_out
 from pytest_roseinfer.histories.strategies import histories, strided_views
-from tests.capabilities.caches import interleaved_caches
+from tests.capabilities.caches import broken_packed_caches, interleaved_caches, packed_cache
 from tests.capabilities.caches.interleaved_caches import Interleaved
 
 if TYPE_CHECKING:
@@ -38,6 +38,31 @@ def test_layouts_have_distinct_strides_and_all_are_drawn() -> None:
 
     draw()
     assert drawn == strides
+
+
+def search(cache: type[KVCacheAdapter], examples: int) -> None:
+    @hypothesis_settings(
+        max_examples=examples, database=None, phases=[Phase.generate], deadline=None
+    )
+    @seed(1)
+    @given(histories(cache))
+    def check(history: History) -> None:
+        run_history(cache, history)
+
+    check()
+
+
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize("cache", packed_cache.RIGHT, ids=lambda cache: cache.__name__)
+def test_cache_with_packed_elements_passes(cache: type[KVCacheAdapter]) -> None:
+    search(cache, examples=6)
+
+
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize("broken", broken_packed_caches.BROKEN, ids=lambda cache: cache.__name__)
+def test_cache_whose_writers_and_readers_differ_fails(broken: type[KVCacheAdapter]) -> None:
+    with pytest.raises(Divergence, match=r"(peek|gather): sequence"):
+        search(broken, examples=300)
 
 
 @pytest.mark.usefixtures("short_run")

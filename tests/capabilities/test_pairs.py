@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
 from pytest_roseinfer import (
+    AuxiliaryVector,
     FastPath,
     KeyPart,
     KVCacheAdapter,
@@ -72,6 +73,12 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "swapping": [methods("swap_out", "finish_swap_out", "swap_in", "finish_swap_in")],
     "windows": [WINDOWS, {**WINDOWS, **SOME_TEXTS}],
     "states": [methods("use_states", "peek_state")],
+    "auxiliary_vectors": [
+        {
+            **methods("use_auxiliary_vectors", "peek_auxiliary_vectors"),
+            "auxiliary_vectors": {"indexer key": AuxiliaryVector(4)},
+        }
+    ],
     "epochs": [{**BOOKS, **methods("reset", "use_tokens")}],
     "events": [methods("events", "match_prefix", "use_tokens")],
     "tiers": [TIERS],

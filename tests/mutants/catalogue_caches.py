@@ -44,6 +44,14 @@ _WITHOUT_ROW = {
     "KeepsTheStateOnResume",
     "MixesLayersOfACheckpoint",
     "KeepsOldStatesOfANewText",
+    "GoesOnAfterATruncation",
+    "ResumesWithoutIndexerKeys",
+    "IndexesAFoundPrefixAgain",
+    "IndexesInOneTable",
+    "IndexesOnTheFirstRank",
+    "IndexesPaddingRows",
+    "IndexesLayersAsOne",
+    "KeepsTheVectorsOfAWrite",
 }
 """Bugs that stand for no reported one."""
 

@@ -121,6 +121,12 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "T17": ("LMCache #4385", "a tier returns another request's data"),
     "T18": ("vllm #46951, #48596", "a block is reused under a pending store"),
     "T19": ("vllm #49250", "a rejected load recovers to a wrong text"),
+    "T22": ("sglang #29913", "scales are not moved with their data"),
+    "T24": (
+        "vllm #47783, #50576",
+        "packed or interleaved layouts that writer and reader see differently",
+    ),
+    "T25": ("vllm #55927", "a wrong token at lengths of one residue"),
     "T26": ("local-inference-lab/vllm #480", "blocks are found after everything was evicted"),
     "T30": (
         "vllm #55092; llm-d-kv-cache #593",

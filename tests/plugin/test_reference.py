@@ -15,6 +15,7 @@ import pytest
 import pytest_roseinfer
 import roseinfer
 from pytest_roseinfer import (
+    AuxiliaryVector,
     BadCall,
     BlockManagerAdapter,
     CacheSpec,
@@ -179,7 +180,7 @@ def test_standard_bad_calls_are_documented() -> None:
     assert names("Standard bad calls") == list(catalogue(KVCacheAdapter))
 
 
-@pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall, Tolerance])
+@pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall, Tolerance, AuxiliaryVector])
 def test_fields_are_documented(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
 

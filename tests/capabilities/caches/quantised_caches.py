@@ -236,8 +236,8 @@ class Int8Texts(TextCache):
 
     dtypes = ("int8",)
     tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 250)}
-    head_dims = (4, 1)
-    block_sizes = (4, 1, 2)
+    head_dims: ClassVar[Sequence[int]] = (4, 1)
+    block_sizes: ClassVar[Sequence[int]] = (4, 1, 2)
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

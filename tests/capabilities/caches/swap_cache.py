@@ -32,8 +32,8 @@ class SwapCache(CutCache):
 
     conditions = ("block_used_while_absent",)
     head_counts = (1, 2)
-    head_dims = (4,)
-    block_sizes = (2, 4, 1, 3)
+    head_dims: ClassVar[Sequence[int]] = (4,)
+    block_sizes: ClassVar[Sequence[int]] = (2, 4, 1, 3)
     standard_bad_calls: ClassVar[Sequence[str]] = (
         "gather_swapped_out",
         "gather_preempted",
@@ -58,8 +58,7 @@ class SwapCache(CutCache):
         table = self.tables[seq] = self.take_for(tokens)
         self.lengths[seq] += tokens
         for at in range(tokens):
-            self.keys[:, table[at // size], :, at % size] = key[:, at]
-            self.values[:, table[at // size], :, at % size] = value[:, at]
+            self.write(table[at // size], at % size, key[:, at], value[:, at])
 
     def take_for(self, tokens: int) -> list[int]:
         blocks = -(-tokens // self.spec.block_size)

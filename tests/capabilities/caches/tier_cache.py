@@ -42,8 +42,8 @@ class WriteThroughCache(TextCache):
     SLOTS: ClassVar = 6
     tiers = TierTraits(keeps=SLOTS)
     head_counts = (1, 2)
-    head_dims = (4,)
-    block_sizes = (2, 4, 1, 3)
+    head_dims: ClassVar[Sequence[int]] = (4,)
+    block_sizes: ClassVar[Sequence[int]] = (2, 4, 1, 3)
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -289,8 +289,8 @@ class WriteBackCache(TextCache):
     THIRD: ClassVar = 3
     tiers = TierTraits(holds_blocks=False, keeps=SECOND)
     head_counts = (1, 2)
-    head_dims = (4,)
-    block_sizes = (2, 4, 1, 3)
+    head_dims: ClassVar[Sequence[int]] = (4,)
+    block_sizes: ClassVar[Sequence[int]] = (2, 4, 1, 3)
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

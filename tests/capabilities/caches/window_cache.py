@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -64,8 +64,8 @@ class WindowCache(KVCacheAdapter):
 
     dtypes = ("float32",)
     head_counts = (1, 2)
-    head_dims = (4, 1)
-    block_sizes = (4, 1, 2, 3)
+    head_dims: ClassVar[Sequence[int]] = (4, 1)
+    block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3)
     windows = WindowTraits(groups=3)
     truncation = TruncationTraits(errors=(CannotTrim,))
 
@@ -139,9 +139,12 @@ class WindowCache(KVCacheAdapter):
             raise
         for layer in range(self.spec.num_layers):
             for source, target in copies[self.groups.index(self.group_of(layer))]:
-                for cache in (self.keys, self.values):
-                    cache[layer, target] = cache[layer, source]
+                self.copy(layer, source, target)
         return seqs, slots
+
+    def copy(self, layer: int, source: int, target: int) -> None:
+        for cache in (self.keys, self.values):
+            cache[layer, target] = cache[layer, source]
 
     def slot(
         self, group: Group, seq: int, more: int, copied: list[tuple[int, int]]
@@ -300,8 +303,7 @@ class CopyingCache(EagerSharedCache):
         for group, source, target in copies:
             for layer, window in enumerate(self.spec.windows):
                 if window == group.window:
-                    for cache in (self.keys, self.values):
-                        cache[layer, target] = cache[layer, source]
+                    self.copy(layer, source, target)
 
     def own_last_blocks(self, seq: int) -> list[tuple[Group, int, int]]:
         """Give a sequence its last blocks alone; return the copies to make, by group."""

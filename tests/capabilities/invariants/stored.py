@@ -9,6 +9,7 @@ import torch
 
 from pytest_roseinfer import Ledger, PrefixTraits, Tolerance
 from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
+from pytest_roseinfer.capabilities.auxiliary_vectors import AuxiliaryVectors, auxiliary_vectors
 from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
 from pytest_roseinfer.capabilities.quantisation import unwritten_positions
 from pytest_roseinfer.capabilities.reading import read_back, read_parts
@@ -54,6 +55,15 @@ def with_state(length: int, error: Exception | None = None) -> Observation:
     keys, _ = PAYLOAD.all_layers(state_tokens([number]))
     observation = after(states={0: error or keys[:, 0]})
     return replace(observation, notes={**observation.notes, States: numbers})
+
+
+def with_vectors(tokens: list[int], error: Exception | None = None) -> Observation:
+    """Return an observation in which sequence 0 has the auxiliary vectors of these tokens."""
+    payload = Payload(replace(SPEC, num_heads=1), stream=1)
+    vectors = payload.layer(tokens, 0)[0][:, 0]
+    observation = after(auxiliary_vectors={(0, 0, 0): error or {"indexer key": vectors}})
+    payloads = {"indexer key": payload}
+    return replace(observation, notes={**observation.notes, AuxiliaryVectors: payloads})
 
 
 def one_slot_late() -> Observation:
@@ -124,6 +134,7 @@ RIGHT: Right = {
     ],
     attention: [attending()],
     states: [with_state(3)],
+    auxiliary_vectors: [with_vectors([token_of(0, 0), token_of(0, 1), NEW])],
 }
 WRONG: Wrong = [
     (
@@ -133,6 +144,17 @@ WRONG: Wrong = [
         "first 2",
     ),
     (states, with_state(3, KeyError(1)), "peek_state(0) raised KeyError: 1"),
+    (
+        auxiliary_vectors,
+        with_vectors([token_of(0, 0), token_of(0, 0), NEW]),
+        "sequence 0, layer 0, indexer key: position 1 (1 of 3 wrong): expected that of sequence "
+        "0, token 1, found that of sequence 0, token 0: one position off",
+    ),
+    (
+        auxiliary_vectors,
+        with_vectors([NEW], KeyError(1)),
+        "peek_auxiliary_vectors(0, 0) raised KeyError: 1",
+    ),
     (
         read_parts,
         reading_first(KeyError(1)),
