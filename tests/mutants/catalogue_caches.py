@@ -44,6 +44,10 @@ _WITHOUT_ROW = {
     "KeepsTheStateOnResume",
     "MixesLayersOfACheckpoint",
     "KeepsOldStatesOfANewText",
+    "MovesInTheFirstLayer",
+    "MovesKeysOnly",
+    "MovesIntoOneBlock",
+    "NeverFindsAcceptedDrafts",
 }
 """Bugs that stand for no reported one."""
 
