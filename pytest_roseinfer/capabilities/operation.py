@@ -225,6 +225,8 @@ class Operation:
     in_parts: ClassVar[bool] = False
     """True if the cache may get its tokens one by one, so that its rows are not one batch."""
 
+    moves_tokens: ClassVar[bool] = False
+    """True if it stores tokens that the cache has already, so that the cache gets none."""
     waits_for_device: ClassVar[bool] = False
     """True if the device must finish after it, since the whole cache is read then."""
     needs_tokens: ClassVar[bool] = False
@@ -370,6 +372,10 @@ class Operation:
         """Return an equivalent operation that shares no blocks with other sequences."""
         return self
 
+    def simpler(self) -> Iterable[Operation]:
+        """List simpler variants of fields that are neither names, numbers nor rows of numbers."""
+        return ()
+
     # ----------------------------------------------------------------------- drawing
 
     @classmethod
@@ -384,12 +390,13 @@ class Operation:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Operation:
-        fields = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in data.items()
-            if name != "do"
-        }
+        fields = {name: _as_tuples(value) for name, value in data.items() if name != "do"}
         return OPERATIONS[data["do"]](**fields)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value of a trace with tuples in place of lists, those in lists too."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 class Refusal(NamedTuple):

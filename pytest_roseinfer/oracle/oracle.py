@@ -167,7 +167,7 @@ class Oracle:
         return len(pages[-1].tokens) - self.truncated_on_last[seq] if pages else 0
 
     def unwritten(self, seq: int) -> int:
-        """Count the last tokens of a sequence that are not written yet."""
+        """Count the last tokens of a sequence that are not written yet, or that are drafts."""
         return sum(state.unwritten(seq) for state in self.states.values())
 
     @property
@@ -342,9 +342,10 @@ class Oracle:
     def _token(self, seq: int, position: int) -> int:
         if not self.texts:
             return token_of(seq, position, self.lives[seq])
-        return self._text_token(self.text_of(seq), position)
+        return self.text_token_at(self.text_of(seq), position)
 
-    def _text_token(self, text: int, position: int) -> int:
+    def text_token_at(self, text: int, position: int) -> int:
+        """Return the token at a position of a text."""
         assert self.texts
         owner, namespace = self.texts.owner(text, position), self.texts.namespace(text, position)
         return text_token(owner, position, namespace, self.texts.epoch_of(text))
@@ -369,7 +370,7 @@ class Oracle:
 
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
-        return [self._text_token(text, at) for at in range(count)]
+        return [self.text_token_at(text, at) for at in range(count)]
 
     def begin_epoch(self, stored: Mapping[int, int]) -> None:
         """Give all tokens that are written from now on other keys and values.
@@ -553,6 +554,22 @@ class Oracle:
         if within := length % self.block_size:
             pages[-1] = Page(pages[-1].tokens[:within], pages[-1].holders)
         self._cut_states(seq, num_pages)
+
+    def replace_last(self, seq: int, count: int, tokens: Sequence[int]) -> None:
+        """Replace the last ``count`` tokens of a sequence, whose pages no other one holds."""
+        length, pages = self.length(seq) - count, self.sequences[seq]
+        last = pages[-(-length // self.block_size) - 1] if length else None
+        self.drop_unwritten(seq, length)
+        if last and (within := length % self.block_size):
+            pages[-1].removed_tokens = [*last.removed_tokens, *last.tokens[within:]]
+        self.append([(seq, len(tokens))], tokens)
+
+    def preview(self) -> Self:
+        """Return a copy that can get other texts and lives of sequences."""
+        other = copy(self)
+        other.lives = Counter(self.lives)
+        other.texts = self.texts.copied() if self.texts else None
+        return other
 
     def free(self, seq: int) -> None:
         """Remove a sequence, and release its pages."""

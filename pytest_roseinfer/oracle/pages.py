@@ -178,7 +178,7 @@ class State:
         return ()
 
     def unwritten(self, seq: int) -> int:  # noqa: ARG002
-        """Count the last tokens of a sequence that are not written yet."""
+        """Count the last tokens of a sequence that are not written yet, or that are drafts."""
         return 0
 
     def on_write(self, seq: int, begin: int, end: int) -> None:

@@ -7,6 +7,7 @@ that equality of two prefixes is known without a comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -209,21 +210,39 @@ class Texts:
         return self._forked.get(seq, (seq + life) % len(self.initial_branches))
 
     def fork(self, parent: int, child: int, length: int) -> None:
-        """Give the sequence ``child`` a new text that branches off the text ``parent``.
+        """Give the sequence ``child`` a new text that branches off the text ``parent``."""
+        self.assign(child, self.branch(parent, length))
+
+    def branch(self, parent: int, length: int) -> int:
+        """Add a text that branches off the text ``parent``, and return its number.
 
         Within a span, it does so after it.
         """
         key = self._keys[parent]
         if isinstance(key, TextKey):
             length = _after_spans(length, [key])
-        self._branch_off(parent, child, length, self._epochs[parent])
+        return self._add(parent, length, self._epochs[parent])
 
     def _branch_off(self, parent: int, child: int, length: int, epoch: int | None) -> None:
-        self._forked[child] = len(self._branches)
+        self.assign(child, self._add(parent, length, epoch))
+
+    def _add(self, parent: int, length: int, epoch: int | None) -> int:
         self._branches.append((parent, length))
         self._keys.append(self._keys[parent])
         self._namespaces.append(self._namespaces[parent])
         self._epochs.append(epoch)
+        return len(self._branches) - 1
+
+    def assign(self, seq: int, text: int) -> None:
+        """Give a sequence a text that exists."""
+        self._forked[seq] = text
+
+    def copied(self) -> Texts:
+        """Return a copy, whose new texts this one does not get."""
+        other = copy(self)
+        for name in ("_branches", "_keys", "_namespaces", "_epochs", "_forked"):
+            setattr(other, name, copy(getattr(self, name)))
+        return other
 
     def forget(self, seq: int) -> None:
         """Forget the text of a sequence that began as a fork."""

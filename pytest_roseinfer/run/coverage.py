@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.capabilities import draft_trees
 from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
 from pytest_roseinfer.capabilities.text_keys import key_conditions
 from pytest_roseinfer.capabilities.writes import (
@@ -93,6 +94,12 @@ def _requires_keys(adapter: type[Adapter]) -> list[str]:
     if not (issubclass(adapter, KVCacheAdapter) and adapter.key_parts):
         return []
     return key_conditions(adapter) if adapter.abilities >= _FINDS_TEXTS else []
+
+
+def _requires_trees(adapter: type[Adapter]) -> list[str]:
+    """Return the conditions required for a cache's trees of drafts."""
+    is_cache = issubclass(adapter, KVCacheAdapter)
+    return draft_trees.required_conditions(adapter) if is_cache else []
 
 
 def _has_windows(adapter: type[Adapter]) -> bool:
@@ -339,6 +346,7 @@ class Coverage:
                     *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
                     *_requires_keys(adapter),
+                    *_requires_trees(adapter),
                     *(required_conditions(adapter) if engine else ()),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

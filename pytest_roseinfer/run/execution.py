@@ -79,7 +79,8 @@ class Execution:
             stored = self.written if self.fits else admitted.written(oracle)
             if not self.may_refuse:
                 admitted.change(oracle)
-        inputs = self._hand_over(self.written) if self.written else None
+        passed = None if self.step.moves_tokens else self.written
+        inputs = self._hand_over(passed) if passed else None
         try:
             answer = self._drive()
         except errors as error:

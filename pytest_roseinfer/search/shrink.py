@@ -124,6 +124,7 @@ def _without_room(failure: Exception) -> bool:
 def simpler_steps(step: Operation, usual: Mapping[str, Any]) -> Iterator[Operation]:
     """List simpler steps of the same kind; ``usual`` are the default switches of a cache."""
     yield from _with_fewer_rows(step)
+    yield from step.simpler()
     for each in fields(step):  # type: ignore[arg-type]
         value = getattr(step, each.name)
         if isinstance(value, Mapping):
@@ -185,11 +186,8 @@ def _numbers(step: Operation) -> dict[str, tuple[int, ...]]:
     """Return the numbers of each numeric field that names no sequence and has no default."""
     open_ = {each.name for each in fields(step) if each.default is MISSING}  # type: ignore[arg-type]
     values = {name: value for name, value in _values(step).items() if name in open_ - {*NAMING}}
-    return {
-        name: value if isinstance(value, tuple) else (value,)
-        for name, value in values.items()
-        if isinstance(value, int | tuple)
-    }
+    rows = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+    return {name: row for name, row in rows.items() if all(isinstance(each, int) for each in row)}
 
 
 def _values(step: Operation) -> dict[str, Any]:

@@ -83,6 +83,7 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "events": [methods("events", "match_prefix", "use_tokens")],
     "tiers": [TIERS],
     "text_keys": [{**BOOKS, **methods("use_text_keys", "use_tokens"), "key_parts": SALT}],
+    "draft_trees": [methods("append_trees", "accept_paths")],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -98,6 +99,10 @@ REFUSED = {
     ("text_keys", "events"),
     ("windows", "quantisation"),
     ("tiers", "windows"),
+    ("states", "draft_trees"),
+    ("tiers", "draft_trees"),
+    ("windows", "draft_trees"),
+    ("epochs", "draft_trees"),
 }
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {

@@ -52,6 +52,10 @@ _WITHOUT_ROW = {
     "IndexesPaddingRows",
     "IndexesLayersAsOne",
     "KeepsTheVectorsOfAWrite",
+    "MovesInTheFirstLayer",
+    "MovesKeysOnly",
+    "MovesIntoOneBlock",
+    "NeverFindsAcceptedDrafts",
 }
 """Bugs that stand for no reported one."""
 

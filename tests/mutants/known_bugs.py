@@ -128,8 +128,13 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     ),
     "T25": ("vllm #55927", "a wrong token at lengths of one residue"),
     "T26": ("local-inference-lab/vllm #480", "blocks are found after everything was evicted"),
+    "T28": (
+        "vllm-mlx #385",
+        "a trim that moves the offset only, and the stale tail is read",
+    ),
     "T30": (
         "vllm #55092; llm-d-kv-cache #593",
         'a "removed" event while a copy lives; "cleared" ignored',
     ),
+    "T32": ("seen in mini-sglang", "a page freed as a duplicate that stays in the table"),
 }
