@@ -95,6 +95,7 @@ def test_longrope_is_served_within_its_short_length(family: str) -> None:
     assert_matches_transformers(model, 16, max_length=16)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "rotation",
     [

@@ -233,6 +233,7 @@ def test_layers_that_ask_for_more(
     check(Case(device, [0, 5, 16, 17, 130], block_size=16, q_heads=6, traits=names))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("parts", [2, 8])
 def test_a_window_in_parts(device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: parts)

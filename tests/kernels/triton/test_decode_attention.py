@@ -91,6 +91,7 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
     assert_close(Case(device, [7, 2], q_heads=q_heads, kv_heads=kv_heads))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 700])
 def test_contexts_that_are_split(device: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths at, before and after the end of a part, next to a sequence of one token."""
@@ -103,6 +104,7 @@ def test_every_block_size(device: str, block_size: int) -> None:
     assert_close(Case(device, [block_size, block_size + 1, 2], block_size=block_size))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(device: str, window: int) -> None:
     """Sequences shorter than the window, equally long, and longer by one and by many."""
@@ -110,6 +112,7 @@ def test_windows(device: str, window: int) -> None:
     assert_close(Case(device, lengths, block_size=16, traits=["window"], window=window))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
 def test_layers_that_ask_for_more(device: str, names: Sequence[str]) -> None:
     assert_close(Case(device, [1, 5, 16, 17, 130], block_size=16, q_heads=6, traits=names))

@@ -32,6 +32,7 @@ def check(logits: torch.Tensor) -> list[int]:
     return chosen
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1, 2, 97, 1023, 1024, 1025, 33000, 70001])
 def test_every_width(device: str, width: int, dtype: torch.dtype) -> None:

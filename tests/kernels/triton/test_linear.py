@@ -127,6 +127,7 @@ def test_odd_sizes(device: str, inputs: int, outputs: int, transposed: bool) -> 
     layer.check(split_k_linear(layer.x, layer.weight, parts).sum(0), layer.truth)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("outputs", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1])
 def test_a_vocabulary(device: str, outputs: int) -> None:
     """Other tiles from a certain width on; the weights are an embedding's, transposed."""

@@ -34,6 +34,7 @@ def test_prefill_and_decode_match_transformers(device: str) -> None:
     assert engine.path_counts[EnginePath.FUSED] == 5
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("max_rows", [1, 2, 45])
 def test_rows_beyond_the_kernel_limit_match_transformers(
     device: str, max_rows: int, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_last_layer_computes_only_the_last_tokens(
         assert torch.equal(stored.nan_to_num(9.0), same.nan_to_num(9.0))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kin", KIN)
 def test_last_layer_computes_all_tokens_for_all_logits(device: str, kin: str) -> None:
     model, engine = build(kin, device)

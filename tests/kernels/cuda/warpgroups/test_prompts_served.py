@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("q_heads", "block_size"), [(4, 16), (10, 64)])
 def test_a_backend_hands_over_what_the_kernel_needs(
     tmp_path: Path, q_heads: int, block_size: int
