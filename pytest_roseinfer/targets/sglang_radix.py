@@ -16,6 +16,7 @@ from transformers.utils import is_torchvision_available
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
+from pytest_roseinfer.capabilities.payload import same_bits
 from pytest_roseinfer.capabilities.prefixes import PrefixTraits
 from pytest_roseinfer.targets.block_manager import BlockStore
 from pytest_roseinfer.targets.partial_import import import_part, stub_package
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 
 _INSTALL = "unpack its wheel, and those it imports, into a folder of PYTHONPATH"
 _USED = {
-    "managers.schedule_batch": ("FINISH_LENGTH", "Req", "SamplingParams", "release_req"),
+    "managers.schedule_batch": (
+        "FINISH_LENGTH",
+        "Req",
+        "SamplingParams",
+        "ScheduleBatch",
+        "release_req",
+    ),
     "mem_cache.allocation": ("alloc_for_decode", "alloc_for_extend"),
     "mem_cache.allocator": ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator"),
     "mem_cache.allocator.swa": ("SWATokenToKVPoolAllocator",),
@@ -38,7 +45,7 @@ _USED = {
     "mem_cache.base_swa_memory_pool": ("BaseSWAKVPool",),
     "mem_cache.cache_init_params": ("CacheInitParams",),
     "mem_cache.common": ("checkpoint_kv_cache", "evict_from_tree_cache", "release_kv_cache"),
-    "mem_cache.memory_pool": ("ReqToTokenPool",),
+    "mem_cache.memory_pool": ("HybridReqToTokenPool", "ReqToTokenPool"),
     "mem_cache.unified_radix_cache": ("ComponentType", "RadixKey", "UnifiedRadixCache"),
     "runtime_context": ("get_context",),
 }
@@ -85,6 +92,25 @@ def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
     return allocator, pools(sgl, spec)[1]
 
 
+def hybrid_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
+    """Build the same, with a pool of states of recurrent layers and of their convolutions."""
+    shapes = SimpleNamespace(conv=[(1, 2)], temporal=(spec.num_heads, spec.head_dim))
+    dtype = getattr(torch, spec.dtype)
+    dtypes = SimpleNamespace(conv=torch.int64, temporal=dtype)
+    rows = sgl.HybridReqToTokenPool(
+        size=256,
+        mamba_size=spec.options["states"],
+        mamba_spec_state_size=0,
+        max_context_len=spec.block_size * spec.num_blocks + spec.block_size,
+        device=spec.device,
+        enable_memory_saver=False,
+        cache_params=SimpleNamespace(shape=shapes, dtype=dtypes, is_kda=False),
+        mamba_layer_ids=[*range(spec.num_layers)],
+        enable_mamba_extra_buffer=False,
+    )
+    return pools(sgl, spec)[0], rows
+
+
 def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None) -> Any:
     params = sgl.SamplingParams(max_new_tokens=1 << 20)
     return sgl.Req("", "", array("q", text), params, extra_key=namespace)
@@ -106,12 +132,32 @@ def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any
     if tree.token_to_kv_pool_allocator.available_size() < needed:
         for request in begun:
             tree.unlock(request.lock)
+            release_state(tree, request)
         raise CacheFull
     if begun:
         sgl.alloc_for_extend(_batch(begun, [each.extend_end for each in begun], tree))
     if grown:
         lengths = [each.kv.kv_committed_len for each in grown]
         sgl.alloc_for_decode(_batch(grown, lengths, tree), token_per_req=1)
+
+
+def release_state(tree: Any, request: Any) -> None:
+    """Free the slot of a state that a request got before it was refused, as its scheduler does."""
+    if request.kv.holds_mamba:
+        request.kv.mamba_cow_src_index, request.kv.mamba_needs_clear = None, False
+        tree.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(-1))
+        request.kv.mamba_pool_idx = None
+
+
+def copy_found_states(sgl: SimpleNamespace, tree: Any, begun: list[Any]) -> None:
+    """Copy the states that new requests begin with, and clear others, as a forward pass does."""
+    batch, rows = SimpleNamespace(), tree.req_to_token_pool
+    sgl.ScheduleBatch._collect_deferred_mamba_cow_and_clear(batch, begun)
+    if (slots := batch.mamba_clear_indices) is not None:
+        rows.mamba_pool.clear_slots(rows.translate_mamba_indices(slots))
+    if (sources := batch.mamba_cow_src_indices) is not None:
+        targets = rows.translate_mamba_indices(batch.mamba_cow_dst_indices)
+        rows.copy_mamba_state(rows.translate_mamba_indices(sources), targets)
 
 
 def _batch(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
@@ -199,8 +245,7 @@ class SglangAdapter(KVCacheAdapter):
     def _begin(self, seq: int, request: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         take_room(self.sgl, self.tree, [request], [])
         self.requests[seq] = request
-        rest = key[:, request.prefix_len :], value[:, request.prefix_len :]
-        self.store.write_slots(self._slots(seq), *rest)
+        self._store([seq], [slice(request.prefix_len, None)], key, value)
         self.sgl.checkpoint_kv_cache(request, self.tree)
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -208,13 +253,19 @@ class SglangAdapter(KVCacheAdapter):
         grown = [self.requests[seq] for seq in seqs if seq not in new]
         take_room(self.sgl, self.tree, [*new.values()], grown)
         self.requests |= new
+        self._store(seqs, [slice(row, row + 1) for row in range(len(seqs))], key, value)
         for row, seq in enumerate(seqs):
-            new_row = key[:, row : row + 1], value[:, row : row + 1]
-            self.store.write_slots(self._slots(seq), *new_row)
             if seq in new:
                 self.sgl.checkpoint_kv_cache(new[seq], self.tree)
             else:
                 self.requests[seq].output_ids.extend(self.row_tokens[row])
+
+    def _store(
+        self, seqs: Sequence[int], rows: Sequence[slice], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store the new tokens of each sequence, which are these rows of the keys and values."""
+        for seq, own in zip(seqs, rows, strict=True):
+            self.store.write_slots(self._slots(seq), key[:, own], value[:, own])
 
     def _slots(self, seq: int) -> torch.Tensor:
         return slots_of(self.tree, self.requests[seq])
@@ -263,6 +314,66 @@ class SglangAdapter(KVCacheAdapter):
 
     def arena(self) -> KeysAndValues:
         return self.store.arena
+
+
+class HybridSglangAdapter(SglangAdapter):
+    """Adapter of SGLang's radix cache for a model with recurrent layers, whose states it keeps.
+
+    The state after a prompt enters the tree, and that of a request when it ends. A prefix is found
+    up to a token whose state is stored.
+    """
+
+    block_sizes = (1,)
+    max_sequences = 6
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **SglangAdapter.option_choices,
+        # Slots for three states per request, as its server has at least, and a few more.
+        "states": (3 * max_sequences, 3 * max_sequences + 2, 7 * max_sequences),
+    }
+    pools = staticmethod(hybrid_pools)
+
+    def make(self, spec: CacheSpec) -> None:
+        # Its server computes it from the config of a model.
+        sglang().get_context()._server_args._mamba_cache_chunk_size = 64
+        super().make(spec)
+        self.states_by_slot = self.rows.mamba_pool.mamba_cache.temporal
+        # In place of the states of convolutions, the number of tokens before them.
+        (self.lengths,) = self.rows.mamba_pool.mamba_cache.conv
+        self.states_by_slot.fill_(torch.nan)
+
+    def kind(self, spec: CacheSpec) -> dict[str, Any]:
+        kinds = self.sgl.ComponentType
+        return {
+            "tree_components": (kinds.FULL, kinds.MAMBA),
+            "tree_core_backend": spec.options["tree_core_backend"],
+        }
+
+    def use_states(self, states: torch.Tensor) -> None:
+        self.states = states
+
+    def _store(
+        self, seqs: Sequence[int], rows: Sequence[slice], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store tokens, and the states after them, which are computed from those before."""
+        requests = [self.requests[seq] for seq in seqs]
+        copy_found_states(self.sgl, self.tree, requests)
+        super()._store(seqs, rows, key, value)
+        for request, own in zip(requests, rows, strict=True):
+            slot = self.rows.translate_mamba_indices(request.kv.mamba_pool_idx)
+            new, length = self.states[:, own], request.kv.kv_allocated_len
+            before = length - new.shape[1]
+            if (lengths := self.lengths[:, slot].unique().tolist()) != [before]:
+                raise AssertionError(f"{before} tokens have the states after {lengths} tokens")
+            found = before if own.stop is None else 0
+            if found and not same_bits(self.states_by_slot[:, slot], self.states[:, found - 1]):
+                raise AssertionError(f"{found} tokens were found with another state")
+            self.states_by_slot[:, slot] = new[:, -1]
+            self.lengths[:, slot] = length
+
+    def peek_state(self, seq: int) -> torch.Tensor:
+        slot = self.rows.translate_mamba_indices(self.requests[seq].kv.mamba_pool_idx)
+        state: torch.Tensor = self.states_by_slot[:, slot]
+        return state
 
 
 class SlidingSglangAdapter(SglangAdapter):

@@ -11,7 +11,11 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
 from pytest_roseinfer.targets import partial_import
-from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter
+from pytest_roseinfer.targets.sglang_radix import (
+    HybridSglangAdapter,
+    SglangAdapter,
+    SlidingSglangAdapter,
+)
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import preamble_about, scripts_about
 from tests.others.pictures import DecodesReasoning, strip_thinking_cache
@@ -62,8 +66,26 @@ class EvictsWindowsEarly(SlidingSglangAdapter):
         super().append(seqs, key, value)
 
 
+class CopiesNoStates(HybridSglangAdapter):
+    """Stores a slot for the state of a prompt in the tree, and copies nothing there."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.rows.mamba_pool.copy_from = lambda *_: None
+
+
+class ClearsNoStates(HybridSglangAdapter):
+    """Begins a request in the state of the slot's former one."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.rows.mamba_pool.clear_slots = lambda *_: None
+
+
 @needs_sglang
-@pytest.mark.parametrize("adapter", [SglangAdapter, InsertsAtOnce, SlidingSglangAdapter])
+@pytest.mark.parametrize(
+    "adapter", [SglangAdapter, InsertsAtOnce, SlidingSglangAdapter, HybridSglangAdapter]
+)
 def test_radix_cache_conforms(adapter: type[SglangAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
@@ -76,6 +98,19 @@ def test_radix_cache_conforms(adapter: type[SglangAdapter]) -> None:
 def test_window_evicted_early_is_found() -> None:
     with pytest.raises(Divergence, match=r"tokens in a window have the slots \[0"):
         conformance(EvictsWindowsEarly)().test_histories()
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (CopiesNoStates, r"\d+ tokens have the states after \[0\] tokens"),
+        (ClearsNoStates, r"0 tokens have the states after \[\d+\] tokens"),
+    ],
+)
+def test_wrong_states_are_found(adapter: type[HybridSglangAdapter], message: str) -> None:
+    with pytest.raises(Divergence, match=message):
+        conformance(adapter)().test_histories()
 
 
 @needs_sglang
