@@ -48,6 +48,10 @@ _WITHOUT_ROW = {
     "MovesKeysOnly",
     "MovesIntoOneBlock",
     "NeverFindsAcceptedDrafts",
+    "LeaksDroppedBeams",
+    "LeavesDroppedBeams",
+    "SelectsKeysOnly",
+    "SelectsInTheFirstLayer",
 }
 """Bugs that stand for no reported one."""
 
