@@ -9,6 +9,7 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.capabilities.attention import AttentionMethods
 from pytest_roseinfer.capabilities.auxiliary_vectors import AuxiliaryVectorMethods
 from pytest_roseinfer.capabilities.bad_calls import BadCallMethods
+from pytest_roseinfer.capabilities.beams import BeamMethods
 from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
@@ -63,6 +64,7 @@ class KVCacheAdapter(
     TextKeyMethods,
     EventMethods,
     DraftTreeMethods,
+    BeamMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

@@ -29,7 +29,7 @@ Rows = list[tuple[int, int]]
 Tokens = Sequence[int]
 MAX_SEQUENCES = 6
 """Most sequences that a drawn history has at a time."""
-NAMING = ("seq", "seqs", "parent", "child")
+NAMING = ("seq", "seqs", "parent", "child", "sources")
 """Fields that hold names of sequences, in all operations."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")

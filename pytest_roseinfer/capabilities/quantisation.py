@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer.capabilities.beams import Reorder
 from pytest_roseinfer.capabilities.cache_data import (
     MAX_RELATIVE_ERROR,
     SCALE_SCOPES,
@@ -77,10 +78,12 @@ def _changed_reads(observation: Observation) -> Finding | None:
 
 def _num_old_tokens(observation: Observation, seq: int) -> int:
     """Count the first tokens of a sequence that the step must not change."""
-    written = observation.outcome.written
+    written, step = observation.outcome.written, observation.operation
+    if isinstance(step, Reorder) and seq in step.seqs:
+        return 0
     new = sum(count for name, count in written.rows if name == seq) if written else 0
     num_old = observation.oracle.length(seq) - observation.oracle.unwritten(seq) - new
-    changed = observation.operation.changed_seqs() if observation.operation else []
+    changed = step.changed_seqs() if step else []
     if observation.payload.rounds_blocks and (new or seq in changed):
         num_old -= num_old % observation.spec.block_size
     return num_old

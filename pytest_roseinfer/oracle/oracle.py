@@ -464,6 +464,16 @@ class Oracle:
         for state in self.states.values():
             state.on_fork(parent, child, sum(page.holders > 1 for page in pages_of_fork))
 
+    def rename(self, seq: int, other: int) -> None:
+        """Give the tokens and pages of a sequence to another name, which no sequence has."""
+        pages = self.sequences[other] = self.sequences.pop(seq)
+        self.truncated_on_last[other] = self.truncated_on_last.pop(seq, 0)
+        self.windows.fork(seq, other)
+        self.windows.forget(seq)
+        for state in self.states.values():
+            state.on_fork(seq, other, len(pages))
+            state.on_release(seq)
+
     def branch_text(self, parent: int, child: int) -> None:
         """Give ``child`` a text that branches off the text of ``parent`` at its present length."""
         if self.texts:

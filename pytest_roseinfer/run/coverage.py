@@ -56,6 +56,9 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "restarted_warm": {"restart_tiers"},
     "restarted_empty": {"restart_tiers"},
     "lookup_missed_by_key": {"use_text_keys", *_FINDS_TEXTS},
+    "beam_taken_twice": {"reorder"},
+    "beams_exchanged": {"reorder"},
+    "beam_dropped": {"reorder"},
 }
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3

@@ -78,6 +78,11 @@ class BatchRows:
         self._select([*range(len(self.seqs)), self.seqs.index(parent)])
         self.seqs.append(child)
 
+    def reorder(self, sources: Mapping[int, int]) -> None:
+        """Give each of these sequences the row of its source, in place of all rows."""
+        self._select([self.seqs.index(source) for source in sources.values()])
+        self.seqs = [*sources]
+
     def _select(self, indices: list[int]) -> None:
         """Replace the rows of the cache by these; some may be repeated."""
         how = self.how
@@ -153,6 +158,17 @@ class DynamicCacheAdapter(KVCacheAdapter):
         rows = self.home[child] = self.home[parent]
         rows.fork(parent, child)
         self.attended[child] = list(self.attended[parent])
+
+    def reorder(self, seqs: Sequence[int], sources: Sequence[int]) -> None:
+        """Select the rows of each batch anew: of sequences that stay there, and of sources."""
+        source_of = {seq: seq for seq in self.home} | dict(zip(seqs, sources, strict=True))
+        batches: dict[BatchRows, dict[int, int]] = {}
+        for seq, source in source_of.items():
+            batches.setdefault(self.home[source], {})[seq] = source
+        self.attended.update({seq: list(self.attended[source_of[seq]]) for seq in seqs})
+        for rows, selected in batches.items():
+            rows.reorder(selected)
+            self.home.update(dict.fromkeys(selected, rows))
 
     @classmethod
     def can_truncate(cls, spec: CacheSpec, stored: int, length: int) -> bool:

@@ -56,6 +56,10 @@ _WITHOUT_ROW = {
     "MovesKeysOnly",
     "MovesIntoOneBlock",
     "NeverFindsAcceptedDrafts",
+    "LeaksDroppedBeams",
+    "LeavesDroppedBeams",
+    "SelectsKeysOnly",
+    "SelectsInTheFirstLayer",
 }
 """Bugs that stand for no reported one."""
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WRITES = {"append_many", "prefill", "free", "gather"}
 PAGED = WRITES | {"append_padded", "reserve", "fill"}
 OFFERED = {
-    DynamicCacheAdapter: WRITES | {"fork", "truncate"},
+    DynamicCacheAdapter: WRITES | {"fork", "truncate", "reorder"},
     PagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
     UnsharedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
     ForkedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena", "fork"},
