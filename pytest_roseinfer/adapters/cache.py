@@ -12,6 +12,7 @@ from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
 from pytest_roseinfer.capabilities.device_queue import QueueMethods
+from pytest_roseinfer.capabilities.disaggregation import DisaggregationMethods
 from pytest_roseinfer.capabilities.epochs import EpochMethods
 from pytest_roseinfer.capabilities.events import EventMethods
 from pytest_roseinfer.capabilities.forks import ForkMethods
@@ -59,6 +60,7 @@ class KVCacheAdapter(
     EpochMethods,
     TextKeyMethods,
     EventMethods,
+    DisaggregationMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

@@ -17,6 +17,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
+from pytest_roseinfer.capabilities.disaggregation import remote_conditions
 from pytest_roseinfer.capabilities.text_keys import key_conditions
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
@@ -339,7 +340,7 @@ class Coverage:
                     *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
                     *_requires_keys(adapter),
-                    *(required_conditions(adapter) if engine else ()),
+                    *(required_conditions(adapter) if engine else remote_conditions(adapter)),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],

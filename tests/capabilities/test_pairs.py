@@ -76,6 +76,12 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "events": [methods("events", "match_prefix", "use_tokens")],
     "tiers": [TIERS],
     "text_keys": [{**BOOKS, **methods("use_text_keys", "use_tokens"), "key_parts": SALT}],
+    "disaggregation": [
+        methods(
+            *("make_remote", "remote_prefill", "begin_receive", "poll_receive", "finish_receive"),
+            *("cancel_receive", "abort_remote", "transfers_in_flight", "end_transfer"),
+        )
+    ],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -91,6 +97,11 @@ REFUSED = {
     ("text_keys", "events"),
     ("windows", "quantisation"),
     ("tiers", "windows"),
+    ("states", "disaggregation"),
+    ("tiers", "disaggregation"),
+    ("windows", "disaggregation"),
+    ("epochs", "disaggregation"),
+    ("disaggregation", "quantisation"),
 }
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {
