@@ -44,6 +44,7 @@ from pytest_roseinfer.capabilities.tiers import (
     RESULTS,
     TWICE,
     End,
+    EndTransfer,
     end_with_result,
     list_transfers,
 )
@@ -207,8 +208,8 @@ class Remote(State):
     prompts: dict[int, int] = field(default_factory=dict)
     """Number of tokens in the prefill cache, by sequence."""
     receives: dict[int, Receive] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)
-    """Sequences whose latest receive was cancelled after a transfer had arrived."""
+    cancelled: dict[int, int] = field(default_factory=dict)
+    """Number of transfers of the latest cancelled receive that had arrived, by sequence."""
     num_leaving: int = 0
     """Blocks of the prefill cache whose prompts have ended while transfers are in flight."""
     num_in_flight: int = 0
@@ -241,7 +242,7 @@ class Remote(State):
         self.num_leaving += self.blocks_of(seq) * bool(self.num_in_flight)
         del self.prompts[seq]
         self.receives.pop(seq, None)
-        self.cancelled.discard(seq)
+        self.cancelled.pop(seq, None)
 
     def blocks_of(self, seq: int) -> int:
         """Return the number of blocks of a prompt in the prefill cache."""
@@ -430,7 +431,7 @@ class BeginReceive(operation.Operation):
     def change(self, oracle: Oracle) -> None:
         remote = remote_of(oracle)
         oracle.append(self.rows(), prompt_tokens(oracle, self.seq, 0, self.count))
-        retried, written = self.seq in remote.cancelled, remote.prompts[self.seq]
+        retried, written = bool(remote.cancelled.get(self.seq)), remote.prompts[self.seq]
         remote.receives[self.seq] = Receive(self.count, written, retried)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
@@ -454,14 +455,8 @@ _DRAWN_RESULTS = (DONE, DONE, DONE, DONE, PART, TWICE, FAILED, PART)
 
 
 @operation.register("EndReceiveTransfer")
-class EndReceiveTransfer(operation.Operation):
+class EndReceiveTransfer(EndTransfer):
     """End a transfer from the prefill cache."""
-
-    number: int = 0
-    """Its index among these, modulo their number."""
-    result: str = DONE
-    at: int = 0
-    """Number that determines the part that arrives."""
 
     needs = _NEEDS
 
@@ -477,8 +472,13 @@ class EndReceiveTransfer(operation.Operation):
 
     def settle(self, oracle: Oracle, answer: object) -> str | None:
         assert isinstance(answer, tuple)
-        end, _, problem = answer
-        _note_end(oracle, end)
+        remote = remote_of(oracle)
+        remote.end, _, problem = answer
+        transfer, result = answer[0]
+        if receive := remote.receives.get(transfer.seq):
+            whole = result.reported == transfer.num_blocks
+            receive.num_arrived += whole
+            receive.num_lost += not whole
         return str(problem) if problem else None
 
     @classmethod
@@ -489,17 +489,6 @@ class EndReceiveTransfer(operation.Operation):
         remote = remote_of(writer.oracle)
         if remote.receives or remote.cancelled:
             yield operation.DrawOption(137, 8, draw_step)
-
-
-def _note_end(oracle: Oracle, end: End) -> None:
-    """Record the end of a transfer, for the receive that it is of."""
-    remote = remote_of(oracle)
-    remote.end = end
-    if end.transfer.seq in remote.receives:
-        receive = remote.receives[end.transfer.seq]
-        whole = end.result.reported == end.transfer.num_blocks
-        receive.num_arrived += whole
-        receive.num_lost += not whole
 
 
 @operation.register("FinishReceive")
@@ -568,8 +557,7 @@ class CancelReceive(_OfReceive):
 
     def change(self, oracle: Oracle) -> None:
         remote = remote_of(oracle)
-        if remote.receives.pop(self.seq).num_arrived:
-            remote.cancelled.add(self.seq)
+        remote.cancelled[self.seq] = remote.receives.pop(self.seq).num_arrived
         oracle.release_pages(self.seq)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:

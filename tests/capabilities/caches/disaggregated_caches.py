@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -68,6 +68,26 @@ class PrefillCache:
         self.unused, self.leaving = [*self.leaving, *self.unused], []
 
 
+class DecodeCache(KVCacheAdapter):
+    """Base of decode caches with a prefill cache, which they show."""
+
+    remote = RemoteTraits(block_sizes=(1, 2, 3, 4, 8), ranks=(1, 2))
+    head_counts = (2, 1, 4)
+    head_dims = (4,)
+    block_sizes = (2, 4, 1, 3)
+    spec: CacheSpec
+
+    def make_remote(self, block_size: int, num_blocks: int, ranks: int) -> None:
+        self.prefill_cache = PrefillCache(self.spec, block_size, num_blocks, ranks)
+
+    def peek_remote(self, seq: int, layer: int) -> Pair:
+        cache = self.prefill_cache
+        return cache.read(cache.tables[seq], layer, range(cache.lengths[seq]))
+
+    def remote_free_blocks(self) -> int:
+        return len(self.prefill_cache.unused)
+
+
 # Pushed layer by layer
 
 
@@ -101,16 +121,12 @@ class Push:
     """Blocks of the decode cache that it writes."""
 
 
-class PushedCache(KVCacheAdapter):
+class PushedCache(DecodeCache):
     """Decode cache to which a prefill cache pushes each layer as soon as a block is full.
 
     What is in flight is written whatever happens, so blocks wait for it after a cancel.
     """
 
-    remote = RemoteTraits(block_sizes=(1, 2, 3, 4, 8), ranks=(1, 2))
-    head_counts = (2, 1, 4)
-    head_dims = (4,)
-    block_sizes = (2, 4, 1, 3)
     standard_bad_calls = ("gather_being_received",)
     bad_call_errors = (KeyError,)
 
@@ -127,9 +143,6 @@ class PushedCache(KVCacheAdapter):
         self.num_pushes = 0
         self.leaving: list[int] = []
         """Blocks of cancelled receives to which pushes in flight will write."""
-
-    def make_remote(self, block_size: int, num_blocks: int, ranks: int) -> None:
-        self.prefill_cache = PrefillCache(self.spec, block_size, num_blocks, ranks)
 
     # The decode side
 
@@ -248,13 +261,6 @@ class PushedCache(KVCacheAdapter):
             self.cancel_receive(seq)
         self.release()
 
-    def peek_remote(self, seq: int, layer: int) -> Pair:
-        cache = self.prefill_cache
-        return cache.read(cache.tables[seq], layer, range(cache.lengths[seq]))
-
-    def remote_free_blocks(self) -> int:
-        return len(self.prefill_cache.unused)
-
     # The network
 
     def transfers_in_flight(self) -> list[Transfer]:
@@ -314,26 +320,17 @@ class Pull:
     """Blocks of the decode cache that it writes."""
 
 
-class PullingCache(TextCache):
+class PullingCache(DecodeCache, TextCache):
     """Prefix cache that reads whole blocks of a prefill cache, and splits or joins them.
 
     It reads again what failed, and drops what is in flight when a receive is cancelled.
     """
-
-    remote = RemoteTraits(block_sizes=(1, 2, 3, 4, 8), ranks=(1, 2))
-    head_counts = (2, 1, 4)
-    head_dims = (4,)
-    block_sizes = (2, 4, 1, 3)
-    standard_bad_calls: ClassVar[Sequence[str]] = ()
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
         self.prompts: dict[int, PulledPrompt] = {}
         self.pulls: dict[int, Pull] = {}
         self.num_pulls = 0
-
-    def make_remote(self, block_size: int, num_blocks: int, ranks: int) -> None:
-        self.prefill_cache = PrefillCache(self.spec, block_size, num_blocks, ranks)
 
     def remote_prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.prefill_cache.write(seq, key, value)
@@ -405,13 +402,6 @@ class PullingCache(TextCache):
         if seq in self.prompts:
             self.cancel_receive(seq)
         self.free_remote(seq)
-
-    def peek_remote(self, seq: int, layer: int) -> Pair:
-        cache = self.prefill_cache
-        return cache.read(cache.tables[seq], layer, range(cache.lengths[seq]))
-
-    def remote_free_blocks(self) -> int:
-        return len(self.prefill_cache.unused)
 
     def transfers_in_flight(self) -> list[Transfer]:
         return [
