@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
     from pytest_roseinfer.capabilities.cache_data import Transfer as Transfer
     from pytest_roseinfer.capabilities.cache_data import TransferResult as TransferResult
+    from pytest_roseinfer.capabilities.disaggregation import RemoteTraits as RemoteTraits
     from pytest_roseinfer.capabilities.prefixes import PrefixTraits as PrefixTraits
     from pytest_roseinfer.capabilities.simulated_device import DeviceQueue as DeviceQueue
     from pytest_roseinfer.capabilities.text_keys import KeyPart as KeyPart
@@ -95,6 +96,7 @@ _NAMES = {
         "Transfer",
         "TransferResult",
     ),
+    "capabilities.disaggregation": ("RemoteTraits",),
     "capabilities.prefixes": ("PrefixTraits",),
     "capabilities.simulated_device": ("DeviceQueue",),
     "capabilities.text_keys": ("KeyPart",),

@@ -14,6 +14,7 @@ from pytest_roseinfer.capabilities.block_tables import BlockTableMethods
 from pytest_roseinfer.capabilities.cache_data import CacheFull
 from pytest_roseinfer.capabilities.counting import CountingMethods
 from pytest_roseinfer.capabilities.device_queue import QueueMethods
+from pytest_roseinfer.capabilities.disaggregation import DisaggregationMethods
 from pytest_roseinfer.capabilities.draft_trees import DraftTreeMethods
 from pytest_roseinfer.capabilities.epochs import EpochMethods
 from pytest_roseinfer.capabilities.events import EventMethods
@@ -65,6 +66,7 @@ class KVCacheAdapter(
     EventMethods,
     DraftTreeMethods,
     BeamMethods,
+    DisaggregationMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

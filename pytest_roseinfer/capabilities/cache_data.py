@@ -87,17 +87,18 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A copy of blocks from one tier of a cache to another, which is in flight."""
+    """A copy of blocks between two tiers of a cache, or from a prefill cache, in flight."""
 
     id: int | str
     """Number or name that no other transfer has while this one is in flight."""
-    kind: Literal["load", "store", "move"]
-    """Direction: ``"load"`` into the first tier, ``"store"`` out of it, or ``"move"`` between other
-    tiers."""
+    kind: Literal["load", "store", "move", "receive"]
+    """Direction: ``"load"`` into the first tier, ``"store"`` out of it, ``"move"`` between other
+    tiers, or ``"receive"`` from a prefill cache."""
     blocks: Sequence[int] = ()
     """Blocks of the first tier that it reads or writes, in the order of their tokens."""
     seq: int | None = None
-    """Sequence that a load is for; None for a store or a move."""
+    """Sequence that a load or a receive is for; None for a store or a move, and for a receive that
+    was cancelled."""
     moved: int = 0
     """Number of blocks of a move."""
 

@@ -54,7 +54,9 @@ class Free(operation.Operation):
     @classmethod
     def draw_for_absent(cls, writer: operation.Writer) -> Free:
         """Draw a sequence that is being swapped in, which is rare; else any absent one."""
-        return cls(writer.pick(writer.oracle.hidden or [*writer.oracle.absent]))
+        absent = writer.oracle.absent
+        coming = [seq for seq in writer.oracle.hidden if seq in absent]
+        return cls(writer.pick(coming or [*absent]))
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:

@@ -45,7 +45,7 @@ class MisuseState:
     @property
     def live(self) -> list[int]:
         absent = self.oracle.absent
-        return [seq for seq in self.oracle.sequences if seq not in absent]
+        return [seq for seq in self.oracle.readable if seq not in absent]
 
     def gather_absent(self, seqs: Sequence[int]) -> Iterator[Call]:
         """Yield a call that gathers the last of these absent sequences, if there is one."""

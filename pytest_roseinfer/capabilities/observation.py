@@ -56,7 +56,7 @@ class Snapshot:
     """Lookups that may have missed a block because of a hash collision, by the keys of
     ``matches``."""
     transfers: Sequence[Transfer] | Exception = ()
-    """Transfers in flight between tiers."""
+    """Transfers in flight between tiers, and from a prefill cache."""
     blocks_in_flight: Counter[int] = field(default_factory=Counter)
     """Number of transfers in flight that hold each block."""
     blocks_of_stores: frozenset[int] = frozenset()
@@ -71,6 +71,12 @@ class Snapshot:
     """Auxiliary vectors, ``[tokens, width]`` for each name, by rank, sequence and layer."""
     events: Sequence[Event] | Exception = ()
     """Events since the latest snapshot that has any."""
+    remote_reads: Mapping[tuple[int, int], Pair | Exception] = field(default_factory=dict)
+    """Keys and values in the prefill cache, by sequence and layer."""
+    remote_free_blocks: int | Exception | None = None
+    """Free blocks of the prefill cache; None if there is no such cache."""
+    receive_statuses: Mapping[int, str | Exception] = field(default_factory=dict)
+    """Status of each receive, by sequence."""
     counts: Counter[str] = field(default_factory=Counter)
     """Runs of each path and times each condition was met, since ``make``."""
     _of_layers: dict[int, Mapping[int, list[int | None]]] = field(

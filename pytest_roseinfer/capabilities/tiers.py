@@ -103,7 +103,7 @@ class TierMethods:
 
         The cache begins stores at times of its choice. One that it waits for itself, as before it
         reuses a block, leaves the list. A block of a load or store that no table names is not free,
-        unless ``holds_blocks`` is False.
+        unless ``holds_blocks`` is False. Transfers from a prefill cache are listed too.
         """
 
     @optional
@@ -203,7 +203,7 @@ DONE, TWICE, FAILED, FULL, PART, UNNOTICED = (
     "part",
     "unnoticed",
 )
-_RESULTS = {
+RESULTS = {
     DONE: "",
     TWICE: ", and reports that twice",
     FAILED: ", which fails",
@@ -247,6 +247,8 @@ def _draw_part(writer: operation.Writer) -> int:
 
 
 _NEEDS = frozenset({"load_prefix", "transfers_in_flight", "end_transfer"})
+_BEGIN_TRANSFERS = frozenset({"load_prefix", "begin_receive"})
+"""Methods after which transfers may be in flight, from other tiers or from a prefill cache."""
 
 
 @operation.register("LoadPrefix")
@@ -263,9 +265,9 @@ class LoadPrefix(BeginWith):
         tiers_of(oracle).loading[self.seq] = Loading(0, [])
 
     def drive(self, cache: operation.CacheUnderTest) -> object:
-        before = {each.id for each in _transfers(cache.adapter)}
+        before = {each.id for each in list_transfers(cache.adapter)}
         answer = cache.adapter.load_prefix(cache.lookup_handles.pop(self.seq), self.seq)
-        for each in _transfers(cache.adapter):
+        for each in list_transfers(cache.adapter):
             if each.id not in before and (each.kind, each.seq) == ("load", self.seq):
                 cache.loads[self.seq] = each
         return answer, cache.loads.get(self.seq)
@@ -296,11 +298,13 @@ class LoadPrefix(BeginWith):
             yield operation.DrawOption(101, 6, lambda: cls(writer.pick([*names])))
 
 
-def _transfers(adapter: Any) -> list[Transfer]:
+def list_transfers(adapter: Any) -> list[Transfer]:
     return return_values.transfers(adapter.transfers_in_flight())
 
 
-def _end(cache: operation.CacheUnderTest, transfer: Transfer, name: str, at: int) -> object:
+def end_with_result(
+    cache: operation.CacheUnderTest, transfer: Transfer, name: str, at: int
+) -> tuple[End, object, str | None]:
     """End a transfer; return its end, the cache's answer, and a problem or None."""
     end, answer, problem = End(transfer, result_of(transfer, name, at)), None, None
     which = f"transfers_in_flight() {{}} transfer {transfer.id!r}, "
@@ -314,7 +318,7 @@ def _end(cache: operation.CacheUnderTest, transfer: Transfer, name: str, at: int
 
 
 def _lists(adapter: Any, transfer: Transfer) -> bool:
-    return transfer.id in {each.id for each in _transfers(adapter)}
+    return transfer.id in {each.id for each in list_transfers(adapter)}
 
 
 @operation.register("EndLoad")
@@ -329,7 +333,7 @@ class EndLoad(operation.Operation):
     needs = _NEEDS
 
     def describe(self) -> str:
-        return f"end the load of sequence {self.seq}{_RESULTS[self.result]}"
+        return f"end the load of sequence {self.seq}{RESULTS[self.result]}"
 
     def changed_seqs(self) -> list[int]:
         return [self.seq]
@@ -345,7 +349,7 @@ class EndLoad(operation.Operation):
         tiers.ending[self.seq] = tiers.loading.pop(self.seq)
 
     def drive(self, cache: operation.CacheUnderTest) -> object:
-        return _end(cache, cache.loads.pop(self.seq), self.result, self.at)
+        return end_with_result(cache, cache.loads.pop(self.seq), self.result, self.at)
 
     def settle(self, oracle: Oracle, answer: object) -> str | None:
         """Drop the tokens that did not arrive."""
@@ -396,15 +400,15 @@ class EndTransfer(operation.Operation):
     needs = _NEEDS
 
     def describe(self) -> str:
-        return f"end transfer {self.number} that none waits for{_RESULTS[self.result]}"
+        return f"end transfer {self.number} that none waits for{RESULTS[self.result]}"
 
     def possible(self, oracle: Oracle) -> bool:
         return tiers_of(oracle).others > 0
 
     def drive(self, cache: operation.CacheUnderTest) -> object:
         awaited = {each.id for each in cache.loads.values()}
-        others = [each for each in _transfers(cache.adapter) if each.id not in awaited]
-        return _end(cache, others[self.number % len(others)], self.result, self.at)
+        others = [each for each in list_transfers(cache.adapter) if each.id not in awaited]
+        return end_with_result(cache, others[self.number % len(others)], self.result, self.at)
 
     def settle(self, oracle: Oracle, answer: object) -> str | None:
         assert isinstance(answer, tuple)
@@ -697,14 +701,14 @@ def _least_match(observation: Observation, text: int, count: int) -> int:
 
 
 def _show_tiers(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
-    transfers = call_or_error(_transfers, run.adapter)
-    held: dict[str, list[int]] = {"load": [], "store": [], "move": []}
+    transfers = call_or_error(list_transfers, run.adapter)
+    held: dict[str, list[int]] = {"load": [], "store": [], "move": [], "receive": []}
     for each in () if isinstance(transfers, Exception) else transfers:
-        if each.kind == "load" or run.declared.tiers.holds_blocks:
+        if each.kind in ("load", "receive") or run.declared.tiers.holds_blocks:
             held[each.kind] += each.blocks
     shown = {
         "transfers": transfers,
-        "blocks_in_flight": Counter(held["load"] + held["store"]),
+        "blocks_in_flight": Counter(held["load"] + held["store"] + held["receive"]),
         "blocks_of_stores": frozenset(held["store"]),
     }
     if "match_tiers" in run.features:
@@ -824,15 +828,17 @@ def refuse_tiers(adapter: type[Any]) -> None:
         raise TypeError(
             f"{adapter.__name__} defines load_prefix, which cannot be judged with windows yet"
         )
+    if adapter.abilities & {"transfers_in_flight"} and not adapter.abilities & _BEGIN_TRANSFERS:
+        raise TypeError(
+            f"{adapter.__name__} defines transfers_in_flight and must then define load_prefix or "
+            "begin_receive too"
+        )
     keeps = adapter.tiers.keeps
     if type(keeps) is not int or keeps < 0:
         raise TypeError(
             f"{adapter.__name__}.tiers.keeps is {keeps!r}: write a number of blocks, 0 for none"
         )
 
-
-_TOGETHER = ("load_prefix", "transfers_in_flight", "end_transfer")
-"""Methods that each need the two others."""
 
 TIERS = Capability(
     methods=TierMethods,
@@ -841,13 +847,21 @@ TIERS = Capability(
     operations=(LoadPrefix, EndLoad, EndTransfer, RestartTiers),
     return_steps=_return_steps,
     needs={
-        **dict.fromkeys(_TOGETHER, (*_TOGETHER, "match_prefix", "look_up", "begin_with")),
+        "load_prefix": (
+            "transfers_in_flight",
+            "end_transfer",
+            "match_prefix",
+            "look_up",
+            "begin_with",
+        ),
+        "transfers_in_flight": ("end_transfer",),
+        "end_transfer": ("transfers_in_flight",),
         "match_tiers": ("load_prefix",),
         "restart_tiers": ("load_prefix",),
     },
     invariants=(blocks_in_flight, tier_lookups),
     observers=(TierContents,),
-    views=(View(("load_prefix",), _show_tiers),),
+    views=(View(_BEGIN_TRANSFERS, _show_tiers),),
     walk=_walk,
     refuse=(refuse_tiers,),
 )

@@ -149,8 +149,6 @@ class State:
     """True if a step may find less room than the oracle counts."""
     spared_blocks: ClassVar[str] = ""
     """Description of the blocks that ``blocks_to_spare`` counts."""
-    pending_seqs: Collection[int] = ()
-    """Names reserved for sequences that have not begun."""
 
     @classmethod
     def applies_to(cls, adapter: Any) -> bool:
@@ -166,6 +164,11 @@ class State:
     def of(cls, adapter: Any, spec: Any) -> Self:  # noqa: ARG003
         """Make the state for an empty cache of this spec, with the adapter's declarations."""
         return cls()
+
+    @property
+    def pending_seqs(self) -> Collection[int]:
+        """Names reserved for sequences that have not begun."""
+        return ()
 
     @property
     def absent(self) -> Mapping[int, Absence]:

@@ -18,6 +18,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities import draft_trees
 from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
+from pytest_roseinfer.capabilities.disaggregation import remote_conditions
 from pytest_roseinfer.capabilities.text_keys import key_conditions
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
@@ -350,7 +351,7 @@ class Coverage:
                     *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
                     *_requires_keys(adapter),
                     *_requires_trees(adapter),
-                    *(required_conditions(adapter) if engine else ()),
+                    *(required_conditions(adapter) if engine else remote_conditions(adapter)),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import KVCacheAdapter
-from tests.capabilities.invariants import books, stored
+from tests.capabilities.invariants import books, receives, stored
 from tests.capabilities.invariants import return_values as return_values
 
 if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Invariant, Observation
     from tests.capabilities.invariants.observations import Right, Wrong
 
-RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **return_values.RIGHT}
-WRONG: Wrong = [*books.WRONG, *stored.WRONG, *return_values.WRONG]
+RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **return_values.RIGHT, **receives.RIGHT}
+WRONG: Wrong = [*books.WRONG, *stored.WRONG, *return_values.WRONG, *receives.WRONG]
 
 
 def test_every_invariant_has_right_and_wrong_observations() -> None:

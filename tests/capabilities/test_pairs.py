@@ -85,6 +85,12 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "text_keys": [{**BOOKS, **methods("use_text_keys", "use_tokens"), "key_parts": SALT}],
     "draft_trees": [methods("append_trees", "accept_paths")],
     "beams": [methods("reorder")],
+    "disaggregation": [
+        methods(
+            *("make_remote", "remote_prefill", "begin_receive", "poll_receive", "finish_receive"),
+            *("cancel_receive", "abort_remote", "transfers_in_flight", "end_transfer"),
+        )
+    ],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}
@@ -104,6 +110,11 @@ REFUSED = {
     ("tiers", "draft_trees"),
     ("windows", "draft_trees"),
     ("epochs", "draft_trees"),
+    ("states", "disaggregation"),
+    ("tiers", "disaggregation"),
+    ("windows", "disaggregation"),
+    ("epochs", "disaggregation"),
+    ("disaggregation", "quantisation"),
 }
 """The pairs that no adapter can offer together."""
 SIGNS: Mapping[str, Callable[[History], object]] = {

@@ -98,6 +98,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "vllm #53919, #53505",
         "accepted counts are read after rows were permuted; a state is copied back too far",
     ),
+    "T7": (
+        "vllm #42097",
+        "the local ratio of blocks is used for the other side of a transfer",
+    ),
     "T8": (
         "vllm #56655, #44250, #42125",
         "a key without its embeddings mask or its adapter; an adapter reloaded under its name",
@@ -121,6 +125,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "T17": ("LMCache #4385", "a tier returns another request's data"),
     "T18": ("vllm #46951, #48596", "a block is reused under a pending store"),
     "T19": ("vllm #49250", "a rejected load recovers to a wrong text"),
+    "T20": (
+        "sglang #33970, #33309",
+        "pages are sent before they are written; an early prefix loses its suffix",
+    ),
     "T22": ("sglang #29913", "scales are not moved with their data"),
     "T24": (
         "vllm #47783, #50576",
