@@ -297,6 +297,9 @@ class Capability(CapabilityBase):
     """Its calls to a cache between two steps."""
     observers: Sequence[type[Observer]] = ()
     """Its kinds of observers; a run has one of each kind that applies to its cache."""
+    required_conditions: Callable[[type[Any]], Iterable[str]] | None = None
+    """Function that lists the conditions that searches of an adapter class must meet, of those that
+    depend on its declarations."""
     walk: Callable[[Walk], Iterable[Operation]] | None = None
     """Function that lists its possible next steps in a walk, without steps that differ from another
     one only in names."""
@@ -329,6 +332,12 @@ def counted_conditions(adapter: type[Any]) -> dict[str, str]:
     """Return descriptions of the conditions that the harness counts for an adapter, by name."""
     every = (observer for each in capabilities_of(adapter) for observer in each.observers)
     return dict(chain.from_iterable(observer.conditions.items() for observer in every))
+
+
+def required_conditions(adapter: type[Any]) -> list[str]:
+    """Return the conditions that searches of a cache must meet for its declarations."""
+    functions = (each.required_conditions for each in capabilities_of(adapter))
+    return [name for function in functions if function for name in function(adapter)]
 
 
 def capabilities_of(adapter: type[Any]) -> list[Any]:

@@ -854,7 +854,7 @@ class Receives(Observer):
         return len(others)
 
 
-def remote_conditions(adapter: type[Any]) -> list[str]:
+def _required_conditions(adapter: type[Any]) -> list[str]:
     """Return the conditions that are required of a cache that receives prompts."""
     if not adapter.abilities >= _NEEDS:
         return []
@@ -1040,6 +1040,7 @@ DISAGGREGATION = Capability(
     },
     invariants=(receive_statuses, remote_prompts, blocks_of_receives, remote_blocks),
     observers=(Receives,),
+    required_conditions=_required_conditions,
     views=(View(("begin_receive",), _show_remote),),
     refuse=(refuse_disaggregation,),
     misuse=(gather_being_received, append_to_being_received),

@@ -481,7 +481,7 @@ _CONDITIONS = {
 }
 
 
-def required_conditions(adapter: type[Any]) -> list[str]:
+def _required_conditions(adapter: type[Any]) -> list[str]:
     """Return the conditions of trees that are required of a cache."""
     if "append_trees" not in adapter.abilities:
         return []
@@ -554,5 +554,6 @@ DRAFT_TREES = Capability(
     sharded={"append_trees": RankPolicy.WRITE, "accept_paths": RankPolicy.SAME},
     finishing_steps=_to_last_draft,
     observers=(DraftConditions,),
+    required_conditions=_required_conditions,
     operations=(AppendTrees, AcceptPaths, FreeWithDrafts, PreemptWithDrafts),
 )

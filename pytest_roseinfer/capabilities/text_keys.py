@@ -148,9 +148,10 @@ TEXTS_DIFFER_IN = "texts_differ_in_"
 """Condition of one part of keys, without the part's name."""
 
 
-def key_conditions(adapter: type[Any]) -> list[str]:
+def _required_conditions(adapter: type[Any]) -> list[str]:
     """Return the conditions that are required of a cache for each part of its keys."""
-    return [TEXTS_DIFFER_IN + part.name for part in adapter.key_parts]
+    finds_texts = {"match_prefix", "prefill"} <= adapter.abilities
+    return [TEXTS_DIFFER_IN + part.name for part in adapter.key_parts if finds_texts]
 
 
 class DifferentKeys(Observer):
@@ -250,5 +251,6 @@ TEXT_KEYS = Capability(
     needs={"use_text_keys": ("use_tokens",)},
     refuse=(refuse_key_parts,),
     observers=(DifferentKeys,),
+    required_conditions=_required_conditions,
     sharded={"use_text_keys": RankPolicy.SAME},
 )

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities import draft_trees
+from pytest_roseinfer.capabilities import capability
 from pytest_roseinfer.capabilities.cache_data import PREFIX_HIT_METHODS
-from pytest_roseinfer.capabilities.disaggregation import remote_conditions
-from pytest_roseinfer.capabilities.text_keys import key_conditions
 from pytest_roseinfer.capabilities.writes import (
     BOUNDARY,
     LAST_SHARED,
@@ -91,19 +89,6 @@ def chooses_evictions(adapter: type[Adapter]) -> bool:
     if not issubclass(adapter, KVCacheAdapter) or adapter.prefixes.evicts == "any":
         return False
     return adapter.prefixes.shares == "equal prefixes" and {"prefill", "free"} <= adapter.abilities
-
-
-def _requires_keys(adapter: type[Adapter]) -> list[str]:
-    """Return the conditions required for each part of a cache's keys."""
-    if not (issubclass(adapter, KVCacheAdapter) and adapter.key_parts):
-        return []
-    return key_conditions(adapter) if adapter.abilities >= _FINDS_TEXTS else []
-
-
-def _requires_trees(adapter: type[Adapter]) -> list[str]:
-    """Return the conditions required for a cache's trees of drafts."""
-    is_cache = issubclass(adapter, KVCacheAdapter)
-    return draft_trees.required_conditions(adapter) if is_cache else []
 
 
 def _has_windows(adapter: type[Adapter]) -> bool:
@@ -349,9 +334,11 @@ class Coverage:
                     *["prefix_hit"] * finds_prefixes(adapter),
                     *["eviction_choice"] * chooses_evictions(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by <= offered),
-                    *_requires_keys(adapter),
-                    *_requires_trees(adapter),
-                    *(required_conditions(adapter) if engine else remote_conditions(adapter)),
+                    *(
+                        required_conditions(adapter)
+                        if engine
+                        else capability.required_conditions(adapter)
+                    ),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],

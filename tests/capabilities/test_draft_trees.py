@@ -9,6 +9,7 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
 from pytest_roseinfer import settings as harness_settings
+from pytest_roseinfer.capabilities.capability import required_conditions
 from pytest_roseinfer.capabilities.draft_trees import (
     AcceptPaths,
     AppendTrees,
@@ -16,7 +17,6 @@ from pytest_roseinfer.capabilities.draft_trees import (
     FreeWithDrafts,
     Parents,
     PreemptWithDrafts,
-    required_conditions,
 )
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.preemption import Preempted, Resume
