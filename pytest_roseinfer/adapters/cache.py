@@ -22,6 +22,7 @@ from pytest_roseinfer.capabilities.preemption import PreemptionMethods
 from pytest_roseinfer.capabilities.prefixes import PrefixMethods
 from pytest_roseinfer.capabilities.quantisation import QuantisationMethods
 from pytest_roseinfer.capabilities.reading import ReadingMethods
+from pytest_roseinfer.capabilities.sessions import SessionMethods
 from pytest_roseinfer.capabilities.shards import ShardMethods
 from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
@@ -63,6 +64,7 @@ class KVCacheAdapter(
     EventMethods,
     DraftTreeMethods,
     BeamMethods,
+    SessionMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

@@ -78,6 +78,9 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "text_keys": [{**BOOKS, **methods("use_text_keys", "use_tokens"), "key_parts": SALT}],
     "draft_trees": [methods("append_trees", "accept_paths")],
     "beams": [methods("reorder")],
+    "sessions": [
+        {**BOOKS, **methods("keep_session", "resume_session", "release_session", "session_table")}
+    ],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}

@@ -122,6 +122,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "T18": ("vllm #46951, #48596", "a block is reused under a pending store"),
     "T19": ("vllm #49250", "a rejected load recovers to a wrong text"),
     "T26": ("local-inference-lab/vllm #480", "blocks are found after everything was evicted"),
+    "T27": (
+        "TensorRT-LLM #12306; ninfer #73",
+        "a partial rebase corrupts shared pages; branches saved while shared pages are not pinned",
+    ),
     "T28": (
         "vllm-mlx #385",
         "a trim that moves the offset only, and the stale tail is read",
