@@ -24,6 +24,7 @@ from pytest_roseinfer.capabilities.preemption import PreemptionMethods
 from pytest_roseinfer.capabilities.prefixes import PrefixMethods
 from pytest_roseinfer.capabilities.quantisation import QuantisationMethods
 from pytest_roseinfer.capabilities.reading import ReadingMethods
+from pytest_roseinfer.capabilities.sessions import SessionMethods
 from pytest_roseinfer.capabilities.shards import ShardMethods
 from pytest_roseinfer.capabilities.states import StateMethods
 from pytest_roseinfer.capabilities.storage import StorageMethods
@@ -67,6 +68,7 @@ class KVCacheAdapter(
     DraftTreeMethods,
     BeamMethods,
     DisaggregationMethods,
+    SessionMethods,
     QueueMethods,
     QuantisationMethods,
     ShardMethods,

@@ -70,7 +70,7 @@ def questions(
     The draws depend only on the completed steps, so a history always has the same questions.
     """
     spec = payload.spec
-    live = [seq for seq in oracle.sequences if oracle.length(seq) and not oracle.unwritten(seq)]
+    live = [seq for seq in oracle.readable if oracle.length(seq) and not oracle.unwritten(seq)]
     if not payload.finite or not live or spec.num_heads > _MAX_HEADS:
         return
     lengths = {seq: oracle.length(seq) for seq in live}

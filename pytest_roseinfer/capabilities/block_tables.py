@@ -267,11 +267,13 @@ BLOCK_TABLE_METHODS = frozenset({"table", "ledger", "container"})
 def read_block_tables(adapter: Any, oracle: Oracle, num_layers: int) -> dict[str, Any]:
     """Copy the tables, ledgers and containers of a cache or rank, as fields of a snapshot."""
     can, layers, shown = adapter.abilities, range(num_layers), dict[str, Any]()
+    ended = oracle.ended
     if "table" in can:
         shown["tables"] = {
             (seq, layer): call_or_error(_table, adapter, seq, layer)
             for layer in layers
             for seq in oracle.sequences
+            if seq not in ended
         }
     if "ledger" in can:
         shown["ledgers"] = [call_or_error(_copy_ledger, adapter, layer) for layer in layers]

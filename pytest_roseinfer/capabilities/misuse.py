@@ -44,7 +44,7 @@ class MisuseState:
 
     @property
     def live(self) -> list[int]:
-        absent = self.oracle.absent
+        absent = {*self.oracle.absent, *self.oracle.ended}
         return [seq for seq in self.oracle.readable if seq not in absent]
 
     def gather_absent(self, seqs: Sequence[int]) -> Iterator[Call]:

@@ -90,6 +90,8 @@ class CacheUnderTest:
     """Return values of ``look_up``, by the sequence that is to begin with them."""
     swap_handles: dict[int, object] = field(default_factory=dict)
     """Handles that the cache returned, by the sequence that is being swapped out or in."""
+    sessions: dict[int, object] = field(default_factory=dict)
+    """Handles of sessions, by the sequences that they were."""
     loads: dict[int, Transfer] = field(default_factory=dict)
     """Loads in flight, by the sequence that waits for them."""
     text_slices: list[TextSlice] = field(default_factory=list)

@@ -38,7 +38,7 @@ class SequenceView(TypedDict):
 
     name: int
     state: str
-    """Why the sequence is absent, such as preempted; empty if it is present."""
+    """Why the sequence is absent, such as preempted; or that it has ended, as a session."""
     tokens: list[str]
     """Labels of the expected tokens by position, as in ``sequence.token``."""
     unwritten: int
@@ -125,7 +125,7 @@ class LayerState:
         error = f"{type(table).__name__}: {table}" if isinstance(table, Exception) else ""
         return {
             "name": seq,
-            "state": absence.description if absence else "",
+            "state": absence.description if absence else oracle.ended.get(seq, ""),
             "tokens": list(map(token_label, tokens)),
             "unwritten": oracle.unwritten(seq) if here else 0,
             "pages": list(self._pages(seq)) if here else [],

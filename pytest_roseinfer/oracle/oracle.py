@@ -191,15 +191,20 @@ class Oracle:
         return [seq for state in self.states.values() for seq in state.hidden]
 
     @property
+    def ended(self) -> dict[int, str]:
+        """Descriptions of ended sequences whose pages are kept, by the names of these pages."""
+        return {name: each for state in self.states.values() for name, each in state.ended.items()}
+
+    @property
     def readable(self) -> list[int]:
         """Sequences that can be read."""
-        hidden = self.hidden
+        hidden = {*self.hidden, *self.ended}
         return [seq for seq in self.sequences if seq not in hidden]
 
     @property
     def usable(self) -> list[int]:
-        """Sequences that are not absent and whose tokens are all written."""
-        absent = self.absent
+        """Sequences that go on, are not absent, and whose tokens are all written."""
+        absent = {*self.absent, *self.ended}
         return [seq for seq in self.sequences if seq not in absent and not self.unwritten(seq)]
 
     def first_live(self, seq: int, layer: int) -> int:

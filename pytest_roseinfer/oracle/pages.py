@@ -180,6 +180,11 @@ class State:
         """Sequences that have pages but cannot be read yet."""
         return ()
 
+    @property
+    def ended(self) -> Mapping[int, str]:
+        """Descriptions of ended sequences whose pages are kept, by the names of these pages."""
+        return {}
+
     def unwritten(self, seq: int) -> int:  # noqa: ARG002
         """Count the last tokens of a sequence that are not written yet, or that are drafts."""
         return 0

@@ -58,6 +58,8 @@ _REQUIRED_WITH: Mapping[str, set[str]] = {
     "beam_taken_twice": {"reorder"},
     "beams_exchanged": {"reorder"},
     "beam_dropped": {"reorder"},
+    "session_resumed_twice": {"keep_session"},
+    "session_resumed_after_pressure": {"keep_session", "ledger"},
 }
 """Methods that make a condition required although the adapter does not declare it."""
 REQUIRED_TIMES = 3

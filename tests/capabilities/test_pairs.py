@@ -91,6 +91,9 @@ OFFERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             *("cancel_receive", "abort_remote", "transfers_in_flight", "end_transfer"),
         )
     ],
+    "sessions": [
+        {**BOOKS, **methods("keep_session", "resume_session", "release_session", "session_table")}
+    ],
     "device_queue": [methods("use_queue")],
     "quantisation": [
         {**methods("scales"), "tolerance": {"int8": Tolerance(1 / 250)}, "dtypes": ("int8",)}

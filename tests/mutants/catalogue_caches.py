@@ -60,6 +60,9 @@ _WITHOUT_ROW = {
     "LeavesDroppedBeams",
     "SelectsKeysOnly",
     "SelectsInTheFirstLayer",
+    "LeaksReleasedSessions",
+    "KeepsFullBlocks",
+    "ForgetsTheSessionsBlocks",
 }
 """Bugs that stand for no reported one."""
 

@@ -136,6 +136,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     ),
     "T25": ("vllm #55927", "a wrong token at lengths of one residue"),
     "T26": ("local-inference-lab/vllm #480", "blocks are found after everything was evicted"),
+    "T27": (
+        "TensorRT-LLM #12306; ninfer #73",
+        "a partial rebase corrupts shared pages; branches saved while shared pages are not pinned",
+    ),
     "T28": (
         "vllm-mlx #385",
         "a trim that moves the offset only, and the stale tail is read",

@@ -246,6 +246,8 @@ def test_old_trace_is_replayed(project: Project) -> None:
     newer = {"Cancel", "LookUp", "Read", "RunQueued", "BeginWith", "Truncate", "TruncateMany"}
     newer |= {"Preempt", "Resume", "SwapOut", "FinishSwapOut", "SwapIn", "FinishSwapIn", "Reset"}
     newer |= {"LoadPrefix", "EndLoad", "EndTransfer", "RestartTiers"}
+    newer |= {"AppendTrees", "AcceptPaths", "FreeWithDrafts", "PreemptWithDrafts", "Reorder"}
+    newer |= {"KeepSession", "ResumeSession", "ReleaseSession"}
     operations = [
         kind for capability in KVCacheAdapter.capabilities for kind in capability.operations
     ]

@@ -30,7 +30,8 @@ class CarefulCache(KVCacheAdapter):
     standard_bad_calls = tuple(
         name
         for name, each in catalogue(KVCacheAdapter).items()
-        if each.needs.isdisjoint({"preempt", "swap_out"})  # ``SwapCache`` refuses the others
+        # ``SwapCache``, ``TreeCache`` and ``BeamCache`` refuse the others.
+        if each.needs.isdisjoint({"preempt", "swap_out", "append_trees", "reorder"})
     )
     bad_call_errors = (Refused,)
 
