@@ -25,10 +25,10 @@ from pytest_roseinfer.capabilities.disaggregation import (
     EndReceiveTransfer,
     FinishReceive,
     MakeRemote,
-    Remote,
     RemotePrefill,
 )
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.remote_prompts import Remote
 from pytest_roseinfer.capabilities.tiers import DONE, FAILED, PART, TWICE
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
