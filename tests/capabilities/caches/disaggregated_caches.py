@@ -18,7 +18,7 @@ from tests.capabilities.caches.text_cache import TextCache
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_roseinfer import TransferResult
+    from pytest_roseinfer import DeviceQueue, TransferResult
     from pytest_roseinfer.capabilities.disaggregation import ReceiveStatus
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,16 +40,27 @@ class PrefillCache:
         """Blocks of aborted prompts, which transfers in flight may read."""
 
     def write(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        table = self.tables.setdefault(seq, [])
-        for token in range(key.shape[1]):
+        self.store(self.allocate(seq, key.shape[1]), key, value)
+
+    def allocate(self, seq: int, count: int) -> list[tuple[int, int]]:
+        """Return the block and position of each of the next tokens of a prompt."""
+        table, places = self.tables.setdefault(seq, []), []
+        for _ in range(count):
             at = self.lengths[seq] % self.block_size
             if at == 0:
                 table.append(self.unused.pop(0))
+            places.append((table[-1], at))
+            self.lengths[seq] += 1
+        return places
+
+    def store(
+        self, places: Sequence[tuple[int, int]], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        for token, (block, at) in enumerate(places):
             for part, new in enumerate((key, value)):
                 shares = new[:, token].chunk(len(self.ranks), 1)
                 for rank, share in zip(self.ranks, shares, strict=True):
-                    rank[part, :, table[-1], :, at] = share
-            self.lengths[seq] += 1
+                    rank[part, :, block, :, at] = share
 
     def read(self, table: list[int], layer: int, positions: Sequence[int]) -> Pair:
         """Return keys and values at these positions, ``[tokens, heads, head_dim]``."""
@@ -294,6 +305,27 @@ class PushedCache(DecodeCache):
             push.prompt.failed = True
 
 
+class QueuedCache(PushedCache):
+    """Writes prompts on a device that works asynchronously, and waits for it before a push."""
+
+    def use_queue(self, queue: DeviceQueue) -> None:
+        self.queue = queue
+
+    def remote_prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cache = self.prefill_cache
+        places = cache.allocate(seq, key.shape[1])
+        self.queue.submit(lambda: cache.store(places, key, value))
+        if seq in self.prompts:
+            self.push(self.prompts[seq])
+
+    def copy(self, push: Push, blocks: Sequence[int]) -> None:
+        self.wait()
+        super().copy(push, blocks)
+
+    def wait(self) -> None:
+        self.queue.record_event().synchronize()
+
+
 # Pulled block by block
 
 
@@ -437,4 +469,4 @@ class PullingCache(DecodeCache, TextCache):
             self.begin(pull.prompt, pull.index)
 
 
-RIGHT: tuple[type[Any], ...] = (PushedCache, PullingCache)
+RIGHT: tuple[type[Any], ...] = (PushedCache, QueuedCache, PullingCache)
