@@ -30,7 +30,8 @@ class CarefulCache(KVCacheAdapter):
     standard_bad_calls = tuple(
         name
         for name, each in catalogue(KVCacheAdapter).items()
-        if each.needs.isdisjoint({"preempt", "swap_out"})  # ``SwapCache`` refuses the others
+        # ``SwapCache`` and ``PushedCache`` refuse the others.
+        if each.needs.isdisjoint({"preempt", "swap_out", "begin_receive"})
     )
     bad_call_errors = (Refused,)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -138,7 +138,10 @@ class PushedCache(DecodeCache):
     What is in flight is written whatever happens, so blocks wait for it after a cancel.
     """
 
-    standard_bad_calls = ("gather_being_received",)
+    standard_bad_calls: ClassVar[Sequence[str]] = (
+        "gather_being_received",
+        "append_to_being_received",
+    )
     bad_call_errors = (KeyError,)
 
     def make(self, spec: CacheSpec) -> None:
@@ -158,6 +161,7 @@ class PushedCache(DecodeCache):
     # The decode side
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.refuse_received(seqs)
         size = self.spec.block_size
         opening = [seq for seq in seqs if self.lengths[seq] % size == 0]
         if len(opening) > len(self.unused):
@@ -170,6 +174,11 @@ class PushedCache(DecodeCache):
             self.storage[1, :, block, :, at] = value[:, row]
             self.lengths[seq] += 1
 
+    def refuse_received(self, seqs: Sequence[int]) -> None:
+        """Raise an error for a sequence that is being received."""
+        if not self.prompts.keys().isdisjoint(seqs):
+            raise KeyError(*seqs)
+
     def free(self, seq: int) -> None:
         self.unused += self.tables.pop(seq)
         del self.lengths[seq]
@@ -180,8 +189,7 @@ class PushedCache(DecodeCache):
         return keys, values
 
     def gather(self, seq: int, layer: int) -> Pair:
-        if seq not in self.lengths:
-            raise KeyError(seq)
+        self.refuse_received([seq])
         return self.peek(seq, layer)
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  (one for all layers)
