@@ -56,6 +56,8 @@ class HistoryRunner(CacheRun):
         """Number of checks of each invariant."""
         self.step_number = 0
         """Number of the present step in the history, from 1; 0 before the first."""
+        self.skipped: set[int] = set()
+        """Numbers of the steps that were not possible in this run."""
 
     def run(self) -> Counter[str]:
         """Run all steps and bad calls; return the counts of paths and conditions."""
@@ -92,6 +94,8 @@ class HistoryRunner(CacheRun):
             step = operation.fill_in_numbers(self.oracle)
             if step.possible(self.oracle) or not uncertain:
                 yield step
+            else:
+                self.skipped.add(number)
 
     def _step(self, step: Operation) -> Counter[str]:
         with self.watched("the step"):

@@ -25,10 +25,10 @@ from pytest_roseinfer.capabilities.disaggregation import (
     EndReceiveTransfer,
     FinishReceive,
     MakeRemote,
-    Remote,
     RemotePrefill,
 )
 from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.remote_prompts import Remote
 from pytest_roseinfer.capabilities.tiers import DONE, FAILED, PART, TWICE
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
@@ -38,6 +38,8 @@ from tests.capabilities.caches.paged_cache import PagedCache
 from tests.histories.drawn_histories import check_drawn_histories
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_roseinfer import KVCacheAdapter, Transfer, TransferResult
     from pytest_roseinfer.capabilities.operation import Operation
 
@@ -283,6 +285,9 @@ def test_failure_names_the_prompt() -> None:
 def test_sequence_being_received_is_misused() -> None:
     class AppendsToIt(PushedCache):
         standard_bad_calls = ("append_to_being_received",)
+
+        def refuse_received(self, seqs: Sequence[int]) -> None:
+            pass
 
     steps = (REMOTE, RemotePrefill(0, 2), BeginReceive(0, 2), EndReceiveTransfer(0, DONE))
     assert "append to a sequence that is being received" in failure_of(AppendsToIt, *steps)

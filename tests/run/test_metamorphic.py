@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History
+from pytest_roseinfer.capabilities.disaggregation import (
+    BeginReceive,
+    EndReceiveTransfer,
+    FinishReceive,
+    MakeRemote,
+    RemotePrefill,
+)
 from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.freeing import Free
 from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
@@ -14,6 +21,7 @@ from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache
+from tests.capabilities.caches.disaggregated_caches import PushedCache
 from tests.capabilities.caches.text_cache import HashedTextCache
 
 if TYPE_CHECKING:
@@ -54,6 +62,13 @@ def test_counterpart_runs_only_if_it_can_differ(
 
     check(Recording, History(CacheSpec(options={"triton": False}), steps))
     assert len(specs) == runs
+
+
+def test_batch_that_is_not_possible_is_not_split() -> None:
+    """Sequence 0 is not there, as a transfer for it failed; half of the batch would be possible."""
+    failing = (RemotePrefill(0, 1), BeginReceive(0, 1), EndReceiveTransfer(0, "failed"))
+    steps = (MakeRemote(1, 4), *failing, FinishReceive(0), Append((1,)), Append((1, 0)))
+    check_split(PushedCache, History(CacheSpec(), steps))
 
 
 def test_found_prefix_may_depend_on_order_with_equal_hashes() -> None:

@@ -14,6 +14,7 @@ from tests.capabilities.caches.disaggregated_caches import (
     Push,
     PushedCache,
     PushedPrompt,
+    QueuedCache,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ class PullsBeforeTheWrite(PullingCache):
     def written(self, prompt: PulledPrompt) -> int:
         blocks = len(self.prefill_cache.tables[prompt.seq])
         return min(len(prompt.ids), blocks * self.prefill_cache.block_size)
+
+
+class PushesBeforeTheDevice(QueuedCache):
+    """T20: pushes what is written on a device, without waiting for it."""
+
+    def wait(self) -> None:
+        pass
 
 
 class LosesTheSuffix(PushedCache):
@@ -305,6 +313,7 @@ class ReceivesIntoTheFirstBlocks(PullingCache):
 BROKEN: tuple[type[KVCacheAdapter], ...] = (
     PushesBeforeTheWrite,
     PullsBeforeTheWrite,
+    PushesBeforeTheDevice,
     LosesTheSuffix,
     CountsByItsOwnBlockSize,
     SplitsByTheInverseRatio,

@@ -30,8 +30,8 @@ class CarefulCache(KVCacheAdapter):
     standard_bad_calls = tuple(
         name
         for name, each in catalogue(KVCacheAdapter).items()
-        # ``SwapCache``, ``TreeCache`` and ``BeamCache`` refuse the others.
-        if each.needs.isdisjoint({"preempt", "swap_out", "append_trees", "reorder"})
+        # ``SwapCache``, ``TreeCache``, ``BeamCache`` and ``PushedCache`` refuse the others.
+        if each.needs.isdisjoint({"preempt", "swap_out", "append_trees", "reorder", "begin_receive"})
     )
     bad_call_errors = (Refused,)
 

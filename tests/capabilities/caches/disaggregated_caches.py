@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,7 +18,7 @@ from tests.capabilities.caches.text_cache import TextCache
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_roseinfer import TransferResult
+    from pytest_roseinfer import DeviceQueue, TransferResult
     from pytest_roseinfer.capabilities.disaggregation import ReceiveStatus
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,16 +40,27 @@ class PrefillCache:
         """Blocks of aborted prompts, which transfers in flight may read."""
 
     def write(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        table = self.tables.setdefault(seq, [])
-        for token in range(key.shape[1]):
+        self.store(self.allocate(seq, key.shape[1]), key, value)
+
+    def allocate(self, seq: int, count: int) -> list[tuple[int, int]]:
+        """Return the block and position of each of the next tokens of a prompt."""
+        table, places = self.tables.setdefault(seq, []), []
+        for _ in range(count):
             at = self.lengths[seq] % self.block_size
             if at == 0:
                 table.append(self.unused.pop(0))
+            places.append((table[-1], at))
+            self.lengths[seq] += 1
+        return places
+
+    def store(
+        self, places: Sequence[tuple[int, int]], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        for token, (block, at) in enumerate(places):
             for part, new in enumerate((key, value)):
                 shares = new[:, token].chunk(len(self.ranks), 1)
                 for rank, share in zip(self.ranks, shares, strict=True):
-                    rank[part, :, table[-1], :, at] = share
-            self.lengths[seq] += 1
+                    rank[part, :, block, :, at] = share
 
     def read(self, table: list[int], layer: int, positions: Sequence[int]) -> Pair:
         """Return keys and values at these positions, ``[tokens, heads, head_dim]``."""
@@ -127,7 +138,10 @@ class PushedCache(DecodeCache):
     What is in flight is written whatever happens, so blocks wait for it after a cancel.
     """
 
-    standard_bad_calls = ("gather_being_received",)
+    standard_bad_calls: ClassVar[Sequence[str]] = (
+        "gather_being_received",
+        "append_to_being_received",
+    )
     bad_call_errors = (KeyError,)
 
     def make(self, spec: CacheSpec) -> None:
@@ -147,6 +161,7 @@ class PushedCache(DecodeCache):
     # The decode side
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.refuse_received(seqs)
         size = self.spec.block_size
         opening = [seq for seq in seqs if self.lengths[seq] % size == 0]
         if len(opening) > len(self.unused):
@@ -159,6 +174,11 @@ class PushedCache(DecodeCache):
             self.storage[1, :, block, :, at] = value[:, row]
             self.lengths[seq] += 1
 
+    def refuse_received(self, seqs: Sequence[int]) -> None:
+        """Raise an error for a sequence that is being received."""
+        if not self.prompts.keys().isdisjoint(seqs):
+            raise KeyError(*seqs)
+
     def free(self, seq: int) -> None:
         self.unused += self.tables.pop(seq)
         del self.lengths[seq]
@@ -169,8 +189,7 @@ class PushedCache(DecodeCache):
         return keys, values
 
     def gather(self, seq: int, layer: int) -> Pair:
-        if seq not in self.lengths:
-            raise KeyError(seq)
+        self.refuse_received([seq])
         return self.peek(seq, layer)
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  (one for all layers)
@@ -292,6 +311,27 @@ class PushedCache(DecodeCache):
             push.prompt.arrived |= {(push.layer, at) for at in push.positions}
         else:
             push.prompt.failed = True
+
+
+class QueuedCache(PushedCache):
+    """Writes prompts on a device that works asynchronously, and waits for it before a push."""
+
+    def use_queue(self, queue: DeviceQueue) -> None:
+        self.queue = queue
+
+    def remote_prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cache = self.prefill_cache
+        places = cache.allocate(seq, key.shape[1])
+        self.queue.submit(lambda: cache.store(places, key, value))
+        if seq in self.prompts:
+            self.push(self.prompts[seq])
+
+    def copy(self, push: Push, blocks: Sequence[int]) -> None:
+        self.wait()
+        super().copy(push, blocks)
+
+    def wait(self) -> None:
+        self.queue.record_event().synchronize()
 
 
 # Pulled block by block
@@ -437,4 +477,4 @@ class PullingCache(DecodeCache, TextCache):
             self.begin(pull.prompt, pull.index)
 
 
-RIGHT: tuple[type[Any], ...] = (PushedCache, PullingCache)
+RIGHT: tuple[type[Any], ...] = (PushedCache, QueuedCache, PullingCache)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import Ledger, PrefixTraits, Transfer
-from pytest_roseinfer.capabilities.disaggregation import (
+from pytest_roseinfer.capabilities.remote_prompts import (
     Receive,
     RemoteShape,
     blocks_of_receives,
