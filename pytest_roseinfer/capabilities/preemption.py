@@ -109,7 +109,7 @@ class Resume(operation.Write):
         return f"resume sequence {self.seq}, with its {tokens}{self.describe_layout()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
-        return len(preempted(oracle).get(self.seq, ())) == self.count
+        return self.seq in preempted(oracle) and len(preempted(oracle)[self.seq]) == self.count
 
     def fill_in_numbers(self, oracle: operation.Oracle) -> operation.Operation:
         tokens = preempted(oracle).get(self.seq, ())

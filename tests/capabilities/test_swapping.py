@@ -251,3 +251,11 @@ def test_swapping_steps_are_described_and_saved() -> None:
     ]
     history = History(SPEC, steps)
     assert History.from_json(history.to_json()) == history
+
+
+def test_sequence_that_was_not_preempted_is_not_resumed() -> None:
+    """A drawn sequence without tokens may be preempted or not, by what its lookup finds."""
+    oracle = Oracle(4, 2)
+    oracle.append([(0, 1)], [1])
+    assert not Resume(0, 0).possible(oracle)
+    assert not Resume(1, 0).possible(oracle)

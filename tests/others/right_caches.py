@@ -155,6 +155,7 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "fast path: 5 rows": partial(with_fast_path, 5, (4, 5, 8, 16)),
     "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *HARNESS_CONDITIONS),
     "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *HARNESS_CONDITIONS),
+    "vllm: offloading": partial(_fetched, "vllm", "vllm_offloading:OffloadingVllmAdapter"),
 }
 
 
