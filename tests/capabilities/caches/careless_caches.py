@@ -31,7 +31,9 @@ class CarefulCache(KVCacheAdapter):
         name
         for name, each in catalogue(KVCacheAdapter).items()
         # ``SwapCache``, ``TreeCache``, ``BeamCache`` and ``PushedCache`` refuse the others.
-        if each.needs.isdisjoint({"preempt", "swap_out", "append_trees", "reorder", "begin_receive"})
+        if each.needs.isdisjoint(
+            {"preempt", "swap_out", "append_trees", "reorder", "begin_receive"}
+        )
     )
     bad_call_errors = (Refused,)
 
