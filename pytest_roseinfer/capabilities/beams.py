@@ -81,6 +81,9 @@ class Reorder(operation.Operation):
         heirs = self.heirs()
         return [(seq, source) for seq, source in self.moves() if heirs[source] != seq]
 
+    def forked_seqs(self) -> list[int]:
+        return [source for _, source in self.copies()]
+
     def fits(self, oracle: operation.Oracle) -> bool:
         blocks = oracle.block_counts()
         for seq in self.dropped():

@@ -374,6 +374,10 @@ class Operation:
         """Return an equivalent operation that shares no blocks with other sequences."""
         return self
 
+    def forked_seqs(self) -> list[int]:
+        """List the sequences that it forks, if ``without_sharing`` forks them too."""
+        return []
+
     def simpler(self) -> Iterable[Operation]:
         """List simpler variants of fields that are neither names, numbers nor rows of numbers."""
         return ()

@@ -148,6 +148,9 @@ class ResumeSession(operation.Operation):
         is_kept = self.parent in kept_sessions(oracle)
         return is_kept and operation.Operation.possible(self, oracle)
 
+    def forked_seqs(self) -> list[int]:
+        return [_name(self.parent)]
+
     def fits(self, oracle: operation.Oracle) -> bool:
         return oracle.fork_fits(_name(self.parent))
 

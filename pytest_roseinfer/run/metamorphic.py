@@ -125,6 +125,7 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
         if isinstance(step, BeginWith):  # it may reuse all tokens that were looked up
             rows = [(step.seq, pending_prefixes(endless)[step.seq])]
         blocks += endless.pages_needed(rows)
+        blocks += sum(-(-endless.length(seq) // spec.block_size) for seq in step.forked_seqs())
         step.apply(endless)
         if isinstance(step, BeginWith):
             endless.append(rows, endless.new_tokens(rows))

@@ -140,7 +140,7 @@ def test_example_is_eligible_for_paths_its_options_allow(
     target = TargetCoverage(dict.fromkeys(Switched.paths, "slow"), ["rare"])
     target.note_tried(Switched, options)
     assert {*target.eligible_examples} - {"on_a_gpu"} == eligible
-    on_a_gpu = settings.current().device == "cuda"
+    on_a_gpu = FastPath("slow", device="cuda").runs_on(settings.current().device)
     assert ("on_a_gpu" in target.eligible_examples) == on_a_gpu
 
 

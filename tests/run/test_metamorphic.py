@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History
+from pytest_roseinfer.capabilities.beams import Reorder
 from pytest_roseinfer.capabilities.disaggregation import (
     BeginReceive,
     EndReceiveTransfer,
@@ -20,6 +21,7 @@ from pytest_roseinfer.capabilities.prefixes import BeginWith, LookUp
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.capabilities.caches.beam_caches import RowCache
 from tests.capabilities.caches.branching_text_caches import BranchingTextCache
 from tests.capabilities.caches.disaggregated_caches import PushedCache
 from tests.capabilities.caches.text_cache import HashedTextCache
@@ -69,6 +71,14 @@ def test_batch_that_is_not_possible_is_not_split() -> None:
     failing = (RemotePrefill(0, 1), BeginReceive(0, 1), EndReceiveTransfer(0, "failed"))
     steps = (MakeRemote(1, 4), *failing, FinishReceive(0), Append((1,)), Append((1, 0)))
     check_split(PushedCache, History(CacheSpec(), steps))
+
+
+def test_beams_that_are_copied_have_room() -> None:
+    """Sequence 1 becomes a copy of three tokens, of which the checks must know."""
+    steps = (Append((0,)), Append((0,)), Append((0, 1)), Reorder((0, 1), (0, 0)), Append((1, 0)))
+    history = History(CacheSpec(block_size=1, num_blocks=8), steps)
+    for check in (check_permuted, check_split):
+        check(RowCache, history)
 
 
 def test_found_prefix_may_depend_on_order_with_equal_hashes() -> None:

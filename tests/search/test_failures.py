@@ -248,6 +248,8 @@ def test_old_trace_is_replayed(project: Project) -> None:
     newer |= {"LoadPrefix", "EndLoad", "EndTransfer", "RestartTiers"}
     newer |= {"AppendTrees", "AcceptPaths", "FreeWithDrafts", "PreemptWithDrafts", "Reorder"}
     newer |= {"KeepSession", "ResumeSession", "ReleaseSession"}
+    newer |= {"MakeRemote", "RemotePrefill", "BeginReceive", "EndReceiveTransfer"}
+    newer |= {"FinishReceive", "CancelReceive", "AbortRemote"}
     operations = [
         kind for capability in KVCacheAdapter.capabilities for kind in capability.operations
     ]
