@@ -298,8 +298,8 @@ class Capability(CapabilityBase):
     observers: Sequence[type[Observer]] = ()
     """Its kinds of observers; a run has one of each kind that applies to its cache."""
     required_conditions: Callable[[type[Any]], Iterable[str]] | None = None
-    """Function that lists the conditions that searches of an adapter class must meet, of those that
-    depend on its declarations."""
+    """Function that lists the conditions that searches of an adapter class with some of its methods
+    must meet, of those that depend on the declarations."""
     walk: Callable[[Walk], Iterable[Operation]] | None = None
     """Function that lists its possible next steps in a walk, without steps that differ from another
     one only in names."""
@@ -336,8 +336,12 @@ def counted_conditions(adapter: type[Any]) -> dict[str, str]:
 
 def required_conditions(adapter: type[Any]) -> list[str]:
     """Return the conditions that searches of a cache must meet for its declarations."""
-    functions = (each.required_conditions for each in capabilities_of(adapter))
-    return [name for function in functions if function for name in function(adapter)]
+    return [
+        name
+        for each in capabilities_of(adapter)
+        if each.required_conditions and not adapter.abilities.isdisjoint(vars(each.methods))
+        for name in each.required_conditions(adapter)
+    ]
 
 
 def capabilities_of(adapter: type[Any]) -> list[Any]:

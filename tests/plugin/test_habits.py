@@ -138,7 +138,7 @@ def test_quiet_green_run_has_few_lines(list_cache_project: Project, workers: lis
         [
             "=* roseinfer: test_my_cache:ListCache =*",
             "12 histories of up to 12 steps on *, seed 1",
-            "tested 3 of 51 methods, 2 invariants; -v lists them",
+            "tested 3 of 69 methods, 2 invariants; -v lists them",
         ]
     )
 
