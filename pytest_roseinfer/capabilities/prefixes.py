@@ -612,7 +612,7 @@ def free_two_texts(writer: operation.Writer) -> None:
     if looks_up and LookUp.needs <= writer.adapter.abilities:
         tokens = size + recomputed
         writer.take(LookUp(writer.name_with_prefix(tokens, oldest), tokens))
-    if refused:
+    if refused and writer.oracle.judges_capacity:
         writer.take(_prompt_beyond_capacity(writer, writer.name_with_prefix(size, oldest)))
     others = writer.oracle.pages_free() - 1
     third = writer.name_without_prefix(size)

@@ -322,13 +322,17 @@ class Oracle:
         """True if a step may find more or less room than is counted here."""
         return self.finds_blocks or any(state.uncertain_room for state in self.states.values())
 
+    @property
+    def judges_capacity(self) -> bool:
+        """False with windows, and where a cache admits row by row."""
+        return not self.windows.of_layer and self.atomic_batches
+
     def exceeds_capacity(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Return True if these rows have no room even where all equal blocks are shared.
 
-        Pages with different first tokens are never one block. Not judged with windows, nor where a
-        cache admits row by row: False there.
+        Pages with different first tokens are never one block. False unless ``judges_capacity``.
         """
-        if self.windows.of_layer or not self.atomic_batches:
+        if not self.judges_capacity:
             return False
         first_tokens = {page.tokens[0] for pages in self.sequences.values() for page in pages}
         for seq, count in rows:

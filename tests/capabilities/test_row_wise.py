@@ -30,6 +30,8 @@ from tests.capabilities.caches.row_wise_caches import (
     RowWise,
     StoresTheRefusedRow,
 )
+from tests.capabilities.caches.text_cache import TextCache
+from tests.histories.drawn_histories import check_drawn_histories
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
 
@@ -132,3 +134,14 @@ def test_non_boolean_atomic_batches_is_refused() -> None:
     wrong = type("Wrong", (ListCache,), {"atomic_batches": "rows"})
     with pytest.raises(TypeError, match=re.escape("Wrong.atomic_batches is 'rows': write False")):
         conformance(wrong)
+
+
+def test_histories_with_prefixes_are_drawn() -> None:
+    """No prompt is known to exceed the capacity, and a search for the shortest one had no end."""
+
+    class RowWiseTexts(TextCache):
+        atomic_batches = False
+
+    drawn: list[History] = []
+    check_drawn_histories(RowWiseTexts, 60, 1, drawn.append)
+    assert len(drawn) >= 60
