@@ -27,12 +27,12 @@ class BeamMethods:
 
     @optional
     def reorder(self, seqs: Sequence[int], sources: Sequence[int]) -> None:
-        """Give each of these sequences, at once, the tokens that a source had: all, or none.
+        """Replace the tokens of each ``seqs[i]`` by those of ``sources[i]``, as after beam search.
 
-        ``seqs[i]`` gets those of ``sources[i]``, which is one of ``seqs``, and maybe itself. If
-        several get those of one source, one of them takes its blocks over, namely itself or else
-        the first, and the others are as forks of it. The tokens of a sequence that is no source
-        are dropped; their blocks are free before a fork is copied.
+        All sequences change at once, or none does. Each source is one of ``seqs``, and may be the
+        sequence itself. Where several sequences have one source, one of them takes over its blocks
+        (the source itself, or else the first), and the others become forks of it. The tokens of a
+        sequence that is no source are dropped, and their blocks are free before a fork is copied.
         """
 
 

@@ -298,8 +298,8 @@ class Capability(CapabilityBase):
     observers: Sequence[type[Observer]] = ()
     """Its kinds of observers; a run has one of each kind that applies to its cache."""
     required_conditions: Callable[[type[Any]], Iterable[str]] | None = None
-    """Function that lists the conditions that searches of an adapter class with some of its methods
-    must meet, of those that depend on the declarations."""
+    """Function that lists the conditions that a class's declarations make required. It is called
+    for an adapter class that defines some of its methods."""
     walk: Callable[[Walk], Iterable[Operation]] | None = None
     """Function that lists its possible next steps in a walk, without steps that differ from another
     one only in names."""

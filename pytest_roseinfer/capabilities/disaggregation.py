@@ -726,7 +726,7 @@ def _draw_chunk(writer: operation.Writer, tokens: int, *, least_left: int) -> in
 
 
 def _end_some(writer: operation.Writer) -> Iterator[operation.Operation]:
-    """Yield the ends of a few transfers, most of which arrive."""
+    """Yield steps that end up to five transfers; most of these arrive."""
     for _ in range(writer.between(0, 5)):
         result = writer.pick(_DRAWN_RESULTS)
         yield EndReceiveTransfer(writer.pick((0, 0, 1, 2)), result, writer.between(1, 3))
