@@ -32,6 +32,7 @@ from pytest_roseinfer.capabilities.remote_prompts import Remote
 from pytest_roseinfer.capabilities.tiers import DONE, FAILED, PART, TWICE
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import HistoryRunner
 from tests.capabilities.caches.broken_disaggregated_caches import BROKEN
 from tests.capabilities.caches.disaggregated_caches import RIGHT, PullingCache, PushedCache
 from tests.capabilities.caches.paged_cache import PagedCache
@@ -147,7 +148,9 @@ def test_aborted_prompt_leaves_its_name(cache: type[KVCacheAdapter]) -> None:
 
 def test_receive_without_room_is_refused() -> None:
     steps = (RemotePrefill(0, 5), Append((1,)), BeginReceive(0, 5), Free(1), BeginReceive(0, 5))
-    run_history(PushedCache, history(REMOTE, *steps, FinishReceive(0), blocks=3))
+    runner = HistoryRunner(PushedCache, history(REMOTE, *steps, FinishReceive(0), blocks=3))
+    runner.run()
+    assert [*runner.refused] == [1 + steps.index(BeginReceive(0, 5)) + 1]
 
 
 def test_own_prefix_is_not_received() -> None:
