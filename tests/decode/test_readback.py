@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_roseinfer import DeviceQueue
+from pytest_roseinfer.capabilities.simulated_device import QueuedTorch
 from roseinfer.kv.transfers import Readback
+from tests.late_transfers import late_transfers
 
 
 def readback(device: str, dtype: torch.dtype = torch.int64) -> Readback:
@@ -59,3 +62,20 @@ def test_buffers_are_reused_unless_in_flight(device: str, monkeypatch: pytest.Mo
         assert values == [turn * 10, turn * 10 + 1, turn * 10 + 2]
     assert len(buffers) == 3
     assert all(buffer.is_pinned() for buffer in buffers) or device == "cpu"
+
+
+def test_host_waits_for_its_own_copy_alone() -> None:
+    """A buffer that is used again has an event of its own copy, too."""
+    queue = DeviceQueue()
+    with late_transfers(queue, 2):
+        numbers = readback("cpu")
+    vector = torch.tensor([1, 2])
+    queue.on_device(vector)
+    with QueuedTorch(queue):
+        for turn in range(2):
+            vector += 10
+            copies = [numbers.start(vector) for _ in range(2)]
+            queued = queue.num_submitted
+            vector += 100
+            assert copies[0].wait() == copies[1].wait() == [11 + 110 * turn, 12 + 110 * turn]
+            assert queue.num_started == queued

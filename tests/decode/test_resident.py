@@ -53,6 +53,7 @@ def test_sequences_get_the_tokens_they_get_alone(device: str, family: str, kerne
     assert counts[EnginePath.FUSED_ARGMAX] == 8 * kernels
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_released_slot_is_padding_and_then_reused(device: str, kernels: bool) -> None:
     decoding = Decoding(device, kernels=kernels)
@@ -149,6 +150,7 @@ def test_step_of_padding_changes_no_block(device: str, kernels: bool, greedy: bo
     assert decoding.texts() == [alone(device, prompt, 3) for prompt in PROMPTS[:2]]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("token", [0, 1, 95])
@@ -169,6 +171,38 @@ def test_chosen_token_is_stored_by_the_next_step(
     decoding.step()
     assert resident.sequence.token_ids[-1] == token
     assert decoding.decode.slots.rows.tokens[resident.slot] == token
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_only_a_step_of_one_row_is_for_long_contexts(
+    device: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The megakernel of one row attends to so many tokens; longer contexts have another step."""
+    decoding = Decoding(device, slots=slots)
+    monkeypatch.setattr(decoding.decode, "_max_megakernel_length", 5)
+    run, kinds = decoding.decode.steps.run, []
+
+    def recorded_run(count: int, kind: StepKind) -> None:
+        kinds.append(kind.long_context)
+        run(count, kind)
+
+    monkeypatch.setattr(decoding.decode.steps, "run", recorded_run)
+    for _ in range(slots):
+        decoding.begin([7, 3, 90])
+    for _ in range(4):
+        decoding.step()
+    assert kinds == [False, False, slots == 1, slots == 1]
+
+
+@pytest.mark.parametrize("early_blocks", [0, 1])
+def test_one_of_a_few_sequences_gets_its_next_block_early(device: str, early_blocks: int) -> None:
+    """A step that must give out a block gives out another one, while blocks are left for that."""
+    decoding = Decoding(device)
+    full, half_full = decoding.begin([1] * SIZE), decoding.begin([2] * (SIZE + 2))
+    assert (full.sequence.token_capacity, half_full.sequence.token_capacity) == (SIZE, 2 * SIZE)
+    decoding.decode.launch([full, half_full], early_blocks).wait()
+    capacities = full.sequence.token_capacity, half_full.sequence.token_capacity
+    assert capacities == (2 * SIZE, (2 + early_blocks) * SIZE)
 
 
 def test_supported_parameters(device: str) -> None:

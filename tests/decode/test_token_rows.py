@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingParams
+from roseinfer.attention.backend import ResidentBatch
 from roseinfer.decode.step import MultiTokenDecode, TokenSpan
 from roseinfer.sampling import unpack_logprobs
 from tests.decode.residents import PROMPTS, Decoding, alone, build_runner
 
 if TYPE_CHECKING:
     from roseinfer.engine.runner import SequenceRunner
+    from roseinfer.kv.manager import StepBatch
     from roseinfer.kv.sequence import CachedSequence
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -72,6 +74,24 @@ def test_correct_drafts_yield_the_completion(
     assert counts[attention_path] >= 3 * 2
     assert counts[EnginePath.DRAFT_VERIFICATION] == 3
     assert counts[EnginePath.CUDA_GRAPH] == 3 * graphs
+
+
+def test_attention_knows_that_rows_may_belong_to_one_sequence(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that stores and attends row by row would miss the tokens of the rows before."""
+    sessions = build_runner(device)
+    rows = token_rows(sessions)
+    (session,) = prefill(sessions, PROMPTS[:1])
+    prepare, has_drafts = sessions.attention.prepare, []
+
+    def recorded_prepare(batch: StepBatch | ResidentBatch) -> None:
+        has_drafts.append(isinstance(batch, ResidentBatch) and batch.has_drafts)
+        prepare(batch)
+
+    monkeypatch.setattr(sessions.attention, "prepare", recorded_prepare)
+    rows.launch([TokenSpan(session, [5, 6, 7])])
+    assert has_drafts == [True]
 
 
 def test_rejected_draft_is_rolled_back(device: str) -> None:

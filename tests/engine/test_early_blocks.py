@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.engine.scheduler import Step
 from tests.engine.continuations import greedy, small_llm
 
 if TYPE_CHECKING:
@@ -98,3 +99,14 @@ def test_blocks_reserved_for_a_prompt_are_not_allocated_early(device: str) -> No
     assert prompt.finish_reason
     assert not decoding.finish_reason
     assert engine.num_preemptions == 0
+
+
+def test_no_block_is_early_if_residents_may_need_all_spare_ones(device: str) -> None:
+    engine = small_llm(device, resident_decode=True, run_ahead=0, prefix_cache=False).engine
+    requests = [engine.submit([5, at], greedy(20, ignore_eos=True)) for at in range(3)]
+    engine.step()
+    assert all(each.resident for each in requests)
+    free = engine.sequence_runner.kv.num_free_blocks(0)
+    for spare, early in ((2, 0), (3, 0), (4, free - 3)):
+        step = Step(requests, max_blocks_needed=3, num_spare_blocks=spare)
+        assert engine._runner._early_blocks(step, requests) == early

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roseinfer.engine import prefix_cache
+from roseinfer.engine.request import RequestBlockAllocator
 from tests.engine.prefix_cache_simulation import (
     HASHES,
     REAL_HASH,
@@ -307,6 +308,17 @@ def test_eviction_is_least_recently_used_and_leaves_first(
         evicted += [prefix_of(entry) for entry in before - set(simulation.entries)]
     assert evicted == [(2,) * 5, (2,) * 4, (1,) * 5, (1,) * 4]
     assert simulation.cache.num_evictions == 4
+
+
+@pytest.mark.parametrize(("num_cached", "num_evicted"), [(17, 1), (31, 1), (40, 2)])
+def test_a_sixteenth_of_the_blocks_is_evicted_at_once(num_cached: int, num_evicted: int) -> None:
+    simulation = PrefixCacheSimulation(Shape(block_size=1, blocks=num_cached))
+    for token in range(num_cached):
+        simulation.keep(token)
+    allocator = RequestBlockAllocator(simulation.kv, simulation.cache, lambda _: None)
+    allocator.ensure(1)
+    assert simulation.free_blocks == num_evicted
+    simulation.finish()
 
 
 def test_invalidated_blocks_are_not_found(simulation: PrefixCacheSimulation) -> None:

@@ -12,6 +12,7 @@ from roseinfer import LLM, ConfigError, EngineConfig, EnginePath, SamplingParams
 from roseinfer.decode.step import TokenSpan
 from roseinfer.engine.drafter import MAX_DRAFT_TOKENS
 from roseinfer.engine.speculation import Speculation
+from roseinfer.kv.sequence import reserve
 from tests.engine.repeating_models import draft_counts, repeating_llm
 from tests.engine.test_interrupted_steps import StepFault
 from tests.engine.test_random_mixes import assert_no_block_is_lost
@@ -81,6 +82,24 @@ def test_request_leaving_its_slot_in_a_full_cache_gets_a_block(
     assert_outputs_equal(outputs, plain.generate(prompts, choices, progress=False))
     assert llm.engine.path_counts[EnginePath.DRAFT_VERIFICATION] > 5
     assert_no_block_is_lost(llm)
+
+
+def test_block_of_a_request_that_leaves_its_slot_is_counted_once(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without room has its next block counted already; one with an early block has not."""
+    options = {"resident_decode": True, "run_ahead": 0, "prefix_cache": False}
+    llm = engine("gpt2", device, speculation="ngram", **options)
+    monkeypatch.setattr(llm.engine._runner, "_early_blocks", lambda *_: 0)
+    assert llm.engine.speculation is not None
+    request = llm.engine.submit([7, 3], greedy(40, ignore_eos=True))
+    sequence, kv = request.sequence, llm.engine.sequence_runner.kv
+    while request.resident is None or sequence.num_stored < sequence.token_capacity:
+        assert not request.finish_reason
+        llm.engine.step()
+    assert llm.engine.speculation._leave_slot(request) == 0
+    reserve(kv, [sequence], [kv.block_size])
+    assert llm.engine.speculation._leave_slot(request) == 1
 
 
 def assert_outputs_equal(
@@ -183,6 +202,7 @@ def test_last_draft_ends_where_the_completion_must(
     assert max(ends) == 64
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("resident", [False, True])
 def test_completion_without_repetition_has_few_drafts(device: str, resident: bool) -> None:
     config = {"speculation": "ngram", "resident_decode": resident}

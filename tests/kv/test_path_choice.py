@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer import AppendPlan, AppendPolicy, Path
+from roseinfer import AppendPlan, AppendPolicy, Condition, Path, TritonUnavailable
+from roseinfer.kv import storage
 from roseinfer.kv.storage import choose_write_path
 from tests.kv.twins import Twins
 
@@ -79,6 +80,19 @@ def test_thresholds_count_the_tokens_of_the_write(
     lengths = [2] * batch if even else [1 + row % 3 for row in range(batch)]
     twins = Twins(device, policy, lengths=lengths)
     assert twins.append()[path] == 1
+    twins.check()
+
+
+@pytest.mark.parametrize(("even", "path"), [(EVEN, Path.TORCH_SCALAR), (UNEVEN, Path.TORCH_VECTOR)])
+def test_torch_writes_by_the_policy_where_no_kernel_can_run(
+    device: str, even: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "unusable_reason", lambda _: f"no kernel before {path}")
+    lengths = (2, 2) if even else (1, 2)
+    with pytest.warns(TritonUnavailable, match=f"no kernel before {path}"):
+        twins = Twins(device, AppendPolicy(), lengths=lengths)
+    counts = twins.append()
+    assert (counts[path], counts[Condition.TRITON_UNAVAILABLE]) == (1, 1)
     twins.check()
 
 

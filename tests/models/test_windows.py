@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, EnginePath, SamplingParams
+from roseinfer.kv.pool import SCRATCH
 from tests.models.families import CONFIGS, SHAPE, VOCABULARY, scale_weights_up
 
 WINDOW = 7
@@ -139,6 +141,24 @@ def test_prefix_hits_although_its_first_windows_were_freed(device: str, name: st
     prefixes.evict(kv.max_blocks_per_layer)
     assert [count_hits(3), count_hits(4)] == [0, 1]
     assert_nothing_held(llm)
+
+
+def test_blocks_of_tokens_in_flight_are_within_the_limit_of_a_request(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that leave a window are freed once the tokens after it are read back."""
+    llm = engine_for("mistral window", device, resident_decode=True, run_ahead=8)
+    monkeypatch.setattr(llm.engine._runner, "_early_blocks", lambda *_: 0)
+    request = llm.engine.submit([3], greedy(40))
+    num_held = []
+    while llm.engine.has_work:
+        llm.engine.step()
+        (block_ids,) = request.sequence.block_lists
+        num_held.append(len(block_ids) - block_ids.count(SCRATCH))
+    limits = llm.engine.request_limits.block_requirements
+    limits_in_step = replace(limits, max_steps_in_flight=0)
+    assert max(num_held) > limits_in_step.max_blocks_of_request(1, 41)
+    assert max(num_held) <= limits.max_blocks_of_request(1, 41)
 
 
 def test_window_that_covers_max_length_groups_as_full_attention(device: str) -> None:

@@ -217,6 +217,7 @@ def _distinct(oracle: Oracle) -> int:
     return len({id(page) for pages in oracle.sequences.values() for page in pages})
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("copies", [False, True], ids=["truncates in place", "truncates a copy"])
 @pytest.mark.parametrize("shares", FORK_SHARES)
 @pytest.mark.parametrize("block_size", [1, 2, 4])
@@ -256,6 +257,15 @@ def test_tokens_of_every_truncation_of_a_page_are_remembered() -> None:
     (page,) = oracle.sequences[0]
     assert page.tokens == [10, 14]
     assert page.removed_tokens == [12, 11, 13]
+
+
+def test_truncation_within_a_kept_page_needs_a_block_for_a_copy() -> None:
+    kept = _KeptPages()
+    oracle = kept.oracle = Oracle(4, 1, truncate_copies=True, states={_KeptPages: kept})
+    oracle.append([(0, 4)], oracle.new_tokens([(0, 4)]))
+    assert oracle.truncations_fit([(0, 2)])
+    kept.keep_full_pages(oracle, 0)
+    assert not oracle.truncations_fit([(0, 2)])
 
 
 def test_example_of_the_how_to_holds() -> None:
