@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytest_roseinfer.run.interpreter import fast_interpreter
-from tests.slow import MARKERS, mark_slow_cases
+from tests.slow import MARKERS, Shard, mark_slow_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +36,15 @@ BYTECODE_EXISTS = "BYTECODE_EXISTS"
 """Variable of processes that run tests after another process has written the bytecode."""
 _ONE_EXAMPLE = ("--roseinfer-examples=1", "--roseinfer-required-paths=off")
 _ANY_TEST = ("--pyargs", "pytest_roseinfer.suite", "-k", "histories", *_ONE_EXAMPLE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard",
+        type=Shard.parse,
+        metavar="I/N",
+        help="run the I-th of N parts of the tests, which are chosen by hashes of their names",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,15 +74,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
+def pytest_collectstart() -> None:
+    """Collect no garbage while tests are imported, which leaves hardly any."""
+    gc.disable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow_cases(items)
+    if config.option.shard is not None:
+        items[:], others = config.option.shard.split(items)
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
     """Exclude modules and collected tests, which stay, from garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -123,6 +123,7 @@ class _Server:
 
 def serve(replies: int) -> None:
     """Fork a process for every request; write its process id, and then its status."""
+    gc.disable()  # imports leave hardly any garbage
     _import_plugins()  # before other imports, which load parts of them
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
@@ -130,6 +131,7 @@ def serve(replies: int) -> None:
         finalizer.atexit = False  # torch has one for every operator, and a fork would call them all
     gc.collect()
     gc.freeze()
+    gc.enable()
     read = _read_by_hypothesis(os.environ)
     for line in sys.stdin.buffer:
         pid = os.fork()
