@@ -172,14 +172,15 @@ def room_of(package: str, rest: Sequence[str]) -> str:
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:
     """Yield every import in a file, at any depth, by statement or by ``import_module``."""
+    nodes = list(ast.walk(tree))
     type_only = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and _is_type_checking(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.stmt, ast.expr)):
             for target in _targets(path, node):
                 yield Import(target, node.lineno, id(node) not in type_only)

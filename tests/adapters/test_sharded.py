@@ -62,6 +62,7 @@ def test_roseinfer_on_two_ranks_passes(device: str) -> None:
     search(RoseinferRanks, 6, seed_number=1, device=device)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize("broken", sharded_caches.BROKEN, ids=lambda cache: cache.__name__)
 def test_differing_ranks_fail(broken: type[ShardedAdapter], seed_number: int) -> None:

@@ -54,6 +54,7 @@ def test_events_are_summed_by_kernel() -> None:
     assert {gemm.sequences, decode.sequences} == {7}
 
 
+@pytest.mark.sampled_cases
 @interpreted
 @pytest.mark.parametrize("family", NARROW)
 def test_declared_bytes_equal_those_of_the_gate(family: str) -> None:

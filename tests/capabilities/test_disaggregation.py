@@ -37,6 +37,7 @@ from tests.capabilities.caches.broken_disaggregated_caches import BROKEN
 from tests.capabilities.caches.disaggregated_caches import RIGHT, PullingCache, PushedCache
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,8 +91,9 @@ def test_cache_that_receives_wrongly_fails(cache: type[KVCacheAdapter]) -> None:
 
 
 @pytest.mark.parametrize("cache", RIGHT, ids=lambda cache: cache.__name__)
-def test_cache_that_receives_right_passes(cache: type[KVCacheAdapter]) -> None:
-    check_drawn_histories(cache, 30, 1, lambda each: run_history(cache, each))
+@few_or_many_examples(8, 30)
+def test_cache_that_receives_right_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    check_drawn_histories(cache, examples, 1, lambda each: run_history(cache, each))
 
 
 def test_conditions_are_required() -> None:

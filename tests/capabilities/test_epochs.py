@@ -29,6 +29,7 @@ from tests.capabilities.caches import epoch_caches
 from tests.capabilities.caches.epoch_caches import BROKEN, RIGHT, RefusingCache, ResettingCache
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -55,8 +56,9 @@ def oracle_after(*steps: Operation) -> Oracle:
 @pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", RIGHT)
-def test_cache_that_can_be_reset_passes(cache: type[KVCacheAdapter]) -> None:
-    harness_settings.set_current(harness_settings.Settings(examples=60, steps=20, seed=1))
+@few_or_many_examples(15, 60)
+def test_cache_that_can_be_reset_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    harness_settings.set_current(harness_settings.Settings(examples=examples, steps=20, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()

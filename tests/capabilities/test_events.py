@@ -28,6 +28,7 @@ from tests.capabilities.caches.paged_cache import PagedCache
 from tests.capabilities.caches.text_cache import TextCache
 from tests.capabilities.caches.windowed_text_cache import WindowedTextCache
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -48,10 +49,10 @@ def history(*steps: Operation) -> History:
     return History(CacheSpec(block_size=2, num_blocks=8), steps, texts=texts)
 
 
-@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
-def test_cache_that_sends_events_passes() -> None:
-    harness_settings.set_current(harness_settings.Settings(examples=60, steps=20, seed=1))
+@few_or_many_examples(15, 60)
+def test_cache_that_sends_events_passes(examples: int) -> None:
+    harness_settings.set_current(harness_settings.Settings(examples=examples, steps=20, seed=1))
     tests = conformance(EventCache)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()

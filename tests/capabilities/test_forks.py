@@ -21,6 +21,7 @@ from pytest_roseinfer.capabilities.forks import Fork
 from pytest_roseinfer.capabilities.writes import Prefill
 from pytest_roseinfer.run import coverage
 from tests.capabilities.caches.paged_cache import PagedCache
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +131,9 @@ def short_run() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cache", [SharesNothing, SharesFullBlocks])
-def test_right_choice_of_shared_blocks_passes(cache: type[KVCacheAdapter]) -> None:
+@few_or_many_examples(15, 60)
+def test_right_choice_of_shared_blocks_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    settings.set_current(settings.Settings(examples=examples, steps=10, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
     tests.test_fork_then_append_equals_copy_then_append()

@@ -38,6 +38,7 @@ from tests.capabilities.caches.lookahead_caches import (
 )
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -191,10 +192,13 @@ def test_broken_cache_with_lookahead_blocks_fails(
 
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", RIGHT)
-def test_right_cache_with_lookahead_blocks_passes(adapter: type[KVCacheAdapter]) -> None:
-    check_drawn_histories(adapter, 25, 1, partial(run_history, adapter))
+@few_or_many_examples(8, 25)
+def test_right_cache_with_lookahead_blocks_passes(
+    adapter: type[KVCacheAdapter], examples: int
+) -> None:
+    check_drawn_histories(adapter, examples, 1, partial(run_history, adapter))
     for check in (check_copied, check_permuted, check_split):
-        check_drawn_histories(adapter, 10, 1, partial(check, adapter))
+        check_drawn_histories(adapter, 2 * examples // 5, 1, partial(check, adapter))
 
 
 def test_drawn_writes_are_accepted_and_refused_where_lookahead_blocks_decide() -> None:

@@ -17,6 +17,7 @@ from pytest_roseinfer.oracle.pages import token_label
 from pytest_roseinfer.oracle.texts import WHOLE, duplicate_in_namespaces
 from tests.capabilities.caches.namespaced_caches import BROKEN, NamespacedCache
 from tests.capabilities.caches.paged_cache import PagedCache
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -33,8 +34,9 @@ def test_cache_that_mixes_namespaces_fails(cache: type[KVCacheAdapter], seed_num
         search(cache, seed_number, examples=300)
 
 
-def test_cache_that_separates_namespaces_passes() -> None:
-    search(NamespacedCache, 1, examples=60)
+@few_or_many_examples(15, 60)
+def test_cache_that_separates_namespaces_passes(examples: int) -> None:
+    search(NamespacedCache, 1, examples)
 
 
 def search(cache: type[KVCacheAdapter], seed_number: int, examples: int) -> None:

@@ -50,6 +50,7 @@ from tests.capabilities.caches.text_cache import (
     TextCache,
 )
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +82,9 @@ def test_texts_are_equal_up_to_their_branch() -> None:
         ReservingCache,
     ],
 )
-def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter]) -> None:
-    settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
+@few_or_many_examples(15, 60)
+def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    settings.set_current(settings.Settings(examples=examples, steps=20, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
@@ -231,6 +233,7 @@ def test_hash_of_a_lookup_is_no_collision() -> None:
         run_history(broken_text_caches.DropsHits, history)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     ("cache", "reported"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]

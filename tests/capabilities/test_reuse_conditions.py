@@ -56,6 +56,7 @@ def test_right_cache_passes_and_its_reuse_is_counted(
     assert coverage.current().of(adapter).counts[condition] >= 3
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(3))
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ LATE = 3
 """Steps after a free from which on a reuse of the name counts as late."""
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("seed_number", range(2))
 @pytest.mark.parametrize("adapter", [KeepsTheLength, KeepsTheTokens, ForksToTheOldLength])

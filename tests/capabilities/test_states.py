@@ -18,6 +18,7 @@ from pytest_roseinfer.run import coverage
 from tests.capabilities.caches.broken_state_caches import BROKEN, SharesTheStateOfAFork
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.state_cache import StateCache
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -44,8 +45,9 @@ def test_cache_with_wrong_states_fails(cache: type[KVCacheAdapter], seed_number:
     assert "peek_state: sequence" in failure.value.summary
 
 
-def test_cache_with_right_states_passes() -> None:
-    search(StateCache, 1, examples=150)
+@few_or_many_examples(30, 150)
+def test_cache_with_right_states_passes(examples: int) -> None:
+    search(StateCache, 1, examples)
 
 
 def test_reused_state_is_required() -> None:

@@ -85,6 +85,7 @@ def test_broken_swapping_cache_fails(broken: type[KVCacheAdapter]) -> None:
         check_drawn_histories(broken, 300, 2, partial(run_history, broken))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "broken",
     [ReusesBlocksBeforeTheCopy, CopiesFreedBlocks, BringsBackToTheOldBlocks, GivesBackTwice],

@@ -35,6 +35,7 @@ from tests.capabilities.caches.keyed_caches import BROKEN, KEY_PARTS, RIGHT, Cha
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.text_cache import TextCache
 from tests.histories.drawn_histories import check_drawn_histories
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,8 +62,9 @@ def oracle_of(*keys: TextKey) -> Oracle:
 @pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", RIGHT)
-def test_cache_that_knows_all_parts_passes(cache: type[KVCacheAdapter]) -> None:
-    harness_settings.set_current(harness_settings.Settings(examples=60, steps=20, seed=1))
+@few_or_many_examples(15, 60)
+def test_cache_that_knows_all_parts_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    harness_settings.set_current(harness_settings.Settings(examples=examples, steps=20, seed=1))
     conformance(cache)().test_histories()
 
 
@@ -155,6 +157,7 @@ def test_drawn_keys_differ_in_each_part_alone() -> None:
     assert alone == {part.name for part in KEY_PARTS}
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("names", [("adapter", "salt"), ("salt", "adapter")])
 @pytest.mark.parametrize("separator", ["", ":"])
 def test_drawn_keys_are_spelled_alike_where_parts_are_joined(

@@ -48,6 +48,7 @@ from tests.capabilities.caches.tier_cache import (
     WriteBackCache,
     WriteThroughCache,
 )
+from tests.slow import few_or_many_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,8 +115,9 @@ def test_cache_with_broken_tiers_fails(cache: type[KVCacheAdapter], seed_number:
 
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("cache", RIGHT, ids=lambda cache: cache.__name__)
-def test_cache_with_right_tiers_passes(cache: type[KVCacheAdapter]) -> None:
-    search(cache, 1, examples=60)
+@few_or_many_examples(15, 60)
+def test_cache_with_right_tiers_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    search(cache, 1, examples)
 
 
 def test_conditions_of_tiers_are_required() -> None:
@@ -245,6 +247,7 @@ def test_a_load_finds_no_full_tier() -> None:
     assert result_of(Transfer(0, "load", (4,), 1), FULL, 0) == TransferResult(0, 0)
 
 
+@pytest.mark.slow
 def test_unnoticed_losses_are_drawn_for_caches_that_verify() -> None:
     def results(cache: type[KVCacheAdapter]) -> set[str]:
         drawn: set[str] = set()

@@ -96,6 +96,7 @@ def verifies_drafts(history: History) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_histories_often_draft_truncate_and_continue() -> None:
     """Speculation does this to a cache. It is drawn in one of four histories, over 500."""
     verified: list[bool] = []
@@ -127,6 +128,7 @@ def cuts_of_the_prelude(adapter: type[KVCacheAdapter], *, groups: int) -> Counte
     return cuts
 
 
+@pytest.mark.slow
 def test_histories_cut_with_little_room() -> None:
     cuts = cuts_of_the_prelude(CopiesAtTheCut, groups=1)
     assert all(cuts[free, True] for free in range(3))

@@ -138,6 +138,7 @@ def generate(device: str, **config: Any) -> tuple[list[list[int]], Counter[str]]
     return [output.token_ids for output in outputs], llm.engine.path_counts
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "config", [{}, {"run_ahead": 3}, {"max_batch_size": 3}, {"kv_cache_tokens": 64}], ids=str
 )

@@ -55,6 +55,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
             settings.set_current(previous_settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endpoint")
 def test_roseinfer_server_passes() -> None:
     search(ServedEngine, CLEAN)

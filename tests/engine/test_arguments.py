@@ -192,6 +192,7 @@ ERROR_PATTERNS = {
 """Patterns of the error for an argument: block 7 and layer 9 are named by their numbers."""
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("call", "name"), [(call, name) for call, valid in CALLS.items() for name in valid]
 )

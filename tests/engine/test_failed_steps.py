@@ -82,6 +82,7 @@ def check_updates(
     return failed
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("call", [0, 1, 4, 7])
 def test_out_of_memory_ends_only_the_requests_of_its_step(

@@ -79,6 +79,7 @@ def run_through_faults(llm: LLM) -> int:
     return raised
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("call", [0, 1, 4, 7])
 @pytest.mark.parametrize("point", ["a forward pass", "reading tokens", "after a resident step"])
@@ -127,6 +128,7 @@ def test_interrupted_step_loses_no_slot(
         assert_no_block_is_lost(llm)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("more", [{}, {"logprobs": True}, NEGLIGIBLE_PENALTY], ids=str)
 def test_nan_logits_end_only_their_request(

@@ -54,6 +54,7 @@ def test_paused_request_gets_only_its_tokens_in_flight(device: str, lag: int, af
     assert_no_block_is_lost(llm)
 
 
+@pytest.mark.sampled_cases
 @some_lags
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_pauses_change_no_token(device: str, lag: int, prefix_cache: bool) -> None:

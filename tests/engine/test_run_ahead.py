@@ -121,6 +121,7 @@ def test_stream_lags_no_more_during_a_long_prefill(device: str, lag: int) -> Non
     run(llm)
 
 
+@pytest.mark.sampled_cases
 @all_lags
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
 def test_max_new_tokens_is_exact(device: str, lag: int, count: int) -> None:
@@ -150,6 +151,7 @@ def test_generation_stops_at_the_last_position_of_the_model(device: str, lag: in
     assert request.finish_reason == "length"
 
 
+@pytest.mark.sampled_cases
 @all_lags
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_requests_share_slots(device: str, lag: int, batch: int) -> None:
@@ -164,6 +166,7 @@ def test_requests_share_slots(device: str, lag: int, batch: int) -> None:
 # ----------------------------------------------------------------------- ends of completions
 
 
+@pytest.mark.sampled_cases
 @all_lags
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_no_token_is_streamed_after_eos(device: str, lag: int, count: int) -> None:
@@ -274,6 +277,7 @@ def test_requests_in_slots_and_on_the_host_match_each_alone(
             )
 
 
+@pytest.mark.sampled_cases
 @all_lags
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_request_continues_its_completion(

@@ -60,6 +60,7 @@ def queue_of(
     return simulation
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("policy", ["fifo", "pack"])
 @pytest.mark.parametrize(
     ("blocks", "slots"),

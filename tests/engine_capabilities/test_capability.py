@@ -222,6 +222,7 @@ def test_other_adapters_have_no_fields_of_the_capability() -> None:
     for_each_drawn(DrawingEngine, 10, check)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "problem"),
     [

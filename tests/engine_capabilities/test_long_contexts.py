@@ -67,6 +67,7 @@ def longest(mix: RequestMix) -> int:
     return max(len(each.prompt) for each in mix.requests)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("aim", "fewest", "most"), [("from a prefix", 25, 60), ("together", 0, 0), (None, 1, 15)]
 )

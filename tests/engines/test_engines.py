@@ -107,6 +107,7 @@ def test_right_engine_passes_on_all_its_paths(engines: Project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_broken_engine_is_rejected_with_its_reason(engines: Project) -> None:
     engines.write(test_broken=file_testing(*REASONS, NeverTakesADeclaredPath))
     engines.set_conclusive_examples(96)

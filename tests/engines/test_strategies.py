@@ -23,6 +23,7 @@ class SmallAdapter(ToyAdapter):
     max_tokens = 7
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("adapter", [ToyAdapter, SmallAdapter])
 @pytest.mark.parametrize("max_steps", [1, 12])
 def test_mixes_keep_to_the_limits_of_the_adapter(

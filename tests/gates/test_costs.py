@@ -167,6 +167,7 @@ WRONG_BYTES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("wrong_argument", WRONG_BYTES)
 def test_invalid_argument_of_check_bytes_is_one_sentence(
     project: Project, wrong_argument: str
@@ -327,6 +328,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_invalid_argument_of_the_marker_is_a_usage_error(project: Project, arguments: str) -> None:
     marker = f"@pytest.mark.roseinfer_costs({arguments})"

@@ -53,14 +53,17 @@ def test_fused_llama(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     check(roseinfer_costs, second_token(narrow_llama(roseinfer_device), roseinfer_device, **FUSED))
 
 
+@pytest.mark.slow
 def test_fused_qwen3(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     check(roseinfer_costs, second_token(narrow_qwen3(roseinfer_device), roseinfer_device, **FUSED))
 
 
+@pytest.mark.slow
 def test_fused_olmo2(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     check(roseinfer_costs, second_token(narrow_olmo2(roseinfer_device), roseinfer_device, **FUSED))
 
 
+@pytest.mark.slow
 def test_fused_mixtral(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     model = narrow_mixtral(roseinfer_device)
     check(roseinfer_costs, second_token(model, roseinfer_device, **FUSED))

@@ -36,6 +36,7 @@ def test_with_torch_operations(
     check(roseinfer_costs, name, step)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("name", STEPS)
 def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str, name: str) -> None:
     step = STEPS[name](

@@ -63,6 +63,7 @@ def baseline_bytes(paged: ByteStep) -> StepBytes:
     return measure(paged)
 
 
+@pytest.mark.slow
 def test_copy_of_the_whole_cache_is_named(
     paged: ByteStep, baseline_bytes: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("name", SWITCHES)
 def test_append_option_turned_off_is_named(name: str) -> None:
     step, changed_policy, causes = SWITCHES[name]

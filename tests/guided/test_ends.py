@@ -55,6 +55,7 @@ def reference_completion(
             return tokens, logprobs_by_step
 
 
+@pytest.mark.sampled_cases
 @both_settings
 @pytest.mark.parametrize("words", [WORDS, ("aé", "ab", "abc"), ("zero", "zebra", "z")], ids=str)
 def test_greedy_choice_of_words_matches_the_reference(

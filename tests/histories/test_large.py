@@ -270,6 +270,7 @@ def test_large_histories_keep_to_declared_limits(adapter: type[Cache], largest: 
     assert TargetVerdict(current().of(adapter)).sizes == largest
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("block_size", [1, 4, 256])
 @pytest.mark.parametrize("limit", [6, 16, 20, 40, 66, 70, 72, 100, 200])
 def test_steps_of_large_histories_are_valid_with_any_limits(block_size: int, limit: int) -> None:

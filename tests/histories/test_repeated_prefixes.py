@@ -34,6 +34,7 @@ class TextsOfLongBlocks(TextsOfWindows):
     block_sizes: ClassVar[Any] = (4, 5, 8)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("cache", "one_in"), [(Texts, 4), (TextsOfWindows, 5)])
 def test_histories_often_find_a_prefix(cache: type[KVCacheAdapter], one_in: int) -> None:
     """Compare counts of ``prefix_hit``; the first prompt of each history finds nothing.

@@ -20,6 +20,7 @@ POLICIES = {
 all_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
+@pytest.mark.sampled_cases
 @all_policies
 @pytest.mark.parametrize("start", range(BLOCK_SIZE + 1))
 @pytest.mark.parametrize("count", [1, 3, BLOCK_SIZE, 2 * BLOCK_SIZE + 1])

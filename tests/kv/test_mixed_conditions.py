@@ -95,6 +95,7 @@ def test_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> None:
     twins.check()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "policy",
     [

@@ -44,6 +44,7 @@ def name_of(policy: AppendPolicy) -> str:
     return "-".join(name for name in SWITCHES if not getattr(policy, name)) or "all_on"
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("policy", COMBINATIONS, ids=name_of)
 def test_every_combination_matches_append_token(device: str, policy: AppendPolicy) -> None:
     twins = Twins(device, policy, lengths=(0, 0))

@@ -37,6 +37,7 @@ def token_by_token(kv: KVBlockManager, key: torch.Tensor, value: torch.Tensor) -
     return ids
 
 
+@pytest.mark.sampled_cases
 @all_policies
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -123,6 +123,7 @@ def test_buffer_is_reused_with_other_columns(device: str, triton: bool) -> None:
     steps.check()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("rows", [84, 85, 86, 127, 128, 129, 255, 256, 257])
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_batches_around_the_size_of_the_buffers(device: str, rows: int, columns: int) -> None:

@@ -72,6 +72,7 @@ def test_every_family_has_a_planted_read_and_write() -> None:
     assert all(each.count("reads") == each.count("writes") > 0 for each in verbs)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("family", "planted"), PLANTED)
 @torch.inference_mode()
 def test_planted_access_is_found(
@@ -90,6 +91,7 @@ def test_planted_access_is_found(
         assert "tl.load" in lines[int(line) - 1] or "tl.store" in lines[int(line) - 1]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from values that are not stored
 @pytest.mark.parametrize(("family", "planted"), READS)
 def test_planted_read_does_not_change_results(

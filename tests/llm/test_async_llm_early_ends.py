@@ -123,6 +123,7 @@ def test_many_streams_with_cancellations(device: str) -> None:
 # --------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("bad", "error"),
     [

@@ -71,6 +71,7 @@ def test_interrupted_generate_raises_and_the_next_call_is_correct(
     assert_no_block_is_lost(llm)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("owner", "name"), CALLS_WITHIN_A_STEP[1:], ids=[name for _, name in CALLS_WITHIN_A_STEP[1:]]
 )

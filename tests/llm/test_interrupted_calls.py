@@ -88,6 +88,7 @@ def test_interrupted_call_leaves_nothing_behind(
     assert_no_block_is_lost(llm)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("per_layer_kv", [False, True])
 @pytest.mark.parametrize("where", PLACES)
 def test_stream_survives_an_interrupted_call(

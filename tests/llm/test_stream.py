@@ -109,6 +109,7 @@ def _drop_stream_in_cycle(llm: LLM, text: str) -> Any:
     return request
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("method", ["_launch", "_add_token", "_finish_request", "_count_paths"])
 def test_streams_are_finalized_within_a_step(
     device: str, method: str, monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,7 @@ def largest_difference(actual: list[list[torch.Tensor]], expected: list[torch.Te
     return largest
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patched_model_matches_its_own_forward_pass(device: str, family: str) -> None:
     model = build(family, device)
@@ -164,6 +165,7 @@ def test_patched_model_matches_its_own_forward_pass(device: str, family: str) ->
     assert largest_difference(stepwise_logits(runner_for(model, device)), expected) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES if torch.cuda.is_available() else ["bloom"])
 def test_kernels_match_the_models_own_forward_pass(device: str, family: str) -> None:
     model = build(family, device)

@@ -49,6 +49,7 @@ def test_directory_is_served_as_the_saved_model(
     assert output.text == text_of(device, output.token_ids)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("family", CONFIGS)
 def test_model_without_a_tokenizer_generates_token_ids(
     device: str, tmp_path: Path, family: str
@@ -182,6 +183,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_broken_checkpoint_is_rejected_by_name(
@@ -208,6 +210,7 @@ def first_positions(tokens: list[int]) -> list[int]:
     return [at for at, token in enumerate(tokens) if token not in tokens[:at]]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("which", range(4))
 def test_every_declared_eos_token_ends_a_completion(
     device: str, checkpoint: Path, which: int

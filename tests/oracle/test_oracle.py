@@ -227,6 +227,7 @@ def test_histories_without_windows(block_size: int, shares: str, *, copies: bool
         _History(oracle, random.Random(seed)).run()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_kept_pages_never_change(block_size: int) -> None:
     for seed in range(12):

@@ -154,6 +154,7 @@ UNREACHED = """
 """
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("required", ["on", "off"])
 def test_weak_run_says_so_quietly(project: Project, required: str) -> None:
     project.copy_caches()

@@ -81,6 +81,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("mark", MISTAKES)
 def test_invalid_argument_of_a_marker_is_a_usage_error(project: Project, mark: str) -> None:
     result = run(project, mark)

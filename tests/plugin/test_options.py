@@ -105,6 +105,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_invalid_option_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
     mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"

@@ -116,15 +116,18 @@ def recorded_options() -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("name", reference.shipped_sections())
+_SECTIONS = reference.shipped_sections()
+
+
+@pytest.mark.parametrize("name", _SECTIONS)
 def test_generated_lists_equal_the_code(name: str) -> None:
     page = GENERATED[name]
     stale = f"{page.name} is stale in its {name}: run {reference.COMMAND}"
-    assert read_section(page, name) == reference.shipped_sections()[name], stale
+    assert read_section(page, name) == _SECTIONS[name], stale
 
 
 def test_every_entry_has_a_description() -> None:
-    for name, entries in reference.shipped_sections().items():
+    for name, entries in _SECTIONS.items():
         for entry in re.split(r"^ *- ", entries, flags=re.M)[1:]:
             assert re.search(r":\s\S", entry), f"no description among the {name}: {entry}"
 

@@ -142,6 +142,7 @@ def semantic() -> Iterator[Any]:
     scope.restore()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("arithmetic", [True, False])
 @pytest.mark.parametrize("division", [True, False])
 def test_operand_type_checks_equal_those_of_triton(

@@ -92,6 +92,7 @@ class HangsInABadCall(PagedCache):
         yield BadCall("free of an unknown sequence", spin, (KeyError,))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("watchdog")
 @pytest.mark.parametrize(
     ("cache", "message", "steps"),
@@ -219,6 +220,7 @@ def restored_settings() -> Iterator[None]:
     coverage.set_current(previous_coverage)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("restored_settings")
 @pytest.mark.parametrize("seed", range(3))
 def test_search_ends_with_the_hanging_history(

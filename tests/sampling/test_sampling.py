@@ -173,6 +173,7 @@ def test_nucleus_is_independent_of_the_summation_order(
     assert all(abs(int(n) - at) <= 3 for n, at in zip(results[0].sum(-1), wide, strict=True))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "neighbour", [{}, {"repetition_penalty": 1.7}, {"presence_penalty": 0.3}], ids=str
 )

@@ -130,6 +130,7 @@ def model_logprobs(device: str, text: str) -> list[float | None]:
 IN_PROMPT = greedy(4, ignore_eos=True, prompt_logprobs=True)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "config",
     [

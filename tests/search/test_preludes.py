@@ -139,6 +139,7 @@ def _cleared_counters() -> None:
     RarelyFast.fast_histories.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cleared_counters")
 def test_path_reached_once_is_reached_again() -> None:
     with fresh_run(settings.Settings(examples=80, seed=1)):

@@ -83,6 +83,7 @@ def first_failure(adapter: type[Adapter]) -> Difference:
     return caught.value
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "steps"),
     [
@@ -123,6 +124,7 @@ def test_shrinking_keeps_an_error_of_a_step_that_fits() -> None:
     assert failure.history.spec.num_blocks == 3
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("adapter", "prompts", "new_tokens"),
     [

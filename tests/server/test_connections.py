@@ -316,6 +316,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     assert data.index(b"[DONE]") < data.index(b'"version"') < data.index(b'"alive"')
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "invalid_request",
     [

@@ -52,6 +52,7 @@ WITHOUT = """
 """
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("module", serve._SERVE_MODULES)
 def test_missing_module_is_reported_with_the_install_command(module: str) -> None:
     output = run_python(WITHOUT.format(module=module))

@@ -30,6 +30,7 @@ def fail_after(server: Server, monkeypatch: pytest.MonkeyPatch, tokens: int) -> 
     monkeypatch.setattr(model, "logits", broken)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUIRED)
 def test_failure_before_the_first_token_sets_the_status(

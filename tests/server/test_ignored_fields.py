@@ -91,6 +91,7 @@ def text_of(server: Server, path: str, **options: Any) -> str:
     return str(choice["text"] if path == "completions" else choice["message"]["content"])
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("path", "values"),
     [
@@ -105,6 +106,7 @@ def test_neutral_value_is_accepted(server: Server, path: str, values: list[dict[
         assert text_of(server, path, **neutral) == text, neutral
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("path", NULL)
 def test_every_optional_field_may_be_null(server: Server, path: str) -> None:
     for name in NULL[path].split():

@@ -237,6 +237,7 @@ def draw_completion(
     return body, tokens, echoed_texts if options["echo"] else [""] * len(prompts)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_in_chunks_equals_the_one_built_at_once(
@@ -326,6 +327,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", LARGE)
 def test_event_loop_has_turns_while_a_large_response_is_built(

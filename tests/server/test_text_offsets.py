@@ -30,6 +30,7 @@ def completion_with_offsets(server: Server, **options: Any) -> dict[str, Any]:
     return completion
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 def test_token_is_at_its_offset(server: Server, echo: bool, stream: bool) -> None:

@@ -54,6 +54,7 @@ def chat_with_tools(server: Server, **more: Any) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
 @both_clients
 def test_required_function_is_called(server: Server, call_api: Call, choice: Any) -> None:
@@ -140,6 +141,7 @@ def test_optional_function_may_be_left_uncalled(server: Server) -> None:
     assert "tool_calls" not in choice["message"]
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("pattern", ["{}", "Well. <tool_call>\n{}\n</tool_call>"], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_optional_function_may_be_called(

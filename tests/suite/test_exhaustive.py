@@ -118,6 +118,7 @@ def test_every_history_is_run_once() -> None:
     assert len(counts.states) == 20
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "cache",
     [ListCache, BranchingTextCache, namespaced_caches.NamespacedCache, WindowCache, LazyCache],

@@ -142,6 +142,7 @@ def test_wrong_engine_is_found(
     assert re.search(message, outcome.why)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and do not run on a CPU")
 def test_wrong_fused_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks logits after the check of the model at its load, which has four tokens."""

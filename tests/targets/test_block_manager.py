@@ -157,6 +157,7 @@ def test_begin_that_returns_none_fails() -> None:
         check_drawn_histories(ReturnsNone, 20, 1, partial(run_history, ReturnsNone))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", [1, 2])
 @pytest.mark.parametrize("manager", [KeepsTheTokensOfTakenBlocks, CountsNoFoundBlocks])
 def test_broken_block_manager_fails(manager: type[Manager], seed_number: int) -> None:

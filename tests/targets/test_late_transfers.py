@@ -44,6 +44,7 @@ def test_manager_passes_with_copies_in_flight() -> None:
     assert coverage.current().of(QueuedManager).counts["calls_in_flight"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_manager_that_does_not_wait_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateTransfers, "event", lambda _: NeverWaits())

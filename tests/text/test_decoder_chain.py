@@ -174,6 +174,7 @@ KNOWN_DECODERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kind", KNOWN_DECODERS)
 def test_known_decoders_match_the_tokenizer_for_every_token(kind: str) -> None:
     tokenizer = tokenizer_with(KNOWN_DECODERS[kind])
@@ -182,6 +183,7 @@ def test_known_decoders_match_the_tokenizer_for_every_token(kind: str) -> None:
         assert outcome(partial(decode_streamed, tokenizer, tokens)) == expected, tokens
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("kind", KNOWN_DECODERS)
 def test_text_is_streamed_as_soon_as_no_token_can_change_it(kind: str) -> None:
     """The streamed text is the longest prefix shared by all possible continuations."""

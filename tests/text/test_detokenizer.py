@@ -179,6 +179,7 @@ def test_flushing_again_returns_nothing() -> None:
 # --------------------------------------------------------------------------------- other decoders
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("build", "pieces"),
     [

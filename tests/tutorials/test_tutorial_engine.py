@@ -44,6 +44,7 @@ def test_engine_failure_equals_the_printed_one(project: Project) -> None:
     assert anywhere(printed) in anywhere(result.stdout.str())
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("replacement", "find", "message"), OTHER_BUGS)
 def test_other_bugs_fail_as_the_table_says(
     project: Project, replacement: str, find: str, message: str

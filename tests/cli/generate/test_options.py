@@ -68,6 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LLM, SamplingParams]]:
     return recorded
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("options", "changed"), SAMPLING.values(), ids=SAMPLING)
 def test_sampling_option_sets_its_parameter(
     run: Run,

@@ -98,6 +98,7 @@ def test_error_of_a_factory_is_shown(timed_project: Project) -> None:
     result.stdout.fnmatch_lines(["*before: Traceback*", "*OSError: no weights"])
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("return_value", "message"),
     [
@@ -117,6 +118,7 @@ def test_invalid_return_value_of_a_factory_is_named(
     assert "Traceback" not in result.stdout.str()
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("target", "message"),
     [

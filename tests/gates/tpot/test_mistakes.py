@@ -48,6 +48,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("marker_arguments", MISTAKES)
 def test_invalid_argument_of_the_marker_is_a_usage_error(
     timed_project: Project, marker_arguments: str
@@ -74,6 +75,7 @@ def test_marker_without_its_fixture_is_a_usage_error(timed_project: Project) -> 
     result.stderr.fnmatch_lines(["*does not take the fixture of this name*"])
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -145,12 +145,14 @@ def check(case: Case) -> None:
         assert_same_bits(by_reference[1:], want[1:], "the reference's cache")
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 64, 80, 96])
 def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtype) -> None:
     check(Case(device, [1, 4, 6], head_dim=head_dim, dtype=dtype))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads"),
     [(1, 1), (4, 4), (4, 1), (6, 2), (10, 2), (24, 3), (32, 2), (20, 1)],
@@ -176,6 +178,7 @@ def test_contexts_in_parts(
     check(Case(device, [0, 63, 64, 65, 130], block_size=block_size))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_as_with_more_programs(

@@ -77,6 +77,7 @@ def assert_close(case: Case) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE[case.query.dtype], rtol=1e-5)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 64, 80, 96])
 def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtype) -> None:

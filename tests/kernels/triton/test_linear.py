@@ -175,6 +175,7 @@ def test_a_streamed_layer_in_parts(device: str, inputs: int, dtype: torch.dtype)
     layer.check(parts.sum(0), layer.truth)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 3), (63, 65), (130, (1 << 14) + 1)])
 def test_a_streamed_layer_of_odd_sizes(device: str, inputs: int, outputs: int) -> None:
     layer = Layer(device, 2, inputs, outputs, transposed=True)
@@ -182,6 +183,7 @@ def test_a_streamed_layer_of_odd_sizes(device: str, inputs: int, outputs: int) -
     layer.check(stream_linear_split_k(layer.x, layer.weight.T).sum(0), layer.truth)
 
 
+@pytest.mark.sampled_cases
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
 def test_gates_and_ups(device: str, rows: int, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ def check(got: torch.Tensor, stream: torch.Tensor, norm: nn.LayerNorm) -> None:
     torch.testing.assert_close(got.double(), exact, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.sampled_cases
 @every_dtype
 @every_width
 @pytest.mark.parametrize("parts", [1, 3])

@@ -88,12 +88,14 @@ def check(case: Case) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE[case.query.dtype], rtol=1e-5)
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 64, 80, 96])
 def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtype) -> None:
     check(Case(device, [(0, 5), (3, 4)], head_dim=head_dim, dtype=dtype))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads"),
     [(1, 1), (4, 4), (4, 1), (6, 2), (10, 2), (24, 3), (32, 2), (20, 1)],
@@ -129,6 +131,7 @@ def test_behind_sequences_of_a_single_token(device: str) -> None:
     assert case.path_counts[AttentionPath.DECODE_TRITON] == 1
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(device: str, window: int) -> None:
     """Chunks that begin, and end, before the window's edge, at it and after it."""
@@ -136,6 +139,7 @@ def test_windows(device: str, window: int) -> None:
     check(Case(device, edges, block_size=16, traits=["window"], window=window))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
 def test_layers_that_ask_for_more(device: str, names: Sequence[str]) -> None:
     check(Case(device, [(0, 2), (3, 20), (130, 5)], block_size=16, q_heads=6, traits=names))

@@ -35,6 +35,7 @@ def drawn(width: int, parts: int, device: str, dtype: torch.dtype) -> tuple[torc
     return residual.to(dtype), torch.randn(parts, 5, width, device=device), gain.to(dtype)
 
 
+@pytest.mark.sampled_cases
 @every_dtype
 @every_width
 @pytest.mark.parametrize("parts", [1, 3])

@@ -42,6 +42,7 @@ def test_parts_are_small_beside_the_context_and_few(device: str) -> None:
         assert part < 33 + 16 * max(0, (position // 4096).bit_length())
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("window", [1, 100, 128, 129, 1000])
 def test_a_window_sees_no_more_parts_than_are_said(device: str, window: int) -> None:
     last = list(range(0, 20_000, 97))

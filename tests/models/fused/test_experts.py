@@ -34,6 +34,7 @@ def random_experts(rows: int, experts: int, top_k: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------ selection
 
 
+@pytest.mark.sampled_cases
 @all_dtypes
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (60, 6), (128, 8), (5, 5), (1, 1)])

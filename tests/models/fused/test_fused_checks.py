@@ -94,6 +94,7 @@ def family_with_experts(model: Any) -> Any:
     return family(model)
 
 
+@pytest.mark.slow
 def test_near_ties_between_experts_pass_the_check(device: str) -> None:
     """Without forced routing, the modules send some token to another expert and diverge there."""
     fused = family_with_experts(many_experts(device))
