@@ -32,6 +32,13 @@ FLAKY = """
             pathlib.Path("runs").touch()
 """
 
+# Large histories end after some seconds, and so at other steps in each run on a busy machine.
+UNHURRIED = """
+    from pytest_roseinfer.suite.large_search import LargeHistories
+
+    LargeHistories.seconds = 600.0
+"""
+
 
 @pytest.fixture
 def list_cache_project(project: Project) -> Project:
@@ -53,6 +60,7 @@ def require(module: str) -> None:
 def test_random_order_changes_no_search(list_cache_project: Project) -> None:
     """pytest-randomly also seeds all random generators before each test."""
     require("pytest_randomly")
+    list_cache_project.write(conftest=UNHURRIED)
     tested = set()
     for seed in (1, 2):
         result = list_cache_project.pytest(*SHORT_SEARCH, "-v", f"--randomly-seed={seed}")
