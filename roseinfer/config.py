@@ -213,8 +213,8 @@ class EngineConfig:
     chunked_prefill: bool = setting(True, "prefill long prompts in chunks over several steps")
     attention_backend: str | None = setting(
         None,
-        "triton, reference, or another backend that was registered",
-        unset="the fastest of the device",
+        "triton, batched, reference, or another backend that was registered",
+        unset="triton on a GPU, else batched",
     )
     paged_attention: bool | None = setting(
         None,
@@ -228,7 +228,8 @@ class EngineConfig:
     fused_model: bool | None = setting(
         None,
         "run the model on fused kernels, where there are some for its family",
-        unset="on a GPU, unless a check at load finds that its own modules compute something else",
+        unset="on a GPU, and on a CPU on few operations of torch for Llama and its kin, unless a "
+        "check at load finds that its own modules compute something else",
     )
     batch_invariant: bool | None = setting(
         None,

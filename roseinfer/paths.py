@@ -41,6 +41,8 @@ class EnginePath(StrEnum):
     """A forward pass of many tokens on GEMMs whose programs share weights in pairs."""
     MEGAKERNEL = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
+    JOINED = "engine_joined"
+    """A forward pass of few torch operations, on joined weights."""
     COMPILED = "engine_compiled"
     """A forward pass on layers fused by torch.compile."""
     PADDED_LM_HEAD = "engine_padded_head"
@@ -145,6 +147,8 @@ class AttentionPath(StrEnum):
     RESIDENT_REFERENCE = "attention_slots_reference"
     """Torch reference of ``APPEND_AND_ATTEND``."""
     REFERENCE = "attention_reference"
+    BATCHED = "attention_batched"
+    """SDPA for all decoding sequences of similar length at once."""
 
 
 # Histograms.

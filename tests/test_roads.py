@@ -26,7 +26,7 @@ RESIDENT_STORE = ("attention/reference.py", "append_and_attend_reference")
 STEP = ("llm.py", "_step")
 
 MAX_FILES_OF_PROMPT = 14
-MAX_FILES_OF_STEP = {False: 10, True: 12}
+MAX_FILES_OF_STEP = {False: 10, True: 11}
 """Most files, by whether sequences are resident."""
 MAX_FILES_OF_BODY = 20
 CONNECTION_FILES = {"server/connections.py", "server/http_server.py"}

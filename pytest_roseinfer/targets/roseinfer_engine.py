@@ -54,6 +54,8 @@ _LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
 _PROMPTS_AS_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
 _HYBRID = {"model": shapes.HYBRID}
 _FUSED = {"fused_model": True, "model": "gpt2"}
+_JOINED = {"fused_model": None}
+_BATCHED_ATTENTION = {"paged_attention": None, "resident_decode": False}
 _TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
 
@@ -108,6 +110,7 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
     ),
     EnginePath.FUSED_ARGMAX: _with_models(_RESIDENT_KERNELS, shapes.SOFTCAP, "windowed mistral"),
+    EnginePath.JOINED: _with_models(_JOINED, "llama 10:2", shapes.TWO_GROUPS),
 }
 """Settings of the mixes that aim at each path.
 
@@ -126,7 +129,9 @@ _FIRST = (
 )
 _OF_KERNELS = 0.25
 """Share of mixes with kernels, which take 15 times as long under Triton's interpreter."""
+_OF_CPU = 0.5
 _SHARES = {
+    EnginePath.JOINED: _OF_CPU,
     **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
     **dict.fromkeys((EnginePath.FUSED, EnginePath.FUSED_ARGMAX), _OF_KERNELS),
 }
@@ -158,6 +163,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.PENALTIES: _DECODES_RESIDENT,
     EnginePath.FUSED: [{"fused_model": True}],
     EnginePath.FUSED_ARGMAX: [_RESIDENT_KERNELS],
+    EnginePath.JOINED: [_JOINED],
 }
 """Settings that each path needs; the others run with any."""
 
@@ -195,6 +201,15 @@ PATHS: Mapping[str, FastPath] = {
     ),
     **{path.value: _alone_equals(path) for path in _AIMS},
     EnginePath.CUDA_GRAPH.value: _alone_equals(EnginePath.CUDA_GRAPH, device="cuda"),
+    # On a CPU by default; a GPU has kernels for both.
+    EnginePath.JOINED.value: _alone_equals(EnginePath.JOINED, device="cpu"),
+    AttentionPath.BATCHED.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        [_BATCHED_ATTENTION],
+        device="cpu",
+        share=_OF_CPU,
+        aims=_with_models(_BATCHED_ATTENTION, "llama 24:3", *shapes.WITH_WINDOWS_ALONE),
+    ),
 }
 
 

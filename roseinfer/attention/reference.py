@@ -55,10 +55,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, traits: LayerTraits) -> 
     """
     tokens, context = len(query), keys.shape[1]
     at = torch.arange(context - tokens, context, device=query.device)[None]
-    return _attend(query[None], keys[None], values[None], at, traits)[0]
+    return attend_sequences(query[None], keys[None], values[None], at, traits)[0]
 
 
-def _attend(
+def attend_sequences(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, traits: LayerTraits
 ) -> Tensor:
     """Attend in several sequences with queries at ``positions``, ``[sequences, tokens]``.
@@ -131,4 +131,4 @@ def append_and_attend_reference(
         cache[tables].transpose(1, 2).flatten(2, 3).float().masked_fill(unused, 0)
         for cache in (k_cache, v_cache)
     )
-    return _attend(query[:, None], keys, values, lengths[:, None], traits)[:, 0]
+    return attend_sequences(query[:, None], keys, values, lengths[:, None], traits)[:, 0]

@@ -49,18 +49,19 @@ if TYPE_CHECKING:
     from roseinfer.kv.transfers import PendingReadback
     from roseinfer.models.causal import CausalModel
 
-# Short prompts stored as rows of a decode step, so that the step can be a CUDA graph.
+# Short prompts, and what is left of long ones behind a cached prefix, stored as rows of a decode
+# step, so that the step can be a CUDA graph.
 #
-# The kernels of a short prompt take longer to launch one by one than to run.
+# Their kernels take longer to launch one by one than to run.
 
 
-_MAX_SEQUENCE_LENGTH = 1024
-"""Most tokens of a sequence stored in rows. Each row reads the keys and values of all previous
-tokens by itself."""
+_MAX_TOKENS_READ = 300_000
+"""Most tokens whose keys and values the rows of a step read. Each row reads those of all previous
+tokens of its sequence by itself, where a kernel for prompts reads them once."""
 
 
 class PromptRows:
-    """The rows for the prompts of a step, if these are short and need only what rows support."""
+    """The rows for the prompts of a step, if few tokens are left that need only what rows have."""
 
     def __init__(self, rows: MultiTokenDecode, most: int) -> None:
         self._rows = rows
@@ -72,13 +73,18 @@ class PromptRows:
         return self._rows.tokens
 
     def can_launch(self, chunks: Sequence[tuple[Request, int]]) -> bool:
-        return 0 < sum(count for _, count in chunks) <= self._max_tokens and all(
-            request.sequence.num_stored + count <= _MAX_SEQUENCE_LENGTH
-            and request.guide is None
-            and not request.params.has_penalties
-            and not request.needs_prompt_logprobs
-            for request, count in chunks
-        )
+        if not 0 < sum(count for _, count in chunks) <= self._max_tokens:
+            return False
+        tokens_read = 0
+        for request, count in chunks:
+            tokens_read += count * (request.sequence.num_stored + count)
+            if (
+                request.guide is not None
+                or request.params.has_penalties
+                or request.needs_prompt_logprobs
+            ):
+                return False
+        return tokens_read <= _MAX_TOKENS_READ
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]]

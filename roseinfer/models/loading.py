@@ -31,6 +31,7 @@ from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import load_checkpoint, load_tokenizer
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_checks import is_batch_invariant, matches_modules
+from roseinfer.models.joined_llama import JoinedLlama
 from roseinfer.models.locate_model import locate
 from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.paths import EnginePath
@@ -201,14 +202,16 @@ def _build_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> Cau
             return fused
         _report_kernel_mismatch(network, config)
     reason = (
-        f"{type(network).__name__} runs on its own modules here, whose GEMMs are rounded by the "
-        "batch size: use a model with fused kernels, on a GPU"
+        f"{type(network).__name__} runs on torch's GEMMs here, which are rounded by the batch "
+        "size: use a model with fused kernels, on a GPU"
     )
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant=True: {reason}")
     if config.is_enabled("pad_head", network.device.type) and ranks is None:
         pad_head(network)
-    causal = CausalModel(network, max_length=config.max_length, ranks=ranks)
+    causal = _joined_model(network, config, ranks) or CausalModel(
+        network, max_length=config.max_length, ranks=ranks
+    )
     if isinstance(network.get_output_embeddings(), PaddedHead):
         causal.paths += (EnginePath.PADDED_LM_HEAD,)
     _record_batch_variance(causal, config, reason)
@@ -216,6 +219,18 @@ def _build_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> Cau
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
     return causal
+
+
+def _joined_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalModel | None:
+    """Run the model on few torch operations on a CPU, if its family is known and nothing is chosen.
+
+    Return None if it is not, or if the model's own modules compute something else.
+    """
+    chosen = config.fused_model is not None or config.compile_layers or ranks is not None
+    if chosen or network.device.type != "cpu" or not JoinedLlama.is_supported(network):
+        return None
+    joined = JoinedLlama(network, max_length=config.max_length)
+    return joined if matches_modules(joined) else None
 
 
 def _open_all_reduce(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> None:

@@ -51,13 +51,13 @@ def test_paged_attention_is_an_alias(alias: bool, name: str) -> None:
 
 def test_default_backend_depends_on_the_device(device: str) -> None:
     assert EngineConfig().attention_backend is None
-    assert default_backend(torch.device("cpu")) == "reference"
+    assert default_backend(torch.device("cpu")) == "batched"
     if device == "cuda":
         assert default_backend(torch.device(device)) == "triton"
 
 
 def test_unregistered_backend_is_rejected(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"'flash' is not registered.* reference, .*triton"):
+    with pytest.raises(ConfigError, match=r"'flash' is not registered.* batched, ref.*, .*triton"):
         small_llm(device, attention_backend="flash")
     with pytest.raises(ConfigError, match="attention_backend must be a name or None, not 3"):
         EngineConfig(attention_backend=3)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_backend_that_cannot_run_is_rejected(device: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(triton, "unusable_reason", classmethod(lambda _, __: "there is no Triton"))
     with pytest.raises(ConfigError, match="attention_backend='triton': there is no Triton"):
         small_llm(device, attention_backend="triton")
-    assert default_backend(torch.device(device)) == "reference"
+    assert default_backend(torch.device(device)) == "batched"
 
 
 def test_unsupported_trait_is_rejected_by_name(device: str) -> None:

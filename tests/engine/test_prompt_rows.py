@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, EnginePath, Guide, SamplingParams
+from roseinfer.engine import runner
 from tests.engine.continuations import TEXTS, greedy, small_llm
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=4, max_new_tokens=9, ignore_eos=True)
@@ -58,6 +59,26 @@ def test_unsupported_requests_are_prefilled_as_usual(device: str) -> None:
         assert llm.engine.path_counts[IN_ROWS] == 0, params
     llm.generate("Once upon", greedy(4), progress=False)
     assert llm.engine.path_counts[IN_ROWS] == 1
+
+
+def test_rows_are_used_while_they_read_few_tokens(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is how much all rows read, not how long a sequence is."""
+    monkeypatch.setattr(runner, "_MAX_TOKENS_READ", 45)
+    llm = with_rows(device, block_size=4)
+
+    def rows_for(prompts: list[list[int]]) -> int:
+        before = llm.engine.path_counts[IN_ROWS]
+        llm.generate(prompts, greedy(1), progress=False)
+        return llm.engine.path_counts[IN_ROWS] - before
+
+    long = [1 + at % 40 for at in range(40)]
+    assert rows_for([long]) == 0
+    assert rows_for([[*long, 7]]) == 1, "one token behind a cached prefix of 40"
+    assert rows_for([[*long, 8, 9]]) == 0, "two, which read 42 each"
+    assert rows_for([[50, 51, 52, 53]]) == 1
+    assert rows_for([[54, 55, 56, 57], [58, 59, 60, 61, 62, 63]]) == 0, "16 and 36 together"
 
 
 def test_interrupted_step_leaves_no_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

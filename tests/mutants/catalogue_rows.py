@@ -72,23 +72,18 @@ MUTANTS = (
         "penalties-forgotten-in-rows",
         "Prompts with penalties are stored as rows, which apply none.",
         _PROMPTS,
-        "PromptRows.fit",
+        "PromptRows.can_launch",
         """
-        return 0 < sum(count for _, count in chunks) <= self._most and all(
-            request.session.stored + count <= _LONGEST
-            and request.guide is None
-            and not request.params.penalised
-            and not request.wants_prompt
-            for request, count in chunks
-        )
+        if (
+            request.guide is not None
+            or request.params.has_penalties
+            or request.needs_prompt_logprobs
+        ):
+            return False
         """,
         """
-        return 0 < sum(count for _, count in chunks) <= self._most and all(
-            request.session.stored + count <= _LONGEST
-            and request.guide is None
-            and not request.wants_prompt
-            for request, count in chunks
-        )
+        if request.guide is not None or request.needs_prompt_logprobs:
+            return False
         """,
     ),
 )

@@ -301,7 +301,7 @@ MUTANTS = (
         "masked-before-the-cap",
         "Scores are capped after masking, so that masked tokens keep a weight.",
         _REFERENCE,
-        "_attend",
+        "attend_sequences",
         """
         scores = scores.masked_fill(hidden, float("-inf"))
         """,

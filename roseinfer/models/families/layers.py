@@ -27,10 +27,11 @@ from roseinfer.kernels.triton.streamed import (
     stream_linear,
     stream_linear_split_k,
 )
+from roseinfer.models.llama_weights import join_gate_up
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -104,36 +105,6 @@ def gate_up(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return silu_and_mul(x @ gate_up_weight.T)
 
 
-# Linear layers with their weights in one tensor, computed by one GEMM.
-
-
-def join_weights(layers: Sequence[torch.nn.Linear]) -> Tensor:
-    """Concatenate the weights into one ``[outputs, inputs]``.
-
-    The layers keep views of it, so that nothing is stored twice.
-    """
-    joined = torch.cat([layer.weight.detach() for layer in layers])
-    begin = 0
-    for layer in layers:
-        layer.weight.data = joined[begin : begin + layer.out_features]
-        begin += layer.out_features
-    return joined
-
-
-def join_biases(layers: Sequence[torch.nn.Linear]) -> Tensor | None:
-    """Concatenate the biases of the layers, which keep views of them; None if no layer has any."""
-    if all(layer.bias is None for layer in layers):
-        return None
-    joined = layers[0].weight.new_zeros(sum(layer.out_features for layer in layers))
-    begin = 0
-    for layer in layers:
-        if layer.bias is not None:
-            own = joined[begin : begin + layer.out_features]
-            layer.bias.data = own.copy_(layer.bias.detach())
-        begin += layer.out_features
-    return joined
-
-
 if TYPE_CHECKING:
     RecordedRouting = list[tuple[Tensor, Tensor]]
     """Experts of rows and their weights, layer by layer."""
@@ -155,11 +126,7 @@ class GatedMlp:
     @classmethod
     def from_module(cls, module: Any) -> GatedMlp:
         """Join the weights that are multiplied by the same rows."""
-        if hasattr(module, "gate_up_proj"):
-            gate_up_weight = module.gate_up_proj.weight
-        else:
-            gate_up_weight = join_weights((module.gate_proj, module.up_proj))
-        return cls(gate_up_weight, module.down_proj.weight)
+        return cls(join_gate_up(module), module.down_proj.weight)
 
     def residual_update(self, x: Tensor) -> ResidualGemm:
         """Compute all but the last GEMM, whose result is added to each row."""

@@ -22,7 +22,6 @@ from roseinfer.kernels.triton.norm import (
     rms_norm_then_add,
 )
 from roseinfer.kernels.triton.softmax import score_arguments
-from roseinfer.layer_traits import RotaryEmbedding
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register_family
 from roseinfer.models.families.layers import (
@@ -33,11 +32,15 @@ from roseinfer.models.families.layers import (
     count_paired_gemm,
     count_streaming_gemm,
     dispatch_linear,
-    join_biases,
-    join_weights,
     record_routing,
 )
 from roseinfer.models.families.whole_step import MAX_MEGAKERNEL_TOKENS, MegakernelRunner
+from roseinfer.models.llama_weights import (
+    has_supported_attention,
+    join_qkv,
+    rotary_embedding,
+    rotary_tables,
+)
 from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
@@ -46,9 +49,7 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.distributed.ranks import Ranks
     from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
-
-_LENGTH_INDEPENDENT_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Types of rotary embeddings whose angles do not depend on the sequence length."""
+    from roseinfer.layer_traits import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,7 @@ class FusedLlama(CausalModel):
         self._residual_multiplier = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scaling = float(getattr(config, "logits_scaling", 1.0))
         self._in_one_kernel = MegakernelRunner(self, self._step_weights)
-        positions = torch.arange(self.shape.max_length, device=self.device)[None]
-        like = model.model.embed_tokens.weight[:1]
-        tables = [table[0].contiguous() for table in model.model.rotary_emb(like, positions)]
+        tables = rotary_tables(model, self.shape.max_length)
         with torch.no_grad():
             self._layers = [
                 _fuse_layer(layer, self._norms(layer), tables) for layer in model.model.layers
@@ -217,16 +216,6 @@ class FusedLlama(CausalModel):
         )  # fmt: skip
 
 
-def has_supported_attention(model: Any) -> bool:
-    """Return True for a model whose activation, attention and dtype are those of Llama's kin."""
-    return bool(
-        model.config.hidden_act == "silu"
-        and model.model.layers[0].self_attn.o_proj.bias is None
-        and model.model.rotary_emb.rope_type in _LENGTH_INDEPENDENT_ROPE_TYPES
-        and (model.dtype is not torch.float32 or model.device.type == "cpu")
-    )
-
-
 def _norm_parameters(norm: Any) -> tuple[Tensor, float]:
     return norm.weight, norm.variance_epsilon
 
@@ -234,37 +223,15 @@ def _norm_parameters(norm: Any) -> tuple[Tensor, float]:
 def _fuse_layer(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Layer:
     """Join the weights that are multiplied by the same rows."""
     attention = layer.self_attn
-    if hasattr(attention, "qkv_proj"):
-        qkv, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
-    else:
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv, bias = join_weights(projections), join_biases(projections)
+    qkv, bias = join_qkv(attention)
     return _Layer(
         norm=norms[0],
         qkv=qkv,
         qkv_bias=bias,
-        rotation=_rotary_embedding(attention, tables),
+        rotation=rotary_embedding(attention, tables),
         out=attention.o_proj.weight,
         mlp_norm=norms[1],
         mlp=build_mlp(layer.mlp),
-    )
-
-
-def _rotary_embedding(attention: Any, tables: list[Tensor]) -> RotaryEmbedding | None:
-    if not getattr(attention, "use_rope", True):
-        return None
-    cosines, sines = tables
-    if not hasattr(attention, "q_norm"):
-        return RotaryEmbedding(cosines, sines)
-    query, key = attention.q_norm, attention.k_norm
-    norm_across_heads = query.weight.numel() > attention.head_dim
-    return RotaryEmbedding(
-        cosines,
-        sines,
-        query.weight,
-        key.weight,
-        query.variance_epsilon,
-        norm_across_heads=norm_across_heads,
     )
 
 
