@@ -730,7 +730,7 @@ def _load_a_text(writer: operation.Writer) -> None:
 def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     most = writer.oracle.capacity * size
-    blocks = writer.pick([n for n in (2, 3, 2, 1) if n * size + recomputed <= most])
+    blocks = writer.pick([n for n in (2, 3, 3, 1) if n * size + recomputed <= most])
     tokens = blocks * size + recomputed
     (first,) = writer.fresh(1)
     text = writer.oracle.text_of(first)
@@ -741,7 +741,7 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
     yield Free(first)
     yield from _evict(writer, other)
     # Twice as many, where the blocks that a tier evicts move on to the next one.
-    yield from _end_stores(writer, writer.pick((blocks, 2 * blocks)))
+    yield from _end_stores(writer, writer.pick((2 * blocks, 2 * blocks, blocks)))
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
         yield RestartTiers(writer.pick((True, True, True, False)))
         if writer.between(0, 1):
