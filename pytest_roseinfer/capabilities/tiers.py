@@ -723,31 +723,68 @@ def _load_a_text(writer: operation.Writer) -> None:
     """Open with a text that is stored, evicted and loaded again; or add no steps."""
     needed = LoadPrefix.needs | LookUp.needs | Prefill.needs | Free.needs
     if needed <= writer.adapter.abilities and not writer.live and writer.between(0, 9):
-        add_while_fitting(writer, _store_evict_and_load(writer))
+        steps = writer.pick((_store_evict_and_load, _store_evict_and_load, _fill_a_tier))
+        add_while_fitting(writer, steps(writer))
 
 
 def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     most = writer.oracle.capacity * size
-    blocks = writer.pick([n for n in (2, 3, 2, 1) if n * size + recomputed <= most])
+    blocks = writer.pick([n for n in (2, 3, 3, 1) if n * size + recomputed <= most])
     tokens = blocks * size + recomputed
     (first,) = writer.fresh(1)
     text = writer.oracle.text_of(first)
     yield Prefill(first, tokens, writer.layout())
-    other = writer.name_without_prefix(size)
-    if other is None:
-        (other,) = writer.fresh(1)
+    other = _name_of_another(writer)
     other_text = writer.oracle.text_of(other)
     yield from _end_stores(writer, writer.pick((*[blocks] * 7, 0)))
     yield Free(first)
     yield from _evict(writer, other)
-    yield from _end_stores(writer, blocks)
+    # Twice as many, where the blocks that a tier evicts move on to the next one.
+    yield from _end_stores(writer, writer.pick((2 * blocks, 2 * blocks, blocks)))
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
         yield RestartTiers(writer.pick((True, True, True, False)))
         if writer.between(0, 1):
             yield from _evict(writer, writer.name_with_prefix(1, other_text), full=True)
     for _ in range(2):
         yield from _load(writer, text, other_text, tokens)
+
+
+def _fill_a_tier(writer: operation.Writer) -> Iterator[operation.Operation]:
+    """Yield the store of a text, and of more blocks than have room beside it in its tier.
+
+    The text is evicted from the first tier before. Either a load of it is in flight meanwhile, or
+    the first store of the others fails as there is no space.
+    """
+    size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
+    (first,) = writer.fresh(1)
+    text, tokens = writer.oracle.text_of(first), size + recomputed
+    yield Prefill(first, tokens, writer.layout())
+    yield EndTransfer()
+    yield Free(first)
+    yield from _evict(writer, _name_of_another(writer), full=False)
+    seq = None
+    if loads := writer.between(0, 1):
+        seq = writer.name_with_prefix(tokens, text)
+        yield LookUp(seq, tokens)
+        yield LoadPrefix(seq)
+    most = max(1, (writer.adapter.tiers.keeps or 2) - 1)
+    other, end, room = _name_of_another(writer), 0, writer.oracle.pages_free() - loads
+    for name in (DONE if loads else FULL, DONE) if room > 0 else ():
+        other_text = writer.oracle.text_of(other)
+        end = min(end + writer.pick((most, max(1, most - 1))), room)
+        yield Prefill(other, end * size, writer.layout())
+        yield EndTransfer(0, name)
+        yield Free(other)
+        other = writer.name_with_prefix(end * size, other_text)
+    if seq is not None:
+        yield EndLoad(seq)
+
+
+def _name_of_another(writer: operation.Writer) -> int:
+    """Draw a name with a text that differs from the stored ones, if there is one."""
+    name = writer.name_without_prefix(writer.oracle.block_size)
+    return writer.fresh(1)[0] if name is None else name
 
 
 def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Operation]:
@@ -758,27 +795,29 @@ def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Oper
 
 
 def _evict(
-    writer: operation.Writer, seq: int, loading: int = 0, *, full: bool = False
+    writer: operation.Writer, seq: int, loading: int = 0, *, full: bool | None = None
 ) -> Iterator[operation.Operation]:
     """Yield steps that take free blocks, for a new sequence and maybe others, and free them.
 
     They take all, or leave one, so that the first block of an earlier text may stay. ``loading`` is
     the number of blocks of a load, which the drawing does not know to be taken. With ``full``, all
-    blocks are full, and so are stored.
+    blocks are full, and so are stored; if it is False, all are taken, and as few as possible full;
+    None draws one of both.
     """
     oracle = writer.oracle
     size, before = oracle.block_size, {*oracle.sequences}
-    free = oracle.pages_free() - loading - writer.pick((0, 0, 1))
+    free = oracle.pages_free() - loading - (full is not False and writer.pick((0, 0, 1)))
     if free <= 0:
         return
     few = min(free, operation.MAX_SEQUENCES - len(before)) - 1
-    if full or size == 1 or few < 0 or not writer.between(0, 2):
+    fills = full or size == 1 or few < 0 or (full is None and not writer.between(0, 2))
+    if fills:
         yield Prefill(seq, free * size, writer.layout())
     else:
         yield Prefill(seq, (free - few - 1) * size + 1, writer.layout())
         if few:
             yield Append(writer.fresh(few), writer.layout())
-    if full or writer.between(0, 1):
+    if full or (full is None and writer.between(0, 1)):
         yield from _end_stores(writer, 1)
     for each in [each for each in oracle.sequences if each not in before]:
         yield Free(each)
@@ -796,7 +835,7 @@ def _load(
         yield Free(seq)
     if meanwhile != "nothing":
         name = writer.name_with_prefix(1, other)
-        yield from _evict(writer, name, blocks, full=writer.pick((True, True, False)))
+        yield from _evict(writer, name, blocks, full=writer.pick((True, True, None)))
         yield EndTransfer(0, DONE)
     if meanwhile == "freed":
         return

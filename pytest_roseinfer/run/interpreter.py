@@ -181,7 +181,13 @@ def _replacing(interpreter: Any) -> Callable[..., None]:
     return patch_attr
 
 
-_REPLACED = ("_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype")
+_REPLACED = (
+    "_patch_lang",
+    "_patch_lang_tensor",
+    "_patch_builtin",
+    "_patch_attr",
+    "_get_np_dtype",
+)
 
 
 @contextmanager
@@ -198,6 +204,7 @@ def fast_interpreter() -> Iterator[None]:
     with (
         mock.patch.object(interpreter, "_patch_builtin", _patching(interpreter)),
         mock.patch.object(interpreter, "_patch_lang", _patching_once(interpreter)),
+        mock.patch.object(interpreter, "_patch_lang_tensor", _indexing(interpreter)),
         mock.patch.object(interpreter, "_get_np_dtype", _remembering_types(interpreter)),
         mock.patch.object(core.block_type, "__init__", _remembering_blocks(core)),
         mock.patch.object(core.tensor, "__init__", _remembering_shapes(core)),
@@ -213,6 +220,23 @@ def _interpreter() -> Any:
         return importlib.import_module("triton.runtime.interpreter")
     except ImportError:  # without Triton there are no kernels
         return None
+
+
+def _indexing(interpreter: Any) -> Callable[[Any, Any], None]:
+    """Return a patcher of tensors that lets a number of any Triton be the bound of a loop.
+
+    Triton before 3.7 passes an array of one element to ``int``, which NumPy 2.4 refuses.
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def index(self: Any) -> int:
+        return int(self.handle.data.item())
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", index)
+
+    return patch_lang_tensor
 
 
 @cache

@@ -129,7 +129,8 @@ class VllmAdapter(BlockManagerAdapter):
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         refcounts = {each.block_id: each.ref_cnt for each in pool.blocks[1:] if each.ref_cnt}
         cached = {block for block in free if pool.blocks[block].block_hash is not None}
-        return Ledger(refcounts, free, pool.num_gpu_blocks - 1, cached)
+        total, num_free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+        return Ledger(refcounts, free, total, cached, num_free=num_free)
 
 
 def _layers(spec: CacheSpec, window: int | None) -> Any:

@@ -15,7 +15,7 @@ _BATCH = "roseinfer.attention.triton"
 _CHUNK = "roseinfer.kernels.triton.prefill_attention"
 _DECODE = "roseinfer.kernels.triton.decode_attention"
 _REFERENCE = "roseinfer.attention.reference"
-_SHOWN_WITHOUT_A_MODEL = {_PREFIXES, _SUPPLY, _SEQUENCE}
+_SHOWN_WITHOUT_A_MODEL = {_PREFIXES, _SUPPLY}
 
 
 def _mutant(

@@ -118,7 +118,28 @@ def alarm_jobs(seeds: int, targets: tuple[str, ...]) -> list[Job]:
     ]
 
 
+def control_jobs(mutants: Sequence[Mutant]) -> list[Job]:
+    """Return a search of each target on a copy without a bug.
+
+    Where that fails, as with a Triton whose interpreter fails, every bug counts as found.
+    """
+    planted = [mutant for mutant in mutants if mutant.module]  # other targets are broken themselves
+    targets = dict.fromkeys(target for mutant in planted for target in mutant.targets)
+    return [job for target in targets for job in alarm_jobs(1, (target,))]
+
+
+def _search_without_bugs(args: argparse.Namespace, mutants: list[Mutant]) -> list[Outcome]:
+    """Return the searches that failed without a bug."""
+    outcomes, _ = _do(control_jobs(mutants), args.jobs, "targets without a bug")
+    return [outcome for outcome in outcomes if outcome.killed]
+
+
 def _search_for_bugs(args: argparse.Namespace, mutants: list[Mutant]) -> int:
+    if not args.quick and (failed := _search_without_bugs(args, mutants)):
+        for outcome in failed:
+            print(f"without a bug: {outcome.check}: {outcome.message}", file=sys.stderr)
+        print("no bug was searched for: its search would find that instead", file=sys.stderr)
+        return 2
     seeds = 1 if args.quick else args.seeds
     # The search is compared with its baselines at its highest effort only.
     compare = not args.quick and args.profile == PROFILE

@@ -30,7 +30,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=PROFILE,
         help=f"search effort (default: {PROFILE})",
     )
-    parser.add_argument("--quick", action="store_true", help="one seed each, without comparisons")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed each, without comparisons, and without a first search of each target "
+        "without a bug",
+    )
     parser.add_argument(
         "--jobs",
         type=int_at_least(1),

@@ -91,6 +91,34 @@ def test_invalid_targets_are_a_usage_error(
     assert message in capsys.readouterr().err
 
 
+def test_target_that_fails_without_a_bug_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs_run: list[Job] = []
+
+    def stub_run(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+        assert processes
+        jobs_run.extend(jobs)
+        return (
+            Outcome(None, HUNT, task.seed, True, "histories", "a step raised InterpreterError")
+            for job in jobs
+            for task in job.tasks
+        )
+
+    monkeypatch.setattr(command, "run", stub_run)
+    assert command.main([CATALOGUE[0].name]) == 2
+    assert [(job.mutant, job.targets) for job in jobs_run] == [
+        (None, (target,)) for target in CATALOGUE[0].targets
+    ]
+    assert "without a bug: histories: a step raised InterpreterError" in capsys.readouterr().err
+
+
+def test_broken_caches_are_not_searched_without_their_bug() -> None:
+    broken = [mutant for mutant in CATALOGUE if not mutant.module and mutant.targets]
+    assert broken
+    assert command.control_jobs(broken) == []
+
+
 def test_job_survives_serialisation() -> None:
     job = command.jobs_for(CATALOGUE[:1], seeds=2, compare=True)[0]
     assert Job.from_line(job.to_line()) == job

@@ -194,7 +194,31 @@ def test_overflow_is_detected_as_by_triton(
     assert (expected[0] is AssertionError) == debug
 
 
-@pytest.mark.parametrize("name", ["_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"])
+def test_number_is_the_bound_of_a_loop_in_every_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    expected, patch = attend(), interpreter._patch_lang_tensor
+
+    def patch_as_before_3_7(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: refuse_array(self.handle.data))
+
+    def refuse_array(data: Any) -> int:
+        if data.ndim:  # as NumPy 2.4 does
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        return int(data)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_as_before_3_7)
+    with pytest.raises(interpreter.InterpreterError):
+        attend()
+    with fast_interpreter():
+        assert torch.equal(attend(), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_patch_lang", "_patch_lang_tensor", "_patch_builtin", "_patch_attr", "_get_np_dtype"],
+)
 def test_unknown_triton_version_is_not_patched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 

@@ -187,15 +187,35 @@ def test_examples_are_split_by_the_shares_of_paths() -> None:
     examples_of_aim = Counter[str | None]()
     for aim, _, examples in rounds:
         examples_of_aim[aim] += examples
-    assert examples_of_aim == {"often": 80, "usual": 40, "rare": 10}
+    # Each search begins with the simplest example, so that a divided one has one more.
+    assert examples_of_aim == {"often": 80, "usual": 40, "rare": 10 + 2}
     assert len({(aim, round_name) for aim, round_name, _ in rounds}) == len(rounds)
     assert [aim for aim, round_name, _ in rounds if round_name == "0"] == ["often", "usual", "rare"]
     # With one example, Hypothesis tries only the simplest, which reveals little.
     assert {aim: [n for each, _, n in rounds if each == aim] for aim in examples_of_aim} == {
         "often": [8] * 10,
         "usual": [4] * 10,
-        "rare": [5, 5],
+        "rare": [2, 4, 2, 4],
     }
+    order = [aim for aim, round_name, _ in rounds if round_name in ("0", "0 again")]
+    assert order == ["often", "usual", "rare", "rare"]
+
+
+class _SlowFirst(PagedCache):
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "slow kernel": FastPath("table", share=0.5),
+        "usual": FastPath("table"),
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_half_of_a_slow_search_comes_after_the_other_paths() -> None:
+    first_round = [*split_examples(_SlowFirst, 60, 4)][:3]
+    assert first_round == [
+        ("slow kernel", "0", 2),
+        ("usual", "0", 4),
+        ("slow kernel", "0 again", 3),
+    ]
 
 
 @pytest.mark.usefixtures("short_run")
