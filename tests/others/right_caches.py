@@ -158,6 +158,7 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "vllm: offloading": partial(_fetched, "vllm", "vllm_offloading:OffloadingVllmAdapter"),
     "vllm: NIXL": partial(_fetched, "vllm", "vllm_nixl:NixlVllmAdapter"),
     "vllm: NIXL, block sizes": partial(_fetched, "vllm", "vllm_nixl:BlockSizesNixlVllmAdapter"),
+    "vllm: states": partial(_fetched, "vllm", "vllm_states:StatesVllmAdapter"),
 }
 
 
