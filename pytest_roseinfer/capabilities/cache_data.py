@@ -101,6 +101,9 @@ class Transfer:
     was cancelled."""
     moved: int = 0
     """Number of blocks of a move."""
+    held_blocks: Sequence[int] = ()
+    """Further blocks of the first tier that are not free until it ends, such as the prefix that a
+    cancelled sequence had found."""
 
     @property
     def num_blocks(self) -> int:

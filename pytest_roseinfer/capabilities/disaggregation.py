@@ -73,11 +73,16 @@ class RemoteTraits(Traits):
     """Tokens per block that a prefill cache can have, other than those of the cache itself."""
     multiples: bool = False
     """True if the block size of one side must be a multiple of the other's."""
+    larger_blocks: bool = True
+    """False if the blocks of a prefill cache cannot be larger than those of the cache itself."""
     ranks: tuple[int, ...] = (1,)
     """Numbers of ranks that a prefill cache can have. Each stores an equal share of the KV heads,
     in the order of the ranks."""
     while_prefilling: bool = True
     """True if a receive may begin before the last chunk of the prompt is written."""
+    keeps_cancelled: bool = True
+    """True if the prefill cache keeps a prompt whose receive is cancelled, so that the receive can
+    begin again; False if the prompt ends with it."""
 
 
 class DisaggregationMethods:
@@ -136,6 +141,7 @@ class DisaggregationMethods:
 
         The receive may begin again. A transfer that was in flight is dropped and listed no more, or
         it stays in flight without a sequence, and its blocks are not free until it has ended.
+        Unless ``RemoteTraits.keeps_cancelled``, the prompt ends, as by ``abort_remote``.
         """
 
     @optional
@@ -196,7 +202,9 @@ class MakeRemote(operation.Operation):
         sizes = [
             each
             for each in remote.block_sizes
-            if each != size and not (remote.multiples and each % size and size % each)
+            if each != size
+            and not (remote.multiples and each % size and size % each)
+            and (remote.larger_blocks or each < size)
         ]
         larger = [each for each in sizes if each > size]
         block_size = writer.pick([*sizes, *larger, size])
@@ -427,7 +435,7 @@ def _poll(adapter: Any, seq: int) -> str:
 
 @operation.register("CancelReceive")
 class CancelReceive(_OfReceive):
-    """Cancel a receive; the prefill cache keeps the prompt."""
+    """Cancel a receive; the prefill cache keeps the prompt, or it ends too."""
 
     seq: int
 
@@ -439,6 +447,10 @@ class CancelReceive(_OfReceive):
 
     def change(self, oracle: Oracle) -> None:
         remote = remote_of(oracle)
+        if not remote.keeps_cancelled:
+            remote.end_prompt(self.seq)
+            oracle.free(self.seq)
+            return
         remote.cancelled[self.seq] = remote.receives.pop(self.seq).num_arrived
         oracle.release_pages(self.seq)
 
@@ -523,7 +535,7 @@ class Receives(Observer):
         "received_while_prefilling": "A receive ends that began before the last chunk of the "
         "prompt was written. Required unless ``RemoteTraits.while_prefilling`` is False.",
         "received_after_cancel": "A receive ends after an earlier one of the same prompt was "
-        "cancelled half way. Required of a cache that defines ``begin_receive``.",
+        "cancelled half way. Required unless ``RemoteTraits.keeps_cancelled`` is False.",
         "transfer_lost": "A transfer of a receive fails, at least in part. Required of a cache "
         "that defines ``begin_receive``.",
         "write_during_receive": "Another sequence is written after some transfer of a receive, and "
@@ -632,7 +644,7 @@ def _required_conditions(adapter: type[Any]) -> list[str]:
         "received_other_block_size": remote.block_sizes,
         "received_other_ranks": max(remote.ranks) > 1,
         "received_while_prefilling": remote.while_prefilling,
-        "received_after_cancel": True,
+        "received_after_cancel": remote.keeps_cancelled,
         "transfer_lost": True,
         "write_during_receive": True,
         "block_reused_after_cancel": "table" in adapter.abilities,
@@ -697,6 +709,8 @@ def _receive(writer: operation.Writer) -> Iterator[operation.Operation]:
     if writer.between(0, 1):
         yield CancelReceive(seq)
         yield from _meanwhile(writer)
+        if not remote.keeps_cancelled:
+            return
         yield BeginReceive(seq, tokens)
         yield from _end_some(writer)
     if remote.is_complete(seq):

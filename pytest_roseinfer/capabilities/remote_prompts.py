@@ -67,6 +67,8 @@ class Remote(State):
 
     num_heads: int = 1
     """Number of KV heads, which the ranks of the prefill cache share."""
+    keeps_cancelled: bool = True
+    """True if the prompt of a receive that is cancelled stays in the prefill cache."""
     shape: RemoteShape | None = None
     """Shape of the prefill cache; None before it is built."""
     prompts: dict[int, int] = field(default_factory=dict)
@@ -84,8 +86,8 @@ class Remote(State):
     """True if a transfer failed in the present step."""
 
     @classmethod
-    def of(cls, adapter: Any, spec: Any) -> Remote:  # noqa: ARG003
-        return cls(spec.num_heads)
+    def of(cls, adapter: Any, spec: Any) -> Remote:
+        return cls(spec.num_heads, adapter.remote.keeps_cancelled)
 
     @property
     def pending_seqs(self) -> Collection[int]:

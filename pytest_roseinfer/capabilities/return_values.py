@@ -111,7 +111,7 @@ def ledger(call: str, value: Any) -> Ledger:
 def transfers(value: Any) -> list[Transfer]:
     """Return transfers as a list; raise ``InvalidReturnValue`` for anything else."""
     listed = isinstance(value, Collection) and all(isinstance(each, Transfer) for each in value)
-    if not (listed and all(are_numbers(each.blocks) for each in value)):
+    if not (listed and all(are_numbers([*each.blocks, *each.held_blocks]) for each in value)):
         raise_invalid("transfers_in_flight()", value, "a list of Transfer, with block numbers")
     if len({each.id for each in value}) < len(value):
         raise_invalid("transfers_in_flight()", value, "transfers of different ids")

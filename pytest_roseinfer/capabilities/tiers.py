@@ -706,6 +706,7 @@ def _show_tiers(run: Run, look: SnapshotScope) -> Mapping[str, Any]:
     for each in () if isinstance(transfers, Exception) else transfers:
         if each.kind in ("load", "receive") or run.declared.tiers.holds_blocks:
             held[each.kind] += each.blocks
+        held["store"] += each.held_blocks  # their contents stay, too
     shown = {
         "transfers": transfers,
         "blocks_in_flight": Counter(held["load"] + held["store"] + held["receive"]),

@@ -106,6 +106,14 @@ class VllmAdapter(BlockManagerAdapter):
             del request.block_hashes[hashes:]
             raise CacheFull
 
+    def refuse_without_room(self, seqs: Sequence[int]) -> None:
+        """Raise an error unless a batch has room: blocks of transfers in flight are not free."""
+        lengths = [len(self.stored_tokens[seq][0]) for seq in seqs if seq in self.stored_tokens]
+        full = sum(length % self.spec.block_size == 0 for length in lengths)
+        needed = len(seqs) - len(lengths) + full
+        if needed > self.manager.block_pool.get_num_free_blocks():
+            raise CacheFull
+
     def stored(self, seq: int, tokens: int) -> None:
         self.requests[seq].num_computed_tokens += tokens
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Transfer
+from pytest_roseinfer.capabilities.cache_data import CacheSpec, Transfer
 from pytest_roseinfer.capabilities.tiers import TierTraits
 from pytest_roseinfer.targets.block_manager import BlockStore
 from pytest_roseinfer.targets.vllm_kv import VllmAdapter, vllm_part
@@ -99,10 +99,7 @@ class OffloadingVllmAdapter(VllmAdapter):
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append a batch or nothing of it: what a load still holds may leave no room."""
-        lengths = [len(self.stored_tokens[seq][0]) if seq in self.requests else 0 for seq in seqs]
-        needed = sum(length % self.spec.block_size == 0 for length in lengths)
-        if needed > self.manager.block_pool.get_num_free_blocks():
-            raise CacheFull
+        self.refuse_without_room(seqs)
         for seq in seqs:
             if seq not in self.requests:  # it may have begun without a token
                 self.stored_tokens.pop(seq, None)

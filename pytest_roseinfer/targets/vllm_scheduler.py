@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _NONE = ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "num_hash_lookahead_tokens")
 
 
-class _Settings(SimpleNamespace):
+class Settings(SimpleNamespace):
     """Settings object on which every unset field reads as None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-class _NoGrammars:
+class NoGrammars:
     """Stub of the structured output manager: no request has a grammar."""
 
     def accept_tokens(self, *_: object) -> bool:
@@ -70,14 +70,16 @@ def new_scheduler(mix: RequestMix) -> Any:
             0,
         )  # with async scheduling the worker itself would draft
     return kind(
-        _settings(blocks, room * mix.block_size, options, drafts),
+        scheduler_settings(blocks, room * mix.block_size, options, drafts),
         _groups(mix.block_size, blocks, windows),
-        structured_output_manager=_NoGrammars(),
+        structured_output_manager=NoGrammars(),
         block_size=mix.block_size,
     )
 
 
-def _settings(blocks: int, longest: int, options: Mapping[str, Any], drafts: int) -> _Settings:
+def scheduler_settings(
+    blocks: int, longest: int, options: Mapping[str, Any], drafts: int
+) -> Settings:
     """Return a stand-in for a ``VllmConfig``; ``options`` are those of a ``SchedulerConfig``.
 
     vLLM refuses to start if the ``longest`` request does not fit into the cache.
@@ -93,17 +95,17 @@ def _settings(blocks: int, longest: int, options: Mapping[str, Any], drafts: int
         **scheduler_options, max_model_len=longest, is_encoder_decoder=False
     )
     in_flight = 1 + options["async_scheduling"]
-    return _Settings(
+    return Settings(
         **dict.fromkeys(_NONE, 0),
         num_speculative_tokens=drafts,
-        speculative_config=_Settings(**no, max_num_new_slots_for_drafting=0) if drafts else None,
+        speculative_config=Settings(**no, max_num_new_slots_for_drafting=0) if drafts else None,
         scheduler_config=scheduling,
-        cache_config=_Settings(num_gpu_blocks=blocks, enable_prefix_caching=True),
+        cache_config=Settings(num_gpu_blocks=blocks, enable_prefix_caching=True),
         parallel_config=config.ParallelConfig(),
         observability_config=config.ObservabilityConfig(),
-        model_config=_Settings(max_model_len=longest),
-        ec_manager_config=_Settings(get_encoder_cache_manager_obj=lambda: None),
-        aux_output_config=_Settings(),
+        model_config=Settings(max_model_len=longest),
+        ec_manager_config=Settings(get_encoder_cache_manager_obj=lambda: None),
+        aux_output_config=Settings(),
         max_concurrent_batches=in_flight,
         max_in_flight_tokens=in_flight * scheduling.max_num_batched_tokens,
     )

@@ -34,7 +34,12 @@ from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.machine import HistoryRunner
 from tests.capabilities.caches.broken_disaggregated_caches import BROKEN
-from tests.capabilities.caches.disaggregated_caches import RIGHT, PullingCache, PushedCache
+from tests.capabilities.caches.disaggregated_caches import (
+    RIGHT,
+    EndingCache,
+    PullingCache,
+    PushedCache,
+)
 from tests.capabilities.caches.paged_cache import PagedCache
 from tests.histories.drawn_histories import check_drawn_histories
 from tests.slow import few_or_many_examples
@@ -110,6 +115,11 @@ def test_conditions_are_required() -> None:
         "received_while_prefilling",
     }
 
+    class Ends(PushedCache):
+        remote = RemoteTraits(keeps_cancelled=False)
+
+    assert "received_after_cancel" not in coverage.Coverage().of(Ends).conditions
+
 
 @pytest.mark.parametrize("cache", RIGHT)
 def test_prompt_is_received(cache: type[KVCacheAdapter]) -> None:
@@ -119,14 +129,14 @@ def test_prompt_is_received(cache: type[KVCacheAdapter]) -> None:
     assert counts_of(cache, MakeRemote(2, 4), *steps) == {}
 
 
-@pytest.mark.parametrize("cache", RIGHT)
+@pytest.mark.parametrize("cache", [PushedCache, PullingCache])
 def test_receive_begins_before_the_last_chunk(cache: type[KVCacheAdapter]) -> None:
     steps = (RemotePrefill(0, 4), BeginReceive(0, 7), EndReceiveTransfer(), RemotePrefill(0, 3))
     counts = counts_of(cache, REMOTE, *steps, FinishReceive(0))
     assert counts["received_while_prefilling"] == 1
 
 
-@pytest.mark.parametrize("cache", RIGHT)
+@pytest.mark.parametrize("cache", [PushedCache, PullingCache])
 @pytest.mark.parametrize("result", [FAILED, PART])
 def test_cancelled_receive_is_retried(cache: type[KVCacheAdapter], result: str) -> None:
     others = (Append((3, 4, 5)), EndReceiveTransfer(), Free(3), Free(4), Free(5))
@@ -139,6 +149,25 @@ def test_cancelled_receive_is_retried(cache: type[KVCacheAdapter], result: str) 
     names = ("received_after_cancel", "transfer_lost", "write_during_receive")
     assert [counts[name] for name in names] == [1, 1, 1]
     assert counts["block_reused_after_cancel"] > 0
+
+
+def test_cancelled_receive_ends_its_prompt() -> None:
+    first = (RemotePrefill(0, 4), BeginReceive(0, 4), FinishReceive(0), Free(0))
+    second = (
+        RemotePrefill(2, 4),
+        BeginReceive(2, 4),
+        EndReceiveTransfer(0, DONE),
+        CancelReceive(2),
+    )
+    again = (RemotePrefill(2, 3), BeginReceive(2, 3), EndReceiveTransfer(0, DONE))
+    counts = counts_of(EndingCache, MakeRemote(2, 4), *first, *second, *again, FinishReceive(2))
+    assert "received_after_cancel" not in counts
+    oracle = oracle_after(*(REMOTE, RemotePrefill(0, 3)), remote=Remote(2, keeps_cancelled=False))
+    BeginReceive(0, 3).apply(oracle)
+    CancelReceive(0).apply(oracle)
+    assert oracle.pages_free() == 9
+    assert not oracle.pending_seqs
+    assert Append((0,)).possible(oracle)
 
 
 @pytest.mark.parametrize("cache", RIGHT)
@@ -170,8 +199,8 @@ def test_own_prefix_is_not_received() -> None:
     assert len(received) == 3 + 1
 
 
-def oracle_after(*steps: Operation) -> Oracle:
-    oracle = Oracle(2, 9, states={Remote: Remote(2)})
+def oracle_after(*steps: Operation, remote: Remote | None = None) -> Oracle:
+    oracle = Oracle(2, 9, states={Remote: remote or Remote(2)})
     for step in steps:
         assert step.possible(oracle)
         step.apply(oracle)
@@ -349,3 +378,10 @@ def test_block_sizes_are_drawn_as_multiples() -> None:
     check_drawn_histories(Multiples, 50, 1, note)
     assert ratios == {False, True}
     assert early == {False}
+
+    class Smaller(Multiples):
+        remote = RemoteTraits(block_sizes=(1, 2, 4), multiples=True, larger_blocks=False)
+
+    ratios.clear()
+    check_drawn_histories(Smaller, 50, 1, note)
+    assert ratios == {False}

@@ -156,6 +156,9 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *HARNESS_CONDITIONS),
     "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *HARNESS_CONDITIONS),
     "vllm: offloading": partial(_fetched, "vllm", "vllm_offloading:OffloadingVllmAdapter"),
+    "vllm: NIXL": partial(_fetched, "vllm", "vllm_nixl:NixlVllmAdapter"),
+    "vllm: NIXL, block sizes": partial(_fetched, "vllm", "vllm_nixl:BlockSizesNixlVllmAdapter"),
+    "vllm: states": partial(_fetched, "vllm", "vllm_states:StatesVllmAdapter"),
 }
 
 

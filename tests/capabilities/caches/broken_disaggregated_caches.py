@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer import Transfer
 from tests.capabilities.caches.disaggregated_caches import (
+    EndingCache,
     Pair,
     Pull,
     PulledPrompt,
@@ -310,6 +311,45 @@ class ReceivesIntoTheFirstBlocks(PullingCache):
         super().copy(replace(pull, blocks=first) if shift else pull, arrived)
 
 
+class KeepsACancelledPrompt(EndingCache):
+    """S9: keeps the blocks of a prompt whose receive is cancelled after a part has arrived."""
+
+    def cancel_receive(self, seq: int) -> None:
+        prompt, table = self.prompts[seq], self.prefill_cache.tables[seq]
+        size = self.prefill_cache.block_size
+        if prompt.missing is not None and len(prompt.missing) < -(-len(prompt.ids) // size):
+            self.prefill_cache.tables[seq] = []
+            self.prefill_cache.tables[-1 - seq] = table
+        super().cancel_receive(seq)
+
+
+class LeaksAFoundPrefix(EndingCache):
+    """S9: frees the blocks that a cancelled receive was to write, and not the prefix it found."""
+
+    def cancel_receive(self, seq: int) -> None:
+        found = self.prompts[seq].found // self.spec.block_size
+        kept = self.tables[seq][:found]
+        super().cancel_receive(seq)
+        for block in kept:
+            self.hold(block)
+
+
+class ReadsUnderANewReceive(EndingCache):
+    """S6: counts a late read of a cancelled receive for the next receive of its name."""
+
+    def is_cancelled(self, prompt: PulledPrompt) -> bool:
+        return prompt.seq not in self.prompts
+
+    def transfer(self, name: int, pull: Pull) -> Transfer:
+        seq = pull.prompt.seq if pull.prompt in self.prompts.values() else None
+        return Transfer(name, "receive", pull.blocks, seq)
+
+    def report(self, pull: Pull, *, whole: bool) -> None:
+        if (prompt := self.prompts.get(pull.prompt.seq)) and whole:
+            assert prompt.missing is not None
+            prompt.missing.discard(pull.index)
+
+
 BROKEN: tuple[type[KVCacheAdapter], ...] = (
     PushesBeforeTheWrite,
     PullsBeforeTheWrite,
@@ -336,4 +376,7 @@ BROKEN: tuple[type[KVCacheAdapter], ...] = (
     CountsAReportTwice,
     TrustsAPart,
     ReceivesIntoTheFirstBlocks,
+    KeepsACancelledPrompt,
+    LeaksAFoundPrefix,
+    ReadsUnderANewReceive,
 )

@@ -1,7 +1,8 @@
-"""Decode caches that receive prompts from a prefill cache, in two designs. They are right.
+"""Decode caches that receive prompts from a prefill cache, in three designs. They are right.
 
 To one, the prefill cache pushes each layer of what is written, and its writes cannot be taken back.
-The other pulls whole blocks of the prefill cache once the prompt is written, and has prefix reuse.
+Another pulls whole blocks of the prefill cache once the prompt is written, and has prefix reuse.
+The third does so too, and a prompt whose receive is cancelled ends in its prefill cache.
 """
 
 from __future__ import annotations
@@ -477,4 +478,62 @@ class PullingCache(DecodeCache, TextCache):
             self.begin(pull.prompt, pull.index)
 
 
-RIGHT: tuple[type[Any], ...] = (PushedCache, QueuedCache, PullingCache)
+class EndingCache(PullingCache):
+    """Prefix cache that ends a prompt with its receive, and ends what is in flight late.
+
+    All blocks of a cancelled receive are held until then, those of a found prefix too.
+    """
+
+    remote = RemoteTraits(ranks=(1, 2), while_prefilling=False, keeps_cancelled=False)
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.leaving: list[tuple[PulledPrompt, list[int]]] = []
+        """Cancelled receives that reads in flight write to, with their blocks."""
+
+    def cancel_receive(self, seq: int) -> None:
+        prompt = self.prompts.pop(seq)
+        self.leaving.append((prompt, self.tables.pop(seq)))
+        self.free_remote(seq)
+        self.release()
+
+    def release(self) -> None:
+        """Free the blocks of cancelled receives that no read in flight writes to any more."""
+        coming = [id(pull.prompt) for pull in self.pulls.values()]
+        ended = [each for each in self.leaving if id(each[0]) not in coming]
+        self.leaving = [each for each in self.leaving if id(each[0]) in coming]
+        for _, table in ended:
+            for block in reversed(table):
+                self.drop(block)
+
+    def is_cancelled(self, prompt: PulledPrompt) -> bool:
+        return self.prompts.get(prompt.seq) is not prompt
+
+    def free_remote(self, seq: int) -> None:
+        if seq in self.prefill_cache.tables:  # else the cancel of its receive freed it
+            super().free_remote(seq)
+
+    def transfers_in_flight(self) -> list[Transfer]:
+        return [self.transfer(name, pull) for name, pull in self.pulls.items()]
+
+    def transfer(self, name: int, pull: Pull) -> Transfer:
+        if not self.is_cancelled(pull.prompt):
+            return Transfer(name, "receive", pull.blocks, pull.prompt.seq)
+        table = next(blocks for prompt, blocks in self.leaving if prompt is pull.prompt)
+        held = [block for block in table if block not in pull.blocks]
+        return Transfer(name, "receive", pull.blocks, held_blocks=held)
+
+    def end_transfer(self, transfer: Transfer, result: TransferResult) -> None:
+        super().end_transfer(transfer, result)
+        self.release()
+
+    def copy(self, pull: Pull, arrived: int) -> None:
+        if not self.is_cancelled(pull.prompt):
+            super().copy(pull, arrived)
+
+    def report(self, pull: Pull, *, whole: bool) -> None:
+        if not self.is_cancelled(pull.prompt):
+            super().report(pull, whole=whole)
+
+
+RIGHT: tuple[type[Any], ...] = (PushedCache, QueuedCache, PullingCache, EndingCache)
