@@ -33,6 +33,14 @@ class Origin:
 
 
 PROJECTS = {
+    "lmdeploy": Origin(
+        revision="0.18.0",
+        python_only=True,
+        wheels=(
+            *("addict", "apache-tvm-ffi==0.1.11", "mmengine-lite", "msgpack", "platformdirs"),
+            *("pybase64", "pyzmq", "shortuuid", "termcolor", "xgrammar", "yapf"),
+        ),
+    ),
     "mini-sglang": Origin(
         "https://github.com/sgl-project/mini-sglang",
         "20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",

@@ -25,7 +25,7 @@ from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNano
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others import mini_sglang
+from tests.others import lmdeploy_engine, mini_sglang
 from tests.others.fetch import FOLDER, sources
 from tests.others.found_scripts import PAGES
 
@@ -203,6 +203,30 @@ PICTURES = {
         ),
         "requests [1] have not ended after",
         project="vllm",
+    ),
+    "lmdeploy-preempted-state": Picture(
+        lmdeploy_engine.KeepsStateOfPreempted,
+        _mix(
+            lmdeploy_engine.KeepsStateOfPreempted,
+            RequestSpec((21,), Sampling(2)),
+            RequestSpec((5,), Sampling(2)),
+            size=3,
+            block_size=2,
+        ),
+        "request 0, token 1: 15; alone it gets 18",
+        project="lmdeploy",
+    ),
+    "lmdeploy-stale-state": Picture(
+        lmdeploy_engine.SavesStateUnderStaleStep,
+        _mix(
+            lmdeploy_engine.SavesStateUnderStaleStep,
+            RequestSpec((15,), Sampling(4)),
+            RequestSpec((17,), Sampling(4)),
+            size=5,
+            block_size=2,
+        ),
+        "request 1, token 3: 31; alone it gets 6",
+        project="lmdeploy",
     ),
     "mini-sglang-duplicate": Picture(
         mini_sglang.ReadsFreedPages,
