@@ -24,6 +24,8 @@ class Origin:
     """URL of the git repository; None for a project that is published as a wheel."""
     revision: str = ""
     """Commit, or release of the wheel that has the project's name."""
+    packages: str = ""
+    """Folder of the repository that has its packages; "" if they are at its top."""
     wheels: tuple[str, ...] = ()
     """Further packages that the project imports, each without its own dependencies."""
     python_only: bool = False
@@ -31,6 +33,20 @@ class Origin:
 
 
 PROJECTS = {
+    "lmdeploy": Origin(
+        revision="0.18.0",
+        python_only=True,
+        wheels=(
+            *("addict", "apache-tvm-ffi==0.1.11", "mmengine-lite", "msgpack", "platformdirs"),
+            *("pybase64", "pyzmq", "shortuuid", "termcolor", "xgrammar", "yapf"),
+        ),
+    ),
+    "mini-sglang": Origin(
+        "https://github.com/sgl-project/mini-sglang",
+        "20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",
+        packages="python",
+        wheels=("msgpack", "pyzmq"),
+    ),
     "nano-vllm": Origin(
         "https://github.com/GeeeekExplorer/nano-vllm",
         "bb823b3e06983d71485a8e1f23715ebd87d98ef8",
@@ -60,6 +76,11 @@ PROJECTS = {
 }
 
 
+def sources(name: str) -> Path:
+    """Return the folder from which a project is imported once it is fetched."""
+    return FOLDER / name / PROJECTS[name].packages
+
+
 def fetch(name: str, source: str | None = None, release: str | None = None) -> Path:
     """Download a project, from ``source`` or its public origin, and return its folder."""
     project, folder = PROJECTS[name], FOLDER / name
@@ -77,7 +98,7 @@ def fetch(name: str, source: str | None = None, release: str | None = None) -> P
         _run(*pip, "--only-binary", ":all:", "--dest", downloads, *wheels)
         for wheel in Path(downloads).iterdir():
             is_project = wheel.name.startswith(f"{name}-")
-            _unpack(wheel, folder, python_only=is_project and project.python_only)
+            _unpack(wheel, sources(name), python_only=is_project and project.python_only)
     return folder
 
 

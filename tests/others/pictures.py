@@ -25,7 +25,8 @@ from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNano
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others.fetch import FOLDER
+from tests.others import lmdeploy_engine, mini_sglang
+from tests.others.fetch import FOLDER, sources
 from tests.others.found_scripts import PAGES
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Picture:
         check: Callable[..., object] = run_mix
         if isinstance(self.example, History):
             check = run_history
-        if self.project and (folder := str(FOLDER / self.project)) not in sys.path:
+        if self.project and (folder := str(sources(self.project))) not in sys.path:
             sys.path.insert(0, folder)
         with self.setting(), TemporaryDirectory() as folder:
             try:
@@ -202,6 +203,94 @@ PICTURES = {
         ),
         "requests [1] have not ended after",
         project="vllm",
+    ),
+    "lmdeploy-preempted-state": Picture(
+        lmdeploy_engine.KeepsStateOfPreempted,
+        _mix(
+            lmdeploy_engine.KeepsStateOfPreempted,
+            RequestSpec((21,), Sampling(2)),
+            RequestSpec((5,), Sampling(2)),
+            size=3,
+            block_size=2,
+        ),
+        "request 0, token 1: 15; alone it gets 18",
+        project="lmdeploy",
+    ),
+    "lmdeploy-stale-state": Picture(
+        lmdeploy_engine.SavesStateUnderStaleStep,
+        _mix(
+            lmdeploy_engine.SavesStateUnderStaleStep,
+            RequestSpec((15,), Sampling(4)),
+            RequestSpec((17,), Sampling(4)),
+            size=5,
+            block_size=2,
+        ),
+        "request 1, token 3: 31; alone it gets 6",
+        project="lmdeploy",
+    ),
+    "mini-sglang-duplicate": Picture(
+        mini_sglang.ReadsFreedPages,
+        _mix(
+            mini_sglang.ReadsFreedPages,
+            RequestSpec((5,), Sampling(3)),
+            RequestSpec((5,), Sampling(3)),
+            size=4,
+            block_size=1,
+        ),
+        "request 1, token 2: 3; alone it gets 20",
+        project="mini-sglang",
+    ),
+    "mini-sglang-last-token": Picture(
+        mini_sglang.EndsEarly,
+        _mix(mini_sglang.EndsEarly, RequestSpec((16,), Sampling(2)), size=3, block_size=1),
+        "request 0 ended after 1 tokens; alone it gets 2",
+        project="mini-sglang",
+    ),
+    "mini-sglang-after-the-end": Picture(
+        mini_sglang.OfflineMiniSglangEngine,
+        _mix(
+            mini_sglang.OfflineMiniSglangEngine,
+            RequestSpec((21,), Sampling(6)),
+            RequestSpec((16,), Sampling(1)),
+            size=7,
+            block_size=1,
+        ),
+        "request 0 had ended and got token 5: 24",
+        project="mini-sglang",
+    ),
+    "mini-sglang-reused-row": Picture(
+        mini_sglang.ReusesRows,
+        _mix(
+            mini_sglang.ReusesRows,
+            RequestSpec((16,), Sampling(2)),
+            RequestSpec((5, 15, 7), Sampling(1)),
+            size=4,
+            block_size=1,
+        ),
+        "request 1, token 0: 25; alone it gets 31",
+        project="mini-sglang",
+    ),
+    "mini-sglang-cancelled": Picture(
+        mini_sglang.CancelsInFlight,
+        _mix(
+            mini_sglang.CancelsInFlight,
+            RequestSpec((5,), Sampling(2), cancel_after=1),
+            size=3,
+            block_size=1,
+        ),
+        "every request has ended, and the engine still holds 1 locked tokens",
+        project="mini-sglang",
+    ),
+    "mini-sglang-admission": Picture(
+        mini_sglang.AdmitsByTokens,
+        _mix(
+            mini_sglang.AdmitsByTokens,
+            RequestSpec((5,), Sampling(1)),
+            RequestSpec((3,), Sampling(1)),
+            size=2,
+        ),
+        "a step raised AssertionError: Cannot evict 4, only 0 is evictable",
+        project="mini-sglang",
     ),
 }
 """Pictures by their names in docs/findings."""
