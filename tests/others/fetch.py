@@ -31,6 +31,7 @@ class Origin:
 
 
 PROJECTS = {
+    "mlx-lm": Origin(revision="0.32.2", wheels=("mlx==0.32.4", "mlx-cpu==0.32.4")),
     "nano-vllm": Origin(
         "https://github.com/GeeeekExplorer/nano-vllm",
         "bb823b3e06983d71485a8e1f23715ebd87d98ef8",
