@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer import CacheSpec, History, RequestMix, RequestSpec, Sampling
+from pytest_roseinfer.capabilities.beams import Reorder
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.engines.run import run_mix
@@ -25,9 +26,10 @@ from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNano
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others import mlx_variants
+from tests.others import generate_engine, mlx_variants
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import PAGES
+from tests.others.hybrid_cache import SelectsHybridRows
 from tests.others.mlx_engine import MlxBatchEngine, MlxSerialEngine
 
 if TYPE_CHECKING:
@@ -312,6 +314,40 @@ PICTURES = {
         ),
         "request 0, token 7: 14; alone it gets 15",
         project="mlx-lm",
+    ),
+    "minimax-positions": Picture(
+        generate_engine.GeneratesMiniMax,
+        _mix(
+            generate_engine.GeneratesMiniMax,
+            RequestSpec((16,), Sampling(2)),
+            RequestSpec((5, 15), Sampling(1)),
+            size=3,
+        ),
+        "request 0, token 1: 22; alone it gets 5",
+    ),
+    "jamba-chunks": Picture(
+        generate_engine.GeneratesJamba,
+        _mix(
+            generate_engine.GeneratesJamba,
+            RequestSpec((5, 15, 7, 13, 1, 3, 19, 17), Sampling(8)),
+            size=16,
+            prefill_chunk_size=3,
+        ),
+        "request 0, token 7: 31; alone it gets 15",
+    ),
+    "hybrid-rows": Picture(
+        SelectsHybridRows,
+        History(
+            CacheSpec(
+                block_size=1,
+                num_blocks=2,
+                num_heads=1,
+                head_dim=1,
+                options={"select": "batch_select_indices"},
+            ),
+            (Append((0, 1)), Reorder((0, 1), (0, 0))),
+        ),
+        "peek_state: sequence 1, layer 0: expected the state after all of its 1 token",
     ),
 }
 """Pictures by their names in docs/findings."""
