@@ -47,6 +47,7 @@ PROJECTS = {
         packages="python",
         wheels=("msgpack", "pyzmq"),
     ),
+    "mlx-lm": Origin(revision="0.32.2", wheels=("mlx==0.32.4", "mlx-cpu==0.32.4")),
     "nano-vllm": Origin(
         "https://github.com/GeeeekExplorer/nano-vllm",
         "bb823b3e06983d71485a8e1f23715ebd87d98ef8",

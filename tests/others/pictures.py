@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer import CacheSpec, History, RequestMix, RequestSpec, Sampling
+from pytest_roseinfer.capabilities.beams import Reorder
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.engines.run import run_mix
@@ -25,9 +26,11 @@ from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNano
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others import lmdeploy_engine, mini_sglang
+from tests.others import generate_engine, lmdeploy_engine, mini_sglang, mlx_variants
 from tests.others.fetch import FOLDER, sources
 from tests.others.found_scripts import PAGES
+from tests.others.hybrid_cache import SelectsHybridRows
+from tests.others.mlx_engine import MlxBatchEngine, MlxSerialEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,6 +294,148 @@ PICTURES = {
         ),
         "a step raised AssertionError: Cannot evict 4, only 0 is evictable",
         project="mini-sglang",
+    ),
+    "exact-hit": Picture(
+        MlxBatchEngine,
+        _mix(
+            MlxBatchEngine,
+            RequestSpec((15, 27), Sampling(1)),
+            RequestSpec((15,), Sampling(1), arrival=1),
+            size=3,
+        ),
+        "request 1 was refused: ValueError",
+        project="mlx-lm",
+    ),
+    "draft-not-stored": Picture(
+        MlxSerialEngine,
+        _mix(
+            MlxSerialEngine,
+            RequestSpec((5,), Sampling(1)),
+            RequestSpec((5, 15), Sampling(2)),
+            size=4,
+        ),
+        "request 1, token 1: 17; alone it gets 14",
+        project="mlx-lm",
+    ),
+    "drafts-in-a-window": Picture(
+        mlx_variants.DraftsInAWindow,
+        _mix(
+            mlx_variants.DraftsInAWindow,
+            RequestSpec((16,), Sampling(5)),
+            size=6,
+        ),
+        "request 0, token 4: 26; alone it gets 0",
+        project="mlx-lm",
+    ),
+    "chunks-trimmed": Picture(
+        mlx_variants.KeepsChunks,
+        _mix(
+            mlx_variants.KeepsChunks,
+            RequestSpec((16,), Sampling(7)),
+            RequestSpec((16,), Sampling(6)),
+            size=8,
+        ),
+        "request 1, token 5: 22; alone it gets 27",
+        project="mlx-lm",
+    ),
+    "mamba-padding": Picture(
+        mlx_variants.BatchesMamba,
+        _mix(
+            mlx_variants.BatchesMamba,
+            RequestSpec((5, 15), Sampling(1)),
+            RequestSpec((5, 15, 7), Sampling(1)),
+            size=4,
+        ),
+        "request 0, token 0: 21; alone it gets 22",
+        project="mlx-lm",
+    ),
+    "nemotron-padding": Picture(
+        mlx_variants.BatchesMambaAndAttention,
+        _mix(
+            mlx_variants.BatchesMambaAndAttention,
+            RequestSpec((31, 23), Sampling(4)),
+            RequestSpec((31, 23, 29), Sampling(1)),
+            size=6,
+        ),
+        "request 0, token 3: 4; alone it gets 25",
+        project="mlx-lm",
+    ),
+    "olmo-padding": Picture(
+        mlx_variants.BatchesTheDeltaRule,
+        _mix(
+            mlx_variants.BatchesTheDeltaRule,
+            RequestSpec((15, 27, 5), Sampling(1)),
+            RequestSpec((15, 7), Sampling(1)),
+            size=4,
+        ),
+        "request 1, token 0: 26; alone it gets 2",
+        project="mlx-lm",
+    ),
+    "gemma2-mask": Picture(
+        mlx_variants.BatchesSoftCaps,
+        _mix(
+            mlx_variants.BatchesSoftCaps,
+            RequestSpec((16,), Sampling(1)),
+            RequestSpec((5,), Sampling(1)),
+            RequestSpec((16,), Sampling(1)),
+            size=2,
+        ),
+        "a step raised ValueError: [broadcast_shapes]",
+        project="mlx-lm",
+    ),
+    "window-and-itself": Picture(
+        mlx_variants.SeesAWindowAndItself,
+        _mix(
+            mlx_variants.SeesAWindowAndItself,
+            RequestSpec((5,), Sampling(8)),
+            size=9,
+        ),
+        "request 0, token 7: 20; alone it gets 23",
+        project="mlx-lm",
+    ),
+    "kept-tokens-dropped": Picture(
+        mlx_variants.BoundsTheCache,
+        _mix(
+            mlx_variants.BoundsTheCache,
+            RequestSpec((5, 15), Sampling(8)),
+            size=10,
+        ),
+        "request 0, token 7: 14; alone it gets 15",
+        project="mlx-lm",
+    ),
+    "minimax-positions": Picture(
+        generate_engine.GeneratesMiniMax,
+        _mix(
+            generate_engine.GeneratesMiniMax,
+            RequestSpec((16,), Sampling(2)),
+            RequestSpec((5, 15), Sampling(1)),
+            size=3,
+        ),
+        "request 0, token 1: 22; alone it gets 5",
+    ),
+    "jamba-chunks": Picture(
+        generate_engine.GeneratesJamba,
+        _mix(
+            generate_engine.GeneratesJamba,
+            RequestSpec((5, 15, 7, 13, 1, 3, 19, 17), Sampling(8)),
+            size=16,
+            prefill_chunk_size=3,
+        ),
+        "request 0, token 7: 31; alone it gets 15",
+    ),
+    "hybrid-rows": Picture(
+        SelectsHybridRows,
+        History(
+            CacheSpec(
+                block_size=1,
+                num_blocks=2,
+                num_heads=1,
+                head_dim=1,
+                options={"select": "batch_select_indices"},
+            ),
+            (Append((0, 1)), Reorder((0, 1), (0, 0))),
+        ),
+        "peek_state: sequence 1, layer 0: expected the state after all of its 1 token",
     ),
 }
 """Pictures by their names in docs/findings."""

@@ -1,0 +1,201 @@
+"""Adapter of transformers' ``generate``: batches of waiting requests, padded on the left.
+
+The slow twin calls the model without a cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers
+
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.capabilities.cache_data import FastPath
+from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.adapters.engine import RequestMix, Sampling
+
+# The models.
+
+VOCABULARY = 32
+_PADDING = 0
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": _PADDING,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.3,
+}
+_MIXED = ["linear_attention", "full_attention"]
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3Next": {
+        "layer_types": _MIXED,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "MiniMax": {"layer_types": _MIXED, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "RecurrentGemma": {
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 5,
+        "lru_width": 32,
+    },
+}
+"""Fields of each family's config, besides those of ``_SHAPE``."""
+
+
+@lru_cache
+def model_of(family: str, *, twin: bool = False) -> Any:  # noqa: ARG001
+    """Return a model whose weights are large, so that each token depends on the earlier ones.
+
+    The slow twin has a model of its own, since some models keep states.
+    """
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **_MODELS[family]})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "A_log" not in name:
+                weight.normal_(0, 2 / weight.shape[-1] ** 0.5)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@lru_cache(maxsize=20_000)
+def _logits(family: str, tokens: tuple[int, ...]) -> Any:
+    """Return the logits after the last token, computed without a cache."""
+    with torch.no_grad():
+        model = model_of(family, twin=True)
+        return model(torch.tensor([tokens]), use_cache=False).logits[0, -1].numpy()
+
+
+# The engine.
+
+_ALONE = "all anew"
+
+
+class GenerateEngine(EngineAdapter):
+    """``generate`` for all waiting requests at once."""
+
+    vocabulary = VOCABULARY
+    sampling = SamplingTraits(greedy_only=True)
+    block_sizes: ClassVar[Sequence[int]] = (4,)  # it has none
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "batch": FastPath(_ALONE),
+        "chunked prefill": FastPath(_ALONE, aims=[{"prefill_chunk_size": 3}]),
+    }
+    families: ClassVar[Sequence[str]] = ("Llama", "Mistral", "Lfm2", "Qwen3Next")
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "prefill_chunk_size": (None, 3),
+        "cache": ("dynamic", "static"),
+    }
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        super().__init_subclass__()
+        cls.option_choices = {**cls.option_choices, "family": cls.families}
+
+    def make(self, mix: RequestMix) -> None:
+        transformers.logging.set_verbosity_error()
+        self.options, self.model = mix.options, model_of(mix.options["family"])
+        self.waiting: list[Any] = []
+        self.counts: Counter[str] = Counter()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        request = SimpleNamespace(prompt=list(prompt), tokens=[], finished=False)
+        request.max_new_tokens = sampling.max_new_tokens
+        self.waiting.append(request)
+        return request
+
+    def step(self) -> None:
+        requests, self.waiting = self.waiting, []
+        if not requests:
+            return
+        length = max(len(each.prompt) for each in requests)
+        pads = [length - len(each.prompt) for each in requests]
+        rows = zip(pads, requests, strict=True)
+        prompts = torch.tensor([[_PADDING] * pad + each.prompt for pad, each in rows])
+        mask = torch.tensor([[0] * pad + [1] * (length - pad) for pad in pads])
+        chunk = self.options["prefill_chunk_size"]
+        settings = {} if chunk is None else {"prefill_chunk_size": chunk}
+        if self.options["cache"] == "static":
+            settings |= {"cache_implementation": "static", "disable_compile": True}
+        texts = self.model.generate(
+            prompts,
+            attention_mask=mask,
+            max_new_tokens=max(each.max_new_tokens for each in requests),
+            do_sample=False,
+            **settings,
+        )
+        self.counts["batch"] += len(requests) > 1
+        self.counts["chunked prefill"] += chunk is not None and length > chunk
+        for request, text in zip(requests, texts.tolist(), strict=True):
+            request.tokens = text[length : length + request.max_new_tokens]
+            request.finished = True
+
+    def tokens(self, request: Any) -> list[int]:
+        return list(request.tokens)
+
+    def is_finished(self, request: Any) -> bool:
+        return bool(request.finished)
+
+    def find_leaks(self) -> str:
+        return f"{len(self.waiting)} requests" if self.waiting else ""
+
+    def path_counts(self) -> Mapping[str, int]:
+        return self.counts
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
+        return _logits(mix.options["family"], tuple(tokens))
+
+
+GenerateEngine.option_choices = {
+    **GenerateEngine.option_choices,
+    "family": GenerateEngine.families,
+}
+
+
+class GeneratesMiniMax(GenerateEngine):
+    families = ("MiniMax",)
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "prefill_chunk_size": (None,),
+        "cache": ("dynamic",),
+    }
+
+
+class GeneratesJamba(GenerateEngine):
+    families = ("Jamba",)
+
+
+class GeneratesRecurrentGemma(GenerateEngine):
+    families = ("RecurrentGemma",)
+    option_choices = GeneratesMiniMax.option_choices
