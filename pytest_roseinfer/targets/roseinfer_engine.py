@@ -125,13 +125,11 @@ _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,
     EnginePath.PADDED_LM_HEAD,
-    EnginePath.FUSED_ARGMAX,  # runs most of the kernels
+    EnginePath.JOINED,
 )
 _OF_KERNELS = 0.25
 """Share of mixes with kernels, which take 15 times as long under Triton's interpreter."""
-_OF_CPU = 0.5
 _SHARES = {
-    EnginePath.JOINED: _OF_CPU,
     **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
     **dict.fromkeys((EnginePath.FUSED, EnginePath.FUSED_ARGMAX), _OF_KERNELS),
 }
@@ -168,11 +166,14 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
 """Settings that each path needs; the others run with any."""
 
 
-def _alone_equals(path: EnginePath, device: str | None = None) -> FastPath:
+_ONLY_ON = {EnginePath.CUDA_GRAPH: "cuda", EnginePath.JOINED: "cpu"}
+
+
+def _alone_equals(path: EnginePath) -> FastPath:
     return FastPath(
         _ALONE,
         _RUNS_WITH.get(path, ()),
-        device=device,
+        device=_ONLY_ON.get(path),
         share=_SHARES.get(path, 1.0),
         aims=_AIMS[path],
     )
@@ -181,6 +182,13 @@ def _alone_equals(path: EnginePath, device: str | None = None) -> FastPath:
 PATHS: Mapping[str, FastPath] = {
     # Paths that had most bugs come first, then kernels.
     **{path.value: _alone_equals(path) for path in _FIRST},
+    AttentionPath.BATCHED.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        [_BATCHED_ATTENTION],
+        device="cpu",
+        aims=_with_models(_BATCHED_ATTENTION, "llama 24:3", *shapes.WITH_WINDOWS_ALONE),
+    ),
+    EnginePath.FUSED_ARGMAX.value: _alone_equals(EnginePath.FUSED_ARGMAX),  # most of the kernels
     AttentionPath.DECODE_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
         [_KERNELS],
@@ -200,16 +208,6 @@ PATHS: Mapping[str, FastPath] = {
         aims=_with_models(_KERNELS, shapes.ALIBI, "llama 10:2"),
     ),
     **{path.value: _alone_equals(path) for path in _AIMS},
-    EnginePath.CUDA_GRAPH.value: _alone_equals(EnginePath.CUDA_GRAPH, device="cuda"),
-    # On a CPU by default; a GPU has kernels for both.
-    EnginePath.JOINED.value: _alone_equals(EnginePath.JOINED, device="cpu"),
-    AttentionPath.BATCHED.value: FastPath(
-        AttentionPath.REFERENCE.value,
-        [_BATCHED_ATTENTION],
-        device="cpu",
-        share=_OF_CPU,
-        aims=_with_models(_BATCHED_ATTENTION, "llama 24:3", *shapes.WITH_WINDOWS_ALONE),
-    ),
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import did_you_mean
 from tests.mutants import (
     catalogue_caches,
+    catalogue_cpu,
     catalogue_decode,
     catalogue_ends,
     catalogue_engine,
@@ -46,6 +47,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_switches.MUTANTS,
     *catalogue_fused.MUTANTS,
     *catalogue_ends.MUTANTS,
+    *catalogue_cpu.MUTANTS,
 )
 
 
