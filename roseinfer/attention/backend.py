@@ -61,6 +61,8 @@ class AttentionBackend(ABC):
     """Supported ``LayerTraits``; a model that needs others is refused."""
     default_device_types: ClassVar[frozenset[str]] = frozenset()
     """Device types whose default is this backend."""
+    uses_kernels: ClassVar[bool] = True
+    """False if a resident step with it has no kernels either."""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class ReferenceAttention(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     supported_traits: ClassVar[frozenset[str]] = ALL_TRAITS
+    uses_kernels: ClassVar[bool] = False
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch

@@ -69,7 +69,7 @@ class RowSteps:
         device = attention.kv.device
         self._greedy_kernel: Callable[..., None] | None = None
         """Argmax kernel that ends a greedy step; None where Triton cannot run."""
-        if attention.name != "reference" and not unusable_reason(device):
+        if attention.uses_kernels and not unusable_reason(device):
             from roseinfer.kernels.triton.greedy import argmax_and_advance
 
             self._greedy_kernel = argmax_and_advance

@@ -201,17 +201,16 @@ def _build_model(network: Any, config: EngineConfig, ranks: Ranks | None) -> Cau
             _decide_batch_invariance(fused, config)
             return fused
         _report_kernel_mismatch(network, config)
+    joined = _joined_model(network, config, ranks)
     reason = (
-        f"{type(network).__name__} runs on torch's GEMMs here, which are rounded by the batch "
-        "size: use a model with fused kernels, on a GPU"
+        f"{type(network).__name__} runs on {'joined weights' if joined else 'its own modules'} "
+        "here, whose GEMMs are rounded by the batch size: use a model with fused kernels, on a GPU"
     )
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant=True: {reason}")
     if config.is_enabled("pad_head", network.device.type) and ranks is None:
         pad_head(network)
-    causal = _joined_model(network, config, ranks) or CausalModel(
-        network, max_length=config.max_length, ranks=ranks
-    )
+    causal = joined or CausalModel(network, max_length=config.max_length, ranks=ranks)
     if isinstance(network.get_output_embeddings(), PaddedHead):
         causal.paths += (EnginePath.PADDED_LM_HEAD,)
     _record_batch_variance(causal, config, reason)

@@ -37,7 +37,7 @@ def test_forward_pass_and_block_copies_are_sent(device: str) -> None:
     ranks = _OnlyRank()
     model, kv = build_runner(device).model, build_runner(device).kv
     model.ranks = ranks
-    leader = SequenceRunner(model, kv)
+    leader = SequenceRunner(model, kv, attention="triton" if device == "cuda" else "reference")
     (sequence,), _ = leader.prefill([[7, 3, 90, 12, 5]])
     fork = leader.fork(sequence)
     shared = list(sequence.block_lists[0])

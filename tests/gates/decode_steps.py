@@ -88,6 +88,9 @@ def _submit(engine: Engine) -> list[Any]:
 def _warm(family: str, device: str, **config: Any) -> Engine:
     """Return an engine whose buffers and caches for the steps are filled."""
     config = {"kv_cache_tokens": 512, "prefix_cache": False, **config}
+    if device == "cpu":  # which stands for a GPU: not what a CPU runs by default
+        config.setdefault("fused_model", False)
+        config.setdefault("paged_attention", False)
     engine = LLM(tiny(family, device), device=device, **config).engine
     for ring in (
         engine.sequence_runner.staging,
