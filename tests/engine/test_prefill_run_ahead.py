@@ -77,7 +77,8 @@ def _caller() -> str:
 
 
 def engine(device: str, **config: Any) -> LLM:
-    settings = {"block_size": 4, "kv_cache_tokens": 400, "prefill_max_tokens": PER_STEP}
+    settings: dict[str, Any] = {"block_size": 4, "kv_cache_tokens": 400}
+    settings["prefill_max_tokens"] = PER_STEP
     settings |= {"resident_decode": True, "run_ahead": 2, "prefix_cache": False} | config
     if device == "cpu":  # which stands for a GPU; its own backend need not run ahead
         settings["attention_backend"] = "reference"
