@@ -48,7 +48,7 @@ class _Layer:
 
 
 class JoinedLlama(CausalModel):
-    """A model of Llama's family whose forward pass is some 20 torch operations a layer."""
+    """A model of Llama's family that takes half the torch operations of its own modules."""
 
     paths = (EnginePath.JOINED,)
 
