@@ -140,11 +140,15 @@ def free_in_flight(writer: operation.Writer) -> None:
     """Open with a sequence that is freed while writes to it are in flight; or add no steps."""
     written = writer.pick((0, 1, 2))
     if written and "free" in writer.adapter.abilities:
-        (seq,) = writer.fresh(1)
-        for _ in range(written):
-            writer.take(Append((seq,), writer.layout()))
-        writer.take(Free(seq))
+        operation.add_while_fitting(writer, _free_in_flight(writer, written))
         begin_sequence(writer, writer.pick((1, writer.oracle.block_size)))
+
+
+def _free_in_flight(writer: operation.Writer, written: int) -> Iterator[operation.Operation]:
+    (seq,) = writer.fresh(1)
+    for _ in range(written):
+        yield Append((seq,), writer.layout())
+    yield Free(seq)
 
 
 def swap_in_flight(writer: operation.Writer) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
-from pytest_roseinfer.capabilities.device_queue import Read, RunQueued
+from pytest_roseinfer.capabilities.device_queue import Read, RunQueued, free_in_flight
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.payload import LAYOUTS
 from pytest_roseinfer.capabilities.simulated_device import DeviceQueue, Event
 from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import _Writer
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.report.verdict import TargetVerdict
 from pytest_roseinfer.run import coverage
 from tests.capabilities.caches.broken_queued_caches import (
@@ -92,6 +98,16 @@ def test_unused_queue_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     conformance(NeverSubmits)().test_histories()
     problems = TargetVerdict(coverage.current().of(NeverSubmits)).problems(require_paths=True)
     assert any("'calls_in_flight' was never reached" in line for line in problems)
+
+
+@given(data=st.data())
+def test_sequence_that_found_no_room_is_not_freed(data: st.DataObject) -> None:
+    full = CacheSpec(block_size=1, num_blocks=1)
+    draw: Any = data.draw
+    writer = _Writer(draw, QueuedCache, Oracle.of(QueuedCache, full), LAYOUTS)
+    writer.take(Append(writer.fresh(1)))
+    free_in_flight(writer)
+    assert not any(isinstance(step, Free) for step in writer.steps)
 
 
 def test_device_steps_are_saved_and_described() -> None:

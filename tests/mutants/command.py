@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from roseinfer.terminal import track_progress
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, SHRINK, Job, Task
+from tests.mutants.kept import KeptError, KeptOutcomes
+from tests.mutants.mutant import ENGINE
 from tests.mutants.options import DESCRIPTION, add_options
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
@@ -62,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.smallest:
             return _shrink(args)
         return _search_for_bugs(args, mutants)
-    except WorkerFailed as error:
+    except (KeptError, WorkerFailed) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cut off; with --resume FILE, the same command goes on next time", file=sys.stderr)
+        return 130
 
 
 def _check_targets(args: argparse.Namespace) -> None:
@@ -92,7 +98,10 @@ def _list(mutants: Sequence[Mutant]) -> None:
 def jobs_for(
     mutants: Sequence[Mutant], *, seeds: int, compare: bool, profile: str = PROFILE
 ) -> list[Job]:
-    """Return the tasks on each mutant; with ``compare``, random operations and examples too."""
+    """Return the tasks on each mutant; with ``compare``, random operations and examples too.
+
+    Searches of the engine come first: they take longest.
+    """
     jobs = []
     effort = PROFILES[profile]
     for mutant in mutants:
@@ -105,7 +114,7 @@ def jobs_for(
         if comparable:
             tasks.append(Task(EXAMPLES))
         jobs.append(Job(mutant, mutant.targets, tuple(tasks), effort.examples, effort.steps))
-    return jobs
+    return sorted(jobs, key=lambda job: ENGINE not in job.targets)
 
 
 def alarm_jobs(seeds: int, targets: tuple[str, ...]) -> list[Job]:
@@ -128,24 +137,29 @@ def control_jobs(mutants: Sequence[Mutant]) -> list[Job]:
     return [job for target in targets for job in alarm_jobs(1, (target,))]
 
 
-def _search_without_bugs(args: argparse.Namespace, mutants: list[Mutant]) -> list[Outcome]:
-    """Return the searches that failed without a bug."""
-    outcomes, _ = _do(control_jobs(mutants), args.jobs, "targets without a bug")
-    return [outcome for outcome in outcomes if outcome.killed]
-
-
 def _search_for_bugs(args: argparse.Namespace, mutants: list[Mutant]) -> int:
-    if not args.quick and (failed := _search_without_bugs(args, mutants)):
-        for outcome in failed:
-            print(f"without a bug: {outcome.check}: {outcome.message}", file=sys.stderr)
-        print("no bug was searched for: its search would find that instead", file=sys.stderr)
-        return 2
     seeds = 1 if args.quick else args.seeds
     # The search is compared with its baselines at its highest effort only.
     compare = not args.quick and args.profile == PROFILE
-    jobs = jobs_for(mutants, seeds=seeds, compare=compare, profile=args.profile)
-    outcomes, seconds = _do(jobs, args.jobs, "planted bugs")
-    results = sum_up(mutants, outcomes)
+    controls = [] if args.quick else control_jobs(mutants)
+    jobs = [
+        *controls,
+        *jobs_for(mutants, seeds=seeds, compare=compare, profile=args.profile),
+    ]
+    path = Path(args.resume) if args.resume else None
+    hunted = " ".join(args.names) or "all bugs"
+    kept = KeptOutcomes(path, f"{args.profile}, {seeds} seeds: {hunted}")
+    left = kept.left(jobs)
+    without_bug = {job.name for job in controls}
+    outcomes = chain([*kept.outcomes], kept.keep(run(left, processes=args.jobs)))
+    with track_progress(sum(len(job.tasks) for job in jobs), "planted bugs", "tasks") as done:
+        for outcome in outcomes:
+            if outcome.killed and outcome.mutant in without_bug:
+                print(f"{outcome.mutant}: {outcome.check}: {outcome.message}", file=sys.stderr)
+                print("searches for bugs end here: they would find the same", file=sys.stderr)
+                return 2
+            done()
+    results, seconds = sum_up(mutants, kept.outcomes), kept.seconds
     print(report.table(results))
     print(f"\n{report.summary(results, seconds)}")
     for result in results:
@@ -194,9 +208,8 @@ def _shrink(args: argparse.Namespace) -> int:
 
 def _do(jobs: Sequence[Job], processes: int, name: str) -> tuple[list[Outcome], float]:
     start = time.perf_counter()
-    num_tasks = sum(len(job.tasks) for job in jobs)
     outcomes: list[Outcome] = []
-    with track_progress(num_tasks, name, "tasks") as done:
+    with track_progress(sum(len(job.tasks) for job in jobs), name, "tasks") as done:
         for outcome in run(jobs, processes=processes):
             outcomes.append(outcome)
             done()

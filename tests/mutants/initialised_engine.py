@@ -25,7 +25,6 @@ class InitialisedEngine(RoseinferEngine):
         name: replace(path, device="cuda") if _needs_a_model(path) else path
         for name, path in PATHS.items()
     }
-    conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **OPTION_CHOICES,
         "model": (engine_models.AS_INITIALISED,),

@@ -41,8 +41,8 @@ class Job:
     steps: int = PROFILES[PROFILE].steps
 
     @property
-    def name(self) -> str | None:
-        return self.mutant.name if self.mutant else None
+    def name(self) -> str:
+        return self.mutant.name if self.mutant else f"no bug in {', '.join(self.targets)}"
 
     def to_line(self) -> str:
         return json.dumps(asdict(self))
@@ -61,7 +61,8 @@ class Job:
 class Outcome:
     """Result of one task."""
 
-    mutant: str | None
+    mutant: str
+    """Name of the job."""
     kind: str
     seed: int
     killed: bool = False

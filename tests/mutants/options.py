@@ -33,14 +33,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one seed each, without comparisons, and without a first search of each target "
-        "without a bug",
+        help="one seed each, without comparisons or searches of targets without a bug",
     )
     parser.add_argument(
         "--jobs",
         type=int_at_least(1),
         default=os.cpu_count() or 1,
         help="processes at a time (default: one for each CPU)",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="keep the outcomes of planted bugs in this file; the same command with it goes on "
+        "where the last one was cut off",
     )
     parser.add_argument(
         "--write-docs",

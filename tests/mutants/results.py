@@ -81,6 +81,6 @@ def _of(outcomes: list[Outcome]) -> str:
 def sum_up(mutants: Iterable[Mutant], outcomes: Iterable[Outcome]) -> list[Result]:
     results = {mutant.name: Result(mutant) for mutant in mutants}
     for outcome in outcomes:
-        if outcome.mutant is not None:
+        if outcome.mutant in results:
             results[outcome.mutant].add(outcome)
     return list(results.values())

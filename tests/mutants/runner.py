@@ -106,8 +106,7 @@ class _Worker:
     def _failed(self, job: Job, reason: str) -> WorkerFailed:
         self._stderr.seek(0)
         messages = self._stderr.read()[-4000:]
-        name = job.name or "the unbroken copy"
-        return WorkerFailed(f"worker failed on {name}: {reason}\n{messages}")
+        return WorkerFailed(f"worker failed on {job.name}: {reason}\n{messages}")
 
     def end(self) -> None:
         self._process.kill()

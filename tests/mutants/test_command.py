@@ -66,7 +66,7 @@ def test_false_alarms_are_searched_on_the_named_targets(
     def stub_run(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
         assert processes == 1
         assert {job.targets for job in jobs} == {targets}
-        return (Outcome(None, HUNT, task.seed) for job in jobs for task in job.tasks)
+        return (Outcome(job.name, HUNT, task.seed) for job in jobs for task in job.tasks)
 
     monkeypatch.setattr(command, "run", stub_run)
     options = ["--false-alarms", "6", "--jobs", "1", "--write-docs", str(page), *arguments]
@@ -100,7 +100,7 @@ def test_target_that_fails_without_a_bug_is_an_error(
         assert processes
         jobs_run.extend(jobs)
         return (
-            Outcome(None, HUNT, task.seed, True, "histories", "a step raised InterpreterError")
+            Outcome(job.name, HUNT, task.seed, True, "histories", "a step raised InterpreterError")
             for job in jobs
             for task in job.tasks
         )
@@ -108,9 +108,11 @@ def test_target_that_fails_without_a_bug_is_an_error(
     monkeypatch.setattr(command, "run", stub_run)
     assert command.main([CATALOGUE[0].name]) == 2
     assert [(job.mutant, job.targets) for job in jobs_run] == [
-        (None, (target,)) for target in CATALOGUE[0].targets
+        *[(None, (target,)) for target in CATALOGUE[0].targets],
+        (CATALOGUE[0], CATALOGUE[0].targets),
     ]
-    assert "without a bug: histories: a step raised InterpreterError" in capsys.readouterr().err
+    name = f"no bug in {CATALOGUE[0].targets[0]}"
+    assert f"{name}: histories: a step raised InterpreterError" in capsys.readouterr().err
 
 
 def test_broken_caches_are_not_searched_without_their_bug() -> None:
