@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ _COMMAND = "python -m tests.mutants"
 _RANDOM_SEEDS = 3
 """Number of seeds compared with random operations, which take longer than the search."""
 _SEEDS_OF_A_JOB = 4
-"""Number of seeds that search an unbroken copy in one job, one after the other."""
+"""Number of seeds that search an engine or an unbroken copy in one job, one after the other."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def jobs_for(
 ) -> list[Job]:
     """Return the tasks on each mutant; with ``compare``, random operations and examples too.
 
-    Searches of the engine come first: they take longest.
+    Searches of the engine, which take longest, come first and have several jobs for each bug.
     """
     jobs = []
     effort = PROFILES[profile]
@@ -113,7 +113,13 @@ def jobs_for(
                 tasks.append(Task(RANDOM, seed))
         if comparable:
             tasks.append(Task(EXAMPLES))
-        jobs.append(Job(mutant, mutant.targets, tuple(tasks), effort.examples, effort.steps))
+        starts = [0]
+        if ENGINE in mutant.targets:
+            hunts = [at for at, task in enumerate(tasks) if task.kind == HUNT]
+            starts += hunts[_SEEDS_OF_A_JOB::_SEEDS_OF_A_JOB]
+        for start, end in pairwise([*starts, len(tasks)]):
+            part = tuple(tasks[start:end])
+            jobs.append(Job(mutant, mutant.targets, part, effort.examples, effort.steps))
     return sorted(jobs, key=lambda job: ENGINE not in job.targets)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.mutants.jobs import Outcome
+from tests.mutants.jobs import RANDOM, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from tests.mutants.jobs import Job
+    from tests.mutants.jobs import Job, Task
 
 
 class KeptError(ValueError):
@@ -45,19 +46,26 @@ class KeptOutcomes:
             self.outcomes.append(Outcome(**entry))
 
     def left(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs without all outcomes, and forget the outcomes that these have.
+        """Return the jobs with the tasks that have no outcome.
 
-        A job is done again as a whole: how long random operations run depends on its search.
+        How long random operations run depends on the search before them, which is done again.
         """
-        had = {(outcome.mutant, outcome.kind, outcome.seed) for outcome in self.outcomes}
-        left = [
-            job
-            for job in jobs
-            if not all((job.name, task.kind, task.seed) in had for task in job.tasks)
-        ]
-        again = {job.name for job in left}
-        self.outcomes = [outcome for outcome in self.outcomes if outcome.mutant not in again]
+        had = {*map(_task, self.outcomes)}
+        left = []
+        for job in jobs:
+            done = sum((job.name, task.kind, task.seed) in had for task in job.tasks)
+            if 0 < done < len(job.tasks) and job.tasks[done].kind == RANDOM:
+                done -= 1
+                self._forget(job.name, job.tasks[done])
+            if done < len(job.tasks):
+                left.append(replace(job, tasks=job.tasks[done:]))
         return left
+
+    def _forget(self, name: str, task: Task) -> None:
+        key = (name, task.kind, task.seed)
+        self.outcomes = [
+            each for each in self.outcomes if (each.mutant, each.kind, each.seed) != key
+        ]
 
     def keep(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """Yield the outcomes, each after it was kept."""
@@ -78,3 +86,7 @@ class KeptOutcomes:
 
     def _line(self, outcome: Outcome) -> str:
         return json.dumps({"elapsed": self.seconds, **json.loads(outcome.to_line())}) + "\n"
+
+
+def _task(outcome: Outcome) -> tuple[str, str, int]:
+    return outcome.mutant, outcome.kind, outcome.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from pytest_roseinfer.settings import SHIPPED_TARGETS
 from tests.mutants import command
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.jobs import EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
-from tests.mutants.mutant import MANAGERS
+from tests.mutants.mutant import ENGINE, MANAGERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,6 +120,18 @@ def test_broken_caches_are_not_searched_without_their_bug() -> None:
     broken = [mutant for mutant in CATALOGUE if not mutant.module and mutant.targets]
     assert broken
     assert command.control_jobs(broken) == []
+
+
+def test_jobs_of_a_bug_in_the_engine_have_each_task_once() -> None:
+    (mutant, *_) = (each for each in CATALOGUE if each.targets == (ENGINE,))
+    jobs = command.jobs_for([mutant], seeds=10, compare=True)
+    tasks = [task for job in jobs for task in job.tasks]
+    seeds = [task.seed for task in tasks if task.kind == HUNT]
+    kinds = Counter(task.kind for task in tasks)
+    assert (len(jobs), seeds) == (3, [*range(10)])
+    assert kinds == {HUNT: 10, RANDOM: 3, EXAMPLES: 1}
+    for job in jobs[1:]:
+        assert job.tasks[0].kind == HUNT  # random operations need the search before them
 
 
 def test_job_survives_serialisation() -> None:
