@@ -265,7 +265,7 @@ def _begin_with_the_second_text(writer: Writer) -> None:
 
 def _store_two_texts(writer: Writer) -> Iterator[Operation]:
     size, can = writer.oracle.block_size, writer.adapter.abilities
-    tokens = writer.pick((size, 2 * size, size + 1))
+    tokens = writer.pick((size, 2 * size, size + 1, 3 * size))
     if writer.live or not LookUp.needs | Prefill.needs <= can or writer.between(0, 2):
         return
     (first,) = writer.fresh(1)

@@ -63,6 +63,9 @@ FOUND = "prompt_found_again"
 FOUND_AFTER_EVICTION = "prompt_found_after_eviction"
 HIT, HIT_BEHIND_ANOTHER = "prompt_hit", "prompt_hit_behind_another"
 COLD_STARTS, BITS_COMPARED = "cold_starts_of_one_prompt", "prompt_hit_compared_with_computed"
+_CONCLUSIVE_MIXES = 100
+"""Mixes without a hit that make an engine one that has none: a right one has some in most of them.
+"""
 _SPARE = 8
 """Divisor of the cache's blocks: one in this many may be evicted early."""
 
@@ -295,7 +298,12 @@ PREFIX_REUSE = EngineCapability(
     observers=(PrefixReuse,),
     refuse=(refuse_bits_without_logprobs,),
     conditions=(
-        MixCondition(HIT, "A prompt began with tokens that another request stored.", _shows_hits),
+        MixCondition(
+            HIT,
+            "A prompt began with tokens that another request stored.",
+            _shows_hits,
+            conclusive_examples=_CONCLUSIVE_MIXES,
+        ),
         MixCondition(
             HIT_BEHIND_ANOTHER,
             "The same, where a request with another text came in between.",

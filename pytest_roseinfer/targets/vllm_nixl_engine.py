@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _LONGEST = 1 << 13
 """Most tokens of a step, and of a request."""
+_LOGGED_FAULTS = ("vllm.distributed.kv_transfer", "vllm.v1.core.sched.scheduler")
+"""Loggers of failed reads, which a search makes by the thousand."""
 
 
 def nixl_part(name: str) -> Any:
@@ -86,6 +89,8 @@ class Engine:
     """A scheduler of vLLM, and its NIXL connector on each rank."""
 
     def __init__(self, network: Network, store: RankStore, settings: Settings) -> None:
+        for name in _LOGGED_FAULTS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.store, self.network = store, network
         ranks, _, _, heads, size, _ = store.ranks.shape
         self.finished_params: dict[str, Any] = {}
@@ -214,7 +219,11 @@ def _any_size() -> list[Any]:
 def engine_settings(spec: CacheSpec, store: RankStore, role: str, policy: str) -> Settings:
     """Return a stand-in for the ``VllmConfig`` of one side."""
     ranks, _, blocks, _, size, _ = store.ranks.shape
-    options = {"max_num_seqs": 64, "max_num_batched_tokens": _LONGEST, "async_scheduling": False}
+    options = {
+        "max_num_seqs": _LONGEST,
+        "max_num_batched_tokens": _LONGEST,
+        "async_scheduling": False,
+    }
     settings = scheduler_settings(blocks, _LONGEST, options, 0)
     settings.kv_transfer_config = vllm_part("config").KVTransferConfig(
         kv_connector="NixlConnector",

@@ -88,7 +88,7 @@ class StatesVllmAdapter(RowRecorder):
         for at, _ in enumerate(self.state_layers):
             groups.append(interface.KVCacheGroupSpec([f"state {at}"], state))
         options = {
-            "max_num_seqs": 64,
+            "max_num_seqs": _LONGEST,
             "max_num_batched_tokens": _LONGEST,
             "async_scheduling": False,
         }

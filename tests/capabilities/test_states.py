@@ -15,6 +15,7 @@ from pytest_roseinfer.capabilities.states import StateNumbers
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.run import coverage
+from tests.capabilities.caches import grouped_state_caches
 from tests.capabilities.caches.broken_state_caches import BROKEN, SharesTheStateOfAFork
 from tests.capabilities.caches.list_cache import ListCache
 from tests.capabilities.caches.state_cache import StateCache
@@ -45,9 +46,18 @@ def test_cache_with_wrong_states_fails(cache: type[KVCacheAdapter], seed_number:
     assert "peek_state: sequence" in failure.value.summary
 
 
+@pytest.mark.sampled_cases
+@pytest.mark.parametrize("seed_number", range(2))
+@pytest.mark.parametrize("cache", grouped_state_caches.BROKEN, ids=lambda cache: cache.__name__)
+def test_cache_whose_groups_disagree_fails(cache: type[KVCacheAdapter], seed_number: int) -> None:
+    with pytest.raises(Divergence):
+        search(cache, seed_number, examples=1000)
+
+
 @few_or_many_examples(30, 150)
-def test_cache_with_right_states_passes(examples: int) -> None:
-    search(StateCache, 1, examples)
+@pytest.mark.parametrize("cache", [StateCache, grouped_state_caches.RIGHT])
+def test_cache_with_right_states_passes(cache: type[KVCacheAdapter], examples: int) -> None:
+    search(cache, 1, examples)
 
 
 def test_reused_state_is_required() -> None:

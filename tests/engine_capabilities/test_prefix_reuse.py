@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -17,12 +16,23 @@ from pytest_roseinfer import (
     settings,
 )
 from pytest_roseinfer.engine_capabilities.capability import required_conditions
-from tests.engine_capabilities.engines.drawing_engine import DrawingEngine, DrawnRequest
+from pytest_roseinfer.report.verdict import problems_of
+from pytest_roseinfer.run import coverage
+from tests.engine_capabilities.engines.prefix_engines import (
+    FindsColdStartsOfItsStep,
+    GoesOnFromTheLastPrompt,
+    NeverFindsAPrompt,
+    PrefixEngine,
+    RoundsTheLogprobsOfAHit,
+)
 from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
 
 if TYPE_CHECKING:
     from tests.engine_capabilities.engines.toy_engine import ToyRequest
+
+    Arrivals = tuple[tuple[tuple[int, ...], int], ...]
+    """Prompts, each with the step in which it arrives."""
 
 
 class CachingEngine(ToyEngine):
@@ -179,47 +189,51 @@ def test_engine_that_shows_cached_tokens_must_have_hits() -> None:
     assert required.isdisjoint(required_conditions(ToyAdapter))
 
 
-class SameBits(DrawingEngine):
-    """Finds the prompts of earlier requests, and promises the bits of a computed one."""
-
-    prefix_reuse = PrefixReuseTraits(same_bits=True)
-    option_choices: ClassVar = {"batch": (1,)}
-
-    def make(self, mix: RequestMix) -> None:
-        super().make(mix)
-        self.cached: dict[DrawnRequest, int] = {}
-
-    def submit(self, prompt: Any, sampling: Any) -> DrawnRequest:
-        found = any(each.prompt == [*prompt] and each.ended for each in self.requests)
-        request = super().submit(prompt, sampling)
-        self.cached[request] = (len(prompt) - 1) * found
-        return request
-
-    def cached_tokens(self, request: Any) -> int:
-        return self.cached[request]
-
-    def logprobs(self, request: Any) -> list[float]:
-        return list(request.logprobs)
-
-
-class OtherBits(SameBits):
-    def logprobs(self, request: Any) -> list[float]:
-        first, *others = super().logprobs(request) or [0.0]
-        off = math.nextafter(first, 0.0) if self.cached[request] else first
-        return [off, *others][: len(request.tokens)]
-
-
 def test_bits_of_a_hit_are_compared_with_those_of_a_computed_prompt() -> None:
     settings.set_current(settings.Settings(examples=30, seed=1))
-    tests: Any = conformance(SameBits)()
+    tests: Any = conformance(PrefixEngine)()
     tests.test_requests_get_what_they_get_alone()
     sampling = Sampling(2, ignore_eos=True, logprobs=True)
     specs = [request_spec(1, 2, 3, sampling=sampling, arrival=3 * at) for at in range(3)]
-    requests = RequestMix(tuple(specs), options={"batch": 1})
-    assert run_mix(SameBits, requests)["prompt_hit_compared_with_computed"] == 2
-    message = reason(OtherBits, requests)
+    requests = RequestMix(tuple(specs), options={"batch": 1}, block_size=2)
+    assert run_mix(PrefixEngine, requests)["prompt_hit_compared_with_computed"] == 2
+    message = reason(RoundsTheLogprobsOfAHit, requests)
     assert message.startswith("request 1, whose prompt was found, has logprob -")
     assert "request 0, whose equal prompt was computed, has -" in message
+
+
+def test_search_without_a_hit_is_red() -> None:
+    """No history can show it: what an engine computes again is right."""
+    settings.set_current(settings.Settings(examples=100, seed=1))
+    coverage.set_current(coverage.Coverage())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)
+        tests: Any = conformance(NeverFindsAPrompt)()
+        tests.test_requests_get_what_they_get_alone()
+    (problems,) = problems_of(coverage.current(), require_paths=True).values()
+    assert any("'prompt_hit' was never" in each for each in problems), problems
+
+
+FIVE, REVERSED = tuple(range(5)), tuple(range(5))[::-1]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "wrong", "right"),
+    [
+        (GoesOnFromTheLastPrompt, ((FIVE, 0), (REVERSED, 3), (FIVE, 6)), ((FIVE, 0), (FIVE, 3))),
+        (FindsColdStartsOfItsStep, ((FIVE, 0), (FIVE, 0)), ((FIVE, 0), (FIVE, 3))),
+    ],
+)
+def test_hit_is_wrong_behind_another_prompt_or_in_cold_starts_alone(
+    adapter: type[EngineAdapter], wrong: Arrivals, right: Arrivals
+) -> None:
+    def mix_of(prompts: Arrivals) -> RequestMix:
+        specs = [request_spec(*each, sampling=ONE, arrival=arrival) for each, arrival in prompts]
+        return RequestMix(tuple(specs), options={"batch": 4}, block_size=2)
+
+    assert "were found in the cache" in reason(adapter, mix_of(wrong))
+    assert run_mix(adapter, mix_of(right))["prompt_hit"] == 1
+    run_mix(PrefixEngine, mix_of(wrong))
 
 
 def test_bits_cannot_be_compared_without_logprobs() -> None:

@@ -1,4 +1,4 @@
-"""Broken caches of the tests: bugs in parts that this distribution's cache does not have.
+"""Broken caches and engines of the tests: bugs in parts that this distribution does not have.
 
 Their docstrings begin with the rows of the known bugs that they stand for, followed by a
 description of the bug.
@@ -16,8 +16,8 @@ from tests.mutants.mutant import Mutant
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PACKAGE = "tests.capabilities.caches"
-_FOLDER = Path(__file__).parents[1] / "capabilities" / "caches"
+_TESTS = Path(__file__).parents[1]
+_FILES = ("capabilities/caches/*_caches.py", "engine_capabilities/engines/prefix_engines.py")
 _ROWS = re.compile(r"([ST]?\d+(?:, [ST]?\d+)*)[:,] ")
 _WITHOUT_ROW = {
     "RevivesWithoutItsKey",
@@ -63,28 +63,31 @@ _WITHOUT_ROW = {
     "LeaksReleasedSessions",
     "KeepsFullBlocks",
     "ForgetsTheSessionsBlocks",
+    "LetsAGroupRaiseTheLength",
+    "LooksIntoOneStateGroup",
+    "RoundsTheLogprobsOfAHit",
 }
 """Bugs that stand for no reported one."""
 
 
-def _broken_caches() -> Iterator[Mutant]:
-    for file in sorted(_FOLDER.glob("*_caches.py")):
+def _broken_classes() -> Iterator[Mutant]:
+    for file in (file for pattern in _FILES for file in sorted(_TESTS.glob(pattern))):
+        module = ".".join(("tests", *file.relative_to(_TESTS).with_suffix("").parts))
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and (docstring := ast.get_docstring(node)):
                 rows = _ROWS.match(docstring)
                 if rows or node.name in _WITHOUT_ROW:
-                    target = f"{_PACKAGE}.{file.stem}:{node.name}"
-                    yield _mutant(node.name, target, docstring, rows)
+                    yield _mutant(node.name, f"{module}:{node.name}", docstring, rows)
 
 
-def _mutant(cache: str, target: str, docstring: str, rows: re.Match[str] | None) -> Mutant:
+def _mutant(name: str, target: str, docstring: str, rows: re.Match[str] | None) -> Mutant:
     wrong = " ".join(docstring[rows.end() if rows else 0 :].split())
     return Mutant(
-        re.sub(r"(?<!^)(?=[A-Z])", "-", cache).lower(),
+        re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower(),
         wrong[0].upper() + wrong[1:],
         rows=tuple(rows[1].split(", ")) if rows else (),
         targets=(target,),
     )
 
 
-MUTANTS = tuple(_broken_caches())
+MUTANTS = tuple(_broken_classes())

@@ -98,6 +98,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "vllm #53919, #53505",
         "accepted counts are read after rows were permuted; a state is copied back too far",
     ),
+    "T5": (
+        "vllm #50630",
+        "a hit that is wrong only behind another request, or in two cold starts of one prompt",
+    ),
     "T7": (
         "vllm #42097",
         "the local ratio of blocks is used for the other side of a transfer",
@@ -110,6 +114,10 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
     "T10": (
         "sglang #38362; lmdeploy #4930; vllm #51640",
         "a store's key without cache dtype, weights or salt",
+    ),
+    "T11": (
+        "kvcached #451; vllm #49125",
+        "the granularity of a group's hash is lost",
     ),
     "T12": (
         "lmdeploy #4917; NeMo-RL #4018; vllm-omni #6739",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import KVCacheAdapter
+from pytest_roseinfer import EngineAdapter, KVCacheAdapter
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.plugin.reference import read_section
 from tests.mutants import command, report
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 APPLICABLE = {
     *map(str, range(1, 36)),
     *(f"S{row}" for row in range(1, 20)),
-    *(f"T{row}" for row in (1, 2, 3, 4, 7, 8, 9, 10, *range(12, 21), 22, *range(24, 29), 30, 32)),
+    *(f"T{row}" for row in (*range(1, 6), *range(7, 21), 22, *range(24, 29), 30, 32)),
 } - {"22"}
 """Rows of known bugs in parts that the engine or a small cache of the tests has."""
 
@@ -43,9 +43,9 @@ def test_planted_bug_changes_its_module(mutant: Mutant) -> None:
 @pytest.mark.parametrize(
     "mutant", [each for each in CATALOGUE if not each.module], ids=lambda mutant: mutant.name
 )
-def test_broken_cache_exists(mutant: Mutant) -> None:
+def test_broken_class_exists(mutant: Mutant) -> None:
     (target,) = mutant.targets
-    assert issubclass(load_target(target), KVCacheAdapter)
+    assert issubclass(load_target(target), KVCacheAdapter | EngineAdapter)
 
 
 def test_catalogue_covers_every_applicable_known_bug() -> None:

@@ -1,4 +1,4 @@
-"""Fixture of the tests of other projects."""
+"""Fixtures of the tests of other projects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.run import coverage
+from tests.others.vllm_sources import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,3 +26,9 @@ def seeded_search() -> Iterator[None]:
         yield
     settings.set_current(saved_settings)
     coverage.set_current(saved_coverage)
+
+
+@pytest.fixture
+def vllm_sources(monkeypatch: pytest.MonkeyPatch, seeded_search: None) -> None:  # noqa: ARG001
+    """Import vLLM from its sources, in a search with a fixed seed."""
+    monkeypatch.syspath_prepend(SOURCES)

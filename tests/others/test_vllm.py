@@ -18,25 +18,16 @@ from pytest_roseinfer.targets.vllm_kv import (
     WindowsVllmAdapter,
 )
 from tests.histories.drawn_histories import check_drawn_histories
-from tests.others.fetch import FOLDER
 from tests.others.planted import plant
+from tests.others.vllm_sources import needs_vllm
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
-SOURCES = FOLDER / "vllm"
 MANAGER = "single_type_kv_cache_manager:SingleTypeKVCacheManager"
 WINDOWS = "single_type_kv_cache_manager:SlidingWindowManager"
 
-pytestmark = pytest.mark.usefixtures("seeded_search")
-needs_vllm = pytest.mark.skipif(
-    not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
-)
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = pytest.mark.usefixtures("vllm_sources")
 
 
 @needs_vllm

@@ -16,28 +16,25 @@ from pytest_roseinfer.targets.vllm_nixl import (
 )
 from pytest_roseinfer.targets.vllm_nixl_engine import nixl_part
 from tests.histories.drawn_histories import check_drawn_histories
-from tests.others.fetch import FOLDER
 from tests.others.planted import plant
+from tests.others.vllm_sources import searches_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer import KVCacheAdapter
 
-SOURCES = FOLDER / "vllm"
 NIXL = "distributed.kv_transfer.kv_connector.v1.nixl"
 PULL = f"{NIXL}.pull_worker:NixlPullConnectorWorker"
 WORKER = f"{NIXL}.base_worker:NixlBaseConnectorWorker"
 SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 
-pytestmark = pytest.mark.skipif(
-    not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
-)
+pytestmark = searches_vllm
 
 
 @pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch, seeded_search: None) -> None:  # noqa: ARG001
-    monkeypatch.syspath_prepend(SOURCES)
+def connector(vllm_sources: None) -> None:  # noqa: ARG001
+    """Import the connector once with what it lacks, so that bugs can be planted."""
     nixl_part("pull_worker")
 
 

@@ -10,27 +10,16 @@ import pytest
 from pytest_roseinfer import Divergence, conformance, run_history
 from pytest_roseinfer.targets.vllm_offloading import OffloadingVllmAdapter
 from tests.histories.drawn_histories import check_drawn_histories
-from tests.others.fetch import FOLDER
 from tests.others.planted import plant
+from tests.others.vllm_sources import searches_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SOURCES = FOLDER / "vllm"
 MANAGER = "cpu.manager:CPUOffloadingManager"
 LRU = "cpu.policies.lru:LRUCachePolicy"
 
-pytestmark = [
-    pytest.mark.usefixtures("seeded_search"),
-    pytest.mark.skipif(
-        not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = searches_vllm
 
 
 def test_offloading_manager_conforms() -> None:

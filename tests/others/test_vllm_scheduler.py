@@ -12,27 +12,16 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from pytest_roseinfer import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others.fetch import FOLDER
 from tests.others.found_scripts import preamble_about, scripts_about
 from tests.others.planted import plant
+from tests.others.vllm_sources import SOURCES, searches_vllm
 
 if TYPE_CHECKING:
     from pytest_roseinfer import RequestMix
 
-SOURCES = FOLDER / "vllm"
 PROJECT = "vLLM 0.33.0"
 SCRIPTS = scripts_about(PROJECT)
-pytestmark = [
-    pytest.mark.usefixtures("seeded_search"),
-    pytest.mark.skipif(
-        not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = searches_vllm
 
 
 def serve(mixes: int) -> None:

@@ -10,26 +10,15 @@ import pytest
 from pytest_roseinfer import Divergence, conformance, run_history
 from pytest_roseinfer.targets.vllm_states import StatesVllmAdapter
 from tests.histories.drawn_histories import check_drawn_histories
-from tests.others.fetch import FOLDER
 from tests.others.planted import plant
+from tests.others.vllm_sources import searches_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SOURCES = FOLDER / "vllm"
 STATES = "single_type_kv_cache_manager:MambaManager"
 
-pytestmark = [
-    pytest.mark.usefixtures("seeded_search"),
-    pytest.mark.skipif(
-        not SOURCES.exists(), reason="vLLM is not downloaded: python -m tests.others.fetch vllm"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = searches_vllm
 
 
 def test_scheduler_conforms() -> None:
