@@ -116,6 +116,9 @@ class EngineAdapter(
     A token is a number below ``vocabulary``. A request must get the tokens that ``generate_alone``
     returns for it, whatever other requests the engine serves. An engine that is ``greedy_only`` may
     define ``logits`` in place of ``generate_alone``.
+
+    Choose a model whose tokens depend on all that the cache holds: a trained one, or random weights
+    that are scaled up. docs/tutorials/engine.md has an engine with either.
     """
 
     _renamed: ClassVar = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
+from contextlib import contextmanager
+from importlib import import_module
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +39,10 @@ _MAX_LAYERS_WITHOUT_WEIGHTS = 1024
 _MAX_UNSAVED_ELEMENTS = 1 << 28
 """Elements that a small model may have besides its weights, in tables of positions and masks."""
 _LAYER_INDEX = re.compile(r"\.\d+\.")
+
+
+_HEADER_LOCK = threading.Lock()
+"""Held while ``read_header_once`` replaces the reader of GGUF files."""
 
 
 class _TensorHeader(NamedTuple):
@@ -86,6 +93,34 @@ def load_checkpoint(path: str, dtype: torch.dtype | str) -> Any:
     return model
 
 
+@contextmanager
+def read_header_once(path: str) -> Iterator[None]:
+    """Parse the header of a GGUF file once, however many readers of it are made.
+
+    Transformers makes one for the config, one for the weights and one for the tokenizer. A header
+    with a large vocabulary takes longer to parse than the weights to dequantise.
+    """
+    if not path.endswith(GGUF):
+        yield
+        return
+    gguf: Any = import_module("gguf")
+    original, readers = gguf.GGUFReader, dict[str, Any]()
+
+    def read(file: Any, *arguments: Any) -> Any:
+        if str(file) != path or arguments:
+            return original(file, *arguments)
+        if path not in readers:
+            readers[path] = original(path)
+        return readers[path]
+
+    with _HEADER_LOCK:
+        gguf.GGUFReader = read
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = original
+
+
 def _load_gguf(file: Path, dtype: torch.dtype | str) -> Any:
     """Load the model of a GGUF file, whose weights transformers dequantises."""
     from gguf import GGUFReader
@@ -102,7 +137,6 @@ def _load_gguf(file: Path, dtype: torch.dtype | str) -> Any:
         each.name: _TensorHeader(each.tensor_type.name, [int(size) for size in each.shape])
         for each in reader.tensors
     }
-    del reader  # closes the file
     place: dict[str, Any] = {
         "pretrained_model_name_or_path": str(file.parent),
         "gguf_file": file.name,

@@ -6,18 +6,18 @@ multiply the same rows are joined, and positions are looked up once a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.llama_weights import (
-    has_supported_attention,
+    LLAMA_CLASSES,
+    LlamaLayer,
+    has_supported_layers,
     join_gate_up,
-    join_qkv,
-    rotary_embedding,
+    join_layer,
     rotary_tables,
 )
 from roseinfer.paths import EnginePath
@@ -26,23 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.layer_traits import RotaryEmbedding
-
-_CLASS_NAMES = frozenset(
-    f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3")
-)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    norm: Any
-    """Attention's norm."""
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    rotation: RotaryEmbedding | None
-    out: Tensor
-    mlp_norm: Any
+class _JoinedMlp(NamedTuple):
     gate_up: Tensor
     down: Tensor
 
@@ -55,12 +41,7 @@ class JoinedLlama(CausalModel):
     @staticmethod
     def is_supported(model: Any) -> bool:
         """Return True for a model of the family without unusual settings."""
-        return (
-            type(model).__name__ in _CLASS_NAMES
-            and has_supported_attention(model)
-            and model.model.layers[0].mlp.down_proj.bias is None
-            and not getattr(model.config, "mlp_bias", False)
-        )
+        return type(model).__name__ in LLAMA_CLASSES and has_supported_layers(model)
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         super().__init__(model, max_length=max_length)
@@ -88,9 +69,9 @@ class JoinedLlama(CausalModel):
         for at, layer in enumerate(self._layers):
             x = self._attend(at, _normed(residual, layer.norm), angles, attention)
             residual = self._add(residual, x, layer.out)
-            x = linear(_normed(residual, layer.mlp_norm), layer.gate_up)
+            x = linear(_normed(residual, layer.mlp_norm), layer.mlp.gate_up)
             gate, up = x.chunk(2, -1)
-            residual = self._add(residual, silu(gate).mul_(up), layer.down)
+            residual = self._add(residual, silu(gate).mul_(up), layer.mlp.down)
         if last_rows is not None:
             residual = residual[last_rows]
         logits: Tensor = self._model.lm_head(_normed(residual, body.norm))
@@ -118,18 +99,10 @@ class JoinedLlama(CausalModel):
         return attention.store_and_attend(at, query, key, value).flatten(1)
 
 
-def _join_layer(layer: Any, tables: list[Tensor]) -> _Layer:
-    qkv, bias = join_qkv(layer.self_attn)
-    return _Layer(
-        norm=layer.input_layernorm,
-        qkv=qkv,
-        qkv_bias=bias,
-        rotation=rotary_embedding(layer.self_attn, tables),
-        out=layer.self_attn.o_proj.weight,
-        mlp_norm=layer.post_attention_layernorm,
-        gate_up=join_gate_up(layer.mlp),
-        down=layer.mlp.down_proj.weight,
-    )
+def _join_layer(layer: Any, tables: list[Tensor]) -> LlamaLayer[_JoinedMlp]:
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    mlp = _JoinedMlp(join_gate_up(layer.mlp), layer.mlp.down_proj.weight)
+    return join_layer(layer, norms, tables, mlp)
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +16,49 @@ if TYPE_CHECKING:
 
 _LENGTH_INDEPENDENT_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary embeddings whose angles do not depend on the sequence length."""
+
+
+LLAMA_CLASSES = tuple(
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3")
+)
+"""Classes of transformers whose layers are Llama's but for details."""
+
+_Mlp = TypeVar("_Mlp")
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer(Generic[_Mlp]):
+    """The weights of one layer, ``[outputs, inputs]`` each."""
+
+    norm: Any
+    """Attention's norm."""
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    rotation: RotaryEmbedding | None
+    out: Tensor
+    mlp_norm: Any
+    mlp: _Mlp
+
+
+def join_layer(
+    layer: Any, norms: tuple[Any, Any], tables: list[Tensor], mlp: _Mlp
+) -> LlamaLayer[_Mlp]:
+    """Join the weights of attention that multiply the same rows.
+
+    ``norms`` are those of attention and of the MLP.
+    """
+    attention = layer.self_attn
+    qkv, bias = join_qkv(attention)
+    rotation = rotary_embedding(attention, tables)
+    return LlamaLayer(norms[0], qkv, bias, rotation, attention.o_proj.weight, norms[1], mlp)
+
+
+def has_supported_layers(model: Any) -> bool:
+    """Return True for a model with supported attention whose MLPs have no biases."""
+    down = model.model.layers[0].mlp.down_proj
+    plain = down.bias is None and not getattr(model.config, "mlp_bias", False)
+    return plain and has_supported_attention(model)
 
 
 def has_supported_attention(model: Any) -> bool:

@@ -28,7 +28,7 @@ from roseinfer.kernels.runtime import unusable_reason
 from roseinfer.kv.groups import group_layers_by_window
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel, compile_layers
-from roseinfer.models.checkpoint import load_checkpoint, load_tokenizer
+from roseinfer.models.checkpoint import load_checkpoint, load_tokenizer, read_header_once
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_checks import is_batch_invariant, matches_modules
 from roseinfer.models.joined_llama import JoinedLlama
@@ -327,20 +327,21 @@ def _load_network(
 ) -> tuple[Any, Any]:
     if name == "tiny":
         tiny = tiny_gpt2()
-        network, own_tokenizer = tiny.model, tiny.tokenizer
+        network = tiny.model
+        tokenizer = tiny.tokenizer if tokenizer is None else tokenizer
         dtype = torch.float32 if isinstance(dtype, str) else dtype
         network = network.to(dtype)
     else:
         name = locate(name)
-        network, own_tokenizer = load_checkpoint(name, dtype), None
+        with read_header_once(name):
+            network = load_checkpoint(name, dtype)
+            tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
     if ranks:
         shard(network, ranks)
     try:
         network = network.to(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
-    if tokenizer is None:
-        tokenizer = own_tokenizer or load_tokenizer(name)
     return network, tokenizer
 
 

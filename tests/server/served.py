@@ -150,13 +150,14 @@ class Server:
 @contextmanager
 def running(
     *,
+    model: Any = MODEL,
     config: dict[str, Any] | None = None,
     chat_template: str | None = None,
     send_buffer: int | None = None,
     limits: ConnectionLimits | None = None,
     **engine: Any,
 ) -> Iterator[Server]:
-    """Serve the tiny model until the block ends, and check that nothing is held then.
+    """Serve a model until the block ends, and check that nothing is held then.
 
     ``send_buffer`` is the number of bytes that the system buffers for a client that does not read.
     """
@@ -166,7 +167,7 @@ def running(
         "kv_cache_tokens": 8192,
         "block_size": 16,
     }
-    llm = LLM("tiny", **options | engine)
+    llm = LLM(model, **options | engine)
     own = ServerConfig(host="127.0.0.1", port=0, **{"api_key": None} | (config or {}))
     served = InProcessClient(llm)
     service = Service(served, own.served_model_name or (MODEL,), own, chat_template)

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 TUTORIAL = page("tutorials/engine.md")
-ENGINE = "\n\n\n".join(blocks(TUTORIAL, language="python"))
+ENGINE = "\n\n\n".join(
+    code
+    for heading in ("The engine", "The adapter")
+    for code in blocks(TUTORIAL, heading, "python")
+)
 OTHER_BUGS = re.findall(r"^- `(.*)` for `(.*)`:\s+`(.*)`$", TUTORIAL, re.M)
 
 

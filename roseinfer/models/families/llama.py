@@ -7,7 +7,6 @@ already, layers without rotary embeddings, multipliers of residual updates.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register_family
 from roseinfer.models.families.layers import (
     Experts,
-    GatedMlp,
     ResidualGemm,
     build_mlp,
     count_paired_gemm,
@@ -36,9 +34,10 @@ from roseinfer.models.families.layers import (
 )
 from roseinfer.models.families.whole_step import MAX_MEGAKERNEL_TOKENS, MegakernelRunner
 from roseinfer.models.llama_weights import (
+    LLAMA_CLASSES,
     has_supported_attention,
-    join_qkv,
-    rotary_embedding,
+    has_supported_layers,
+    join_layer,
     rotary_tables,
 )
 from roseinfer.paths import EnginePath
@@ -49,32 +48,9 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.distributed.ranks import Ranks
     from roseinfer.kernels.triton.all_reduce import AllReduceBuffers
-    from roseinfer.layer_traits import RotaryEmbedding
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """The weights of one layer, ``[outputs, inputs]`` each."""
-
-    norm: Any
-    """Attention's norm."""
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    rotation: RotaryEmbedding | None
-    out: Tensor
-    mlp_norm: Any
-    mlp: GatedMlp | Experts
-
-
-@register_family(
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
-    "GraniteForCausalLM",
-    "SmolLM3ForCausalLM",
-)
+@register_family(*LLAMA_CLASSES)
 class FusedLlama(CausalModel):
     """Llama and its kin in 8 kernels per layer and forward pass, attention included."""
 
@@ -84,9 +60,7 @@ class FusedLlama(CausalModel):
     @staticmethod
     def is_supported(model: Any) -> bool:
         """Return True for a model without unusual settings, in 16 bits if on a GPU."""
-        down = model.model.layers[0].mlp.down_proj
-        plain = down.bias is None and not getattr(model.config, "mlp_bias", False)
-        return plain and has_supported_attention(model)
+        return has_supported_layers(model)
 
     def __init__(
         self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
@@ -100,7 +74,8 @@ class FusedLlama(CausalModel):
         tables = rotary_tables(model, self.shape.max_length)
         with torch.no_grad():
             self._layers = [
-                _fuse_layer(layer, self._norms(layer), tables) for layer in model.model.layers
+                join_layer(layer, self._norms(layer), tables, build_mlp(layer.mlp))
+                for layer in model.model.layers
             ]
 
     @torch.inference_mode()
@@ -218,21 +193,6 @@ class FusedLlama(CausalModel):
 
 def _norm_parameters(norm: Any) -> tuple[Tensor, float]:
     return norm.weight, norm.variance_epsilon
-
-
-def _fuse_layer(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Layer:
-    """Join the weights that are multiplied by the same rows."""
-    attention = layer.self_attn
-    qkv, bias = join_qkv(attention)
-    return _Layer(
-        norm=norms[0],
-        qkv=qkv,
-        qkv_bias=bias,
-        rotation=rotary_embedding(attention, tables),
-        out=attention.o_proj.weight,
-        mlp_norm=norms[1],
-        mlp=build_mlp(layer.mlp),
-    )
 
 
 # OLMo 2 on the kernels of Llama's family: its norms come after the GEMMs they belong to.
