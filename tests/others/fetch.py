@@ -33,6 +33,7 @@ class Origin:
 
 
 PROJECTS = {
+    "exllamav3": Origin(revision="1.6.5", python_only=True),
     "lmdeploy": Origin(
         revision="0.18.0",
         python_only=True,
@@ -61,6 +62,10 @@ PROJECTS = {
             *("sniffio", "orjson", "partial_json_parser", "pillow", "psutil", "pybase64", "pyzmq"),
             *("requests", "sentencepiece", "starlette", "urllib3"),
         ),
+    ),
+    "tokasaurus": Origin(
+        revision="0.0.4",
+        wheels=("art", "dill<0.4", "loguru", "pydra_config", "statsd", "tabulate"),
     ),
     "vllm": Origin(
         revision="0.33.0",
