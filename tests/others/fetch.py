@@ -33,6 +33,12 @@ class Origin:
 
 
 PROJECTS = {
+    "exllamav3": Origin(revision="1.6.5", python_only=True),
+    "lightllm": Origin(
+        "https://github.com/ModelTC/LightLLM",
+        "87881ae7ca9aa774db744ad38df22c95d80c0eb0",
+        wheels=("sortedcontainers",),
+    ),
     "lmdeploy": Origin(
         revision="0.18.0",
         python_only=True,
@@ -62,6 +68,11 @@ PROJECTS = {
             *("requests", "sentencepiece", "starlette", "urllib3"),
         ),
     ),
+    "tokasaurus": Origin(
+        revision="0.0.4",
+        wheels=("art", "dill<0.4", "loguru", "pydra_config", "statsd", "tabulate"),
+    ),
+    "transformers": Origin(revision="5.23.0", python_only=True),  # another one than is installed
     "vllm": Origin(
         revision="0.33.0",
         python_only=True,
@@ -77,14 +88,19 @@ PROJECTS = {
 }
 
 
-def sources(name: str) -> Path:
+def sources(name: str, parent: Path | None = None) -> Path:
     """Return the folder from which a project is imported once it is fetched."""
-    return FOLDER / name / PROJECTS[name].packages
+    return (parent or FOLDER) / name / PROJECTS[name].packages
 
 
-def fetch(name: str, source: str | None = None, release: str | None = None) -> Path:
+def fetch(
+    name: str,
+    source: str | None = None,
+    release: str | None = None,
+    parent: Path | None = None,
+) -> Path:
     """Download a project, from ``source`` or its public origin, and return its folder."""
-    project, folder = PROJECTS[name], FOLDER / name
+    project, folder = PROJECTS[name], (parent or FOLDER) / name
     revision, wheels = release or project.revision, project.wheels
     pip_options: tuple[str, ...] = ()
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +115,7 @@ def fetch(name: str, source: str | None = None, release: str | None = None) -> P
         _run(*pip, "--only-binary", ":all:", "--dest", downloads, *wheels)
         for wheel in Path(downloads).iterdir():
             is_project = wheel.name.startswith(f"{name}-")
-            _unpack(wheel, sources(name), python_only=is_project and project.python_only)
+            _unpack(wheel, sources(name, parent), python_only=is_project and project.python_only)
     return folder
 
 

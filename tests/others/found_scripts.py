@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "docs" / "findings"
+_SCRIPT = re.compile(r"```python\n(.*?)```.*?```text\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    title: str
+    """The defect."""
+    source: str
+    """The script, with the first lines that it has in common with others."""
+    printed: str
+
+
+def scripts_of(project: str) -> list[Script]:
+    """Return the scripts of all pages about a project, which its name begins in any case."""
+    scripts = []
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if text.lower().startswith(f"# {project.lower()} "):
+            preamble = re.search(r"```python begin\n(.*?)```", text, re.DOTALL)
+            for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+                pairs = _SCRIPT.findall(section)
+                title = section.partition("\n")[0]
+                first = preamble[1] if preamble else ""
+                scripts += [Script(title, first + source, printed) for source, printed in pairs]
+    if not scripts:
+        raise LookupError(f"{PAGES} has no scripts about {project}")
+    return scripts
 
 
 def scripts_about(project: str) -> list[tuple[str, str]]:
     """Return each script of the page whose title begins with ``project``, and its output."""
-    scripts = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", _page(project), re.DOTALL)
+    scripts = _SCRIPT.findall(_page(project))
     if not scripts:
         raise LookupError(f"{PAGES} has no scripts about {project}")
     return scripts

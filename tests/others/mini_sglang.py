@@ -21,6 +21,7 @@ from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseTraits
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
 from pytest_roseinfer.targets.partial_import import import_part
 from pytest_roseinfer.targets.prefix_keys import argmax_token, key_of, logits_of
+from tests.others.without_gpu import unpinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -138,19 +139,6 @@ class _Request:
         self.finished = False
 
 
-def _unpinned() -> Any:
-    """Return a context in which tensors are made without pinned memory."""
-    makers: Any = {
-        name: partial(_without_pin, getattr(torch, name)) for name in ("empty", "tensor")
-    }
-    return mock.patch.multiple(torch, **makers)
-
-
-def _without_pin(make: Any, *args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:  # noqa: ARG001
-    tensor: torch.Tensor = make(*args, **options)
-    return tensor
-
-
 _ALONE = "all anew"
 
 
@@ -246,7 +234,10 @@ class MiniSglangEngine(EngineAdapter):
         request.finished = True
 
     def step(self) -> None:
-        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), _unpinned():
+        with (
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+            unpinned("empty", "tensor"),
+        ):
             if self.overlaps:
                 self.in_flight = self.scheduler.overlap_loop(self.in_flight)
             else:

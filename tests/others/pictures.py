@@ -26,7 +26,14 @@ from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNano
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others import generate_engine, lmdeploy_engine, mini_sglang, mlx_variants
+from tests.others import (
+    exllamav3_engine,
+    generate_engine,
+    lmdeploy_engine,
+    mini_sglang,
+    mlx_variants,
+    tokasaurus_engine,
+)
 from tests.others.fetch import FOLDER, sources
 from tests.others.found_scripts import PAGES
 from tests.others.hybrid_cache import SelectsHybridRows
@@ -436,6 +443,43 @@ PICTURES = {
             (Append((0, 1)), Reorder((0, 1), (0, 0))),
         ),
         "peek_state: sequence 1, layer 0: expected the state after all of its 1 token",
+    ),
+    "exllamav3-deferred-page": Picture(
+        exllamav3_engine.SharesPageInPrefill,
+        _mix(
+            exllamav3_engine.SharesPageInPrefill,
+            RequestSpec((6,), Sampling(1)),
+            RequestSpec((5, 15), Sampling(1)),
+            RequestSpec((5, 15, 16), Sampling(1)),
+            size=12,
+            block_size=2,
+        ),
+        "a step raised AssertionError",
+        project="exllamav3",
+    ),
+    "exllamav3-unlinked-page": Picture(
+        exllamav3_engine.ChecksPages,
+        _mix(
+            exllamav3_engine.ChecksPages,
+            RequestSpec((5, 15, 7), Sampling(1)),
+            RequestSpec((5, 15, 7), Sampling(2)),
+            size=8,
+            block_size=2,
+        ),
+        "a step raised AssertionError: Page table validation failed",
+        project="exllamav3",
+    ),
+    "tokasaurus-one-token": Picture(
+        tokasaurus_engine.CompletesOneToken,
+        _mix(
+            tokasaurus_engine.CompletesOneToken,
+            RequestSpec((5,), Sampling(1)),
+            RequestSpec((5,), Sampling(1)),
+            size=2,
+            block_size=2,
+        ),
+        "a step raised AssertionError",
+        project="tokasaurus",
     ),
 }
 """Pictures by their names in docs/findings."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pytest import MonkeyPatch  # noqa: PT013  used without a test
 
 from pytest_roseinfer.findings.divergence import Difference
-from tests.others import lmdeploy_engine, mini_sglang
+from tests.others import lmdeploy_engine, mini_sglang, tokasaurus_engine
 from tests.others.engine_search import verdicts_of
 from tests.others.fetch import sources
 
@@ -154,6 +154,63 @@ _STATES = "lmdeploy.pytorch.paging.block_trie.checkpoint_lifecycle:StateCheckpoi
 _BLOCKS = "lmdeploy.pytorch.paging.block_manager"
 _LIFE = "lmdeploy.pytorch.paging.seq_states.states:SequenceLifecycle"
 
+# tokasaurus: its block allocator, and that of rows.
+
+
+def _matches_the_last_token(right: Any) -> Any:
+    return lambda allocator, ids: right(allocator, [*ids, -1])
+
+
+def _matches_a_further_block(right: Any) -> Any:
+    def prefix_match(allocator: Any, ids: Any) -> Any:
+        found = right(allocator, ids)
+        further = list((found[-1] if found else allocator.prefix_tree).children.values())
+        has_room = (len(found) + 1) * allocator.page_size < len(ids)
+        return [*found, *further[: 1 if has_room else 0]]
+
+    return prefix_match
+
+
+def _keeps_matched_blocks_free(right: Any) -> Any:
+    def assign(allocator: Any, block: Any, seq: str) -> None:
+        free = allocator.num_free_blocks
+        right(allocator, block, seq)
+        if block.parent is not None:
+            allocator.num_free_blocks = free
+
+    return assign
+
+
+def _keeps_used_leaves(right: Any) -> Any:
+    def assign(allocator: Any, block: Any, seq: str) -> None:
+        was_leaf = block in allocator.available_leaves
+        right(allocator, block, seq)
+        if was_leaf:
+            allocator.available_leaves.add(block)
+
+    return assign
+
+
+def _stores_turned_tokens(right: Any) -> Any:
+    def update(allocator: Any, blocks: Any, ids: Any) -> None:
+        size = allocator.page_size
+        right(allocator, blocks, [*ids[size:], *ids[:size]])
+
+    return update
+
+
+def _stores_an_open_block(right: Any) -> Any:
+    def free(allocator: Any, seq: str, indices: Any, ids: Any) -> Any:
+        room = len(indices) * allocator.page_size - len(ids)
+        return right(allocator, seq, indices, [*ids, *[0] * min(1, room)])
+
+    return free
+
+
+_ALLOCATOR = "tokasaurus.manager.allocator:BlockAllocator"
+_TREE_BLOCK = "tokasaurus.manager.allocator:PrefixTreeBlock"
+_ROWS = "tokasaurus.manager.allocator:BatchIndexAllocator"
+
 
 BUGS: dict[str, dict[str, PlantedBug]] = {
     "mini-sglang": {
@@ -210,18 +267,54 @@ BUGS: dict[str, dict[str, PlantedBug]] = {
             _LIFE, "release_paging_resources", _keeps_step
         ),
     },
+    "tokasaurus": {
+        "the last token is matched": PlantedBug(
+            _ALLOCATOR, "prefix_match", _matches_the_last_token
+        ),
+        "a block of other tokens is matched": PlantedBug(
+            _ALLOCATOR, "prefix_match", _matches_a_further_block
+        ),
+        "a matched block counts as free": PlantedBug(
+            _ALLOCATOR, "assign_block_to_seq", _keeps_matched_blocks_free
+        ),
+        "a used block stays a leaf": PlantedBug(
+            _ALLOCATOR, "assign_block_to_seq", _keeps_used_leaves
+        ),
+        "blocks are stored under tokens of others": PlantedBug(
+            _ALLOCATOR, "update_prefix_tree", _stores_turned_tokens
+        ),
+        "a block that is not full is stored": PlantedBug(
+            _ALLOCATOR, "free_and_update", _stores_an_open_block
+        ),
+        "blocks are not freed": PlantedBug(_ALLOCATOR, "free_and_update", _skip),
+        "a freed block keeps its tokens": PlantedBug(_TREE_BLOCK, "wipe", _skip),
+        "a block too few is required": PlantedBug(
+            _ALLOCATOR,
+            "num_blocks_needed",
+            lambda right: lambda *args: max(0, right(*args) - 1),
+        ),
+        "a row is given twice": PlantedBug(
+            _ROWS, "allocate", lambda _: lambda rows: rows.available_indices[0]
+        ),
+    },
 }
+PARTS: dict[str, Callable[[str], Any]] = {
+    "mini-sglang": mini_sglang._part,
+    "lmdeploy": lambda name: lmdeploy_engine._part(name.removeprefix("pytorch.")),
+    "tokasaurus": tokasaurus_engine._part,
+}
+"""Function that imports a module of each project, without what needs a GPU."""
 ENGINES: dict[str, type[EngineAdapter]] = {
     "mini-sglang": mini_sglang.RepairedMiniSglangEngine,
     "lmdeploy": lmdeploy_engine.RepairedLmdeployEngine,
+    "tokasaurus": tokasaurus_engine.RepairedTokasaurusEngine,
 }
 
 
 def search(project: str, bug: PlantedBug, examples: int) -> str:
     """Plant a bug and search; return the first line of the failure, or "" if nothing is found."""
     module, _, name = bug.module.partition(":")
-    part = mini_sglang._part if project == "mini-sglang" else lmdeploy_engine._part
-    part(module.partition(".")[2].removeprefix("pytorch."))
+    PARTS[project](module.partition(".")[2])
     owner = getattr(import_module(module), name)
     with MonkeyPatch.context() as patch:
         patch.setattr(owner, bug.method, bug.plant(getattr(owner, bug.method)))
