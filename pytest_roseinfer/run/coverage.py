@@ -410,17 +410,12 @@ def name_of(adapter: type[Adapter]) -> str:
     return f"{adapter.__module__}:{adapter.__qualname__}"
 
 
-_MIN_DIVIDED = 4
-"""Minimum examples of a search on a slow path that is divided in two."""
-
-
-def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[_Turn]:
-    """Divide examples among searches, and yield those of this part of the test.
+def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> list[_Turn]:
+    """Divide examples among searches, and return those of this part of the test.
 
     Paths take turns, so that a bug on the last path is found before all examples of the others have
-    run. For the same reason, half of a search on a slow path, which has a share below 1, comes last
-    in its turn; it has one example more, since each search begins with the simplest. Without paths
-    the aim is None.
+    run. For the same reason, each other path has one example after the first turn of the first
+    path: the simplest shows most bugs of a kernel. Without paths the aim is None.
     """
     paths = current().of(adapter).paths
     shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
@@ -428,20 +423,16 @@ def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> Ite
     each = examples / sum(shares.values())
     turns = max(1, round(each / of_a_turn))
     searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
-    aims_of_part = set(settings.current().part.share_of([*shares]))
+    split: list[_Turn] = []
     for turn in range(turns):
-        second_halves: list[_Turn] = []
         for aim, share in shares.items():
             before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
-            if then == before or aim not in aims_of_part:
-                continue
             ends = [round(at * each * share / searches[aim]) for at in (before, then)]
-            number = max(1, ends[1] - ends[0])
-            if share < 1 and number >= _MIN_DIVIDED:
-                second_halves.append((aim, f"{turn} again", number - number // 2 + 1))
-                number //= 2
-            yield aim, str(turn), number
-        yield from second_halves
+            if then > before:
+                split.append((aim, str(turn), max(1, ends[1] - ends[0])))
+    split[1:1] = [(aim, "first", 1) for aim in [*shares][1:]]
+    aims_of_part = set(settings.current().part.share_of([*shares]))
+    return [each_turn for each_turn in split if each_turn[0] in aims_of_part]
 
 
 _LONG = 60.0

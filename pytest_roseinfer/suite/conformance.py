@@ -72,7 +72,7 @@ class ConformanceTests(ShippedTests):
         ends = run_settings.search_ends()
         in_batches = round(run_settings.examples * _SHARE_IN_BATCHES)
         others = run_settings.examples - in_batches
-        turns = [*coverage.split_examples(self.adapter, others, _EXAMPLES_OF_A_TURN)]
+        turns = coverage.split_examples(self.adapter, others, _EXAMPLES_OF_A_TURN)
         planned = in_batches + sum(number for *_, number in turns)
         duration = coverage.SearchDuration(self.adapter.__name__, planned, "histories")
         for at, (aim, turn, num_examples) in enumerate(turns):

@@ -84,7 +84,7 @@ class EngineTests(ShippedTests):
         since = Counter(target.counts)
         preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)
         ends = settings.current().search_ends()
-        turns = [*coverage.split_examples(self.adapter, examples, _EXAMPLES_OF_A_TURN)]
+        turns = coverage.split_examples(self.adapter, examples, _EXAMPLES_OF_A_TURN)
         planned = sum(number for *_, number in turns)
         duration = coverage.SearchDuration(self.adapter.__name__, planned, "mixes")
         for aim, turn, num_examples in turns:
