@@ -102,7 +102,11 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
     EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
-    EnginePath.PROMPTS_AS_ROWS: [_PROMPTS_AS_ROWS, {**_PROMPTS_AS_ROWS, **_HYBRID}],
+    EnginePath.PROMPTS_AS_ROWS: [
+        _PROMPTS_AS_ROWS,
+        {**_PROMPTS_AS_ROWS, **_HYBRID},
+        {**_PROMPTS_AS_ROWS, **_IN_CHUNKS},
+    ],
     EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.GUIDED: [_RESIDENT, _REUSED_AT_ONCE],
     EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
