@@ -101,10 +101,10 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
-    EnginePath.DRAFT_VERIFICATION: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
+    EnginePath.DRAFT_VERIFICATION: [{**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}, _LEAVING_SLOTS],
     EnginePath.PROMPTS_AS_ROWS: [
-        _PROMPTS_AS_ROWS,
         {**_PROMPTS_AS_ROWS, **_HYBRID},
+        _PROMPTS_AS_ROWS,
         {**_PROMPTS_AS_ROWS, **_IN_CHUNKS},
     ],
     EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],

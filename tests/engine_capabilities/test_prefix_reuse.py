@@ -27,6 +27,7 @@ from tests.engine_capabilities.engines.prefix_engines import (
 )
 from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
 from tests.engine_capabilities.engines.toy_engine import ToyAdapter, ToyEngine
+from tests.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from tests.engine_capabilities.engines.toy_engine import ToyRequest
@@ -204,13 +205,10 @@ def test_bits_of_a_hit_are_compared_with_those_of_a_computed_prompt() -> None:
 
 def test_search_without_a_hit_is_red() -> None:
     """No history can show it: what an engine computes again is right."""
-    settings.set_current(settings.Settings(examples=100, seed=1))
-    coverage.set_current(coverage.Coverage())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)
+    with fresh_run(settings.Settings(examples=100, seed=1)):
         tests: Any = conformance(NeverFindsAPrompt)()
         tests.test_requests_get_what_they_get_alone()
-    (problems,) = problems_of(coverage.current(), require_paths=True).values()
+        (problems,) = problems_of(coverage.current(), require_paths=True).values()
     assert any("'prompt_hit' was never" in each for each in problems), problems
 
 
