@@ -203,8 +203,9 @@ def test_bits_of_a_hit_are_compared_with_those_of_a_computed_prompt() -> None:
     assert "request 0, whose equal prompt was computed, has -" in message
 
 
-def test_search_without_a_hit_is_red() -> None:
+def test_search_without_a_hit_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """No history can show it: what an engine computes again is right."""
+    monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 100)  # of conditions that need a hit
     with fresh_run(settings.Settings(examples=100, seed=1)):
         tests: Any = conformance(NeverFindsAPrompt)()
         tests.test_requests_get_what_they_get_alone()
