@@ -752,7 +752,7 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
 
 
 def _fill_a_tier(writer: operation.Writer) -> Iterator[operation.Operation]:
-    """Yield the store of a text, and of more blocks than its tier has room for in addition.
+    """Yield steps that store a text in a tier, and then more blocks than the tier has room for.
 
     The text is evicted from the first tier before. Either a load of it is in flight meanwhile, or
     the first store of the others fails as there is no space.

@@ -64,8 +64,7 @@ FOUND_AFTER_EVICTION = "prompt_found_after_eviction"
 HIT, HIT_BEHIND_ANOTHER = "prompt_hit", "prompt_hit_behind_another"
 COLD_STARTS, BITS_COMPARED = "cold_starts_of_one_prompt", "prompt_hit_compared_with_computed"
 _CONCLUSIVE_MIXES = 100
-"""Mixes without a hit that make an engine one that has none: a right one has some in most of them.
-"""
+"""Mixes without any hit that fail a run; a right engine has hits in about half of its mixes."""
 _SPARE = 8
 """Divisor of the cache's blocks: one in this many may be evicted early."""
 
