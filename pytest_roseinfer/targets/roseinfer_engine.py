@@ -103,13 +103,14 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
     EnginePath.DRAFT_VERIFICATION: [{**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}, _LEAVING_SLOTS],
     EnginePath.PROMPTS_AS_ROWS: [
-        {**_PROMPTS_AS_ROWS, **_HYBRID},
+        {**_PROMPTS_AS_ROWS, **_IN_LONG_CHUNKS},
         _PROMPTS_AS_ROWS,
+        {**_PROMPTS_AS_ROWS, **_HYBRID},
         {**_PROMPTS_AS_ROWS, **_IN_CHUNKS},
     ],
     EnginePath.LOGPROBS: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.GUIDED: [_RESIDENT, _REUSED_AT_ONCE],
-    EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
+    EnginePath.PENALTIES: [_RESIDENT, _REUSED_AT_ONCE, _PROMPTS_AS_ROWS],
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
     ),
