@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -170,6 +171,15 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
             raise ConfigError(f"device {name!r}: there is no GPU here; device='cpu' works")
 
 
+_MIN_PROMPT_TOKENS, _MAX_PROMPT_TOKENS = 2048, 8192
+_WEIGHTS_TIMES_PROMPT_TOKENS = 2**43
+"""Weights times prompt tokens of a step that takes some 40 ms on an H200.
+
+Steps of small models with fewer tokens take longer to launch than to compute. docs/lab/engine.md
+has the measurements.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes, limits and optimisations of an engine."""
@@ -198,9 +208,11 @@ class EngineConfig:
         "into a step whole",
         choices=ADMISSION_POLICIES,
     )
-    prefill_max_batch_size: int = setting(16, "prompts that are prefilled in one step, at most")
-    prefill_max_tokens: int = setting(
-        2048, "prompt tokens of one step, at most; it bounds how long running requests wait for it"
+    prefill_max_batch_size: int = setting(64, "prompts that are prefilled in one step, at most")
+    prefill_max_tokens: int | None = setting(
+        None,
+        "prompt tokens of one step, at most; it bounds how long running requests wait for it",
+        unset="2,048; on a GPU up to 8,192 for models of fewer than 3 billion weights",
     )
     prompt_rows: int | None = setting(
         None,
@@ -313,6 +325,21 @@ class EngineConfig:
                     raise ConfigError(
                         f"{name} is for one GPU: leave it off, or tensor_parallel_size at 1"
                     )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Prompt tokens of one step, at most."""
+        most = self.prefill_max_tokens
+        return _MIN_PROMPT_TOKENS if most is None else most
+
+    def for_model(self, device: str, num_weights: int) -> EngineConfig:
+        """Return the settings with the sizes that are best for a model, where they are unset."""
+        if self.prefill_max_tokens is not None or device != "cuda":
+            return self
+        tokens = 1 << round(math.log2(_WEIGHTS_TIMES_PROMPT_TOKENS / num_weights))
+        return replace(
+            self, prefill_max_tokens=min(max(tokens, _MIN_PROMPT_TOKENS), _MAX_PROMPT_TOKENS)
+        )
 
     def is_enabled(self, switch: str, device: str) -> bool:
         """Return True if a switch is on for a type of device; unset means on for GPUs only."""

@@ -134,3 +134,14 @@ def test_default_of_prompt_rows_depends_on_graphs(
     config = EngineConfig(prompt_rows=prompt_rows)
     assert config.num_prompt_rows(captured=True) == with_graphs
     assert config.num_prompt_rows(captured=False) == without_graphs
+
+
+@pytest.mark.parametrize(
+    ("billions", "tokens"), [(0.1, 8192), (1.24, 8192), (1.7, 4096), (3.2, 2048), (8.0, 2048)]
+)
+def test_prompt_tokens_of_a_step_follow_the_model_on_a_gpu(billions: float, tokens: int) -> None:
+    config, weights = EngineConfig(), round(billions * 1e9)
+    assert config.for_model("cuda", weights).max_prompt_tokens == tokens
+    assert config.for_model("cpu", weights).max_prompt_tokens == 2048
+    chosen = EngineConfig(prefill_max_tokens=300)
+    assert chosen.for_model("cuda", weights).max_prompt_tokens == 300

@@ -281,7 +281,7 @@ def num_new_tokens(engine: Engine, sequences: int, context: int, steps: int) -> 
     The first sequence decodes while the other prompts are prefilled; each step of that ends a
     prompt or uses its whole token budget. Raise if the sequences do not fit together.
     """
-    prefill_steps = sequences + sequences * context // engine.config.prefill_max_tokens
+    prefill_steps = sequences + sequences * context // engine.config.max_prompt_tokens
     last = 1  # a request ends with its last token
     new = prefill_steps + _WARMUP_STEPS + steps + STEPS + last
     advice = "lower --context, --steps or --sequences"

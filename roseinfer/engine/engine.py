@@ -91,7 +91,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model, kv = loaded.model, loaded.kv
-        self.config = config
+        self.config = config = config.for_model(kv.device.type, model.num_weights)
         self._weights = loaded.weights
         self.sequence_runner = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sequence_runner.path_counts
@@ -107,7 +107,7 @@ class Engine:
             kv,
             self.prefixes,
             self._runner.withdraw,
-            max_tokens_per_step=config.prefill_max_tokens if config.chunked_prefill else None,
+            max_tokens_per_step=config.max_prompt_tokens if config.chunked_prefill else None,
             max_steps_in_flight=self._run_ahead,
             path_counts=self.path_counts,
         )

@@ -77,7 +77,7 @@ class Scheduler:
             return True
         if (
             not in_order
-            or sum(each.num_unstored for each in self.waiting) < config.prefill_max_tokens
+            or sum(each.num_unstored for each in self.waiting) < config.max_prompt_tokens
         ):
             return False
         new = (
@@ -85,7 +85,7 @@ class Scheduler:
             for each in self.waiting
             if not self._block_allocator.may_hit_prefix(each)
         )
-        return sum(new) >= config.prefill_max_tokens
+        return sum(new) >= config.max_prompt_tokens
 
     def remove(self, request: Request) -> None:
         paused = self.paused.pop(request.id, None)
@@ -221,7 +221,7 @@ class PrefillBudget:
         self.config = config
         self.block_allocator = block_allocator
         self.step = step
-        self.token_budget = config.prefill_max_tokens
+        self.token_budget = config.max_prompt_tokens
         self.prompt_budget = config.prefill_max_batch_size
         self.block_budget = block_allocator.available - step.max_blocks_needed
         """Unreserved blocks. All blocks of a prompt are reserved when it is admitted, so that
@@ -308,4 +308,4 @@ class PrefillBudget:
     @property
     def _has_no_prompt(self) -> bool:
         """True if the step has no prompt yet."""
-        return self.token_budget == self.config.prefill_max_tokens
+        return self.token_budget == self.config.max_prompt_tokens

@@ -120,6 +120,7 @@ class CausalModel:
         self.config = config
         """Text part of the model's config."""
         self._model = model.eval()
+        self.num_weights: int = sum(weight.numel() for weight in model.parameters())
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         # The trial runs the model's own modules, even where fused kernels replace them.
@@ -143,6 +144,11 @@ class CausalModel:
             position_ids=positions[None],
             logits_to_keep=0 if last_rows is None else last_rows,
         )
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, whose modules run where no kernels replace them."""
+        return self._model
 
     def fused_and_module_logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

@@ -13,7 +13,7 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch
 from roseinfer.attention.reference import attend
-from roseinfer.models.load_checks import is_close, trial_tokens
+from roseinfer.models.load_checks import differ_by_rounding, is_close, trial_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,13 +44,35 @@ class _SingleSequenceAttention(AttentionBackend):
 def matches_modules(fused: CausalModel) -> bool:
     """Return True if the fused kernels and the model's own modules agree, but for rounding.
 
-    The last of the trial's tokens have the highest positions of the model.
+    The last of the trial's tokens have the highest positions of the model. Trained models amplify
+    rounding there: they are tried again, with more tokens and no gap between positions.
     """
     tokens = torch.tensor(trial_tokens(fused.config, fused.shape), device=fused.device)
     positions = torch.arange(len(tokens), device=fused.device)
     positions[len(tokens) // 2 :] += fused.shape.max_length - len(tokens)
     attention = _SingleSequenceAttention(fused.traits)
-    return is_close(*fused.fused_and_module_logits(tokens, positions, attention))
+    if is_close(*fused.fused_and_module_logits(tokens, positions, attention)):
+        return True
+    num_tokens = min(_SECOND_TRIAL_TOKENS, fused.shape.max_length)
+    return all(
+        _differ_by_rounding_at(fused, first, num_tokens)
+        for first in (0, fused.shape.max_length - num_tokens)
+    )
+
+
+_SECOND_TRIAL_TOKENS = 32
+
+
+def _differ_by_rounding_at(fused: CausalModel, first: int, num_tokens: int) -> bool:
+    """Run tokens from all over the vocabulary at positions from ``first`` on."""
+    numbers = torch.arange(num_tokens, device=fused.device)
+    tokens = (numbers * 2 + 1) * fused.shape.vocab_size // (2 * num_tokens)
+    inputs = tokens, numbers + first, _SingleSequenceAttention(fused.traits)
+    return differ_by_rounding(
+        *fused.fused_and_module_logits(*inputs),
+        fused.network,
+        lambda: fused.fused_and_module_logits(*inputs)[1],
+    )
 
 
 # Batch invariance: a token must get the same bits in batches of many sizes.
@@ -70,7 +92,9 @@ _BATCH_SIZES = (
     *range(640, 2049, 128), 1000, 1023, 1500,
 )  # fmt: skip
 """Batch sizes that change GEMMs to other tiles or to torch's, and some in between."""
-_MAX_BATCH_ROWS = 8192
+_MAX_BATCH_ROWS = 1 << 14
+_SAMPLED_BLOCKS = 16
+"""Small batches among the rows after ``_MAX_ROWS_WITH_LOGITS``, which are not all compared."""
 
 
 class _SelfAttentionOnly(AttentionBackend):
@@ -98,23 +122,31 @@ def is_batch_invariant(model: CausalModel, max_rows: int) -> bool:
     """
     num_rows = min(max_rows, _MAX_BATCH_ROWS)
     tokens = torch.arange(num_rows, device=model.device) * 7 % model.shape.vocab_size
-    parts = [
-        _digests(model, tokens, begin, min(begin + _SMALL_BATCH_ROWS, num_rows))
-        for begin in range(0, num_rows, _SMALL_BATCH_ROWS)
-    ]
+    blocks = [(begin, min(begin + _SMALL_BATCH_ROWS, num_rows)) for begin in _compared(num_rows)]
+    parts = [_digests(model, tokens, *block) for block in blocks]
     inner, logits = (torch.cat(each) for each in zip(*parts, strict=True))
+    compared = torch.cat([torch.arange(*block, device=model.device) for block in blocks])
     for rows in sorted({size for size in _BATCH_SIZES if size < num_rows} | {num_rows}):
+        here = compared < rows
+        with_logits = torch.arange(int(here.sum()), device=model.device)
         last_rows = None
         if rows > _MAX_ROWS_WITH_LOGITS:
-            last_rows = (
-                torch.arange(_SMALL_BATCH_ROWS, device=model.device) * rows // _SMALL_BATCH_ROWS
-            )
+            with_logits = with_logits[:: len(with_logits) // _SMALL_BATCH_ROWS]
+            last_rows = compared[with_logits]
         got_inner, got_logits = _digests(model, tokens, 0, rows, last_rows)
-        if not torch.equal(got_inner, inner[:rows]):
+        if not torch.equal(got_inner[compared[here]], inner[here]):
             return False
-        if not torch.equal(got_logits, logits[:rows] if last_rows is None else logits[last_rows]):
+        if not torch.equal(got_logits, logits[with_logits]):
             return False
     return True
+
+
+def _compared(num_rows: int) -> list[int]:
+    """Return where the small batches begin whose rows are compared."""
+    begins = range(0, num_rows, _SMALL_BATCH_ROWS)
+    first = -(-_MAX_ROWS_WITH_LOGITS // _SMALL_BATCH_ROWS)
+    step = -(-max(1, len(begins) - first) // _SAMPLED_BLOCKS)
+    return sorted({*begins[:first], *begins[first::step], begins[-1]})
 
 
 def _digests(

@@ -152,10 +152,29 @@ def load(
             f"{type(network).__name__} has no language-model head: load the model by "
             "AutoModelForCausalLM"
         ) from error
+    if ranks:
+        warn_of_small_model(causal, ranks)
     # Kernels may have replaced some, and a padded head has no parameters.
     weights.update(network.named_parameters(remove_duplicate=False))
     end_tokens = _eos_token_ids(network, tokenizer)
     return LoadedModel(causal, _build_cache(causal, config), tokenizer, end_tokens, weights)
+
+
+_MIN_SHARED_WEIGHTS = 3_000_000_000
+"""Between 1 billion weights, which two GPUs compute more slowly than one, and 8 billion."""
+
+
+def warn_of_small_model(causal: CausalModel, ranks: Ranks) -> None:
+    """Warn, once for all ranks, of a model that one GPU would compute faster than several."""
+    weights = causal.num_weights * ranks.size
+    if ranks.rank == 0 and ranks.device.type == "cuda" and weights < _MIN_SHARED_WEIGHTS:
+        _LOG.warning(
+            "tensor_parallel_size=%d: %d GPUs are hardly faster than one with a model of %.1f "
+            "billion weights, and slower with its prompts: leave it at 1",
+            ranks.size,
+            ranks.size,
+            weights / 1e9,
+        )
 
 
 def replace_weights(
@@ -254,7 +273,8 @@ def _decide_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
         reason = f"attention_backend={config.attention_backend!r} has no fixed order of additions"
     else:
         fused.batch_invariant = True
-        max_rows = config.prefill_max_tokens + config.max_batch_size
+        config = config.for_model(fused.device.type, fused.num_weights)
+        max_rows = config.max_prompt_tokens + config.max_batch_size
         if is_batch_invariant(fused, max_rows):
             return
         fused.batch_invariant = False

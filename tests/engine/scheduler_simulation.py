@@ -157,10 +157,10 @@ class SchedulerSimulation:
         assert all(1 <= count <= request.num_unstored for request, count in step.chunks)
         total = sum(count for _, count in step.chunks)
         if config.chunked_prefill:
-            assert total <= config.prefill_max_tokens
+            assert total <= config.max_prompt_tokens
         else:
             assert all(count == request.num_unstored for request, count in step.chunks)
-            assert total <= config.prefill_max_tokens or len(step.chunks) == 1
+            assert total <= config.max_prompt_tokens or len(step.chunks) == 1
         self._check_turns(in_chunks)
 
     def _check_turns(self, in_chunks: list[Request]) -> None:

@@ -69,7 +69,7 @@ class StarvationSimulation(SchedulerSimulation):
         """Return True if the request had room at its turn, before later requests got theirs."""
         config, size = self.config, self.block_allocator.size
         earlier = [(each, count) for each, count in step.chunks if each not in later]
-        tokens = config.prefill_max_tokens - sum(count for _, count in earlier)
+        tokens = config.max_prompt_tokens - sum(count for _, count in earlier)
         length = len(request.sequence.token_ids)
         if not config.chunked_prefill and earlier and length > tokens:
             return False

@@ -14,6 +14,7 @@ import transformers
 from roseinfer import LLM, SamplingParams, UnsupportedModel
 from roseinfer.models.attention_patches import CURRENT_ATTENTION
 from roseinfer.models.causal import _UNSUPPORTED_SETTINGS, CausalModel, attend
+from roseinfer.models.loading import warn_of_small_model
 from tests.models.families import VOCABULARY, scale_weights_up
 
 if TYPE_CHECKING:
@@ -367,3 +368,22 @@ def test_config_without_a_shape_is_rejected() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(UnsupportedModel, match="has no readable shape in its config"):
         CausalModel(build(config))
+
+
+@pytest.mark.parametrize(
+    ("weights", "rank", "device", "warned"),
+    [
+        (600_000_000, 0, "cuda", True),
+        (600_000_000, 1, "cuda", False),
+        (600_000_000, 0, "cpu", False),
+        (4_000_000_000, 0, "cuda", False),
+    ],
+)
+def test_several_gpus_for_a_small_model_are_warned_of(
+    weights: int, rank: int, device: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = SimpleNamespace(num_weights=weights)
+    ranks: Any = SimpleNamespace(rank=rank, size=2, device=torch.device(device))
+    warn_of_small_model(model, ranks)
+    assert ("a model of 1.2 billion weights" in caplog.text) == warned
+    assert bool(caplog.text) == warned

@@ -77,15 +77,19 @@ class Difference:
 class RealModel:
     """A model in float32 as transformers loads it, and engines that run copies of it."""
 
-    name: str
+    file: Path
     network: Any
     tokenizer: Any
 
     @classmethod
-    def load(cls, file: Path) -> RealModel:
+    def load(cls, file: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> RealModel:
         with read_header_once(str(file)):
-            network = load_checkpoint(str(file), torch.float32)
-            return cls(file.stem, network.eval(), load_tokenizer(str(file)))
+            network = load_checkpoint(str(file), dtype)
+            return cls(file, network.eval().to(device), load_tokenizer(str(file)))
+
+    @property
+    def name(self) -> str:
+        return self.file.stem
 
     def copy(self) -> Any:
         """Return a copy of the network: an engine modifies its own, and its config."""
@@ -110,9 +114,9 @@ class RealModel:
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int], last: int) -> torch.Tensor:
         """Return transformers' ``[last, vocabulary]`` for the last tokens, given those before."""
-        ids = torch.tensor([token_ids])
+        ids = torch.tensor([token_ids], device=self.network.device)
         logits = self.network(ids[:, :-1], use_cache=False, logits_to_keep=last).logits
-        return torch.log_softmax(logits[0].double(), -1)
+        return torch.log_softmax(logits[0].double(), -1).cpu()
 
     def compare(self, outputs: Iterable[RequestOutput]) -> Difference:
         """Check greedy completions with log-probabilities against transformers.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from random import Random
-from statistics import median, quantiles
+from statistics import median
 from time import process_time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from roseinfer import EnginePath, SamplingParams
-from tests.real_models.texts import PAGE, SPECULATED
+from tests.real_models.texts import SPECULATED, long_tail, percentiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,28 +55,14 @@ def test_speculation(smollm2: RealModel, figure: Callable[[str], None]) -> None:
 @pytest.mark.xdist_group("gemma")
 def test_100_requests_with_a_long_tail(gemma: RealModel, figure: Callable[[str], None]) -> None:
     """Most are short, a few are ten times as long, and the cache has no room for all at once."""
-    rng = Random(0)
-    page = gemma.encode(PAGE * 2)
-    prompts, params = [], []
-    for _ in range(_REQUESTS):
-        length = min(int(rng.lognormvariate(2.7, 1.0)) + 1, 400)
-        begin = rng.randrange(len(page) - length)
-        prompts.append(page[begin : begin + length])
-        new = min(int(rng.lognormvariate(2.0, 0.9)) + 1, 100)
-        params.append(
-            SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True, logprobs=True)
-        )
+    prompts, params = long_tail(gemma.encode, _REQUESTS)
     llm = gemma.llm(kv_cache_tokens=1024, block_size=16, max_batch_size=32)
     start = process_time()
     outputs = llm.generate(prompts, params)
     seconds = process_time() - start
     difference = gemma.compare(outputs)
     figure(
-        f"{_REQUESTS} requests of {_tail([len(each) for each in prompts])} prompt tokens and "
-        f"{_tail([len(each.token_ids) for each in outputs])} new ones (median, 90 %, most): "
+        f"{_REQUESTS} requests of {percentiles(map(len, prompts))} prompt tokens and "
+        f"{percentiles(len(each.token_ids) for each in outputs)} new ones (median, 90 %, most): "
         f"{difference.tokens / seconds:.1f} tokens per second of processor time; {difference}"
     )
-
-
-def _tail(lengths: list[int]) -> str:
-    return f"{median(lengths):.0f}, {quantiles(lengths, n=10)[-1]:.0f} and {max(lengths)}"

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+from roseinfer import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 _LINES = """\
 The capital of France is
 Explain in two sentences why the sky is blue during the day and red in the evening.
@@ -100,3 +109,27 @@ def prompts() -> list[str]:
     """Return 200 prompts of 1 to some 430 tokens: each text cut at five lengths."""
     texts = [*_LINES.splitlines(), *_BLOCKS, _CODE, PAGE]
     return [text[: max(1, len(text) * part // 5)] for text in texts for part in range(1, 6)]
+
+
+def long_tail(
+    encode: Callable[[str], list[int]], requests: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts and greedy parameters: most are short, a few are ten times as long."""
+    rng = Random(0)
+    page = encode(PAGE * 2)
+    prompts, params = [], []
+    for _ in range(requests):
+        length = min(int(rng.lognormvariate(2.7, 1.0)) + 1, 400)
+        begin = rng.randrange(len(page) - length)
+        prompts.append(page[begin : begin + length])
+        new = min(int(rng.lognormvariate(2.0, 0.9)) + 1, 100)
+        params.append(
+            SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True, logprobs=True)
+        )
+    return prompts, params
+
+
+def percentiles(lengths: Iterable[int]) -> str:
+    """Return the median, the ninth decile and the maximum, in words."""
+    each = sorted(lengths)
+    return f"{median(each):.0f}, {quantiles(each, n=10)[-1]:.0f} and {each[-1]}"

@@ -54,9 +54,15 @@ def test_row_that_differs_in_its_last_bit_is_detected(size: int, row: int) -> No
 
 
 def test_logits_of_the_largest_batches_are_compared() -> None:
-    model: Any = RowModel(wrong_from=4000, wrong_row=62)
+    model: Any = RowModel(wrong_from=4000, wrong_row=96)
     assert not is_batch_invariant(model, 4000)
     assert is_batch_invariant(model, 3999)
+
+
+def test_few_of_many_rows_are_computed_alone() -> None:
+    model: Any = RowModel(wrong_from=8000, wrong_row=8255, wrong_layer=1)
+    assert not is_batch_invariant(model, 8256)
+    assert model.sizes.count(64) <= 33 + 16 + 2
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, OlmoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_checks import _SingleSequenceAttention, matches_modules
+from roseinfer.models.joined_llama import JoinedLlama
 from roseinfer.models.load_checks import is_close
 from roseinfer.models.loading import load
 from roseinfer.models.tiny import tiny_gpt2
@@ -75,6 +76,31 @@ def test_model_with_an_adapter_runs_on_its_modules(
 def test_unchanged_model_runs_on_fused_kernels(device: str) -> None:
     loaded = load(build(device, "granite"), EngineConfig(fused_model=True), device=device)
     assert loaded.model.paths == (EnginePath.FUSED,)
+
+
+def amplifying_model() -> Any:
+    """Build a 16-bit model that amplifies rounding as trained ones do."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | {"num_hidden_layers": 20}))
+    with torch.no_grad():
+        for layer in scale_weights_up(model).model.layers:
+            layer.self_attn.q_proj.weight.mul_(3)
+    return JoinedLlama(model.bfloat16())
+
+
+def test_model_that_amplifies_rounding_passes_the_check() -> None:
+    model = amplifying_model()
+    tokens, positions = torch.tensor([1, 2, 0, 4]), torch.tensor([0, 1, 94, 95])
+    attention = _SingleSequenceAttention(model.traits)
+    assert not is_close(*model.fused_and_module_logits(tokens, positions, attention))
+    assert matches_modules(model)
+
+
+def test_adapter_of_a_model_that_amplifies_rounding_fails_the_check() -> None:
+    model = amplifying_model()
+    attention = model.network.model.layers[0].self_attn
+    attention.o_proj = Adapted(attention.o_proj)
+    assert not matches_modules(model)
 
 
 def many_experts(device: str) -> Any:
