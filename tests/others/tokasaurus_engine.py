@@ -301,8 +301,7 @@ class RepairedTokasaurusEngine(TokasaurusEngine):
     """Findings that are not repaired."""
 
     def repairs(self) -> AbstractContextManager[object]:
-        repairs = [repair for name, repair in REPAIRS.items() if name not in self.findings]
-        return repaired(_part, repairs)
+        return repaired(_part, REPAIRS, but=self.findings)
 
 
 class CompletesOneToken(RepairedTokasaurusEngine):
