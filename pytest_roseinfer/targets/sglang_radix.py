@@ -111,9 +111,11 @@ def hybrid_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
     return pools(sgl, spec)[0], rows
 
 
-def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None) -> Any:
+def new_request(
+    sgl: SimpleNamespace, text: Sequence[int], namespace: str | None, lora_id: str | None = None
+) -> Any:
     params = sgl.SamplingParams(max_new_tokens=1 << 20)
-    return sgl.Req("", "", array("q", text), params, extra_key=namespace)
+    return sgl.Req("", "", array("q", text), params, extra_key=namespace, lora_id=lora_id)
 
 
 def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any]) -> None:

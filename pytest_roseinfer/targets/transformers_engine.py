@@ -55,7 +55,7 @@ class TransformersEngine(EngineAdapter):
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         options = dict(mix.options)
         name = options.pop("model")
-        model = _served(name, mix.device)
+        model = self.served_model(name, mix.device)
         model.set_attn_implementation(options.pop("attention"))
         # Two layer types share no sector, and need more blocks than num_blocks:
         # docs/findings/generate-batch.md.
@@ -71,6 +71,10 @@ class TransformersEngine(EngineAdapter):
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, Any] = {}
         self.cancelled: set[str] = set()
+
+    def served_model(self, name: str, device: str) -> Any:
+        """Return the model of a name."""
+        return _served(name, device)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         end = -1 if sampling.ignore_eos else self.eos_token

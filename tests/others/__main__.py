@@ -11,7 +11,8 @@ if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
     warnings.simplefilter("ignore")
     settings.set_current(settings.Settings(seed=1))
-    from tests.others.pictures import PICTURES, file_of
+    from tests.others.picture import file_of
+    from tests.others.pictures import PICTURES
 
     for name, picture in PICTURES.items():
         if picture.can_be_drawn():

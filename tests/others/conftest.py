@@ -9,6 +9,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.run import coverage
+from tests.others.fetch import sources
 from tests.others.vllm_sources import SOURCES
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ def seeded_search() -> Iterator[None]:
         yield
     settings.set_current(saved_settings)
     coverage.set_current(saved_coverage)
+
+
+@pytest.fixture
+def project_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import the project that the test's module names from its sources."""
+    monkeypatch.syspath_prepend(sources(request.module.PROJECT))
 
 
 @pytest.fixture

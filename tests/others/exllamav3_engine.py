@@ -432,8 +432,7 @@ class RepairedExllamav3Engine(Exllamav3Engine):
     """Findings that are not repaired."""
 
     def repairs(self) -> AbstractContextManager[object]:
-        repairs = [repair for name, repair in REPAIRS.items() if name not in self.findings]
-        return repaired(_part, repairs)
+        return repaired(_part, REPAIRS, but=self.findings)
 
 
 class SharesPageInPrefill(RepairedExllamav3Engine):

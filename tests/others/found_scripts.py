@@ -36,6 +36,11 @@ def scripts_of(project: str) -> list[Script]:
     return scripts
 
 
+def own_lines(printed: str) -> str:
+    """Return what a script has printed, without the lines of vLLM's log."""
+    return "".join(line for line in printed.splitlines(keepends=True) if " vllm." not in line)
+
+
 def scripts_about(project: str) -> list[tuple[str, str]]:
     """Return each script of the page whose title begins with ``project``, and its output."""
     scripts = _SCRIPT.findall(_page(project))

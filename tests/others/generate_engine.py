@@ -6,7 +6,6 @@ The slow twin calls the model without a cache.
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,88 +15,12 @@ import transformers
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
+from tests.others.family_models import PADDING, VOCABULARY, logits_of, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import RequestMix, Sampling
-
-# The models.
-
-VOCABULARY = 32
-_PADDING = 0
-_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": _PADDING,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "initializer_range": 0.3,
-}
-_MIXED = ["linear_attention", "full_attention"]
-_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 5},
-    "Lfm2": {"layer_types": ["conv", "full_attention"]},
-    "Qwen3Next": {
-        "layer_types": _MIXED,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "MiniMax": {"layer_types": _MIXED, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "Jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-    },
-    "RecurrentGemma": {
-        "block_types": ["recurrent", "attention"],
-        "attention_window_size": 5,
-        "lru_width": 32,
-    },
-}
-"""Fields of each family's config, besides those of ``_SHAPE``."""
-
-
-@lru_cache
-def model_of(family: str, *, twin: bool = False) -> Any:  # noqa: ARG001
-    """Return a model whose weights are large, so that each token depends on the earlier ones.
-
-    The slow twin has a model of its own, since some models keep states.
-    """
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **_MODELS[family]})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1 and "A_log" not in name:
-                weight.normal_(0, 2 / weight.shape[-1] ** 0.5)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@lru_cache(maxsize=20_000)
-def _logits(family: str, tokens: tuple[int, ...]) -> Any:
-    """Return the logits after the last token, computed without a cache."""
-    with torch.no_grad():
-        model = model_of(family, twin=True)
-        return model(torch.tensor([tokens]), use_cache=False).logits[0, -1].numpy()
-
 
 # The engine.
 
@@ -143,7 +66,7 @@ class GenerateEngine(EngineAdapter):
         length = max(len(each.prompt) for each in requests)
         pads = [length - len(each.prompt) for each in requests]
         rows = zip(pads, requests, strict=True)
-        prompts = torch.tensor([[_PADDING] * pad + each.prompt for pad, each in rows])
+        prompts = torch.tensor([[PADDING] * pad + each.prompt for pad, each in rows])
         mask = torch.tensor([[0] * pad + [1] * (length - pad) for pad in pads])
         chunk = self.options["prefill_chunk_size"]
         settings = {} if chunk is None else {"prefill_chunk_size": chunk}
@@ -175,7 +98,7 @@ class GenerateEngine(EngineAdapter):
         return self.counts
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
-        return _logits(mix.options["family"], tuple(tokens))
+        return logits_of(mix.options["family"], tuple(tokens))
 
 
 GenerateEngine.option_choices = {

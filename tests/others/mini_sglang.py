@@ -72,8 +72,9 @@ class MiniSglangWorker:
 
     def __init__(self, config: Any, pages: int, vocabulary: int) -> None:
         self.device, self.num_pages, self.tp_cpu_group = torch.device("cpu"), pages, None
-        self.vocabulary, self.max_seq_len = vocabulary, pages * config.page_size
-        columns = -(-self.max_seq_len // 32) * 32
+        self.vocabulary = vocabulary
+        self.max_seq_len = min(config.max_seq_len, pages * config.page_size)
+        columns = _part("engine.engine")._align_up_32(self.max_seq_len)
         self.page_table = torch.zeros(config.max_running_req + 1, columns, dtype=torch.int32)
         self.keys = [-1] * (pages * config.page_size)
         self.stream = self.attn_backend = self.graph_runner = self.sampler = self
@@ -146,6 +147,8 @@ class MiniSglangEngine(EngineAdapter):
     """mini-sglang's scheduler, with a fake model; requests get what its server sends them."""
 
     eos_token = 5
+    max_seq_len: ClassVar[int] = 1 << 20
+    """Tokens of the longest sequence, one more than its server takes as a prompt."""
     sampling = SamplingTraits(greedy_only=True)
     extra_steps = 2
     prefix_reuse = PrefixReuseTraits(
@@ -167,6 +170,7 @@ class MiniSglangEngine(EngineAdapter):
         self.overlaps = options.pop("overlap")
         config = SimpleNamespace(page_size=mix.block_size, tp_info=None, **options)
         config.model_path, config.offline_mode = "", True
+        config.max_seq_len = self.max_seq_len
         self.worker = MiniSglangWorker(
             config, -(-mix.cache_tokens // mix.block_size), self.vocabulary
         )
@@ -399,6 +403,18 @@ class CancelsInFlight(RepairedMiniSglangEngine):
 
 class EndsEarly(RepairedMiniSglangEngine):
     findings = ("is_last",)
+
+
+class TakesThreeTokens(RepairedMiniSglangEngine):
+    """Takes prompts of at most three tokens."""
+
+    max_seq_len = 4
+
+
+class HasRowsOf32(RepairedMiniSglangEngine):
+    """Has page tables with rows of 32 tokens."""
+
+    max_seq_len = 32
 
 
 class OfflineMiniSglangEngine(RepairedMiniSglangEngine):

@@ -1,30 +1,23 @@
-"""Pictures of docs/findings: smallest failures found by search, run again and drawn by the harness.
+"""Pictures of docs/findings: smallest failures found by search, and those written by hand.
 
 ``python -m tests.others`` draws those of each project that is installed or fetched.
 """
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer import CacheSpec, History, RequestMix, RequestSpec, Sampling
+from pytest_roseinfer import CacheSpec, History, RequestSpec, Sampling
 from pytest_roseinfer.capabilities.beams import Reorder
 from pytest_roseinfer.capabilities.preemption import Preempt, Resume
 from pytest_roseinfer.capabilities.writes import Append, Prefill
-from pytest_roseinfer.engines.run import run_mix
-from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.run.machine import run_history
-from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
 from pytest_roseinfer.targets.sglang_radix import SglangAdapter, sglang
 from pytest_roseinfer.targets.transformers_engine import TransformersEngine
+from pytest_roseinfer.targets.vllm_kv import EventsVllmAdapter
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
 from tests.others import (
     exllamav3_engine,
@@ -34,19 +27,16 @@ from tests.others import (
     mlx_variants,
     tokasaurus_engine,
 )
-from tests.others.fetch import FOLDER, sources
-from tests.others.found_scripts import PAGES
 from tests.others.hybrid_cache import SelectsHybridRows
 from tests.others.mlx_engine import MlxBatchEngine, MlxSerialEngine
+from tests.others.picture import Picture, mix_of, one_text
+from tests.others.transformers_variants import CompletesTwice, SmallerCache
+from tests.others.written_pictures import WRITTEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
-
-    from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.capabilities.operation import Operation
 
 
 class WindowOfOne(DynamicCacheAdapter):
@@ -54,13 +44,6 @@ class WindowOfOne(DynamicCacheAdapter):
         **DynamicCacheAdapter.option_choices,
         "window": (1,),
     }
-
-
-class SmallerCache(TransformersEngine):
-    """Builds a cache of half the size that it declares."""
-
-    def make(self, mix: RequestMix) -> None:
-        super().make(replace(mix, cache_tokens=mix.cache_tokens // 2))
 
 
 class FindsSomeAndCollides(WeaklyHashedNanoVllmAdapter):
@@ -86,52 +69,7 @@ def strip_thinking_cache() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    adapter: type[Adapter]
-    example: History | RequestMix
-    summary: str
-    """First words of the failure's message."""
-    project: str = ""
-    """Name of the fetched project; "" for one that is installed."""
-    setting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Setting of the project under which it fails."""
-
-    def can_be_drawn(self) -> bool:
-        return not self.project or (FOLDER / self.project).exists()
-
-    def draw(self) -> str:
-        """Run the example, which must fail as documented, and return its drawing."""
-        check: Callable[..., object] = run_mix
-        if isinstance(self.example, History):
-            check = run_history
-        if self.project and (folder := str(sources(self.project))) not in sys.path:
-            sys.path.insert(0, folder)
-        with self.setting(), TemporaryDirectory() as folder:
-            try:
-                check(self.adapter, self.example)
-            except Difference as failure:
-                if not failure.summary.startswith(self.summary):
-                    raise
-                record(self.adapter, self.example, check.__name__, failure, folder)
-            (drawing,) = Path(folder).glob("*.svg")
-            return drawing.read_text(encoding="utf-8")
-
-
-def _mix(adapter: type[Adapter], *requests: RequestSpec, size: int, **fields: Any) -> RequestMix:
-    """Return a mix with a cache of ``size`` tokens, and the first of each option not given."""
-    options = {name: values[0] for name, values in adapter.option_choices.items()}
-    own = {name: fields.pop(name) for name in options.keys() & fields.keys()}
-    return RequestMix(requests, cache_tokens=size, options=options | own, **fields)
-
-
-def _one_text(*steps: Operation, block_size: int, **options: Any) -> History:
-    """Return a history whose sequences all have one text of equal tokens, in two blocks."""
-    spec = CacheSpec(block_size=block_size, num_blocks=2, num_heads=1, head_dim=1, options=options)
-    return History(spec, steps, texts=((0, 0),))
-
-
-PICTURES = {
+_SEARCHED = {
     "window-of-one": Picture(
         WindowOfOne,
         History(
@@ -146,7 +84,7 @@ PICTURES = {
     ),
     "preempted-request-waits": Picture(
         TransformersEngine,
-        _mix(
+        mix_of(
             TransformersEngine,
             RequestSpec((5,), Sampling(6), cancel_after=5),
             RequestSpec((1,), Sampling(5)),
@@ -156,24 +94,29 @@ PICTURES = {
     ),
     "request-outgrows-the-cache": Picture(
         SmallerCache,
-        _mix(SmallerCache, RequestSpec((16,), Sampling(5)), size=6),
+        mix_of(SmallerCache, RequestSpec((16,), Sampling(5)), size=6),
         "a step raised RuntimeError: No requests can be scheduled",
+    ),
+    "two-completions": Picture(
+        CompletesTwice,
+        mix_of(CompletesTwice, RequestSpec((1,), Sampling(1)), size=16),
+        "a step raised RuntimeError: cannot reshape tensor of 0 elements",
     ),
     "stored-prefix-is-lost": Picture(
         NanoVllmAdapter,
-        _one_text(Prefill(0, 2), Prefill(1, 2), Preempt(1), Append((0,)), block_size=2),
+        one_text(Prefill(0, 2), Prefill(1, 2), Preempt(1), Append((0,)), block_size=2),
         "match_prefix() of text 0, 4 tokens long, found 0, though 2 of them are stored",
         project="nano-vllm",
     ),
     "equal-hashes": Picture(
         FindsSomeAndCollides,
-        _one_text(Prefill(0, 4), Preempt(0), Resume(0, 4), block_size=2),
-        "peek: sequence 0, layer 0, K: position 0, head 0 (2 of 4 wrong): expected text 0, token 0",
+        one_text(Prefill(0, 4), Preempt(0), block_size=2),
+        "match_prefix() of text 0, 4 tokens long, found 2, and only 0 of them may be found now",
         project="nano-vllm",
     ),
     "slots-freed-while-cached": Picture(
         DecodesReasoning,
-        _one_text(
+        one_text(
             Append((0,)),
             Append((0,)),
             Preempt(0),
@@ -188,7 +131,7 @@ PICTURES = {
     ),
     "limit-below-the-drafts": Picture(
         VllmScheduler,
-        _mix(
+        mix_of(
             VllmScheduler,
             RequestSpec((5,), Sampling(1)),
             RequestSpec((5, 15), Sampling(1)),
@@ -202,7 +145,7 @@ PICTURES = {
     ),
     "no-room-for-drafts": Picture(
         VllmScheduler,
-        _mix(
+        mix_of(
             VllmScheduler,
             RequestSpec((15,), Sampling(1)),
             RequestSpec((15, 7), Sampling(1)),
@@ -214,9 +157,21 @@ PICTURES = {
         "requests [1] have not ended after",
         project="vllm",
     ),
+    "copy-of-a-removed-block": Picture(
+        EventsVllmAdapter,
+        one_text(
+            Append((0, 1)),
+            Append((0, 1)),
+            Preempt(0),
+            Append((1,)),
+            block_size=2,
+        ),
+        "by its events, the cache stores 0 tokens of text 0, and match_prefix() finds 2",
+        project="vllm",
+    ),
     "lmdeploy-preempted-state": Picture(
         lmdeploy_engine.KeepsStateOfPreempted,
-        _mix(
+        mix_of(
             lmdeploy_engine.KeepsStateOfPreempted,
             RequestSpec((21,), Sampling(2)),
             RequestSpec((5,), Sampling(2)),
@@ -228,7 +183,7 @@ PICTURES = {
     ),
     "lmdeploy-stale-state": Picture(
         lmdeploy_engine.SavesStateUnderStaleStep,
-        _mix(
+        mix_of(
             lmdeploy_engine.SavesStateUnderStaleStep,
             RequestSpec((15,), Sampling(4)),
             RequestSpec((17,), Sampling(4)),
@@ -240,7 +195,7 @@ PICTURES = {
     ),
     "mini-sglang-duplicate": Picture(
         mini_sglang.ReadsFreedPages,
-        _mix(
+        mix_of(
             mini_sglang.ReadsFreedPages,
             RequestSpec((5,), Sampling(3)),
             RequestSpec((5,), Sampling(3)),
@@ -252,13 +207,13 @@ PICTURES = {
     ),
     "mini-sglang-last-token": Picture(
         mini_sglang.EndsEarly,
-        _mix(mini_sglang.EndsEarly, RequestSpec((16,), Sampling(2)), size=3, block_size=1),
+        mix_of(mini_sglang.EndsEarly, RequestSpec((16,), Sampling(2)), size=3, block_size=1),
         "request 0 ended after 1 tokens; alone it gets 2",
         project="mini-sglang",
     ),
     "mini-sglang-after-the-end": Picture(
         mini_sglang.OfflineMiniSglangEngine,
-        _mix(
+        mix_of(
             mini_sglang.OfflineMiniSglangEngine,
             RequestSpec((21,), Sampling(6)),
             RequestSpec((16,), Sampling(1)),
@@ -270,7 +225,7 @@ PICTURES = {
     ),
     "mini-sglang-reused-row": Picture(
         mini_sglang.ReusesRows,
-        _mix(
+        mix_of(
             mini_sglang.ReusesRows,
             RequestSpec((16,), Sampling(2)),
             RequestSpec((5, 15, 7), Sampling(1)),
@@ -282,7 +237,7 @@ PICTURES = {
     ),
     "mini-sglang-cancelled": Picture(
         mini_sglang.CancelsInFlight,
-        _mix(
+        mix_of(
             mini_sglang.CancelsInFlight,
             RequestSpec((5,), Sampling(2), cancel_after=1),
             size=3,
@@ -293,7 +248,7 @@ PICTURES = {
     ),
     "mini-sglang-admission": Picture(
         mini_sglang.AdmitsByTokens,
-        _mix(
+        mix_of(
             mini_sglang.AdmitsByTokens,
             RequestSpec((5,), Sampling(1)),
             RequestSpec((3,), Sampling(1)),
@@ -304,7 +259,7 @@ PICTURES = {
     ),
     "exact-hit": Picture(
         MlxBatchEngine,
-        _mix(
+        mix_of(
             MlxBatchEngine,
             RequestSpec((15, 27), Sampling(1)),
             RequestSpec((15,), Sampling(1), arrival=1),
@@ -315,7 +270,7 @@ PICTURES = {
     ),
     "draft-not-stored": Picture(
         MlxSerialEngine,
-        _mix(
+        mix_of(
             MlxSerialEngine,
             RequestSpec((5,), Sampling(1)),
             RequestSpec((5, 15), Sampling(2)),
@@ -326,7 +281,7 @@ PICTURES = {
     ),
     "drafts-in-a-window": Picture(
         mlx_variants.DraftsInAWindow,
-        _mix(
+        mix_of(
             mlx_variants.DraftsInAWindow,
             RequestSpec((16,), Sampling(5)),
             size=6,
@@ -336,7 +291,7 @@ PICTURES = {
     ),
     "chunks-trimmed": Picture(
         mlx_variants.KeepsChunks,
-        _mix(
+        mix_of(
             mlx_variants.KeepsChunks,
             RequestSpec((16,), Sampling(7)),
             RequestSpec((16,), Sampling(6)),
@@ -347,7 +302,7 @@ PICTURES = {
     ),
     "mamba-padding": Picture(
         mlx_variants.BatchesMamba,
-        _mix(
+        mix_of(
             mlx_variants.BatchesMamba,
             RequestSpec((5, 15), Sampling(1)),
             RequestSpec((5, 15, 7), Sampling(1)),
@@ -358,7 +313,7 @@ PICTURES = {
     ),
     "nemotron-padding": Picture(
         mlx_variants.BatchesMambaAndAttention,
-        _mix(
+        mix_of(
             mlx_variants.BatchesMambaAndAttention,
             RequestSpec((31, 23), Sampling(4)),
             RequestSpec((31, 23, 29), Sampling(1)),
@@ -369,7 +324,7 @@ PICTURES = {
     ),
     "olmo-padding": Picture(
         mlx_variants.BatchesTheDeltaRule,
-        _mix(
+        mix_of(
             mlx_variants.BatchesTheDeltaRule,
             RequestSpec((15, 27, 5), Sampling(1)),
             RequestSpec((15, 7), Sampling(1)),
@@ -380,7 +335,7 @@ PICTURES = {
     ),
     "gemma2-mask": Picture(
         mlx_variants.BatchesSoftCaps,
-        _mix(
+        mix_of(
             mlx_variants.BatchesSoftCaps,
             RequestSpec((16,), Sampling(1)),
             RequestSpec((5,), Sampling(1)),
@@ -392,7 +347,7 @@ PICTURES = {
     ),
     "window-and-itself": Picture(
         mlx_variants.SeesAWindowAndItself,
-        _mix(
+        mix_of(
             mlx_variants.SeesAWindowAndItself,
             RequestSpec((5,), Sampling(8)),
             size=9,
@@ -402,7 +357,7 @@ PICTURES = {
     ),
     "kept-tokens-dropped": Picture(
         mlx_variants.BoundsTheCache,
-        _mix(
+        mix_of(
             mlx_variants.BoundsTheCache,
             RequestSpec((5, 15), Sampling(8)),
             size=10,
@@ -412,7 +367,7 @@ PICTURES = {
     ),
     "minimax-positions": Picture(
         generate_engine.GeneratesMiniMax,
-        _mix(
+        mix_of(
             generate_engine.GeneratesMiniMax,
             RequestSpec((16,), Sampling(2)),
             RequestSpec((5, 15), Sampling(1)),
@@ -422,13 +377,23 @@ PICTURES = {
     ),
     "jamba-chunks": Picture(
         generate_engine.GeneratesJamba,
-        _mix(
+        mix_of(
             generate_engine.GeneratesJamba,
             RequestSpec((5, 15, 7, 13, 1, 3, 19, 17), Sampling(8)),
             size=16,
             prefill_chunk_size=3,
         ),
         "request 0, token 7: 31; alone it gets 15",
+    ),
+    "another-texts-state": Picture(
+        generate_engine.GeneratesRecurrentGemma,
+        mix_of(
+            generate_engine.GeneratesRecurrentGemma,
+            RequestSpec((1, 2), Sampling(1)),
+            RequestSpec((7,), Sampling(1), arrival=1),
+            size=3,
+        ),
+        "request 1, token 0: 2; alone it gets 23",
     ),
     "hybrid-rows": Picture(
         SelectsHybridRows,
@@ -446,7 +411,7 @@ PICTURES = {
     ),
     "exllamav3-deferred-page": Picture(
         exllamav3_engine.SharesPageInPrefill,
-        _mix(
+        mix_of(
             exllamav3_engine.SharesPageInPrefill,
             RequestSpec((6,), Sampling(1)),
             RequestSpec((5, 15), Sampling(1)),
@@ -459,7 +424,7 @@ PICTURES = {
     ),
     "exllamav3-unlinked-page": Picture(
         exllamav3_engine.ChecksPages,
-        _mix(
+        mix_of(
             exllamav3_engine.ChecksPages,
             RequestSpec((5, 15, 7), Sampling(1)),
             RequestSpec((5, 15, 7), Sampling(2)),
@@ -471,7 +436,7 @@ PICTURES = {
     ),
     "tokasaurus-one-token": Picture(
         tokasaurus_engine.CompletesOneToken,
-        _mix(
+        mix_of(
             tokasaurus_engine.CompletesOneToken,
             RequestSpec((5,), Sampling(1)),
             RequestSpec((5,), Sampling(1)),
@@ -482,8 +447,7 @@ PICTURES = {
         project="tokasaurus",
     ),
 }
-"""Pictures by their names in docs/findings."""
+"""Pictures of failures that a search found, by their names in docs/findings."""
 
-
-def file_of(name: str) -> Path:
-    return PAGES / f"{name}.svg"
+PICTURES = {**_SEARCHED, **WRITTEN}
+"""All pictures by their names."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
 
@@ -28,10 +28,17 @@ class Repair:
     """Further modules that import the function by name."""
 
 
-def repaired(part: Callable[[str], Any], repairs: Iterable[Repair]) -> AbstractContextManager[Any]:
-    """Return a context in which functions of a project are repaired; ``part`` imports a module."""
+def repaired(
+    part: Callable[[str], Any], repairs: Mapping[str, Repair], but: Collection[str]
+) -> AbstractContextManager[Any]:
+    """Return a context in which functions of a project are repaired, ``but`` for some findings.
+
+    ``part`` imports a module.
+    """
     with ExitStack() as stack:
-        for repair in repairs:
+        for finding, repair in repairs.items():
+            if finding in but:
+                continue
             owner, _, name = repair.function.rpartition(".")
             function = _repaired(part, repair)
             for module in (repair.module, *repair.users):

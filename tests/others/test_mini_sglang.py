@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_roseinfer import MixDivergence
-from tests import warm_process
 from tests.others import mini_sglang
 from tests.others.engine_search import verdicts_of
-from tests.others.fetch import sources
-from tests.others.found_scripts import preamble_about, scripts_about
+from tests.others.needs import needs
 
 if TYPE_CHECKING:
     from pytest_roseinfer import EngineAdapter
 
-SOURCES = sources("mini-sglang")
-PROJECT = "mini-sglang at 20fcd7f"
-SCRIPTS = scripts_about(PROJECT)
+PROJECT = "mini-sglang"
 
-pytestmark = [
-    pytest.mark.skipif(
-        not SOURCES.exists(),
-        reason="mini-sglang is not downloaded: python -m tests.others.fetch mini-sglang",
-    ),
-    # Warnings of torch and transformers when its parts are imported.
-    pytest.mark.filterwarnings("ignore"),
-]
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = needs(PROJECT)
 
 
 def test_repaired_engine_conforms() -> None:
@@ -55,10 +38,3 @@ def test_repaired_engine_conforms() -> None:
 def test_search_finds_the_documented_finding(finding: type[EngineAdapter], message: str) -> None:
     with pytest.raises(MixDivergence, match=message):
         verdicts_of(finding, examples=300)
-
-
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_documented_script_prints_its_output(script: str, printed: str) -> None:
-    command = ["-c", preamble_about(PROJECT) + script]
-    done = warm_process.run(command, cwd=SOURCES, environment=os.environ, timeout=120)
-    assert done.stdout == printed, done.stderr

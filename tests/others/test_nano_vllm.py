@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from pytest_roseinfer import CacheSpec, Divergence, conformance
 from pytest_roseinfer.targets import partial_import
 from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter
-from tests import warm_process
 from tests.others.fetch import FOLDER
-from tests.others.found_scripts import scripts_about
 from tests.others.pictures import FindsSomeAndCollides
 
 SOURCES = FOLDER / "nano-vllm"
-SCRIPTS = scripts_about("nano-vllm 0.2.0")
 
 needs_nano_vllm = pytest.mark.skipif(
     not SOURCES.exists(),
@@ -55,13 +51,6 @@ def test_lookup_misses_a_stored_prefix() -> None:
 def test_weak_hash_matches_blocks_after_different_prefixes() -> None:
     with pytest.raises(Divergence, match=r"found text \d+, token|only \d+ of them may be found"):
         conformance(FindsSomeAndCollides)().test_histories()
-
-
-@needs_nano_vllm
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_documented_script_prints_its_output(script: str, printed: str) -> None:
-    done = warm_process.run(["-c", script], cwd=SOURCES, environment=os.environ, timeout=60)
-    assert done.stdout == printed, done.stderr
 
 
 def test_missing_package_error_says_how_to_install_it(

@@ -7,7 +7,9 @@ import re
 import pytest
 
 from tests.others.found_scripts import PAGES
-from tests.others.pictures import PICTURES, Picture, file_of
+from tests.others.picture import Picture, file_of
+from tests.others.pictures import PICTURES
+from tests.others.written_pictures import WRITTEN
 
 pytestmark = pytest.mark.usefixtures("seeded_search")
 
@@ -19,6 +21,14 @@ def test_picture_equals_the_drawing_of_its_failure(name: str) -> None:
     if not picture.can_be_drawn():
         pytest.skip(f"{picture.project} is not fetched: python -m tests.others.fetch")
     assert picture.draw() == file_of(name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_example_passes_with_one_change(name: str) -> None:
+    picture: Picture = WRITTEN[name]
+    if not picture.can_be_drawn():
+        pytest.skip(f"{picture.project} is not fetched: python -m tests.others.fetch")
+    picture.run_passing()
 
 
 def test_pages_show_every_picture() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from pytest_roseinfer.targets.sglang_radix import (
     SlidingSglangAdapter,
 )
 from tests.others.fetch import FOLDER
-from tests.others.found_scripts import preamble_about, scripts_about
 from tests.others.pictures import DecodesReasoning, strip_thinking_cache
 
 if TYPE_CHECKING:
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 SOURCES = FOLDER / "sglang"
-PROJECT = "SGLang 0.5.23"
-SCRIPTS = scripts_about(PROJECT)
 
 # SGLang's imports emit warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -118,28 +114,6 @@ def test_stripping_reasoning_after_a_retraction_corrupts_the_ledger() -> None:
     messages = "the free list names a block twice|AssertionError: req.kv.cache_protected_len"
     with strip_thinking_cache(), pytest.raises(Divergence, match=messages):
         conformance(DecodesReasoning)().test_histories()
-
-
-@pytest.fixture(scope="module")
-def printed() -> list[str]:
-    """Run all scripts of the page in one process, because importing SGLang takes seconds."""
-    between = 'print("----")\n'
-    text = preamble_about(PROJECT) + between.join(script for script, _ in SCRIPTS)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", text],
-        cwd=SOURCES,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("----\n")
-
-
-@needs_sglang
-@pytest.mark.parametrize("number", range(len(SCRIPTS)))
-def test_documented_script_prints_its_output(number: int, printed: list[str]) -> None:
-    assert printed[number] == SCRIPTS[number][1]
 
 
 def test_missing_package_error_says_how_to_install_it(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,29 +9,14 @@ import pytest
 from pytest_roseinfer import MixDivergence
 from tests.others import tokasaurus_engine
 from tests.others.engine_search import verdicts_of
-from tests.others.fetch import sources
-from tests.others.found_scripts import preamble_about, scripts_about
+from tests.others.needs import needs
 
 if TYPE_CHECKING:
     from pytest_roseinfer import EngineAdapter
 
-SOURCES = sources("tokasaurus")
-PROJECT = "tokasaurus 0.0.4"
-SCRIPTS = scripts_about(PROJECT)
+PROJECT = "tokasaurus"
 
-pytestmark = [
-    pytest.mark.skipif(
-        not SOURCES.exists(),
-        reason="tokasaurus is not downloaded: python -m tests.others.fetch tokasaurus",
-    ),
-    # Warnings of torch and transformers when its parts are imported.
-    pytest.mark.filterwarnings("ignore"),
-]
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SOURCES)
+pytestmark = needs(PROJECT)
 
 
 def test_repaired_engine_conforms() -> None:
@@ -51,16 +33,3 @@ def test_repaired_engine_conforms() -> None:
 def test_search_finds_the_documented_finding(finding: type[EngineAdapter], message: str) -> None:
     with pytest.raises(MixDivergence, match=message):
         verdicts_of(finding, examples=300)
-
-
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_documented_script_prints_its_output(script: str, printed: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", preamble_about(PROJECT) + script],
-        cwd=SOURCES,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == printed, done.stderr

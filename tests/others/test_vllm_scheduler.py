@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,15 +10,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from pytest_roseinfer import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
-from tests.others.found_scripts import preamble_about, scripts_about
 from tests.others.planted import plant
-from tests.others.vllm_sources import SOURCES, searches_vllm
+from tests.others.vllm_sources import searches_vllm
 
 if TYPE_CHECKING:
     from pytest_roseinfer import RequestMix
 
-PROJECT = "vLLM 0.33.0"
-SCRIPTS = scripts_about(PROJECT)
 pytestmark = searches_vllm
 
 
@@ -42,19 +37,6 @@ def serve(mixes: int) -> None:
 
 def test_output_does_not_depend_on_the_batch() -> None:
     serve(300)
-
-
-@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
-def test_documented_script_prints_its_output(script: str, printed: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", preamble_about(PROJECT) + script],
-        cwd=SOURCES,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    printed_lines = [line for line in done.stdout.splitlines() if " vllm." not in line and line]
-    assert "\n".join(printed_lines) == printed.strip(), done.stderr
 
 
 def counts_a_token_as_stored(right: Any) -> Any:

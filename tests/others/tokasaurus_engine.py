@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from queue import Empty, SimpleQueue
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
@@ -21,7 +20,7 @@ import torch
 from pytest_roseinfer import EngineAdapter, FastPath
 from pytest_roseinfer.engine_capabilities.prefix_reuse import PrefixReuseTraits
 from pytest_roseinfer.engine_capabilities.sampling import SamplingTraits
-from pytest_roseinfer.targets.partial_import import import_part
+from pytest_roseinfer.targets.partial_import import import_part, stub_package
 from pytest_roseinfer.targets.prefix_keys import argmax_token, key_of, logits_of
 from tests.others.source_repair import Repair, repaired
 
@@ -36,12 +35,8 @@ _INSTALL = "python -m tests.others.fetch tokasaurus, and add its folder to PYTHO
 
 def _part(name: str) -> Any:
     """Import a part of tokasaurus without its kernels, which need a GPU."""
-    if "flashinfer" not in sys.modules:
-        kernels: Any = ModuleType("flashinfer")
-        kernels.BatchDecodeWithPagedKVCacheWrapper = mock.MagicMock
-        kernels.BatchPrefillWithPagedKVCacheWrapper = mock.MagicMock
-        sys.modules["flashinfer"] = kernels
-    return import_part("tokasaurus", name, _INSTALL)
+    with stub_package("flashinfer"):
+        return import_part("tokasaurus", name, _INSTALL)
 
 
 class TokasaurusWorker:
@@ -306,9 +301,14 @@ class RepairedTokasaurusEngine(TokasaurusEngine):
     """Findings that are not repaired."""
 
     def repairs(self) -> AbstractContextManager[object]:
-        repairs = [repair for name, repair in REPAIRS.items() if name not in self.findings]
-        return repaired(_part, repairs)
+        return repaired(_part, REPAIRS, but=self.findings)
 
 
 class CompletesOneToken(RepairedTokasaurusEngine):
     findings = ("one token",)
+
+
+class PromisesRecency(RepairedTokasaurusEngine):
+    """Promises that the least recent text is evicted first."""
+
+    prefix_reuse = PrefixReuseTraits(finds="full blocks", evicts="least recent")
