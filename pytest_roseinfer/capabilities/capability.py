@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cache
 from itertools import chain
 from typing import (
     TYPE_CHECKING,
@@ -315,12 +316,18 @@ class Capability(CapabilityBase):
 def cache_features(adapter: type[Any], spec: CacheSpec) -> frozenset[str]:
     """Return the features of a cache with this spec, as in ``Run.features``."""
     names = {*adapter.abilities, *adapter.conditions}
-    for name in chain.from_iterable(vars(each.methods) for each in adapter.capabilities):
-        if isinstance(traits := getattr(adapter, name), Traits):
-            names |= {f"{name}.{key}={choice}" for key, choice in vars(traits).items()}
+    for name in chain.from_iterable(_trait_names(each.methods) for each in adapter.capabilities):
+        traits = vars(getattr(adapter, name))
+        names |= {f"{name}.{key}={choice}" for key, choice in traits.items()}
     names |= {"windows"} if spec.windows else set()
     names |= {"tolerance"} if spec.dtype in adapter.tolerance else set()
     return frozenset(names)
+
+
+@cache
+def _trait_names(methods: type) -> list[str]:
+    """Return the names of a mixin's attributes that hold traits."""
+    return [name for name, value in vars(methods).items() if isinstance(value, Traits)]
 
 
 def select_parts(parts: Iterable[_Part], can: frozenset[str]) -> list[_Part]:

@@ -144,7 +144,7 @@ def _plan_tree(oracle: operation.Oracle, seq: int, parents: Parents) -> Tree:
             oracle.lives[seq] += 1
             branch = oracle.lives[seq]
         branches.append(branch)
-        tokens.append(oracle.text_token_at(branch, at) if texts else token_of(seq, at, branch))
+        tokens += texts.tokens(branch, at, at + 1) if texts else [token_of(seq, at, branch)]
     return Tree(parents, tokens, branches if texts else [])
 
 

@@ -564,16 +564,12 @@ def can_truncate_shared_block(writer: operation.Writer) -> bool:
     return writer.reuses_prefixes and parts and needed <= writer.adapter.abilities
 
 
-def truncate_shared_block(writer: operation.Writer) -> None:
-    """Open with two sequences that share a full block: one is truncated in it and appends.
+def truncate_shared_block(writer: operation.Writer) -> Iterator[operation.Operation]:
+    """Yield steps by which one of two sequences that share a block is truncated in it and appends.
 
     The other one is freed, before or after the append. A later lookup of the block's text must not
     find the overwritten block. Random steps rarely follow each other in this way.
     """
-    operation.add_while_fitting(writer, _truncate_shared_block(writer))
-
-
-def _truncate_shared_block(writer: operation.Writer) -> Iterator[operation.Operation]:
     size, recomputed = writer.oracle.block_size, writer.adapter.prefixes.recomputed_tokens
     full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
     (first,) = writer.fresh(1)
@@ -651,35 +647,20 @@ def _prompt_beyond_capacity(writer: operation.Writer, seq: int) -> Prefill:
     return Prefill(seq, blocks * size, writer.layout())
 
 
-def can_store_text_twice(writer: operation.Writer) -> bool:
-    """Return True if two sequences of equal texts may be written at the same time."""
-    return writer.reuses_prefixes and Free.needs <= writer.adapter.abilities
-
-
-def store_text_twice(writer: operation.Writer) -> None:
-    """Open with two sequences that fill equal blocks in one write, and need other blocks.
+def store_text_twice(writer: operation.Writer) -> Iterator[operation.Operation]:
+    """Yield steps by which two sequences fill equal blocks in one write, and need other blocks.
 
     One of the two is freed before that, mostly. A cache may have merged the blocks by then, or may
-    do so later. If all texts are equal, open with one of them.
+    do so later. If all texts are equal, or all differ, open with one of them.
     """
+    size = writer.oracle.block_size
     first, *others = writer.fresh(_MAX_TEXTS + 1)
     blocks = {seq: _first_block(writer.oracle, seq) for seq in (first, *others)}
     second = next((seq for seq in others if blocks[seq] == blocks[first]), None)
     third = next((seq for seq in others if blocks[seq] != blocks[first]), None)
     if second is None or third is None:
         cache_one_text(writer)
-    else:
-        operation.add_while_fitting(writer, _store_text_twice(writer, first, second, third))
-
-
-def _first_block(oracle: Oracle, seq: int) -> list[int]:
-    return oracle.text_tokens(oracle.text_of(seq), oracle.block_size)
-
-
-def _store_text_twice(
-    writer: operation.Writer, first: int, second: int, third: int
-) -> Iterator[operation.Operation]:
-    size = writer.oracle.block_size
+        return
     for seq in (first, second):
         if size > 1:
             yield Prefill(seq, size - 1, writer.layout())
@@ -690,16 +671,21 @@ def _store_text_twice(
         yield Prefill(third, free * size, writer.layout())
 
 
+def _first_block(oracle: Oracle, seq: int) -> list[int]:
+    return oracle.text_tokens(oracle.text_of(seq), oracle.block_size)
+
+
 def _open(writer: operation.Writer) -> None:
     """Open with one of four preludes that reuse a text, unless another one has begun sequences."""
     if writer.live:
         return
+    can_store_twice = writer.reuses_prefixes and Free.needs <= writer.adapter.abilities
     if can_truncate_shared_block(writer) and writer.pick((False,) * 7 + (True,)):
-        truncate_shared_block(writer)
+        operation.add_while_fitting(writer, truncate_shared_block(writer))
     elif can_check_eviction_order(writer) and writer.between(0, 1):
         free_two_texts(writer)
-    elif can_store_text_twice(writer) and writer.pick((False,) * 3 + (True,)):
-        store_text_twice(writer)
+    elif can_store_twice and writer.pick((False,) * 3 + (True,)):
+        operation.add_while_fitting(writer, store_text_twice(writer))
     else:
         cache_one_text(writer)
 

@@ -100,7 +100,7 @@ def ledger(call: str, value: Any) -> Ledger:
             )
     for name in ("total", "swapped", "num_free"):
         blocks = getattr(value, name)
-        if not (is_number(blocks) or (blocks is None and name != "total")):
+        if not ((blocks is None and name != "total") or is_number(blocks)):
             raise InvalidReturnValue(
                 f"{call} returned a Ledger whose {name} is {describe_value(blocks)}: a number of "
                 "blocks"

@@ -227,20 +227,17 @@ def result_of(transfer: Transfer, name: str, at: int) -> TransferResult:
     return TransferResult(blocks, blocks, reports=1 + (name == TWICE))
 
 
-def _draw_result(writer: operation.Writer) -> str:
-    return writer.pick([DONE, DONE, DONE, FAILED, PART, PART, TWICE, FULL, *_unnoticed(writer)])
+_DRAWN = (DONE, DONE, DONE, FAILED, PART, PART, TWICE, FULL)
+"""Results of a transfer, each as often as it is drawn."""
+_DRAWN_OF_LOADS = (DONE, DONE, FAILED, FAILED, PART, PART, TWICE)
+"""Results of a load in a prelude, each as often as it is drawn."""
 
 
-def _draw_load_result(writer: operation.Writer) -> str:
-    return writer.pick([DONE, PART, DONE, PART, FAILED, TWICE, *_unnoticed(writer)])
-
-
-def _unnoticed(writer: operation.Writer) -> list[str]:
-    return [UNNOTICED, UNNOTICED] if writer.adapter.tiers.verifies else []
-
-
-def _draw_part(writer: operation.Writer) -> int:
-    return writer.between(0, 3)
+def _draw_result(writer: operation.Writer, names: Sequence[str] = _DRAWN) -> str:
+    """Draw a result; one that loses data unnoticed only if the cache detects that."""
+    if writer.adapter.tiers.verifies:
+        names = [*names, UNNOTICED, UNNOTICED]
+    return writer.pick(names)
 
 
 # Operations
@@ -381,7 +378,7 @@ class EndLoad(operation.Operation):
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def draw_step() -> EndLoad:
             seq = writer.pick([*tiers_of(writer.oracle).loading])
-            return cls(seq, _draw_result(writer), _draw_part(writer))
+            return cls(seq, _draw_result(writer), writer.between(0, 3))
 
         if tiers_of(writer.oracle).loading:
             yield operation.DrawOption(132, 8, draw_step)
@@ -418,7 +415,7 @@ class EndTransfer(operation.Operation):
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
         def draw_step() -> EndTransfer:
-            return cls(writer.between(0, 2), _draw_result(writer), _draw_part(writer))
+            return cls(writer.between(0, 2), _draw_result(writer), writer.between(0, 3))
 
         if writer.oracle.lives or writer.oracle.sequences:
             yield operation.DrawOption(131, 8, draw_step)
@@ -740,7 +737,7 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
     other_text = writer.oracle.text_of(other)
     yield from _end_stores(writer, writer.pick((*[blocks] * 7, 0)))
     yield Free(first)
-    yield from _evict(writer, other)
+    yield from _evict(writer, other, most_left=min(1, blocks - 1))
     # Twice as many, where the blocks that a tier evicts move on to the next one.
     yield from _end_stores(writer, writer.pick((2 * blocks, 2 * blocks, blocks)))
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
@@ -763,7 +760,7 @@ def _fill_a_tier(writer: operation.Writer) -> Iterator[operation.Operation]:
     yield Prefill(first, tokens, writer.layout())
     yield EndTransfer()
     yield Free(first)
-    yield from _evict(writer, _name_of_another(writer), full=False)
+    yield from _evict(writer, _name_of_another(writer), full=False, most_left=0)
     seq = None
     if loads := writer.between(0, 1):
         seq = writer.name_with_prefix(tokens, text)
@@ -790,24 +787,29 @@ def _name_of_another(writer: operation.Writer) -> int:
 
 def _end_stores(writer: operation.Writer, count: int) -> Iterator[operation.Operation]:
     """Yield the ends of stores, which most often succeed."""
-    name = writer.pick((DONE,) * 12 + (TWICE, FAILED, PART, FULL))
+    name = writer.pick((DONE,) * 11 + (PART, PART, TWICE, FAILED, FULL))
     for _ in range(count):
         yield EndTransfer(0, name, 1)
 
 
 def _evict(
-    writer: operation.Writer, seq: int, loading: int = 0, *, full: bool | None = None
+    writer: operation.Writer,
+    seq: int,
+    loading: int = 0,
+    *,
+    full: bool | None = None,
+    most_left: int = 1,
 ) -> Iterator[operation.Operation]:
     """Yield steps that take free blocks, for a new sequence and maybe others, and free them.
 
-    They take all, or leave one, so that the first block of an earlier text may stay. ``loading`` is
-    the number of blocks of a load, which the drawing does not know to be taken. With ``full``, all
-    blocks are full, and so are stored; if it is False, all are taken, and as few as possible full;
-    None draws one of both.
+    They take all, or leave ``most_left``, so that the first block of an earlier text may stay.
+    ``loading`` is the number of blocks of a load, which the drawing does not know to be taken. With
+    ``full``, all blocks are full, and so are stored; if it is False, as few as possible are; None
+    draws one of both.
     """
     oracle = writer.oracle
     size, before = oracle.block_size, {*oracle.sequences}
-    free = oracle.pages_free() - loading - (full is not False and writer.pick((0, 0, 1)))
+    free = oracle.pages_free() - loading - writer.pick((0, 0, most_left))
     if free <= 0:
         return
     few = min(free, operation.MAX_SEQUENCES - len(before)) - 1
@@ -840,8 +842,9 @@ def _load(
         yield EndTransfer(0, DONE)
     if meanwhile == "freed":
         return
-    yield EndLoad(seq, _draw_load_result(writer), 1)
-    for _ in range(writer.pick((0, 1, writer.oracle.block_size))):
+    yield EndLoad(seq, _draw_result(writer, _DRAWN_OF_LOADS), 1)
+    size = writer.oracle.block_size
+    for _ in range(writer.pick((size, size, 1, 0))):
         yield Append((seq,), writer.layout())
     if writer.between(0, 3):
         yield Free(seq)

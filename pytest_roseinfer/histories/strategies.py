@@ -285,6 +285,12 @@ class _Writer:
     """Texts stored so far; None if the cache does not reuse prefixes."""
     allowed_kinds: Sequence[type[Operation]] = ()
     """Kinds of steps to draw if one of them is possible; empty for all kinds."""
+    kinds: Sequence[type[Operation]] = field(init=False)
+    """Kinds of steps whose methods the adapter defines."""
+
+    def __post_init__(self) -> None:
+        every = chain.from_iterable(each.operations for each in self.adapter.capabilities)
+        self.kinds = [kind for kind in every if kind.needs <= self.adapter.abilities]
 
     @property
     def live(self) -> list[int]:
@@ -366,15 +372,10 @@ class _Writer:
     def switches(self) -> dict[str, Any]:
         return self.draw(switches(self.adapter))
 
-    def kinds(self) -> list[type[Operation]]:
-        """List the kinds of steps whose methods the adapter defines."""
-        every = (each.operations for each in self.adapter.capabilities)
-        return [kind for kind in chain(*every) if kind.needs <= self.adapter.abilities]
-
     def draw_options(self) -> list[Callable[[], Operation]]:
         """List the ways to draw the next step, the simplest first, each as often as its weight."""
         options = [each for kind in self.allowed_kinds for each in kind.draw_options(self)]
-        options = options or [each for kind in self.kinds() for each in kind.draw_options(self)]
+        options = options or [each for kind in self.kinds for each in kind.draw_options(self)]
         options.sort(key=lambda each: each.rank)
         return [each.draw for each in options for _ in range(each.times)]
 
@@ -448,7 +449,7 @@ def histories(
     else:
         _begin(writer)
     if few_kinds:
-        kinds = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
+        kinds = st.lists(st.sampled_from(writer.kinds), min_size=1, max_size=3, unique=True)
         writer.allowed_kinds = draw(kinds)
     for _ in range(max_steps - len(writer.steps) * in_batches):
         # None comes first, so that shrinking ends a history early.

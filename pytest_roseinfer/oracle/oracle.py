@@ -25,7 +25,6 @@ from pytest_roseinfer.oracle.pages import (
     Windows,
     first_live,
     share_as,
-    text_token,
     token_of,
 )
 from pytest_roseinfer.oracle.texts import Texts
@@ -342,22 +341,15 @@ class Oracle:
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """List the tokens that appending these rows writes, row by row."""
-        return [
-            self._token(seq, position)
-            for seq, count in rows
-            for position in range(self.length(seq), self.length(seq) + count)
-        ]
-
-    def _token(self, seq: int, position: int) -> int:
-        if not self.texts:
-            return token_of(seq, position, self.lives[seq])
-        return self.text_token_at(self.text_of(seq), position)
-
-    def text_token_at(self, text: int, position: int) -> int:
-        """Return the token at a position of a text."""
-        assert self.texts
-        owner, namespace = self.texts.owner(text, position), self.texts.namespace(text, position)
-        return text_token(owner, position, namespace, self.texts.epoch_of(text))
+        tokens: list[int] = []
+        for seq, count in rows:
+            begin, end = self.length(seq), self.length(seq) + count
+            if self.texts:
+                tokens += self.texts.tokens(self.text_of(seq), begin, end)
+            else:
+                life = self.lives[seq]
+                tokens += [token_of(seq, position, life) for position in range(begin, end)]
+        return tokens
 
     def text_of(self, seq: int) -> int:
         """Return the text of a sequence, which may not have begun yet."""
@@ -379,7 +371,8 @@ class Oracle:
 
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
-        return [self.text_token_at(text, at) for at in range(count)]
+        assert self.texts
+        return self.texts.tokens(text, 0, count)
 
     def begin_epoch(self, stored: Mapping[int, int]) -> None:
         """Give all tokens that are written from now on other keys and values.

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_roseinfer.oracle.pages import EPOCHS, text_place
+from pytest_roseinfer.oracle.pages import EPOCHS, text_place, text_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -180,6 +180,8 @@ class Texts:
     _mixtures: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     """Epoch of texts with tokens of several epochs, by their epoch before the latest one, and the
     number of tokens from before it."""
+    _tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
+    """First tokens of each text in each epoch, as far as they were needed."""
 
     def __post_init__(self) -> None:
         self._branches = [(parent, length) for parent, length, *_ in self.initial_branches]
@@ -242,6 +244,7 @@ class Texts:
         other = copy(self)
         for name in ("_branches", "_keys", "_namespaces", "_epochs", "_forked"):
             setattr(other, name, copy(getattr(self, name)))
+        other._tokens = {}
         return other
 
     def forget(self, seq: int) -> None:
@@ -299,6 +302,16 @@ class Texts:
         if not self._keys_of_namespaces:
             return []
         return self._keys_of_namespaces[one].differences(self._keys_of_namespaces[other])
+
+    def tokens(self, text: int, begin: int, end: int) -> list[int]:
+        """List the tokens of a text from ``begin`` to ``end``, as they are written now."""
+        epoch = self.epoch_of(text)
+        tokens = self._tokens.setdefault((text, epoch), [])
+        tokens += [
+            text_token(self.owner(text, at), at, self.namespace(text, at), epoch)
+            for at in range(len(tokens), end)
+        ]
+        return tokens[begin:end]
 
     def text_slice(self, text: int, begin: int, end: int) -> TextSlice:
         """Return the token ids of a text from ``begin`` to ``end``.

@@ -44,6 +44,8 @@ from tests.capabilities.caches.broken_window_caches import (
 )
 from tests.capabilities.caches.broken_windowed_text_caches import BROKEN as BROKEN_WITH_TEXTS
 from tests.capabilities.caches.list_cache import ListCache
+from tests.capabilities.caches.ring_caches import BROKEN as BROKEN_RINGS
+from tests.capabilities.caches.ring_caches import RingCache
 from tests.capabilities.caches.window_cache import RIGHT, FixedWindowCache, LazyCache, WindowCache
 from tests.capabilities.caches.windowed_text_cache import WindowedTextCache
 from tests.capabilities.test_truncation import short_run as short_run
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("seed_number", [1, 2])
-@pytest.mark.parametrize("adapter", [*BROKEN, *BROKEN_WITH_TEXTS])
+@pytest.mark.parametrize("adapter", [*BROKEN, *BROKEN_WITH_TEXTS, *BROKEN_RINGS])
 def test_broken_windowed_cache_fails(adapter: type[KVCacheAdapter], seed_number: int) -> None:
     with pytest.raises(Divergence):
         check_drawn_histories(adapter, 200, seed_number, partial(run_history, adapter))
@@ -84,6 +86,11 @@ def test_cache_with_prefix_reuse_in_every_window_passes() -> None:
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
+
+
+@pytest.mark.sampled_cases
+def test_cache_with_rings_outside_the_prefix_cache_passes() -> None:
+    check_drawn_histories(RingCache, 100, 1, partial(run_history, RingCache))
 
 
 def test_text_is_found_where_every_window_has_its_live_tokens() -> None:

@@ -19,10 +19,12 @@ from pytest_roseinfer.engine_capabilities.capability import required_conditions
 from pytest_roseinfer.report.verdict import problems_of
 from pytest_roseinfer.run import coverage
 from tests.engine_capabilities.engines.prefix_engines import (
+    DropsPrefixesBesideAColdPrompt,
     FindsColdStartsOfItsStep,
     GoesOnFromTheLastPrompt,
     NeverFindsAPrompt,
     PrefixEngine,
+    ReadsAPromptOnItsPrefix,
     RoundsTheLogprobsOfAHit,
 )
 from tests.engine_capabilities.engines.small_mixes import mix, reason, request_spec
@@ -221,18 +223,29 @@ FIVE, REVERSED = tuple(range(5)), tuple(range(5))[::-1]
     [
         (GoesOnFromTheLastPrompt, ((FIVE, 0), (REVERSED, 3), (FIVE, 6)), ((FIVE, 0), (FIVE, 3))),
         (FindsColdStartsOfItsStep, ((FIVE, 0), (FIVE, 0)), ((FIVE, 0), (FIVE, 3))),
+        (
+            DropsPrefixesBesideAColdPrompt,
+            ((FIVE, 0), (REVERSED, 3), (FIVE, 3)),
+            ((FIVE, 0), (REVERSED, 3), (FIVE, 6)),
+        ),
     ],
 )
-def test_hit_is_wrong_behind_another_prompt_or_in_cold_starts_alone(
+def test_hit_is_wrong_beside_or_behind_another_prompt_alone(
     adapter: type[EngineAdapter], wrong: Arrivals, right: Arrivals
 ) -> None:
-    def mix_of(prompts: Arrivals) -> RequestMix:
-        specs = [request_spec(*each, sampling=ONE, arrival=arrival) for each, arrival in prompts]
-        return RequestMix(tuple(specs), options={"batch": 4}, block_size=2)
-
     assert "were found in the cache" in reason(adapter, mix_of(wrong))
     assert run_mix(adapter, mix_of(right))["prompt_hit"] == 1
     run_mix(PrefixEngine, mix_of(wrong))
+
+
+def mix_of(prompts: Arrivals) -> RequestMix:
+    specs = [request_spec(*each, sampling=ONE, arrival=arrival) for each, arrival in prompts]
+    return RequestMix(tuple(specs), options={"batch": 4}, block_size=2)
+
+
+def test_prompt_that_is_read_on_its_prefix_is_wrong() -> None:
+    message = reason(ReadsAPromptOnItsPrefix, mix_of(((FIVE, 0), (FIVE, 3))))
+    assert "its first 4 tokens were found in the cache" in message
 
 
 def test_bits_cannot_be_compared_without_logprobs() -> None:

@@ -102,6 +102,7 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "vllm #50630",
         "a hit that is wrong only behind another request, or in two cold starts of one prompt",
     ),
+    "T6": ("vllm #49499", "a sharded state is taken for a replicated one"),
     "T7": (
         "vllm #42097",
         "the local ratio of blocks is used for the other side of a transfer",
@@ -137,7 +138,15 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "sglang #33970, #33309",
         "pages are sent before they are written; an early prefix loses its suffix",
     ),
+    "T21": (
+        "vllm #46460; omlx #3690",
+        "a fast path for the longest query as the longest context drops a cached prefix",
+    ),
     "T22": ("sglang #29913", "scales are not moved with their data"),
+    "T23": (
+        "ROCm/ATOM #1417; sglang #30339",
+        "the ring of a window lies outside the prefix cache",
+    ),
     "T24": (
         "vllm #47783, #50576",
         "packed or interleaved layouts that writer and reader see differently",
@@ -152,9 +161,11 @@ KNOWN_BUGS: dict[str, tuple[str, str]] = {
         "vllm-mlx #385",
         "a trim that moves the offset only, and the stale tail is read",
     ),
+    "T29": ("ferrox #37", "prefill starts again at 0 on an adopted prefix"),
     "T30": (
         "vllm #55092; llm-d-kv-cache #593",
         'a "removed" event while a copy lives; "cleared" ignored',
     ),
+    "T31": ("seen in lmdeploy 0.18", "access times in whole seconds: no order of use within one"),
     "T32": ("seen in mini-sglang", "a page freed as a duplicate that stays in the table"),
 }

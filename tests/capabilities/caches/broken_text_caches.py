@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import CacheFull
@@ -9,6 +10,8 @@ from tests.capabilities.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+
+    import torch
 
     from pytest_roseinfer import CacheSpec
 
@@ -80,6 +83,15 @@ class ForgetsToCountHits(TextCache):
             self.write(seq, token_ids[begin:], key[:, begin:], value[:, begin:])
             return
         super().prefill(seq, key, value)
+
+
+class PrefillsOnAFoundPrefix(TextCache):
+    """T29: writes the whole prompt after the found prefix that it begins with."""
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        (token_ids,) = self.row_tokens
+        self.begin_with(token_ids, seq)
+        self.write(seq, token_ids, key, value)
 
 
 class RevivesWithoutItsKey(TextCache):
@@ -181,6 +193,23 @@ class EvictsTheMostRecent(TextCache):
         return super().open()
 
 
+class EvictsBySeconds(TextCache):
+    """T31: has the times of releases in whole seconds, and evicts by block number within one."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.released = [0] * spec.num_blocks
+        """Second of the latest release of each block."""
+
+    def drop(self, block: int) -> None:
+        super().drop(block)
+        self.released[block] = int(time.monotonic())
+
+    def open(self) -> int:
+        self.unused.sort(key=lambda block: (block in self.key_of, self.released[block], block))
+        return super().open()
+
+
 class EvictsTheHeadFirst(TextCache):
     """Frees the blocks of a sequence from its head on, so that the head is evicted first."""
 
@@ -217,6 +246,7 @@ class HitsDoNotRenew(TextCache):
 
 BROKEN = (
     EvictsTheMostRecent,
+    EvictsBySeconds,
     EvictsTheHeadFirst,
     HitsDoNotRenew,
     ReusesAStaleLookup,
@@ -231,6 +261,7 @@ BROKEN = (
     FindsEvictedBlocks,
     FindsAPartialBlock,
     ForgetsToCountHits,
+    PrefillsOnAFoundPrefix,
     RenewsOnARefusal,
     EvictsWhileBlocksAreFree,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import CacheFull, KVCacheAdapter, ShardedAdapter
 
 from .paged_cache import PagedCache
 from .quantised_caches import Int8Blocks
+from .state_cache import StateCache
 from .text_cache import TextCache
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class TextRanks(ShardedAdapter):
 
 class Int8Ranks(ShardedAdapter):
     of = Int8Blocks
+    head_dims = (4, 1)
+
+
+class StateRanks(ShardedAdapter):
+    of = StateCache
     head_dims = (4, 1)
 
 
@@ -131,7 +137,18 @@ class WritesTheHeadsOfAnother(PagedRanks):
         super().append(seqs, key, value.roll(value.shape[2] // self.ranks, 2))
 
 
-RIGHT = (PagedRanks, TextRanks, Int8Ranks)
+class LoadsTheStateOfOneRank(StateRanks):
+    """T6: takes a rank's shard of a checkpoint for the state that all ranks have."""
+
+    def begin_with(self, prefix: Any, seq: int) -> int:
+        found = super().begin_with(prefix, seq)
+        first, *others = (each.stored[seq] for each in self.caches if isinstance(each, StateCache))
+        for stored in others:
+            stored.state = first.state
+        return found
+
+
+RIGHT = (PagedRanks, TextRanks, Int8Ranks, StateRanks)
 BROKEN = {
     HasFewerBlocks: "rank 1, layer 0: there are ",
     HasFewerBlocksUnseen: "rank 1 raised CacheFull",
@@ -140,5 +157,6 @@ BROKEN = {
     EvictsInAnotherOrder: "rank 2, layer 0: block ",
     KeepsOneBuffer: "peek: sequence ",
     WritesTheHeadsOfAnother: "peek: sequence ",
+    LoadsTheStateOfOneRank: "peek_state: sequence ",
 }
 """Broken caches, each with the beginning of its failure."""

@@ -109,6 +109,29 @@ class FindsColdStartsOfItsStep(PrefixEngine):
             self.store(prompt, self.cached[request])
 
 
+class ReadsAPromptOnItsPrefix(PrefixEngine):
+    """T29: reads the whole prompt on top of the found prefix that it begins with."""
+
+    def read(self, request: DrawnRequest) -> list[int]:
+        prompt = super().read(request)
+        return [*prompt[: self.cached[request]], *prompt]
+
+
+class DropsPrefixesBesideAColdPrompt(PrefixEngine):
+    """T21: reads no prefix of a step's prompts if the longest query is the longest context.
+
+    That one has no prefix; shorter ones may have.
+    """
+
+    def start(self, requests: Sequence[DrawnRequest]) -> None:
+        super().start(requests)
+        queries = [len(each.prompt) - self.cached[each] for each in requests]
+        contexts = [len(each.prompt) for each in requests]
+        if max(queries, default=0) == max(contexts, default=0):
+            for request in requests:
+                request.prompt = request.prompt[self.cached[request] :]
+
+
 class NeverFindsAPrompt(PrefixEngine):
     """Stores blocks by keys that no lookup has, so that all prompts are computed."""
 
@@ -136,6 +159,8 @@ class RoundsTheLogprobsOfAHit(PrefixEngine):
 BROKEN = (
     GoesOnFromTheLastPrompt,
     FindsColdStartsOfItsStep,
+    ReadsAPromptOnItsPrefix,
+    DropsPrefixesBesideAColdPrompt,
     NeverFindsAPrompt,
     RoundsTheLogprobsOfAHit,
 )
