@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from roseinfer import EnginePath, SamplingParams
+from tests.real_models.real_model import RealModel
 from tests.real_models.texts import PAGE, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.real_models.real_model import RealModel
 
 _GREEDY = SamplingParams(temperature=0, max_new_tokens=16, logprobs=True)
 
@@ -72,3 +72,12 @@ def test_tiny_cache_preempts(real_model: RealModel, figure: Callable[[str], None
         f"{real_model.name}, 12 requests in 128 tokens of cache, {counts[EnginePath.RECOMPUTED]} "
         f"times preempted: {real_model.compare(outputs)}"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("smollm2")
+def test_bfloat16_runs_on_joined_weights(smollm2: RealModel) -> None:
+    """Rounding, which this model amplifies, is not taken for an error of the kernels."""
+    llm = RealModel.load(smollm2.file, torch.bfloat16).llm(kv_cache_tokens=256)
+    llm.generate("The capital of France is", SamplingParams(max_new_tokens=4))
+    assert llm.engine.path_counts[EnginePath.JOINED] > 0
