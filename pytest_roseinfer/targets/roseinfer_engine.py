@@ -114,7 +114,10 @@ _AIMS: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
     ),
-    EnginePath.FUSED_ARGMAX: _with_models(_RESIDENT_KERNELS, shapes.SOFTCAP, "windowed mistral"),
+    EnginePath.FUSED_ARGMAX: [
+        {**_RESIDENT_KERNELS, "fused_model": True, **_HYBRID},
+        *_with_models(_RESIDENT_KERNELS, shapes.SOFTCAP, "windowed mistral"),
+    ],
     EnginePath.JOINED: _with_models(_JOINED, "llama 10:2", shapes.TWO_GROUPS),
 }
 """Settings of the mixes that aim at each path.
