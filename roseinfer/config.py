@@ -173,7 +173,7 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
 
 _MIN_PROMPT_TOKENS, _MAX_PROMPT_TOKENS = 2048, 8192
 _WEIGHTS_TIMES_PROMPT_TOKENS = 2**43
-"""Weights times prompt tokens of a step that takes some 40 ms on an H200.
+"""Weights times prompt tokens of a step that takes 35 to 55 ms on an H200.
 
 Steps of small models with fewer tokens take longer to launch than to compute. docs/lab/engine.md
 has the measurements.

@@ -124,8 +124,9 @@ def shard(model: Any, ranks: Ranks) -> None:
     tokens = tokens.to(ranks.device)
     try:
         after = _logits(model, tokens)
-        same = is_close(before.to(after.device), after) or differ_by_rounding(
-            before.to(after.device), after, model, lambda: _logits(model, tokens)
+        before = before.to(after.device)
+        same = is_close(before, after) or differ_by_rounding(
+            before, after, model, lambda: _logits(model, tokens)
         )
     except RanksFailed:
         raise

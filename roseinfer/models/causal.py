@@ -121,6 +121,7 @@ class CausalModel:
         """Text part of the model's config."""
         self._model = model.eval()
         self.num_weights: int = sum(weight.numel() for weight in model.parameters())
+        """Number of weights, each once; with ranks, of this rank's shard."""
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         # The trial runs the model's own modules, even where fused kernels replace them.

@@ -40,6 +40,9 @@ class _SingleSequenceAttention(AttentionBackend):
         return attend(query, keys, values, self.traits[layer]).contiguous()
 
 
+_SECOND_TRIAL_TOKENS = 32
+
+
 @torch.inference_mode()
 def matches_modules(fused: CausalModel) -> bool:
     """Return True if the fused kernels and the model's own modules agree, but for rounding.
@@ -58,9 +61,6 @@ def matches_modules(fused: CausalModel) -> bool:
         _differ_by_rounding_at(fused, first, num_tokens)
         for first in (0, fused.shape.max_length - num_tokens)
     )
-
-
-_SECOND_TRIAL_TOKENS = 32
 
 
 def _differ_by_rounding_at(fused: CausalModel, first: int, num_tokens: int) -> bool:
@@ -94,7 +94,7 @@ _BATCH_SIZES = (
 """Batch sizes that change GEMMs to other tiles or to torch's, and some in between."""
 _MAX_BATCH_ROWS = 1 << 14
 _SAMPLED_BLOCKS = 16
-"""Small batches among the rows after ``_MAX_ROWS_WITH_LOGITS``, which are not all compared."""
+"""Small batches that are compared among the rows after ``_MAX_ROWS_WITH_LOGITS``."""
 
 
 class _SelfAttentionOnly(AttentionBackend):
@@ -117,8 +117,9 @@ class _SelfAttentionOnly(AttentionBackend):
 def is_batch_invariant(model: CausalModel, max_rows: int) -> bool:
     """Return True if rows get the bits of a small batch in batches of up to ``max_rows`` rows.
 
-    The queries, keys and values of all rows in every layer are compared, and the logits. The model
-    has fused kernels and is in its final state.
+    The queries, keys and values in every layer are compared, and the logits: those of all rows, but
+    of a sample of the rows after ``_MAX_ROWS_WITH_LOGITS``. The model has fused kernels and is in
+    its final state.
     """
     num_rows = min(max_rows, _MAX_BATCH_ROWS)
     tokens = torch.arange(num_rows, device=model.device) * 7 % model.shape.vocab_size

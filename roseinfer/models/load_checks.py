@@ -151,6 +151,7 @@ def is_close(one: torch.Tensor, other: torch.Tensor, min_tolerance: float = 0.0)
 
 _ROUNDING_TRIALS = 4
 _MAX_TIMES_ROUNDING = 2.0
+"""Largest difference that counts as rounding, as a multiple of what the trials change."""
 _MAX_SHARE_OF_ROUNDING = 0.25
 """Largest part of the logits that rounding may change where a difference can still be judged."""
 
@@ -163,8 +164,8 @@ def differ_by_rounding(
 
     Trained models in 16 bits amplify rounding, some of them several thousand times, and most where
     little comes before a token. So what counts is what rounding does to the network itself:
-    ``run`` runs it, with its embeddings rounded up and down at random. Kernels that are right
-    differ by 0.8 to 1.1 times as much.
+    ``run`` runs it, with its embeddings rounded up and down at random. Right computations of
+    SmolLM2 differ by 0.8 to 1.1 times as much.
     """
     rounding = []
     for seed in range(_ROUNDING_TRIALS):
