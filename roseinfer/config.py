@@ -333,13 +333,15 @@ class EngineConfig:
         return _MIN_PROMPT_TOKENS if most is None else most
 
     def for_model(self, device: str, num_weights: int) -> EngineConfig:
-        """Return the settings with the sizes that are best for a model, where they are unset."""
+        """Return the settings with the sizes that are best for a model, where they are unset.
+
+        ``num_weights`` are those of one rank.
+        """
         if self.prefill_max_tokens is not None or device != "cuda":
             return self
         tokens = 1 << round(math.log2(_WEIGHTS_TIMES_PROMPT_TOKENS / num_weights))
-        return replace(
-            self, prefill_max_tokens=min(max(tokens, _MIN_PROMPT_TOKENS), _MAX_PROMPT_TOKENS)
-        )
+        tokens = max(tokens, _MIN_PROMPT_TOKENS * self.tensor_parallel_size)
+        return replace(self, prefill_max_tokens=min(tokens, _MAX_PROMPT_TOKENS))
 
     def is_enabled(self, switch: str, device: str) -> bool:
         """Return True if a switch is on for a type of device; unset means on for GPUs only."""

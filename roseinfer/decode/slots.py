@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from roseinfer.distributed.ranks import PutBlocks, PutRows, PutTokens, as_leader
+from roseinfer.distributed.ranks import (
+    PutBlocks,
+    PutFirstTokens,
+    PutRows,
+    PutTokens,
+    as_leader,
+)
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.kv.transfers import outside_inference_mode
-from roseinfer.paths import Work
+from roseinfer.paths import EnginePath, Work
 from roseinfer.sampling import (
     ALL_TOKENS_ALLOWED,
     Penalties,
@@ -96,11 +102,16 @@ class SlotRows:
         groups: int,
         staging: IndexStaging,
         ranks: Ranks | None = None,
+        path: EnginePath = EnginePath.RESIDENT,
     ) -> None:
-        """Allocate rows with room for ``width`` blocks in each of ``groups`` groups of layers."""
+        """Allocate rows with room for ``width`` blocks in each of ``groups`` groups of layers.
+
+        Ranks tell their rows apart by the ``path`` of the steps over them.
+        """
         self.blocks_per_group, self.num_groups = width, groups
         self.row_stride = FIRST_BLOCK_COLUMN + width * groups
         self._staging = staging
+        self.path = path
         self.ranks = ranks
         """Ranks that compute the model together; None for a single one."""
         self._led_ranks = as_leader(ranks)
@@ -116,11 +127,16 @@ class SlotRows:
 
     @classmethod
     def of(
-        cls, num_slots: int, model: CausalModel, kv: KVBlockManager, staging: IndexStaging
+        cls,
+        num_slots: int,
+        model: CausalModel,
+        kv: KVBlockManager,
+        staging: IndexStaging,
+        path: EnginePath,
     ) -> Self:
         """Make rows with room for sequences of the model's maximum length."""
         width = -(-model.shape.max_length // kv.block_size)
-        return cls(num_slots, width, len(kv.groups), staging, model.ranks)
+        return cls(num_slots, width, len(kv.groups), staging, model.ranks, path)
 
     def padded_block_table(self, sequence: CachedSequence, width: int | None = None) -> list[int]:
         """Return a sequence's blocks as stored in a row: padded to ``width`` in each group."""
@@ -135,7 +151,7 @@ class SlotRows:
         All may be shorter than a row, by the same amount: the device keeps the remaining columns.
         """
         if self._led_ranks is not None:
-            self._led_ranks.send_command(PutRows(flat, count))
+            self._led_ranks.send_command(PutRows(self.path, flat, count))
         rows = self._staging.stage([flat]).columns[0].view(count, -1)
         self._rows[:, : rows.shape[1] - 1].index_copy_(0, rows[:, 0], rows[:, 1:])
         self._staging.work_counts[Work.TABLE_ROWS] += count
@@ -143,7 +159,7 @@ class SlotRows:
     def put_blocks(self, places: list[int], numbers: list[int], rows: int) -> None:
         """Replace single numbers, by flat index over all rows, in ``rows`` rows."""
         if self._led_ranks is not None:
-            self._led_ranks.send_command(PutBlocks(places, numbers))
+            self._led_ranks.send_command(PutBlocks(self.path, places, numbers))
         at, values = self._staging.stage([places, numbers]).columns
         self._flat.index_copy_(0, at, values)
         self._staging.work_counts[Work.TABLE_ROWS] += rows
@@ -151,7 +167,7 @@ class SlotRows:
     def put_tokens(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Set the newest tokens of some rows; all ranks get the leader's."""
         if self._led_ranks is not None:
-            self._led_ranks.send_command(PutTokens(list(slots)))
+            self._led_ranks.send_command(PutTokens(self.path, list(slots)))
         if self.ranks is not None:
             self.ranks.broadcast(tokens)
         at = self._staging.stage([list(slots)]).columns[0]
@@ -159,6 +175,8 @@ class SlotRows:
 
     def put_first_tokens(self, tokens: list[int]) -> None:
         """Set the newest tokens of the first rows from the host."""
+        if self._led_ranks is not None:
+            self._led_ranks.send_command(PutFirstTokens(self.path, tokens))
         self.tokens[: len(tokens)] = self._staging.stage([tokens]).columns[0]
 
     def broadcast_tokens(self, count: int) -> None:

@@ -56,9 +56,12 @@ class RowSteps:
     ) -> None:
         """Set up steps of the given ``sizes`` in rows, ascending; the last is all rows.
 
-        With ``drafts``, several rows may be consecutive tokens of one sequence.
+        With ``drafts``, several rows may be consecutive tokens of one sequence. Of several ranks
+        that compute a model, the first chooses the tokens, and tells the others to run each step.
         """
         self.rows = rows
+        self._led_ranks = as_leader(model.ranks)
+        self._follows = model.ranks is not None and self._led_ranks is None
         self.penalties: SlotPenalties | None = None
         self.guides: SlotGuides | None = None
         self._model = model
@@ -85,6 +88,38 @@ class RowSteps:
         self._packed_logprobs: dict[int, Tensor] = {}
         """Packed logprobs of the last step, by its number of top logprobs."""
 
+    @classmethod
+    def of_residents(
+        cls, model: CausalModel, attention: AttentionBackend, num_slots: int
+    ) -> RowSteps:
+        """Set up steps over the rows of sequences that have slots."""
+        path = EnginePath.RESIDENT
+        rows = SlotRows.of(num_slots, model, attention.kv, attention.staging, path)
+        return cls(model, attention, rows, step_sizes(num_slots))
+
+    @classmethod
+    def of_spans(
+        cls,
+        model: CausalModel,
+        attention: AttentionBackend,
+        max_rows: int,
+        path: EnginePath,
+        *,
+        captured_rows: int = 0,
+    ) -> RowSteps:
+        """Set up steps of at most ``max_rows`` rows, several of which may be of one sequence.
+
+        Steps of at most ``captured_rows`` rows are captured as CUDA graphs now, and larger ones
+        when they first run; with 0, no step is captured.
+        """
+        sizes = _doubling_step_sizes(max_rows)
+        rows = SlotRows.of(sizes[-1], model, attention.kv, attention.staging, path)
+        steps = cls(model, attention, rows, sizes, drafts=True)
+        if captured_rows:
+            largest = steps.padded_size(captured_rows)
+            steps.capture([size for size in sizes if size <= largest], required=False)
+        return steps
+
     def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
         """Capture plain steps of some sizes, and all others when they first run.
 
@@ -100,6 +135,8 @@ class RowSteps:
         return next(size for size in self._sizes if size >= rows_in_use)
 
     def run(self, count: int, kind: StepKind) -> None:
+        if self._led_ranks is not None:
+            self._led_ranks.send_command(Decode(self.rows.path, count, kind))
         run = self._graphs.run if self._graphs else self.step
         run(count, kind)
 
@@ -129,6 +166,10 @@ class RowSteps:
         batch = ResidentBatch(rows.tables(count), lengths, self._drafts, kind.long_context)
         self._attention.prepare(batch)
         logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
+        if self._follows:
+            rows.broadcast_tokens(count)
+            lengths += rows.active(count)
+            return
         if kind.guided and self.guides is not None:
             self._path_counts[EnginePath.GUIDED] += 1
             logits = apply_token_bitmask(logits.float(), self.guides.token_bitmasks[:count])
@@ -208,26 +249,26 @@ class ResidentDecode:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
         try:
-            self.rows = SlotRows.of(num_slots, model, kv, attention.staging)
+            self.steps = RowSteps.of_residents(model, attention, num_slots)
+            """Steps; penalties and guides are allocated for the first request that needs them."""
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"max_batch_size={num_slots}: {kv.device} has no memory for the state of "
                 f"{num_slots} requests; lower max_batch_size, or turn resident_decode off"
             ) from error
+        self.rows = self.steps.rows
         self.slots = DecodeSlots(self.rows)
-        self._ranks = as_leader(model.ranks)
         self._staging = attention.staging
         self._max_megakernel_length = model.max_megakernel_tokens
-        sizes = step_sizes(num_slots)
-        self.steps = RowSteps(model, attention, self.rows, sizes)
-        """Steps; their penalties and guides are allocated for the first request that needs them."""
         self._num_slots = num_slots
         self._out_of_memory = False
         self._feature_counts = Counter[str]()
         """Number of residents that need each optional feature of a step."""
         self.kind = StepKind(greedy=True)
         """Kind of the next step: the union of the residents' features."""
-        self.uses_graphs = graphs and self.steps.capture(sizes, required=graphs_required)
+        self.uses_graphs = graphs and self.steps.capture(
+            step_sizes(num_slots), required=graphs_required
+        )
         """True if steps run as CUDA graphs."""
 
     def supports(self, params: SamplingParams, vocabulary: int) -> bool:
@@ -325,8 +366,6 @@ class ResidentDecode:
             and residents[0].sequence.num_stored >= self._max_megakernel_length
         ):
             kind = kind._replace(long_context=True)
-        if self._ranks is not None:
-            self._ranks.send_command(Decode(count, kind))
         self.steps.run(count, kind)
         for each in residents:
             each.sequence.num_stored += 1
@@ -419,25 +458,17 @@ class MultiTokenDecode:
         *,
         captured_rows: int = 0,
     ) -> None:
-        """Set up steps of at most ``max_rows`` rows, counted as ``path``.
-
-        Steps of at most ``captured_rows`` rows are captured as CUDA graphs now, and larger ones
-        when they first run; with 0, no step is captured.
-        """
+        """Set up the steps as ``RowSteps.of_spans`` does; they are counted as ``path``."""
         self._kv = attention.kv
         self._path_counts = attention.path_counts
-        self._path = path
-        sizes = _doubling_step_sizes(max_rows)
-        rows = SlotRows.of(sizes[-1], model, attention.kv, attention.staging)
-        self._rows = rows
-        self._steps = RowSteps(model, attention, rows, sizes, drafts=True)
+        self._steps = RowSteps.of_spans(
+            model, attention, max_rows, path, captured_rows=captured_rows
+        )
+        self._rows = self._steps.rows
         self._num_rows = 0
         """Rows of the last step."""
         self.tokens: Tensor = self._steps.tokens
         """Tokens that the last step chose, row by row, on the device."""
-        if captured_rows:
-            largest = self._steps.padded_size(captured_rows)
-            self._steps.capture([size for size in sizes if size <= largest], required=False)
 
     def launch(self, spans: Sequence[TokenSpan]) -> tuple[PendingReadback, PendingReadback | None]:
         """Store the tokens of all spans, and sample the token after each, sequence by sequence.
@@ -451,7 +482,7 @@ class MultiTokenDecode:
         self._steps.run(self._steps.padded_size(self._num_rows), kind)
         for each in spans:
             each.sequence.num_stored += len(each.tokens)
-        self._path_counts[self._path] += 1
+        self._path_counts[self._rows.path] += 1
         logprobs = (
             None
             if kind.num_top_logprobs is None

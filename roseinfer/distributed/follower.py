@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
@@ -15,21 +14,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from roseinfer.attention.backend import ResidentBatch
 from roseinfer.config import TorchrunRank
-from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.slots import SlotRows
-from roseinfer.decode.step import step_sizes
+from roseinfer.decode.step import RowSteps, step_sizes
 from roseinfer.distributed.ranks import (
     CopyBlocks,
     Decode,
     FollowingRank,
     Forward,
     PutBlocks,
+    PutFirstTokens,
     PutRows,
     PutTokens,
     RankCommand,
     ReportState,
+    RowsCommand,
 )
 from roseinfer.distributed.rendezvous import (
     connect_to_leader,
@@ -37,17 +35,17 @@ from roseinfer.distributed.rendezvous import (
     lead_launched,
     start_and_lead,
 )
-from roseinfer.engine.runner import SequenceRunner
+from roseinfer.engine.runner import SequenceRunner, span_rows
 from roseinfer.errors import ConfigError, RanksFailed, error_with_type
 from roseinfer.kv.manager import StepBatch
 from roseinfer.kv.plan import AppendPlan
 from roseinfer.models.loading import load, rank_device
+from roseinfer.paths import EnginePath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import EngineConfig
-    from roseinfer.decode.graphs import StepKind
     from roseinfer.distributed.ranks import LeadingRank
     from roseinfer.models.loading import LoadedModel
 
@@ -63,19 +61,20 @@ class Follower:
         self._sequence_runner = SequenceRunner(
             loaded.model, loaded.kv, attention=config.attention_backend
         )
-        self._rows: SlotRows | None = None
-        self._graphs: StepGraphs | None = None
+        self._steps: dict[EnginePath, RowSteps] = {}
         self._tables: Sequence[Sequence[list[int]]] = []
         """Block lists of the last forward pass."""
         device = loaded.kv.device.type
         if config.uses_resident_decode(device):
-            max_batch_size, staging = config.max_batch_size, self._sequence_runner.staging
-            self._rows = SlotRows.of(max_batch_size, loaded.model, loaded.kv, staging)
-            if device == "cuda" and config.cuda_graph is not False:
-                graphs = StepGraphs(self._decode, self._rows, Counter())
-                required = config.cuda_graph is True
-                if graphs.capture(step_sizes(max_batch_size), required=required):
-                    self._graphs = graphs
+            parts = loaded.model, self._sequence_runner.attention
+            residents = RowSteps.of_residents(*parts, config.max_batch_size)
+            self._steps[EnginePath.RESIDENT] = residents
+            graphs = device == "cuda" and config.cuda_graph is not False
+            if graphs:
+                sizes = step_sizes(config.max_batch_size)
+                graphs = residents.capture(sizes, required=config.cuda_graph is True)
+            for path, (most, captured) in span_rows(config, graphs=graphs).items():
+                self._steps[path] = RowSteps.of_spans(*parts, most, path, captured_rows=captured)
 
     def run(self) -> None:
         """Execute the leader's commands until it sends no more."""
@@ -87,9 +86,8 @@ class Follower:
         match command:
             case Forward():
                 self._forward(command)
-            case Decode(count, kind):
-                run = self._graphs.run if self._graphs else self._decode
-                run(count, kind)
+            case Decode(path, count, kind):
+                self._steps[path].run(count, kind)
             case CopyBlocks(layer, source, target):
                 self._kv.apply_plan(AppendPlan(layer, [], [], copy_from=source, copy_to=target))
             case ReportState(part):
@@ -97,16 +95,17 @@ class Follower:
             case _:
                 self._put(command)
 
-    def _put(self, command: PutRows | PutBlocks | PutTokens) -> None:
-        rows = self._rows
-        assert rows is not None
+    def _put(self, command: RowsCommand) -> None:
+        rows = self._steps[command.path].rows
         match command:
-            case PutRows(flat, count):
+            case PutRows(_, flat, count):
                 rows.put_rows(flat, count)
-            case PutBlocks(places, numbers):
+            case PutBlocks(_, places, numbers):
                 rows.put_blocks(places, numbers, 0)
-            case PutTokens(slots):
+            case PutTokens(_, slots):
                 rows.put_tokens(slots, torch.empty_like(rows.tokens[: len(slots)]))
+            case PutFirstTokens(_, tokens):
+                rows.put_first_tokens(tokens)
 
     def _forward(self, command: Forward) -> None:
         lists = self._tables = command.block_lists
@@ -124,26 +123,13 @@ class Follower:
         rows = None if command.rows is None else stage([command.rows]).columns[0]
         self._model.logits(token_ids, positions, rows, self._sequence_runner.attention)
 
-    def _decode(self, count: int, kind: StepKind) -> None:  # noqa: ARG002
-        """Store the token of each of the first ``count`` slots; get the next one from the leader.
-
-        Every rank has a graph for each kind of step, since all ranks capture them together.
-        """
-        rows = self._rows
-        assert rows is not None
-        lengths = rows.lengths(count)
-        self._sequence_runner.attention.prepare(ResidentBatch(rows.tables(count), lengths))
-        self._model.logits(rows.tokens[:count], lengths, None, self._sequence_runner.attention)
-        rows.broadcast_tokens(count)
-        lengths += rows.active(count)
-
     def _read_state(self, part: str) -> Any:
         if part == "caches":
             return self._kv.keys.cpu(), self._kv.values.cpu()
-        if self._rows is None:
+        if EnginePath.RESIDENT not in self._steps:
             return self._tables, []
-        slots = len(self._rows.tokens)
-        return self._tables, [table.tolist() for table in self._rows.tables(slots)]
+        rows = self._steps[EnginePath.RESIDENT].rows
+        return self._tables, [table.tolist() for table in rows.tables(len(rows.tokens))]
 
 
 def run_follower(folder: Path, rank: int, size: int) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kv.manager import StepBatch
     from roseinfer.kv.plan import AppendPlan
+    from roseinfer.paths import EnginePath
 
 
 # Commands that the leading rank sends to the others.
@@ -90,8 +91,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """A command to replace whole rows of slots."""
+    """A command to replace whole rows."""
 
+    path: EnginePath
+    """Path of the steps over these rows."""
     flat: list[int]
     """Slot and numbers of each row, concatenated."""
     count: int
@@ -99,23 +102,34 @@ class PutRows:
 
 @dataclass(frozen=True, slots=True)
 class PutBlocks:
-    """A command to replace single numbers in rows of slots."""
+    """A command to replace single numbers in rows."""
 
+    path: EnginePath
     places: list[int]
     numbers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PutTokens:
-    """A command to receive the newest tokens of some slots from the leader."""
+    """A command to receive the newest tokens of some rows from the leader's GPU."""
 
+    path: EnginePath
     slots: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """A command to run a decode step of the first ``count`` slots."""
+class PutFirstTokens:
+    """A command to set the newest tokens of the first rows."""
 
+    path: EnginePath
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A command to run a step over the first ``count`` rows."""
+
+    path: EnginePath
     count: int
     kind: Any
     """``StepKind`` of the step; every rank has a graph of it."""
@@ -128,7 +142,8 @@ class ReportState:
     part: str
 
 
-RankCommand = CopyBlocks | Forward | PutRows | PutBlocks | PutTokens | Decode | ReportState
+RowsCommand = PutRows | PutBlocks | PutTokens | PutFirstTokens
+RankCommand = CopyBlocks | Forward | RowsCommand | Decode | ReportState
 
 
 # The leader's connections to the other ranks, and a thread that notices when a rank has ended.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -318,16 +317,31 @@ class SequenceRunner:
         return CachedSequence([[] for _ in self.kv.groups], token_ids)
 
 
+def _most_rows(config: EngineConfig) -> int:
+    """Return the rows of a step of all requests, with their drafts."""
+    return config.max_batch_size * (1 + MAX_DRAFT_TOKENS if config.speculation else 1)
+
+
+def span_rows(config: EngineConfig, *, graphs: bool) -> dict[EnginePath, tuple[int, int]]:
+    """Return how many rows there are for drafts and for prompts, and how many are captured.
+
+    All ranks of a model set them up in this order. ``graphs``: steps are captured.
+    """
+    rows = {}
+    if config.speculation:
+        rows[EnginePath.DRAFT_VERIFICATION] = (_most_rows(config), int(graphs))
+    if most := config.num_prompt_rows(captured=graphs):
+        rows[EnginePath.PROMPTS_AS_ROWS] = (most, most if graphs else 0)
+    return rows
+
+
 class StepRunner:
     """A launcher of steps: one forward pass for resident requests, another for all others."""
 
     def __init__(
         self, sequence_runner: SequenceRunner, resident: ResidentDecode | None, config: EngineConfig
     ) -> None:
-        """Allocate rows for drafts and short prompts if requests have slots.
-
-        Tensor-parallel models have no such rows.
-        """
+        """Allocate rows for drafts and short prompts if requests have slots."""
         self.on_drafts_verified: DraftsVerified | None = None
         """Callback for requests whose drafts were verified."""
         self._sequence_runner = sequence_runner
@@ -335,21 +349,20 @@ class StepRunner:
         self._drafted_rows: MultiTokenDecode | None = None
         self._prompt_rows: PromptRows | None = None
         device = sequence_runner.kv.device
-        rows = config.max_batch_size * (1 + MAX_DRAFT_TOKENS if config.speculation else 1)
-        if resident is not None and sequence_runner.model.ranks is None:
-            new_rows, graphs = (
-                partial(MultiTokenDecode, sequence_runner.model, sequence_runner.attention),
-                resident.uses_graphs,
-            )
-            if config.speculation:
-                self._drafted_rows = new_rows(
-                    rows, EnginePath.DRAFT_VERIFICATION, captured_rows=int(graphs)
+        if resident is not None:
+            for path, (most, captured) in span_rows(config, graphs=resident.uses_graphs).items():
+                new_rows = MultiTokenDecode(
+                    sequence_runner.model,
+                    sequence_runner.attention,
+                    most,
+                    path,
+                    captured_rows=captured,
                 )
-            if most := config.num_prompt_rows(captured=graphs):
-                prompt_rows = new_rows(
-                    most, EnginePath.PROMPTS_AS_ROWS, captured_rows=most if graphs else 0
-                )
-                self._prompt_rows = PromptRows(prompt_rows, most)
+                if path is EnginePath.DRAFT_VERIFICATION:
+                    self._drafted_rows = new_rows
+                else:
+                    self._prompt_rows = PromptRows(new_rows, most)
+        rows = _most_rows(config)
         self._tokens = Readback(rows, torch.int64, device)
         self._token_sampler = TokenSampler(sequence_runner.staging, rows)
         # A step stores no more tokens than the cache holds.

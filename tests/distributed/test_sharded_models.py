@@ -12,6 +12,7 @@ from roseinfer import LLM, RanksFailed, SamplingParams
 from roseinfer.distributed.ranks import ReportState
 from roseinfer.kv.storage import AppendExecutor
 from roseinfer.kv.transfers import PendingReadback
+from roseinfer.paths import EnginePath
 from tests.distributed.followers import build, run_ranks_in_threads
 from tests.models.families import POSITIONS, VOCABULARY
 
@@ -48,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"resident_decode": False},
     "resident": {"resident_decode": True, "run_ahead": 2, "prefill_max_tokens": 7},
     "speculation": {"speculation": "ngram", "resident_decode": True},
+    "rows": {"resident_decode": True, "prompt_rows": 30, "prefill_max_batch_size": 1},
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [*range(20, 45)], [5, 6, 7, 8, 9, 10, 12], [1, 2] * 9]
 PARAMS = [
@@ -74,7 +76,13 @@ CASES = [
     *((model, "resident") for model in MODELS),
     *((model, "plain") for model in ("gpt2", "mistral")),
     ("llama", "speculation"),
+    *((model, "rows") for model in ("gpt2", "llama", "mistral")),
 ]
+_PATHS = {
+    "speculation": EnginePath.DRAFT_VERIFICATION,
+    "rows": EnginePath.PROMPTS_AS_ROWS,
+    "resident": EnginePath.RESIDENT,
+}
 
 
 @pytest.mark.sampled_cases
@@ -90,6 +98,8 @@ def test_completions_match_one_process(
     assert sharded.engine.sequence_runner.kv.num_heads == heads // size
     for _ in range(2):  # the second time with prefixes from the first
         assert generate_tokens(sharded) == generate_tokens(alone)
+    if setting in _PATHS:
+        assert sharded.engine.path_counts[_PATHS[setting]]
 
 
 @pytest.mark.sampled_cases

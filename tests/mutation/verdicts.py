@@ -79,9 +79,9 @@ VERDICTS: tuple[Verdict, ...] = (
     ),
     Verdict(
         "roseinfer/decode/step.py",
-        "MultiTokenDecode.__init__",
-        "largest = self._steps.padded_size(captured_rows)",
-        "largest = self._steps.padded_size(None)",
+        "RowSteps.of_spans",
+        "largest = steps.padded_size(captured_rows)",
+        "largest = steps.padded_size(None)",
         "Only a captured CUDA graph runs this statement, and this run had no GPU.",
         equal=False,
     ),
