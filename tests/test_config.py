@@ -143,5 +143,7 @@ def test_prompt_tokens_of_a_step_follow_the_model_on_a_gpu(billions: float, toke
     config, weights = EngineConfig(), round(billions * 1e9)
     assert config.for_model("cuda", weights).max_prompt_tokens == tokens
     assert config.for_model("cpu", weights).max_prompt_tokens == 2048
+    ranks = EngineConfig(tensor_parallel_size=2)
+    assert ranks.for_model("cuda", weights).max_prompt_tokens == max(4096, tokens)
     chosen = EngineConfig(prefill_max_tokens=300)
     assert chosen.for_model("cuda", weights).max_prompt_tokens == 300
