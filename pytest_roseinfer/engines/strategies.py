@@ -107,6 +107,7 @@ def request_mixes(
     max_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
+    first_setting: int = 0,
     preludes: Sequence[RequestMix] = (),
 ) -> RequestMix:
     """Draw a small engine, and requests that share prefixes, fill its cache, and come and go.
@@ -119,9 +120,9 @@ def request_mixes(
     - in two, requests end early while another one waits;
     - one is a relay, one repeats prompts after their ends, and one is arbitrary.
 
-    With ``aim``, the engine has the switches that the path needs; half of the mixes then exceed its
-    limit in ``long_contexts``, if it has one. With ``preludes``, two in three mixes are one of them
-    with one more request.
+    With ``aim``, the engine has the switches that the path needs, the simplest mix those with the
+    index ``first_setting``; half of the mixes then exceed the path's limit in ``long_contexts``, if
+    it has one. With ``preludes``, two in three mixes are one of them with one more request.
     """
     new = min(max_steps, adapter.max_tokens // 3)
     longest = adapter.max_tokens - new
@@ -129,7 +130,8 @@ def request_mixes(
     if prelude := draw(begins):
         return _with_one_more(draw, adapter, prelude, longest, new)
     if path := draw_long_path(draw, adapter, aim, device):
-        return _with_long_context(draw, adapter, path, new, device)
+        first = first_setting if path == aim else 0
+        return _with_long_context(draw, adapter, path, first, new, device)
     kind = draw(st.sampled_from(_KINDS))
     if kind == "continued":
         specs = _continued(draw, adapter.vocabulary, longest, new)
@@ -158,7 +160,9 @@ def request_mixes(
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
-    return RequestMix(tuple(specs), block_size, room, device, draw(switches(adapter, aim)))
+    return RequestMix(
+        tuple(specs), block_size, room, device, draw(switches(adapter, aim, first_setting))
+    )
 
 
 def _with_one_more(
@@ -173,7 +177,7 @@ def _with_one_more(
 
 
 def _with_long_context(
-    draw: st.DrawFn, adapter: type[EngineAdapter], path: str, new: int, device: str
+    draw: st.DrawFn, adapter: type[EngineAdapter], path: str, first: int, new: int, device: str
 ) -> RequestMix:
     """Draw a request with a long context for a path, and a short one that decodes with it."""
     lengths = (draw_long_length(draw, adapter, path), draw(st.integers(1, adapter.max_tokens // 4)))
@@ -187,7 +191,7 @@ def _with_long_context(
         specs.append(change(spec, prompt_logprobs=False))
     block_size = draw(st.sampled_from(adapter.block_sizes))
     room = sum(each.max_tokens + block_size for each in specs)
-    return RequestMix(tuple(specs), block_size, room, device, draw(switches(adapter, path)))
+    return RequestMix(tuple(specs), block_size, room, device, draw(switches(adapter, path, first)))
 
 
 def _crowd(

@@ -229,12 +229,13 @@ def _up_to(max_size: int, sizes: Sequence[int]) -> list[int]:
 
 
 def switches(
-    adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None
+    adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None, first_setting: int = 0
 ) -> st.SearchStrategy[dict[str, Any]]:
     """Draw a value for every switch: those that a path needs, with up to three other changes.
 
-    The path is ``aim``, or any declared one if None. Independent draws would rarely reach a path
-    that needs certain values of several switches.
+    The path is ``aim``, or any declared one if None; the simplest settings of ``aim`` are those
+    with the index ``first_setting``. Independent draws would rarely reach a path that needs certain
+    values of several switches.
     """
     choices = adapter.option_choices
     usual = {name: values[0] for name, values in choices.items()}
@@ -246,7 +247,10 @@ def switches(
         paths = [path for path in adapter.paths.values() if path.runs_on(device)]
     else:
         paths = [adapter.paths[aim]]
-    needed = [path.settings_to_draw or [{}] for path in paths] or [[{}]]
+    needed = [list(path.settings_to_draw) or [{}] for path in paths] or [[{}]]
+    if aim is not None:
+        first_setting %= len(needed[0])
+        needed[0] = needed[0][first_setting:] + needed[0][:first_setting]
     aims = st.sampled_from(needed).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
@@ -406,16 +410,18 @@ def histories(
     max_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
+    first_setting: int = 0,
     preludes: Sequence[History] = (),
     few_kinds: bool = False,
     in_batches: bool = False,
 ) -> History:
     """Draw a cache spec and steps, of operations that ``adapter`` offers.
 
-    The cache starts with the switches that the path ``aim`` needs. With ``preludes``, two in three
-    histories begin with all steps of one of them, or all but the last. With ``few_kinds``, only one
-    to three kinds of steps are drawn, so that effects of many equal steps are met more often. With
-    ``in_batches``, each history begins with the batches of ``append_in_batches``.
+    The cache starts with the switches that the path ``aim`` needs, the simplest history with those
+    of the index ``first_setting``. With ``preludes``, two in three histories begin with all steps
+    of one of them, or all but the last. With ``few_kinds``, only one to three kinds of steps are
+    drawn, so that effects of many equal steps are met more often. With ``in_batches``, each history
+    begins with the batches of ``append_in_batches``.
     """
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     prelude = draw(begins)
@@ -423,7 +429,7 @@ def histories(
     if prelude:
         spec, texts = prelude.spec, prelude.texts
     else:
-        spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
+        spec = _draw_spec(draw, adapter, device, aim, first_setting, in_batches=in_batches)
         apart = "load_prefix" in adapter.abilities  # to evict one text for another
         most = _MAX_KEYED_TEXTS if adapter.key_parts else _MAX_TEXTS
         branches = text_branches(block_size=spec.block_size, max_texts=most, apart=apart)
@@ -494,6 +500,7 @@ def _draw_spec(
     adapter: type[KVCacheAdapter],
     device: str,
     aim: str | None,
+    first_setting: int,
     *,
     in_batches: bool,
 ) -> CacheSpec:
@@ -510,7 +517,7 @@ def _draw_spec(
             head_counts=adapter.head_counts,
             head_dims=adapter.head_dims,
             block_sizes=block_sizes,
-            options=switches(adapter, aim),
+            options=switches(adapter, aim, first_setting),
             device=device,
             pools=pools,
         )

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from time import monotonic
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
@@ -76,8 +76,18 @@ _MAX_TRIES_PER_EXAMPLE = 10
 _MAX_PRELUDES = 8
 """Most examples that are kept for each path and condition."""
 _Example = TypeVar("_Example", "History", "RequestMix")
-_Turn = tuple[str | None, str, int]
-"""A path to aim at, the name of the turn, and its number of examples."""
+
+
+class Turn(NamedTuple):
+    """One of the searches of a test."""
+
+    aim: str | None
+    """Path to aim at; None for any."""
+    name: str
+    examples: int
+    first_setting: int = 0
+    """Index of the settings of the path that the simplest example has; beyond the last is the first
+    again."""
 
 
 def finds_prefixes(adapter: type[Adapter]) -> bool:
@@ -410,12 +420,14 @@ def name_of(adapter: type[Adapter]) -> str:
     return f"{adapter.__module__}:{adapter.__qualname__}"
 
 
-def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> list[_Turn]:
+def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> list[Turn]:
     """Divide examples among searches, and return those of this part of the test.
 
     Paths take turns, so that a bug on the last path is found before all examples of the others have
     run. For the same reason, each other path has one example after the first turn of the first
-    path: the simplest shows most bugs of a kernel. Without paths the aim is None.
+    path: the simplest shows most bugs of a kernel. Each search of a path begins with the next of
+    its settings; those that are left have one example each at the end. Without paths the aim is
+    None.
     """
     paths = current().of(adapter).paths
     shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
@@ -423,16 +435,23 @@ def split_examples(adapter: type[Adapter], examples: int, of_a_turn: int) -> lis
     each = examples / sum(shares.values())
     turns = max(1, round(each / of_a_turn))
     searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
-    split: list[_Turn] = []
-    for turn in range(turns):
+    split: list[Turn] = []
+    begun: Counter[str | None] = Counter([*shares][1:])
+    for round_ in range(turns):
         for aim, share in shares.items():
-            before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
+            before, then = (-(-at * searches[aim] // turns) for at in (round_, round_ + 1))
             ends = [round(at * each * share / searches[aim]) for at in (before, then)]
             if then > before:
-                split.append((aim, str(turn), max(1, ends[1] - ends[0])))
-    split[1:1] = [(aim, "first", 1) for aim in [*shares][1:]]
+                split.append(Turn(aim, str(round_), max(1, ends[1] - ends[0]), begun[aim]))
+                begun[aim] += 1
+    split[1:1] = [Turn(aim, "first", 1) for aim in [*shares][1:]]
+    split += [
+        Turn(aim, f"setting {at}", 1, at)
+        for aim in paths
+        for at in range(begun[aim], len(adapter.paths[aim].settings_to_draw))
+    ]
     aims_of_part = set(settings.current().part.share_of([*shares]))
-    return [each_turn for each_turn in split if each_turn[0] in aims_of_part]
+    return [turn for turn in split if turn.aim in aims_of_part]
 
 
 _LONG = 60.0
@@ -474,7 +493,7 @@ class SearchDuration:
 
 def repeat_searches(
     missing_paths: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
-) -> Iterator[_Turn]:
+) -> Iterator[Turn]:
     """Yield searches aimed at missing paths, until no path is missing or time is over.
 
     ``missing_paths`` gets the number of further examples per aim after the first turns; 0 before.
@@ -487,7 +506,7 @@ def repeat_searches(
         for aim in aims:
             if monotonic() > ends:
                 return
-            yield aim, f"again {turn}", of_a_turn
+            yield Turn(aim, f"again {turn}", of_a_turn, turn)
 
 
 class Preludes(Generic[_Example]):

@@ -73,28 +73,25 @@ class ConformanceTests(ShippedTests):
         in_batches = round(run_settings.examples * _SHARE_IN_BATCHES)
         others = run_settings.examples - in_batches
         turns = coverage.split_examples(self.adapter, others, _EXAMPLES_OF_A_TURN)
-        planned = in_batches + sum(number for *_, number in turns)
+        planned = in_batches + sum(turn.examples for turn in turns)
         duration = coverage.SearchDuration(self.adapter.__name__, planned, "histories")
-        for at, (aim, turn, num_examples) in enumerate(turns):
+        for at, turn in enumerate(turns):
             if at == _TURNS_BEFORE_LARGE:
                 LargeHistories(self.adapter).run(ends)
-            num_skipped = self._search(
-                check, "run_history", num_examples, ends, aim, turn, preludes
-            )
-            target.add_examples(num_examples, num_skipped)
-            duration.note(num_examples)
+            num_skipped = self._search(check, "run_history", turn, ends, preludes)
+            target.add_examples(turn.examples, num_skipped)
+            duration.note(turn.examples)
         for num_examples in run_settings.part.share_of([in_batches] if in_batches else []):
-            num_skipped = self._search(check, "run_history", num_examples, ends, in_batches=True)
+            turn = coverage.Turn(None, "in batches", num_examples)
+            num_skipped = self._search(check, "run_history", turn, ends, in_batches=True)
             target.add_examples(num_examples, num_skipped)
         if len(turns) <= _TURNS_BEFORE_LARGE:
             LargeHistories(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
         ends = run_settings.further_ends(ends)
         rounds = coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends)
-        for at, (aim, turn, num_examples) in enumerate(rounds):
-            self._search(
-                check, "run_history", num_examples, ends, aim, turn, preludes, few_kinds=at % 3 > 0
-            )
+        for at, turn in enumerate(rounds):
+            self._search(check, "run_history", turn, ends, preludes, few_kinds=at % 3 > 0)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
         self._compare("check_permuted", share=0.1)
@@ -121,18 +118,16 @@ class ConformanceTests(ShippedTests):
 
         run_settings = settings.current()
         examples = max(1, int(run_settings.examples * share))
-        target.add_examples(
-            examples, self._search(compare, name, examples, run_settings.search_ends())
-        )
+        turn = coverage.Turn(None, "0", examples)
+        num_skipped = self._search(compare, name, turn, run_settings.search_ends())
+        target.add_examples(examples, num_skipped)
 
     def _search(
         self,
         check: Callable[[History], object],
         name: str,
-        examples: int,
+        turn: coverage.Turn,
         ends: float,
-        aim: str | None = None,
-        turn: str = "0",
         preludes: Preludes[History] | None = None,
         *,
         few_kinds: bool = False,
@@ -151,14 +146,15 @@ class ConformanceTests(ShippedTests):
                 self.adapter,
                 max_steps=run_settings.steps,
                 device=run_settings.device,
-                aim=aim,
-                preludes=preludes.of(aim) if preludes else (),
+                aim=turn.aim,
+                first_setting=turn.first_setting,
+                preludes=preludes.of(turn.aim) if preludes else (),
                 few_kinds=few_kinds,
                 in_batches=in_batches,
             ),
-            examples=examples,
+            examples=turn.examples,
             name=name,
-            salt="in batches" if in_batches else f"{aim} {turn}",
+            salt=turn.name if in_batches else f"{turn.aim} {turn.name}",
             ends=ends,
         )
         search.run()

@@ -85,22 +85,20 @@ class EngineTests(ShippedTests):
         preludes = Preludes["RequestMix"](partial(target.names_below_required, since), target.paths)
         ends = settings.current().search_ends()
         turns = coverage.split_examples(self.adapter, examples, _EXAMPLES_OF_A_TURN)
-        planned = sum(number for *_, number in turns)
+        planned = sum(turn.examples for turn in turns)
         duration = coverage.SearchDuration(self.adapter.__name__, planned, "mixes")
-        for aim, turn, num_examples in turns:
-            num_skipped = self._search(
-                "run_mix", num_examples, aim, turn, ends=ends, preludes=preludes
-            )
-            target.add_examples(num_examples, num_skipped)
-            duration.note(num_examples)
+        for turn in turns:
+            num_skipped = self._search("run_mix", turn, ends=ends, preludes=preludes)
+            target.add_examples(turn.examples, num_skipped)
+            duration.note(turn.examples)
         # After the drawn ones, which find most bugs with smaller examples.
         WideMixes(self.adapter).run(ends)
         missing = partial(target.missing_paths, since)
         ends = settings.current().further_ends(ends)
-        for aim, turn, num_examples in coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends):
-            self._search("run_mix", num_examples, aim, turn, ends=ends, preludes=preludes)
+        for turn in coverage.repeat_searches(missing, _EXAMPLES_OF_A_TURN, ends):
+            self._search("run_mix", turn, ends=ends, preludes=preludes)
             if self.adapter.defines("fork"):  # the path may need forks
-                self._search("run_forks", 2, aim, turn, ends=ends)
+                self._search("run_forks", turn._replace(examples=2), ends=ends)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
         """Check that no size of blocks, prompts, batches or the cache changes it (on a GPU)."""
@@ -111,19 +109,19 @@ class EngineTests(ShippedTests):
             _skip(f"{self.adapter.__name__} has no sizes to vary, or this run has no GPU")
         drawn = large_mixes(self.adapter, device=device, few=3)
         ends = monotonic() + _SECONDS_OF_LARGE_MIXES
-        for turn in count():
+        for at in count():
             if monotonic() > ends:
                 break
-            self._search(
-                "run_mix", _EXAMPLES_OF_A_TURN, turn=f"sizes {turn}", drawn=drawn, ends=ends
-            )
+            turn = coverage.Turn(None, f"sizes {at}", _EXAMPLES_OF_A_TURN)
+            self._search("run_mix", turn, drawn=drawn, ends=ends)
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("fork"):
             _skip(f"{self.adapter.__name__} does not offer fork()")
         options = settings.current()
         examples = max(1, round(options.examples * _FORK_SHARE))
-        num_skipped = self._search("run_forks", examples, ends=options.search_ends())
+        turn = coverage.Turn(None, "0", examples)
+        num_skipped = self._search("run_forks", turn, ends=options.search_ends())
         coverage.current().of(self.adapter).add_examples(examples, num_skipped)
 
     def _serve(self, mix: RequestMix) -> Counter[str]:
@@ -137,9 +135,7 @@ class EngineTests(ShippedTests):
     def _search(
         self,
         name: str,
-        examples: int,
-        aim: str | None = None,
-        turn: str = "0",
+        turn: coverage.Turn,
         *,
         drawn: SearchStrategy[RequestMix] | None = None,
         ends: float,
@@ -151,6 +147,7 @@ class EngineTests(ShippedTests):
 
         settings.require_plugin()
         target, options = coverage.current().of(self.adapter), settings.current()
+        aim = turn.aim
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1
             steps = max(_LEAST_STEPS, round(options.steps * share))
@@ -159,6 +156,7 @@ class EngineTests(ShippedTests):
                 max_steps=steps,
                 device=options.device,
                 aim=aim,
+                first_setting=turn.first_setting,
                 preludes=preludes.of(aim) if preludes else (),
             )
 
@@ -175,9 +173,9 @@ class EngineTests(ShippedTests):
             self.adapter,
             attempt,
             drawn,
-            examples=examples,
+            examples=turn.examples,
             name=name,
-            salt=f"{aim} {turn}",
+            salt=f"{aim} {turn.name}",
             ends=ends,
         )
         search.run()

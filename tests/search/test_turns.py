@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from hypothesis import find
 
 from pytest_roseinfer import FastPath, settings
+from pytest_roseinfer.histories.strategies import switches
 from pytest_roseinfer.run.coverage import (
     CONCLUSIVE_EXAMPLES,
     REQUIRED_TIMES,
@@ -22,7 +24,7 @@ from tests.capabilities.caches.paged_cache import PagedCache
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tests.project import Project
 
@@ -134,11 +136,9 @@ def test_only_missing_paths_have_additional_rounds() -> None:
     before = Counter(fast=10, rare=10, met=10)
     target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
     aims = []
-    for aim, _, _ in repeat_searches(
-        lambda tries: target.missing_paths(before, tries), 4, math.inf
-    ):
-        aims.append(aim)
-        target.note({aim or "met": 1})
+    for turn in repeat_searches(lambda tries: target.missing_paths(before, tries), 4, math.inf):
+        aims.append(turn.aim)
+        target.note({turn.aim or "met": 1})
     assert aims == ["rare", None, None]
 
 
@@ -169,7 +169,7 @@ def test_rounds_have_distinct_names() -> None:
     def missing(tries: int) -> list[str | None]:
         return ["never", None] if tries < 40 else []
 
-    names = [(aim, round_name) for aim, round_name, _ in repeat_searches(missing, 4, math.inf)]
+    names = [(turn.aim, turn.name) for turn in repeat_searches(missing, 4, math.inf)]
     assert len(names) == len(set(names)) > 2
 
 
@@ -184,24 +184,48 @@ class _Shares(PagedCache):
 @pytest.mark.usefixtures("short_run")
 def test_examples_are_split_by_the_shares_of_paths() -> None:
     rounds = split_examples(_Shares, 130, 4)
-    assert {aim: [n for each, _, n in rounds if each == aim] for aim in _Shares.paths} == {
+    assert {
+        aim: [turn.examples for turn in rounds if turn.aim == aim] for aim in _Shares.paths
+    } == {
         "often": [8] * 10,
         "usual": [1] + [4] * 10,
         "rare": [1, 5, 5],
     }
-    assert len({(aim, round_name) for aim, round_name, _ in rounds}) == len(rounds)
+    assert len({(turn.aim, turn.name) for turn in rounds}) == len(rounds)
 
 
 @pytest.mark.usefixtures("short_run")
 def test_each_path_has_an_example_after_the_first_turn_of_the_first_path() -> None:
     assert split_examples(_Shares, 130, 4)[:6] == [
-        ("often", "0", 8),
-        ("usual", "first", 1),
-        ("rare", "first", 1),
-        ("usual", "0", 4),
-        ("rare", "0", 5),
-        ("often", "1", 8),
+        ("often", "0", 8, 0),
+        ("usual", "first", 1, 0),
+        ("rare", "first", 1, 0),
+        ("usual", "0", 4, 1),
+        ("rare", "0", 5, 1),
+        ("often", "1", 8, 1),
     ]
+
+
+class _ManySettings(PagedCache):
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batched": (True, False, 2, 3, 4)}
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "often": FastPath("slow", aims=[{"batched": value} for value in (False, 2)]),
+        "rare": FastPath("slow", share=0.1, aims=[{"batched": value} for value in (1, 2, 3, 4, 5)]),
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_each_setting_of_a_path_begins_a_search() -> None:
+    turns = split_examples(_ManySettings, 30, 4)
+    rare = [(turn.name, turn.first_setting) for turn in turns if turn.aim == "rare"]
+    assert rare == [("first", 0), ("0", 1), ("setting 2", 2), ("setting 3", 3), ("setting 4", 4)]
+    assert [turn.first_setting for turn in turns if turn.aim == "often"] == [*range(7)]
+
+
+@pytest.mark.parametrize("first_setting", range(7))
+def test_simplest_example_of_a_search_has_its_first_setting(first_setting: int) -> None:
+    strategy = switches(_ManySettings, "rare", first_setting)
+    assert find(strategy, lambda _: True) == {"batched": first_setting % 5 + 1}
 
 
 @pytest.mark.usefixtures("short_run")
@@ -212,7 +236,7 @@ def test_parts_cover_all_rounds_and_keep_a_path_together() -> None:
         settings.set_current(replace(settings.current(), part=Part(number, 2)))
         parts.append(split_examples(_Shares, 130, 4))
     assert sorted(parts[0] + parts[1]) == sorted(whole)
-    assert [{aim for aim, _, _ in part} for part in parts] == [{"often", "rare"}, {"usual"}]
+    assert [{turn.aim for turn in part} for part in parts] == [{"often", "rare"}, {"usual"}]
 
 
 @pytest.mark.usefixtures("short_run")
