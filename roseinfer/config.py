@@ -212,8 +212,8 @@ class EngineConfig:
     prefill_max_tokens: int | None = setting(
         None,
         "prompt tokens of one step, at most; it bounds how long running requests wait for it",
-        unset="2,048; up to 8,192 on a GPU for models of fewer than 3 billion weights, and on several "
-        "GPUs",
+        unset="2,048; up to 8,192 on several GPUs, and on one for models of fewer than 3 billion "
+        "weights",
     )
     prompt_rows: int | None = setting(
         None,

@@ -50,7 +50,7 @@ def search(
     check()
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", sharded_caches.RIGHT)
 def test_equal_ranks_pass(cache: type[KVCacheAdapter]) -> None:

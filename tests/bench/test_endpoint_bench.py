@@ -86,6 +86,7 @@ def test_server_without_token_usage_is_refused() -> None:
         Client(url, "any", None, 3).ask([1, 2])
 
 
+@pytest.mark.slow
 def test_error_of_the_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as server:
         arguments = ["endpoint", "--url", server.url, "--model", "other", "--seconds", "1"]

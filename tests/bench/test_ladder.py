@@ -71,6 +71,7 @@ def test_every_rung_has_a_row(report: dict[str, Any]) -> None:
             assert row["not_available"]
 
 
+@pytest.mark.slow
 def test_floor_is_for_the_mean_context(report: dict[str, Any]) -> None:
     facts = report["facts"]
     stored = 3 * (5 + 12 / 2)

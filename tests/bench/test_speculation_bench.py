@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
 from roseinfer.bench.__main__ import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_repetitive_and_other_text_is_measured(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = [

@@ -81,6 +81,7 @@ def test_bypass_graphs_runs_the_step() -> None:
     assert steps == [(3, StepKind(greedy=True))]
 
 
+@pytest.mark.slow
 @interpreted
 def test_profiled_steps_do_not_record_bytes(
     monkeypatch: pytest.MonkeyPatch,

@@ -109,6 +109,7 @@ def test_cut_to_a_checkpoint_that_a_copy_lacks_is_not_compared() -> None:
     check_copied(EndsOfWritesCache, History(SPEC, steps))
 
 
+@pytest.mark.slow
 def test_histories_cut_to_checkpoints_present_and_former() -> None:
     present = former = never = 0
 

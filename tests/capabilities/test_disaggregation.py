@@ -357,6 +357,7 @@ def test_methods_need_each_other() -> None:
         refuse_mistakes(type("Alone", (PagedCache,), alone))
 
 
+@pytest.mark.slow
 def test_block_sizes_are_drawn_as_multiples() -> None:
     class Multiples(PushedCache):
         remote = RemoteTraits(block_sizes=(2, 3, 4, 6, 8), multiples=True, while_prefilling=False)

@@ -201,6 +201,7 @@ def test_right_cache_with_lookahead_blocks_passes(
         check_drawn_histories(adapter, 2 * examples // 5, 1, partial(check, adapter))
 
 
+@pytest.mark.slow
 def test_drawn_writes_are_accepted_and_refused_where_lookahead_blocks_decide() -> None:
     met = {"refused": 0, "stored": 0}
 

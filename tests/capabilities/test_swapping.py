@@ -101,6 +101,7 @@ def test_reuse_of_blocks_before_swap_in_reveals_wrong_reads(
         check_drawn_histories(shows_nothing, 300, 1, partial(run_history, shows_nothing))
 
 
+@pytest.mark.slow
 def test_histories_interleave_writes_and_frees_with_swapping() -> None:
     conditions: Counter[str] = Counter()
 

@@ -182,6 +182,7 @@ def test_impossible_truncation_must_be_refused() -> None:
         run_history(TrimsBeforeItRefuses, history)
 
 
+@pytest.mark.slow
 def test_truncations_are_drawn_around_block_edges_and_in_shared_blocks() -> None:
     cuts: Counter[str] = Counter()
 

@@ -53,8 +53,9 @@ def test_sequences_get_the_tokens_they_get_alone(device: str, family: str, kerne
     assert counts[EnginePath.FUSED_ARGMAX] == 8 * kernels
 
 
-@pytest.mark.sampled_cases
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(True, marks=pytest.mark.slow), False], ids=["kernels", "reference"]
+)
 def test_released_slot_is_padding_and_then_reused(device: str, kernels: bool) -> None:
     decoding = Decoding(device, kernels=kernels)
     first, middle, _ = (decoding.begin(prompt) for prompt in PROMPTS[:3])

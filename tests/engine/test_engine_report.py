@@ -71,7 +71,7 @@ def test_preemptions_are_counted(device: str) -> None:
     assert llm.engine.num_preemptions > 0
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "length"), [(64, None), (4096, 100), (4096, None)])
 def test_reported_token_limit_is_exact(device: str, tokens: int, length: int | None) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)

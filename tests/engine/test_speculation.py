@@ -202,7 +202,7 @@ def test_last_draft_ends_where_the_completion_must(
     assert max(ends) == 64
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [False, True])
 def test_completion_without_repetition_has_few_drafts(device: str, resident: bool) -> None:
     config = {"speculation": "ngram", "resident_decode": resident}

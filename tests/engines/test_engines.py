@@ -204,7 +204,7 @@ def test_failing_mix_is_reported_once_and_replayed_until_fixed(
     assert (fixed.stdout, fixed.stderr) == ("it passed: nothing differed\n", "")
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LosesTheLastToken, ForksShareTheirDraws])
 def test_kept_failure_of_an_engine_is_replayed_until_fixed(
     engines: Project, adapter: type[EngineAdapter]

@@ -87,6 +87,7 @@ def test_copy_of_the_whole_cache_is_named(
     assert {"clone", "_decode_kernel"} <= set(increases[ACTIVATIONS])
 
 
+@pytest.mark.slow
 def test_contexts_padded_to_the_longest_are_named(
     paged: ByteStep, baseline_bytes: StepBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def test_fused_argmax_respects_token_masks(device: str) -> None:
     assert counts[EnginePath.FUSED_ARGMAX] >= counts[EnginePath.GUIDED] > 0
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [False, True])
 def test_requests_with_guides_are_not_drafted(device: str, resident: bool) -> None:
     """They are not, however repetitive; other requests in their steps are."""

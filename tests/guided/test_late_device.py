@@ -35,7 +35,7 @@ def queued_engine(queue: DeviceQueue, *, resident: bool) -> LLM:
     return llm
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [False, True])
 def test_completions_match_those_of_a_synchronous_device(resident: bool) -> None:
     rng = random.Random(4)

@@ -261,6 +261,7 @@ def await_exit(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
     source, _ = read_tokenizer(byte_tokenizer(), 257)
     (tmp_path / "tokenizer.json").write_text(source.json)
@@ -312,6 +313,7 @@ def test_trial_thread_that_ends_early_is_a_crash() -> None:
     assert json.loads(run_python(code))[0] == Outcome.CRASHED
 
 
+@pytest.mark.slow
 def test_slow_guides_delay_only_slow_guides(guides: GuideCompiler) -> None:
     sandbox = sandbox_of(guides)
     numbers = integer(multipleOf=1 << 24)

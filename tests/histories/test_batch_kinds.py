@@ -161,7 +161,7 @@ def test_batch_histories_keep_to_the_limit_of_sequences(adapter: type[KVCacheAda
     assert 3 < most_sequences <= MAX_SEQUENCES
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize(
     ("adapter", "seed"),
@@ -180,7 +180,7 @@ def test_each_batch_kind_is_drawn_often(adapter: type[KVCacheAdapter], seed: int
     assert {*batches} == {*coverage.possible_batches(adapter)}
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run", "only_drawn")
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_check_of_only_the_first_and_last_row_is_found(seed: int) -> None:

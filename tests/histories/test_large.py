@@ -140,7 +140,7 @@ def test_right_cache_passes_and_the_largest_sizes_are_reported() -> None:
     assert target.histories == settings.current().examples
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "min_rows"),
     [(WrongFromRow9, 9), (WrongFromRow65, 65), (WrongFromRow86, 86), (WrongFromRow129, 129)],

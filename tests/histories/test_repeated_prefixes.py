@@ -34,7 +34,7 @@ class TextsOfLongBlocks(TextsOfWindows):
     block_sizes: ClassVar[Any] = (4, 5, 8)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "one_in"), [(Texts, 4), (TextsOfWindows, 5)])
 def test_histories_often_find_a_prefix(cache: type[KVCacheAdapter], one_in: int) -> None:
     """Compare counts of ``prefix_hit``; the first prompt of each history finds nothing.
@@ -56,6 +56,7 @@ def test_histories_often_find_a_prefix(cache: type[KVCacheAdapter], one_in: int)
     assert counts["found"] >= counts["begun"] / one_in
 
 
+@pytest.mark.slow
 def test_texts_branch_at_every_position_of_a_block() -> None:
     kinds: Counter[str] = Counter()
     check_drawn_histories(

@@ -52,6 +52,7 @@ def test_every_default_size_is_drawn_and_caches_stay_small() -> None:
     assert sum(spec.head_dim > 16 for spec in specs) < len(specs) / 2
 
 
+@pytest.mark.slow
 def test_only_listed_shapes_are_drawn() -> None:
     specs = draw_specs(histories(FewShapes, max_steps=2).map(lambda history: history.spec), 150)
     assert sizes_of(specs) == {name: set(getattr(FewShapes, name)) for name in SHAPE}

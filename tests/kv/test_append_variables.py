@@ -56,6 +56,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 def test_variables_apply_unless_a_policy_is_passed() -> None:
     variables = {SWITCH: "on", MIN_BATCH: "3", FULL_BATCH: "5"}
     engine, with_policy, manager, manager_with_policy = json.loads(

@@ -69,6 +69,7 @@ def test_kernels_reject_tensors_that_are_not_floats(device: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_kernels_on_a_cpu_require_the_interpreter() -> None:
     code = """
 import os

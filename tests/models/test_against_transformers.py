@@ -132,7 +132,7 @@ def test_forks_diverge_independently(device: str, family: str) -> None:
     assert engine.kv.num_free_blocks(0) == engine.kv.max_blocks_per_layer - 1
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -36,7 +36,7 @@ def run_steps(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
     return dict(run_history(PrefixCachedManager, History(spec, steps, texts=TEXTS)))
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [PrefixCachedManager, HashedPrefixes, WindowedPrefixes, ResetPrefixes]
 )

@@ -91,6 +91,7 @@ def test_statement_of_a_mutant_has_all_its_lines(tmp_path: Path) -> None:
     ).splitlines()
 
 
+@pytest.mark.slow
 def test_planted_code_is_that_of_the_function_in_use() -> None:
     mutant, functions = _mutant("self.refcounts[index] -= 2"), functions_of(ROOT)
 

@@ -100,7 +100,7 @@ def test_last_failed_and_one_test_id(broken_project: Project) -> None:
     run(one_id).assert_outcomes(failed=1)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["terminal", "skipping", "xdist", "hypothesispytest"])
 def test_other_plugins_may_be_off(list_cache_project: Project, plugin: str) -> None:
     arguments = [*SHORT_SEARCH, "-p", f"no:{plugin}", "-k", "histories or fork"]
@@ -162,7 +162,7 @@ UNREACHED = """
 """
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("required", ["on", "off"])
 def test_weak_run_says_so_quietly(project: Project, required: str) -> None:
     project.copy_caches()

@@ -85,6 +85,7 @@ def test_printed_entry_makes_tests_xfail(known_project: Project, workers: list[s
     assert reason in [each.attrib["message"] for each in skipped]
 
 
+@pytest.mark.slow
 def test_another_failure_of_the_same_test_still_fails(known_project: Project) -> None:
     known_project.write(test_my_cache=ALSO_WRONG_VALUES)
     result = known_project.pytest("--roseinfer-seed=2", "-k", "histories")
@@ -124,6 +125,7 @@ def test_finding_that_is_gone_is_an_unexpected_pass(
     assert "XPASS" not in others.stdout.str()
 
 
+@pytest.mark.slow
 def test_search_that_ends_early_is_no_unexpected_pass(known_project: Project) -> None:
     known_project.write(test_my_cache=list_cache())
     limit = "--roseinfer-search-seconds=0.001"

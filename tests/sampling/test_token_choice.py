@@ -76,7 +76,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_top_logprobs_match_the_models_logits(device: str, config: dict[str, Any]) -> None:
     """Each request gets as many as it requested, whatever the others request."""

@@ -118,6 +118,7 @@ def test_failing_example_is_found_again_with_any_seed(
         assert any(run(4, f"{option}={seed}") == pytest.ExitCode.OK for seed in (1, 2, 3))
 
 
+@pytest.mark.sampled_cases
 @pytest.mark.parametrize("how", ["option", "conftest", "ci"])
 def test_derandomized_profile_fixes_the_seed(
     project: Project, monkeypatch: pytest.MonkeyPatch, how: str

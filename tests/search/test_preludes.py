@@ -62,6 +62,7 @@ def draw_examples(strategy: SearchStrategy[_Example]) -> list[_Example]:
     return examples
 
 
+@pytest.mark.slow
 def test_histories_begin_with_a_prelude_and_continue_differently() -> None:
     drawn = draw_examples(histories(Forks, preludes=[REACHING_HISTORY]))
     begun_alike = [each for each in drawn if each.operations[:2] == STEPS[:2]]

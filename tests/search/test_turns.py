@@ -106,6 +106,7 @@ def test_path_unreached_by_few_histories_is_a_warning(project: Project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_path_unreached_by_enough_histories_is_a_failure(project: Project) -> None:
     project.set_conclusive_examples(70)
     result = late_cache(project, first=EXAMPLES + 100)

@@ -155,6 +155,7 @@ def test_invalid_http_is_rejected(server: Server, data: bytes) -> None:
         assert error_of(read_all(connection)) == (400, "invalid_http")
 
 
+@pytest.mark.slow
 def test_slow_head_is_rejected(strict_server: Server) -> None:
     with connected(strict_server, "GET /health HTTP/1.1", end=False) as connection:
         assert error_of(read_all(connection)) == (408, "request_timeout")

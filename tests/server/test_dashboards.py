@@ -160,6 +160,7 @@ def test_every_series_exists_before_the_first_request() -> None:
             assert page.samples_of(series), series
 
 
+@pytest.mark.slow
 def test_queue_prefill_and_decode_times_sum_to_the_latency() -> None:
     with running(max_batch_size=1) as server:
         options = {"prompt": ["x" * 40, "y" * 40], "max_tokens": 200, "ignore_eos": True}

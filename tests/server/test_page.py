@@ -97,6 +97,7 @@ def test_page_shows_a_streamed_completion(
     assert server.service.metrics.finish_reasons["abort"] >= 1
 
 
+@pytest.mark.slow
 def test_page_reports_a_missing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_browser()
     with running(config={"api_key": "rose-key"}) as server:

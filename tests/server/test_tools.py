@@ -252,6 +252,7 @@ def test_incomplete_call_can_be_sent_back(server: Server) -> None:
     )
 
 
+@pytest.mark.slow
 def test_template_without_tools_rejects_them() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with running(chat_template=template) as server:

@@ -208,6 +208,7 @@ def test_walk_reports_the_number_of_histories(
     assert message in output
 
 
+@pytest.mark.slow
 def test_known_finding_does_not_end_the_walk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,7 @@ def test_stop_strings_apply_to_their_request_only(device: str) -> None:
     assert other.token_ids == tokens
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", TEXTS)
 def test_stop_string_may_be_completed_by_the_end_of_the_text(device: str, prompt: str) -> None:
     """Parts of a character are withheld, and replaced by a sign when nothing follows."""

@@ -60,6 +60,7 @@ def test_first_run_passes_quickly(list_cache_project: Project) -> None:
     assert float(seconds) < MAX_SECONDS
 
 
+@pytest.mark.slow
 def test_verbose_run_lists_methods_and_sizes(list_cache_project: Project) -> None:
     result = list_cache_project.pytest("-v", "-k", "histories", "-W", "error")
     result.stdout.fnmatch_lines(

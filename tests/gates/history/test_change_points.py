@@ -45,6 +45,7 @@ needs_ruptures = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_ruptures
 def test_change_of_times_is_located() -> None:
     changes_of_seeds = [
@@ -59,6 +60,7 @@ def test_change_of_times_is_located() -> None:
     assert all(each.before < 104 < 110 < each.after for changes in right for each in changes)
 
 
+@pytest.mark.slow
 @needs_ruptures
 def test_noisy_times_have_no_change_point() -> None:
     changes_of_seeds = [list(change_points(noisy([100] * 20, seed))) for seed in range(20)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 
+@pytest.mark.slow
 def test_times_are_recorded_with_plot_and_summary(
     timed_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

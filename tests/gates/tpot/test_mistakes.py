@@ -29,6 +29,7 @@ def test_test_that_times_nothing_fails(timed_project: Project) -> None:
     result.stdout.fnmatch_lines(["*took roseinfer_tpot and timed no step with it*"])
 
 
+@pytest.mark.slow
 def test_xdist_workers_do_not_time_and_give_the_reason(timed_project: Project) -> None:
     result = run_against(timed_project, "-n2", "-rs")
     result.assert_outcomes(skipped=1)

@@ -128,6 +128,7 @@ def test_step_missing_on_both_sides_fails(timed_project: Project) -> None:
         result.stdout.fnmatch_lines(["*here: engine has no function 'decodes'"])
 
 
+@pytest.mark.slow
 def test_version_is_installed_in_a_folder_of_its_own(
     timed_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_tripwire_fails_without_a_time_of_the_gpu(gpu_project: Project) -> None:
     result.stdout.fnmatch_lines(["*no time of this step on Better GPU, only on Imaginary GPU*"])
 
 
+@pytest.mark.slow
 def test_tripwire_that_compares_nothing_fails_the_run(gpu_project: Project) -> None:
     gpu_project.write(test_speed="def test_other(): pass")
     result = gpu_project.pytest("--roseinfer-gpu", BASELINE)

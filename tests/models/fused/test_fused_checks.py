@@ -135,7 +135,7 @@ def test_near_ties_between_experts_pass_the_check(device: str) -> None:
     assert not is_close(alone[0].bfloat16(), alone[1])
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["router", "gates", "output", "weights"])
 def test_wrong_experts_fail_the_check(device: str, part: str) -> None:
     fused = family_with_experts(many_experts(device))

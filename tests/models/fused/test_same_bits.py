@@ -73,7 +73,7 @@ def test_mixes_cross_the_ends_of_tiles_and_parts() -> None:
     assert all(size + max_new_tokens <= same_bits.POSITIONS for size, max_new_tokens in lengths)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kin", ["llama", "gpt2", "mixtral"])
 def test_attention_weights_are_spread_over_parts(kin: str) -> None:
     network = same_bits.model_of(kin, "cpu")

@@ -31,7 +31,7 @@ def shortfall(exact: Any, prompt: list[int], tokens_chosen: list[int]) -> float:
     return float((logits.max(1).values - chosen_logits).max())
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kin",
     ["llama", "mistral window", "qwen3", "phi3, half of a head", "olmo2", "mixtral", "qwen3 moe"],
