@@ -742,7 +742,7 @@ def _store_evict_and_load(writer: operation.Writer) -> Iterator[operation.Operat
     yield from _end_stores(writer, writer.pick((2 * blocks, 2 * blocks, blocks)))
     if "restart_tiers" in writer.adapter.abilities and writer.between(0, 1):
         yield RestartTiers(writer.pick((True, True, True, False)))
-        if writer.between(0, 1):
+        if writer.between(0, 3):
             yield from _evict(writer, writer.name_with_prefix(1, other_text), full=True)
     for _ in range(2):
         yield from _load(writer, text, other_text, tokens)
