@@ -212,7 +212,7 @@ def draw_logprobs(draw: st.DrawFn, adapter: type[Any], spec: Any) -> Any:
     """Draw the logprob parameters that an adapter class supports."""
     values: dict[str, Any] = {}
     if adapter.defines("logprobs"):
-        values["logprobs"] = draw(st.sampled_from((False, False, False, True)))
+        values["logprobs"] = draw(st.sampled_from((True, False, True, False)))
     if values.get("logprobs") and adapter.defines("top_logprobs"):
         values["top_logprobs"] = draw(st.sampled_from((0, 1, 4, 20)))
     if adapter.defines("prompt_logprobs"):
