@@ -135,19 +135,27 @@ def evictions(observation: Observation) -> Finding | None:
 
 @invariant(rank=30, needs=("use_tokens", "table", "ledger"))
 def needless_evictions(observation: Observation) -> Finding | None:
-    """A write must evict no cached block while other blocks are free, if the cache declares so."""
-    note = cached_blocks_note(observation)
-    if note.needed is None or note.needed > note.spare:
+    """A step must evict no cached block without need, if the cache declares so.
+
+    A write needs none while other blocks are free, and a step that is refused needs none at all.
+    """
+    if observation.declared.prefixes.evicts_when != "needed":
         return None
+    note = cached_blocks_note(observation)
+    if not (observation.outcome.fits or observation.outcome.written):
+        reason = "by a step that was refused, which must change nothing"
+    elif note.needed is None or note.needed > note.spare:
+        return None
+    else:
+        reason = (
+            f"though the write needs {format_count(note.needed, 'block')} at most, and "
+            f"{note.spare} that are not cached were free"
+        )
     evicted_blocks, _ = _split_released(observation)
     if not evicted_blocks:
         return None
     block = min(evicted_blocks)
-    return Finding(
-        f"block {block} was evicted, though the write needs {format_count(note.needed, 'block')} "
-        f"at most, and {note.spare} that are not cached were free",
-        location_of_block(observation, 0, block),
-    )
+    return Finding(f"block {block} was evicted, {reason}", location_of_block(observation, 0, block))
 
 
 def _split_released(

@@ -40,7 +40,13 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import call_or_error
 from pytest_roseinfer.capabilities.truncation import Truncate
-from pytest_roseinfer.capabilities.writes import Append, Prefill, begin_sequence, draw_long_writes
+from pytest_roseinfer.capabilities.writes import (
+    Append,
+    AppendMany,
+    Prefill,
+    begin_sequence,
+    draw_long_writes,
+)
 from pytest_roseinfer.oracle.pages import State, first_live
 from pytest_roseinfer.oracle.texts import TextKey, explain_equal_block
 from pytest_roseinfer.words import format_count
@@ -77,8 +83,8 @@ class PrefixTraits(Traits):
     after. Needs ``use_tokens``, ``table`` and ``ledger``."""
     evicts_when: Literal["any time", "needed"] = "any time"
     """Time at which a ``cached`` block may be evicted. With ``"needed"``, a write evicts one only
-    if it would need more blocks than are free and not cached, even if it reused none. Needs
-    ``use_tokens``, ``table`` and ``ledger``."""
+    if it would need more blocks than are free and not cached, even if it reused none, and a step
+    that is refused evicts none. Needs ``use_tokens``, ``table`` and ``ledger``."""
     keeps_prefix: bool = False
     """True if the blocks that a sequence got by ``begin_with`` can be found as long as it holds
     them. If the sequence writes into such a block, or truncates within it, the block is copied as
@@ -609,7 +615,7 @@ def free_two_texts(writer: operation.Writer) -> None:
         tokens = size + recomputed
         writer.take(LookUp(writer.name_with_prefix(tokens, oldest), tokens))
     if refused and writer.oracle.judges_capacity:
-        writer.take(_prompt_beyond_capacity(writer, writer.name_with_prefix(size, oldest)))
+        writer.take(_write_beyond_capacity(writer, writer.name_with_prefix(size, oldest)))
     others = writer.oracle.pages_free() - 1
     third = writer.name_without_prefix(size)
     if others and third is None and len(writer.live) + others <= operation.MAX_SEQUENCES:
@@ -639,11 +645,16 @@ def _free_two_texts(writer: operation.Writer) -> int | None:
     return text
 
 
-def _prompt_beyond_capacity(writer: operation.Writer, seq: int) -> Prefill:
-    """Return the shortest prompt of whole blocks that cannot fit, even if it reuses all blocks."""
+def _write_beyond_capacity(writer: operation.Writer, seq: int) -> operation.Operation:
+    """Return the shortest write of whole blocks that cannot fit, even if it reuses all blocks.
+
+    It is a prompt mostly, and else an append, for which a cache may make room in another way.
+    """
     size, blocks = writer.oracle.block_size, 1
     while not writer.oracle.exceeds_capacity([(seq, blocks * size)]):
         blocks += 1
+    if AppendMany.needs <= writer.adapter.abilities and not writer.between(0, 2):
+        return AppendMany((seq,), (blocks * size,), writer.layout())
     return Prefill(seq, blocks * size, writer.layout())
 
 

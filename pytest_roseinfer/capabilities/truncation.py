@@ -237,7 +237,7 @@ class TruncateMany(_Truncation):
         return oracle.truncations_fit(self.truncations())
 
     def change(self, oracle: operation.Oracle) -> None:
-        for cut in self.truncations():
+        for cut in sorted(self.truncations()):  # equal new texts, whatever the order of the rows
             oracle.truncate(*cut)
 
     def drive(self, cache: operation.CacheUnderTest) -> None:
@@ -247,11 +247,9 @@ class TruncateMany(_Truncation):
         return TruncateMany(self.seqs[::-1], self.lengths[::-1])
 
     def halves(self) -> list[operation.Operation]:
-        at = len(self.seqs) // 2
-        parts = (slice(at), slice(at, None))
-        return [
-            TruncateMany(self.seqs[part], self.lengths[part]) for part in parts if self.seqs[part]
-        ]
+        at, in_order = len(self.seqs) // 2, sorted(self.truncations())
+        halves = (tuple(zip(*half, strict=True)) for half in (in_order[:at], in_order[at:]) if half)
+        return [TruncateMany(seqs, lengths) for seqs, lengths in halves]
 
     @classmethod
     def draw_options(cls, writer: operation.Writer) -> operation.DrawOptions:
@@ -331,8 +329,10 @@ def cut_with_little_room(writer: operation.Writer) -> None:
     share a pool, each needs a copy, and the pool may have room for one of them only.
     """
     size, adapter = writer.oracle.block_size, writer.adapter
-    can_share = adapter.fork_shares != "nothing" and adapter.prefixes.shares == "exact"
+    can_share = adapter.fork_shares != "nothing" and adapter.prefixes.shares != "none"
     needed = Fork.needs | Truncate.needs | Prefill.needs
+    if _shares_equal_prefixes(writer):  # single cuts have preludes of their own
+        needed |= TruncateMany.needs
     num_groups = len(writer.oracle.windows.groups)
     if size == 1 or not can_share or not needed <= adapter.abilities or writer.live:
         return
@@ -341,12 +341,14 @@ def cut_with_little_room(writer: operation.Writer) -> None:
     operation.add_while_fitting(writer, _share_two_prompts(writer))
     if len(writer.live) < _SHARERS:
         return
-    first, third, second, _ = writer.live
-    _fill_up(writer, writer.pick((0, 0, 1, 2) if num_groups == 1 else (1, 1, 2)))
+    first, third, second, fourth = writer.live
+    free = writer.pick((0, 0, 1, 2) if num_groups == 1 else (1, 1, 2))
+    _fill_up(writer, free, fourth if _shares_equal_prefixes(writer) else None)
     frees = [(first, size), (second, size), (third, size - 1)]
     copies = [(first, 2 * size - 1), (third, size - 1)]
     if num_groups == 1:
-        cuts = writer.pick((frees, frees[1:], copies, writer.shuffle(frees)))
+        half_way = [frees[0], frees[2], frees[1]]  # the copy comes before a block is free
+        cuts = writer.pick((frees, half_way, half_way, frees[1:], copies))
     else:  # each group has room for its own copies
         copies = copies[writer.oracle.pages_free() < num_groups :]
         cuts = writer.pick((copies, copies, copies, frees))
@@ -361,24 +363,35 @@ def cut_with_little_room(writer: operation.Writer) -> None:
 def _share_two_prompts(writer: operation.Writer) -> Iterator[operation.Operation]:
     """Begin a sequence of two blocks and one of a block, and fork both."""
     size = writer.oracle.block_size
-    for blocks in (2, 1):
-        (seq,) = writer.fresh(1)
-        yield Prefill(seq, blocks * size, writer.layout())
-    for parent in tuple(writer.live):
+    (first,) = writer.fresh(1)
+    yield Prefill(first, 2 * size, writer.layout())
+    (third,) = writer.fresh(1)
+    if _shares_equal_prefixes(writer):  # only forks share a known number of blocks
+        yield Fork(first, third)
+        yield Truncate(third, size)
+    else:
+        yield Prefill(third, size, writer.layout())
+    for parent in (first, third):
         yield Fork(parent, *writer.fresh(1))
 
 
-def _fill_up(writer: operation.Writer, free: int) -> None:
+def _shares_equal_prefixes(writer: operation.Writer) -> bool:
+    """Return True if a new sequence may take no block, since others have its tokens."""
+    return bool(writer.adapter.prefixes.shares == "equal prefixes")
+
+
+def _fill_up(writer: operation.Writer, free: int, filler: int | None) -> None:
     """Write until this number of blocks is free, or as near to it as a few writes come.
 
-    With windows, a longer sequence may take a block in one group only.
+    Extend ``filler``, or begin new sequences if it is None. With windows, a longer sequence may
+    take a block in one group only.
     """
     oracle, can = writer.oracle, writer.adapter.abilities
-    size, fillers = oracle.block_size, list[int]()
+    size, fillers = oracle.block_size, [] if filler is None else [filler]
     for _ in range(_FILLING_WRITES):
         counts = [blocks * size for blocks in range(1, oracle.pages_free() + 1)]
         steps: list[operation.Operation] = []
-        if len(oracle.sequences) < operation.MAX_SEQUENCES:
+        if filler is None and len(oracle.sequences) < operation.MAX_SEQUENCES:
             (seq,) = writer.fresh(1)
             steps += (Prefill(seq, count) for count in counts)
         if AppendMany.needs <= can:

@@ -208,6 +208,10 @@ _PROBE_DIVISOR = 4
 left. Each step of a server gives both a token, so the long one has not ended with the probe."""
 
 
+_EARLY_LEAVES = (0.0, 0.01)
+"""Seconds after which clients leave without having read anything."""
+
+
 _SERVED_FROM_CACHE = "prompt_served_from_cache"
 
 
@@ -377,16 +381,28 @@ class ServedEngine(_ServedCacheMethods, EngineAdapter):
         raise CompletionMismatch(summary) from cause
 
     def _fail_if_served_on(self) -> None:
-        """Raise if the server goes on with a text that was left."""
+        """Raise if the server goes on with a text that was left, later or before its first token.
+
+        The second is tried here: a server may send no headers before a token, so that a stream of a
+        mix is not open until then.
+        """
         if not (self._left and self.server.shows_usage):
             return
+        numbers = ", ".join(map(str, self._left.values()))
+        self._fail_if_requests_are_held(f"request {numbers} was left")
+        prompt = _text(self._specs[next(iter(self._left.values()))].prompt)
+        for seconds in _EARLY_LEAVES:
+            self.server.leave_early(prompt, seconds)
+        self._fail_if_requests_are_held(f"{prompt!r} was left before its first token")
+
+    def _fail_if_requests_are_held(self, event: str) -> None:
+        """Raise if the server goes on with a request after a part of a long text of another."""
         tokens = self.server.dialect.long_tokens // _PROBE_DIVISOR
         self._send([_text([0])], tokens, lasting=True).wait()
         if held := self.server.describe_requests():
-            numbers = ", ".join(map(str, self._left.values()))
             self._fail(
-                f"request {numbers} was left, and the server goes on with it: after {tokens} "
-                f"tokens of another text it still has {held}"
+                f"{event}, and the server goes on with it: after {tokens} tokens of another text "
+                f"it still has {held}"
             )
 
     def _has_news(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -124,12 +124,25 @@ class Server:
         lasting: bool = False,
     ) -> HTTPResponse:
         """Send a completion request and return the response, with its lines still unread."""
+        self._wait_for_turn()
+        body = json.dumps(dialect.body(self.model, prompts, max_tokens, lasting=lasting))
+        return self._request("POST", dialect.path, silence, body)
+
+    def leave_early(self, prompt: str, seconds: float) -> None:
+        """Request a long text, and disconnect ``seconds`` later without reading a response."""
+        self._wait_for_turn()
+        dialect = self.dialect
+        body = dialect.body(self.model, [prompt], dialect.long_tokens, lasting=True)
+        with closing(self._connect(_SETTLES)) as connection, suppress(OSError, HTTPException):
+            connection.request("POST", dialect.path, json.dumps(body), self._headers)
+            time.sleep(seconds)
+
+    def _wait_for_turn(self) -> None:
+        """Wait until another request may be opened."""
         wait = self._opened + self._min_interval - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         self._opened = time.monotonic()
-        body = json.dumps(dialect.body(self.model, prompts, max_tokens, lasting=lasting))
-        return self._request("POST", dialect.path, silence, body)
 
     def require_reachable(self) -> None:
         """Raise ``ServerGone`` if the server has stopped; ignore error responses."""
@@ -171,11 +184,9 @@ class Server:
     def _request(
         self, method: str, path: str, silence: float, body: str | None = None
     ) -> HTTPResponse:
-        kind = HTTPSConnection if self._url_parts.scheme == "https" else HTTPConnection
-        assert self._url_parts.hostname is not None
         with ExitStack() as stack:
             try:
-                connection = kind(self._url_parts.hostname, self._url_parts.port, timeout=silence)
+                connection = self._connect(silence)
                 stack.callback(connection.close)
                 connection.request(method, path, body, self._headers)
                 response = connection.getresponse()
@@ -192,6 +203,11 @@ class Server:
                 raise self._refusal(f"{method} {path}", response.status, text)
             stack.pop_all()
         return response
+
+    def _connect(self, timeout: float) -> HTTPConnection:
+        kind = HTTPSConnection if self._url_parts.scheme == "https" else HTTPConnection
+        assert self._url_parts.hostname is not None
+        return kind(self._url_parts.hostname, self._url_parts.port, timeout=timeout)
 
     def _refusal(self, request: str, status: int, text: str) -> ServerError:
         has_stopped = self._was_reachable and _has_stopped(status, text)

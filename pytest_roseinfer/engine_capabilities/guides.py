@@ -101,6 +101,20 @@ class Guides(MixObserver):
         if shows_stage and served.tokens and adapter.stage(served.request) == "preempted":
             self._preempted.add(number)
 
+    def describe_past(self, served: ServedRequest) -> str:
+        """Name the first token that the guide of a request rules out."""
+        adapter, guide = self.run.adapter, served.spec.sampling.guide
+        if guide is None:
+            return ""
+        ruled_out = (
+            token
+            for at, token in enumerate(served.tokens)
+            if (allowed := adapter.allowed_tokens(guide, served.tokens[:at]))
+            and token not in allowed
+        )
+        first = next(ruled_out, None)
+        return "" if first is None else f"; its guide rules out {adapter.spell(first)} there"
+
     def judge_step(self) -> str:
         guides = {each.spec.sampling.guide for each in self.run.served if each.new_tokens}
         self.counts[GUIDED_DIFFERENTLY] += len(guides) > 1

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,7 +107,8 @@ class LifecycleMethods:
         """Return the errors of which ``submit`` must raise one, for a request that can never fit.
 
         It is empty for one that can be served, and where that is unknown. The harness passes
-        requests whose tokens take more blocks than the cache has.
+        requests whose tokens take more blocks than the cache has, and the shortest prompt for which
+        there are errors: if a model has 160 positions, one of 160 tokens.
         """
 
     @optional
@@ -319,12 +321,32 @@ class Refusals(MixObserver):
     any_of = ("refusals",)
 
     def act(self, step: int) -> str:
+        if not step and (problem := self._describe_acceptance(*self._shortest_prompt())):
+            return problem
         for spec in self.run.mix.requests:
             if spec.arrival == step and spec.refused_before:
                 for prompt, sampling in self._oversized(spec):
                     if problem := self._describe_acceptance(prompt, sampling):
                         return problem
         return ""
+
+    def _shortest_prompt(self) -> tuple[Sequence[int], Any]:
+        """Return the shortest prompt that must be refused, and parameters with one new token.
+
+        A model with 160 positions must refuse one of 160 tokens, even if they fit the cache.
+        """
+        adapter, mix, spec = self.run.adapter, self.run.mix, self.run.mix.requests[0]
+        sampling = replace(spec.sampling, max_new_tokens=1)
+        beyond = (mix.cache_tokens // mix.block_size + 1) * mix.block_size + 1
+
+        def prompt_of(length: int) -> Sequence[int]:
+            return ((*spec.prompt,) * length)[:length]
+
+        def must_be_refused(length: int) -> bool:
+            return bool(adapter.refusals(prompt_of(length), sampling, mix))
+
+        lengths = range(1, beyond)
+        return prompt_of(1 + bisect_left(lengths, True, key=must_be_refused)), sampling
 
     def _oversized(self, spec: Any) -> Iterator[tuple[Sequence[int], Any]]:
         """Yield a prompt that is too long, and parameters with too many new tokens."""

@@ -115,21 +115,40 @@ def leak_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "cancel", disconnect)
 
 
-def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve requests to their end, and read their tokens, after their client has disconnected."""
+def _serve_on(monkeypatch: pytest.MonkeyPatch, ignored: Callable[[StreamGroup], bool]) -> None:
+    """Serve requests to their end, and read their tokens, where a disconnect is ignored."""
     tasks: set[asyncio.Task[None]] = set()
+    cancel: Any = StreamGroup.cancel
 
     async def read_on(group: StreamGroup) -> None:
         for listener in group._numbers:
             while listener.request is None or listener.request.finish_reason is None:
                 await group.next()
 
-    def cancel(self: StreamGroup) -> None:
+    def with_bug(self: StreamGroup) -> None:
+        if not ignored(self):
+            cancel(self)
+            return
         task = asyncio.ensure_future(read_on(self))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    monkeypatch.setattr(StreamGroup, "cancel", cancel)
+    monkeypatch.setattr(StreamGroup, "cancel", with_bug)
+
+
+def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on with requests after their client has disconnected."""
+    _serve_on(monkeypatch, lambda _: True)
+
+
+def ignore_an_early_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on with requests whose client has disconnected before their first token."""
+
+    def has_no_token(group: StreamGroup) -> bool:
+        requests = [listener.request for listener in group._numbers]
+        return not all(request and request.num_generated for request in requests)
+
+    _serve_on(monkeypatch, has_no_token)
 
 
 def mix_up_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +303,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         share_a_detokenizer,
         choose_the_second_token,
         ignore_a_disconnect,
+        ignore_an_early_disconnect,
         mix_up_choices,
         echo_another_prompt,
         lose_a_top_logprob,

@@ -142,6 +142,12 @@ def test_wrong_engine_fails(
     assert reason(adapter, requests).startswith(message)
 
 
+def test_failure_names_a_token_that_the_guide_rules_out() -> None:
+    requests = mix(spec(AdvancesAgain.guides[0], 4, pause_after=2, pause_steps=2))
+    assert reason(AdvancesAgain, requests).endswith("; its guide rules out 4 there")
+    assert "rules out" not in reason(GoesOn, mix(spec(SHORT)))
+
+
 def test_expected_tokens_are_the_argmax_among_the_allowed() -> None:
     engine = GuidedEngine()
     settled, tokens = settle(engine, spec(ODD), mix(spec(ODD)))

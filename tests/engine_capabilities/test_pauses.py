@@ -75,6 +75,27 @@ class AcceptsAll(Pausing):
         return ToyEngine.submit(self.engine, prompt, sampling)
 
 
+class HasPositions(Pausing):
+    """Refuses prompts that leave no position for a new token."""
+
+    positions: ClassVar[int] = 20
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        if len(prompt) >= self.positions:
+            raise ValueError("too long")
+        return super().submit(prompt, sampling)
+
+    def refusals(
+        self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix
+    ) -> tuple[type[Exception], ...]:
+        too_long = len(prompt) >= HasPositions.positions
+        return (ValueError,) if too_long else super().refusals(prompt, sampling, mix)
+
+
+class HasOneMore(HasPositions):
+    positions: ClassVar[int] = 21
+
+
 PAUSED = request_spec(1, 2, pause_after=1, pause_steps=3)
 WAITING = request_spec(1, 2, pause_after=0, pause_steps=3)
 OVERSIZED = request_spec(1, 2, refused_before=1)
@@ -99,13 +120,23 @@ def test_right_engine_passes(spec: RequestSpec, condition: str) -> None:
         (
             AcceptsAll,
             OVERSIZED,
-            "a request of 65 tokens for up to 1 new ones was accepted, in a cache of 64: "
+            "a request of 64 tokens for up to 1 new ones was accepted, in a cache of 64: "
+            "submit must raise ValueError",
+        ),
+        (
+            HasOneMore,
+            request_spec(1),
+            "a request of 20 tokens for up to 1 new ones was accepted, in a cache of 64: "
             "submit must raise ValueError",
         ),
     ],
 )
 def test_wrong_engine_fails(adapter: type[EngineAdapter], spec: RequestSpec, message: str) -> None:
     assert reason(adapter, mix(spec, request_spec(3))).startswith(message)
+
+
+def test_engine_that_refuses_by_positions_passes() -> None:
+    assert run_mix(HasPositions, mix(request_spec(1)))["request_refused"] == 1
 
 
 def test_tokens_in_flight_come_during_a_pause() -> None:

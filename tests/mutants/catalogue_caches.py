@@ -66,6 +66,8 @@ _WITHOUT_ROW = {
     "LetsAGroupRaiseTheLength",
     "LooksIntoOneStateGroup",
     "RoundsTheLogprobsOfAHit",
+    "EvictsBeforeARefusal",
+    "CountsRoomOfLaterCuts",
 }
 """Bugs that stand for no reported one."""
 

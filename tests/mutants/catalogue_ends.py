@@ -128,6 +128,14 @@ MUTANTS = (
         "if blocks > self.capacity + 1: ...",
     ),
     _mutant(
+        "prompt-of-all-positions-accepted",
+        "A prompt that takes all positions of the model is accepted.",
+        _REQUEST,
+        "RequestLimits.validated_max_tokens",
+        "if prompt_length >= positions: ...",
+        "if prompt_length > positions: ...",
+    ),
+    _mutant(
         "paused-request-goes-on",
         "A request that is paused while it runs is not preempted.",
         _SCHEDULER,

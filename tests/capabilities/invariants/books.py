@@ -22,7 +22,7 @@ from pytest_roseinfer.capabilities.storage import separate_containers
 from pytest_roseinfer.capabilities.swapping import Stage, swap_space, swap_state
 from pytest_roseinfer.capabilities.windows import windows
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.oracle.pages import Page, Windows, token_of
+from pytest_roseinfer.oracle.pages import Page, Windows, Written, token_of
 from tests.capabilities.invariants.observations import (
     CHANGED,
     NEW,
@@ -68,9 +68,11 @@ def with_eviction(
     return replace(observation, notes=notes, declared=declaring(prefixes=PrefixTraits(**traits)))
 
 
-def with_needed_blocks(needed: int | None, spare: int) -> Observation:
+def with_needed_blocks(needed: int | None, spare: int, **traits: Any) -> Observation:
     """Return an observation in which block 2 was evicted by a write that needs so many blocks."""
-    observation = with_eviction(ReleasedBlock(1, 0, tokens=OTHER_TOKENS), ReleasedBlock(2, 0))
+    traits = {"evicts_when": "needed", **traits}
+    released_2 = ReleasedBlock(1, 0, tokens=OTHER_TOKENS)
+    observation = with_eviction(released_2, ReleasedBlock(2, 0), **traits)
     released = observation.notes[CachedBlocks].released
     note = CachedBlocksNote(released=released, needed=needed, spare=spare)
     return replace(observation, notes={CachedBlocks: note})
@@ -133,6 +135,11 @@ RIGHT: Right = {
     needless_evictions: [
         with_needed_blocks(2, 1),
         with_needed_blocks(None, 0),
+        with_needed_blocks(1, 1, evicts_when="any time"),
+        replace(
+            with_needed_blocks(2, 1),
+            outcome=Outcome(fits=False, written=Written(((0, 1),), (NEW,))),
+        ),
         replace(observed(), notes={CachedBlocks: CachedBlocksNote(needed=1, spare=2)}),
     ],
     evictions: [
@@ -241,6 +248,11 @@ WRONG: Wrong = [
         needless_evictions,
         with_needed_blocks(1, 1),
         "block 2 was evicted, though the write needs 1 block at most, and 1 that are not cached",
+    ),
+    (
+        needless_evictions,
+        replace(with_needed_blocks(2, 1), outcome=Outcome(fits=False)),
+        "block 2 was evicted, by a step that was refused, which must change nothing",
     ),
     (
         evictions,
