@@ -99,7 +99,7 @@ class Reset(operation.Operation):
             yield operation.DrawOption(95, 2, cls)
 
 
-@invariant(rank=32, needs=("reset", "match_prefix"))
+@invariant(rank=29, needs=("reset", "match_prefix"))
 def refused_resets(observation: Observation) -> Finding | None:
     """A refused reset must leave stored texts as they were."""
     if observation.outcome.fits or not isinstance(observation.operation, Reset):

@@ -57,8 +57,8 @@ def measure_growth(
         step()
     short = min(_allocated(shorten, step) for _ in range(_RUNS))
     long = min(_allocated(lengthen, step) for _ in range(_RUNS))
-    lengthen()
-    return Growth(short, long, added_tokens, _function_of_peak(step))
+    _, function = min(_largest_rise(lengthen, step) for _ in range(_RUNS))
+    return Growth(short, long, added_tokens, function)
 
 
 def _allocated(prepare: Callable[[], object], step: Callable[[], object]) -> int:
@@ -79,8 +79,9 @@ def _allocated(prepare: Callable[[], object], step: Callable[[], object]) -> int
     return peak - before
 
 
-def _function_of_peak(step: Callable[[], object]) -> str:
-    """Return the function in which the bytes that Python holds during a step rise most."""
+def _largest_rise(prepare: Callable[[], object], step: Callable[[], object]) -> tuple[int, str]:
+    """Return the largest rise of the bytes that Python holds during a step, and its function."""
+    prepare()
     largest = 0
     where = "no function"
     highest = 0
@@ -108,4 +109,4 @@ def _function_of_peak(step: Callable[[], object]) -> str:
         restore_profiler(previous)
         if not was_on:
             tracemalloc.stop()
-    return where
+    return largest, where

@@ -91,6 +91,7 @@ class NeverSubmits(PagedCache):
     def use_queue(self, queue: DeviceQueue) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 def test_unused_queue_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CONCLUSIVE_EXAMPLES", 3)

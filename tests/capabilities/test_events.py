@@ -50,7 +50,7 @@ def history(*steps: Operation) -> History:
 
 
 @pytest.mark.usefixtures("short_run")
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_cache_that_sends_events_passes(examples: int) -> None:
     harness_settings.set_current(harness_settings.Settings(examples=examples, steps=20, seed=1))
     tests = conformance(EventCache)()

@@ -131,7 +131,7 @@ def short_run() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cache", [SharesNothing, SharesFullBlocks])
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_right_choice_of_shared_blocks_passes(cache: type[KVCacheAdapter], examples: int) -> None:
     settings.set_current(settings.Settings(examples=examples, steps=10, seed=1))
     tests = conformance(cache)()

@@ -34,7 +34,7 @@ def test_cache_that_mixes_namespaces_fails(cache: type[KVCacheAdapter], seed_num
         search(cache, seed_number, examples=300)
 
 
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_cache_that_separates_namespaces_passes(examples: int) -> None:
     search(NamespacedCache, 1, examples)
 

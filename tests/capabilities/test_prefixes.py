@@ -82,7 +82,7 @@ def test_texts_are_equal_up_to_their_branch() -> None:
         ReservingCache,
     ],
 )
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_cache_with_prefix_reuse_passes(cache: type[KVCacheAdapter], examples: int) -> None:
     settings.set_current(settings.Settings(examples=examples, steps=20, seed=1))
     tests = conformance(cache)()
@@ -233,7 +233,7 @@ def test_hash_of_a_lookup_is_no_collision() -> None:
         run_history(broken_text_caches.DropsHits, history)
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     ("cache", "reported"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]

@@ -62,7 +62,7 @@ def oracle_of(*keys: TextKey) -> Oracle:
 @pytest.mark.sampled_cases
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", RIGHT)
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_cache_that_knows_all_parts_passes(cache: type[KVCacheAdapter], examples: int) -> None:
     harness_settings.set_current(harness_settings.Settings(examples=examples, steps=20, seed=1))
     conformance(cache)().test_histories()

@@ -117,7 +117,7 @@ def test_cache_with_broken_tiers_fails(cache: type[KVCacheAdapter], seed_number:
 
 @pytest.mark.sampled_cases
 @pytest.mark.parametrize("cache", RIGHT, ids=lambda cache: cache.__name__)
-@few_or_many_examples(15, 60)
+@few_or_many_examples(8, 60)
 def test_cache_with_right_tiers_passes(cache: type[KVCacheAdapter], examples: int) -> None:
     search(cache, 1, examples)
 

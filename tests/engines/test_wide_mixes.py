@@ -102,6 +102,7 @@ def test_bug_in_a_row_of_wide_batches_is_found(rows: int) -> None:
     assert rows <= len(caught.value.mix.requests) <= rows + 1
 
 
+@pytest.mark.slow
 def test_refused_wide_mix_suggests_declaring_most_requests() -> None:
     with pytest.raises(Difference) as caught:
         search(HasSlots)

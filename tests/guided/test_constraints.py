@@ -23,7 +23,7 @@ from tests.guided.constraints import (
 
 
 # 210 completions in all. Slots are slow on a CPU.
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "each"), [("no slots", 35), ("batch of two", 2)])
 def test_stopped_completions_match_their_guide(device: str, setting: str, each: int) -> None:
     rng = random.Random(1)

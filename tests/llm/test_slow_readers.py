@@ -115,6 +115,7 @@ def test_stream_of_a_blocked_event_loop_is_paused(device: str) -> None:
     assert tokens == expected_completion(device, TEXTS[0])
 
 
+@pytest.mark.slow
 def test_pausing_readers_get_all_tokens(device: str) -> None:
     """Many readers pause at different times, on a cache that is too small for all of them."""
     llm = small_llm(device, **NO_LAG, kv_cache_tokens=128, block_size=4, max_batch_size=3)

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 VERSION = "5.23.0"
 """The version that docs/findings is about."""
 SCRIPTS = scripts_about(f"transformers {VERSION}: `generate_batch`")
-WRONG_TOKEN = r"request \d, token \d+: \d+(; alone it gets \d+|, which its parameters rule out)"
+WRONG_TOKEN = (
+    r"request \d, token \d+: "
+    r"(\d+(; alone it gets \d+|, which its parameters rule out)|log-probability .*; by the model)"
+)
 DEFAULT_OPTIONS = {name: values[0] for name, values in TransformersEngine.option_choices.items()}
 
 only_documented_version = pytest.mark.skipif(

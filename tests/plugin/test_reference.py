@@ -291,6 +291,7 @@ def test_sections_of_a_page_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.slow
 def test_lists_of_another_adapter_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_failure_is_not_kept_without_the_option(project: Project) -> None:
     assert not (project.path / "roseinfer-kept").exists()
 
 
+@pytest.mark.slow
 def test_kept_file_that_is_no_trace_fails_the_test(project: Project) -> None:
     fail(project, "SwapsRows", "-k", "histories", "--roseinfer-keep")
     (kept,) = (project.path / "roseinfer-kept").glob("*.json")

@@ -24,6 +24,7 @@ def completion_of(llm: LLM, prompt: str, seed: int = 7) -> str:
     return llm.generate([prompt], params)[0].text or ""
 
 
+@pytest.mark.slow
 def test_several_prompts_with_several_choices(server: Server, alone: LLM) -> None:
     """Choice ``i`` of a prompt uses the seed plus ``i``."""
     prompts = [PROMPT, "A rose is"]

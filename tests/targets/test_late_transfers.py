@@ -53,6 +53,7 @@ def test_manager_that_does_not_wait_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search("expected|raised", finding.message)
 
 
+@pytest.mark.slow
 def test_engine_runs_ahead_with_copies_in_flight() -> None:
     counts = run_mix(QueuedEngine, MANY_STEPS_AHEAD)
     assert counts["engine_run_ahead"]

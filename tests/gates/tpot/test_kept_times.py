@@ -83,6 +83,7 @@ def test_both_sides_are_recorded_as_benchmarks(timed_project: Project) -> None:
     assert info["versions"]["python"] == sys.version.split()[0]
 
 
+@pytest.mark.slow
 def test_saved_benchmarks_can_be_compared(timed_project: Project) -> None:
     storage = f"--benchmark-storage={timed_project.path / 'saved'}"
     run_against(timed_project, storage, "--benchmark-save=one").assert_outcomes(passed=1)

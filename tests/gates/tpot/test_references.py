@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.project import Project
 
 
+@pytest.mark.slow
 def test_reference_may_be_a_sibling_folder(project: Project) -> None:
     """The option's value is a path, so pytest's root without an ini file contains both folders."""
     for name, microseconds in (("mine", 1000), ("other", 800)):

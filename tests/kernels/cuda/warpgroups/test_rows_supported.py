@@ -122,7 +122,7 @@ def test_tensors_that_lie_otherwise_go_elsewhere(compiled: list[RowSizes], which
     assert len(compiled) == 1
 
 
-@pytest.mark.sampled_cases
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 @pytest.mark.parametrize("turn", [0, 64, 32])
